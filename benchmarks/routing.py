@@ -38,7 +38,7 @@ class Routes(Protocol):
 
     def end(self, placed: Placed[int], sampled: int | None) -> None: ...
 
-    def expected(self, most: int) -> float: ...
+    def forecast(self, most: int) -> float: ...
 
 
 class RoundRobin:
@@ -47,7 +47,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = itertools.count()
 
-    def expected(self, most: int) -> float:
+    def forecast(self, most: int) -> float:
         return float(most)
 
     def begin(self, need: Need, able: Sequence[int]) -> Placed[int]:
@@ -197,7 +197,7 @@ class Run:
     def _turn(self, episode: Episode, now: float) -> None:
         new, sampled, _ = episode.turns[episode.at]
         prompt = episode.tokens + new
-        need = Need(episode.key, prompt, self.routes.expected(MOST), lambda: _names(episode, prompt))
+        need = Need(episode.key, prompt, self.routes.forecast(MOST), lambda: _names(episode, prompt))
         placed = self.routes.begin(need, range(len(self.replicas)))
         replica, request = self.replicas[placed.host], Request(episode, placed, prompt, sampled, now)
         replica.add(request)

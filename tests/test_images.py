@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import json
+import pickle
 import struct
 import zlib
 from dataclasses import asdict
@@ -27,7 +28,6 @@ from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
 from agentrl.reward import compile_spec
 from agentrl.rollout.context import elide_outputs
-from agentrl.rollout.workers.channel import trajectory_frame, trajectory_of
 from agentrl.utils.errors import EnvError, ImageError
 from agentrl.utils.redaction import remember
 from tests.contrib.remote_envs.served import TOKEN, served
@@ -265,8 +265,7 @@ def test_a_row_has_each_image_once_and_is_the_episode_again() -> None:
     again = Trajectory.from_json(json.loads(text))
     assert again == whole and again.images[image.sha256].bytes() == image.bytes()
     # Between a worker and the driver, and to a server of environments and back.
-    fields, blob = trajectory_frame(whole, whole.record_text())
-    assert trajectory_of(json.loads(json.dumps(fields)), memoryview(blob)) == whole
+    assert pickle.loads(pickle.dumps(whole)) == whole
     assert [message_of(row) for row in json.loads(wire.dumps(whole.messages))] == whole.messages
     assert message_of(json.loads(json.dumps(as_row(whole.messages[3])))).images == (image,)
     ledger = TokenLedger()
@@ -286,7 +285,7 @@ def test_an_episode_without_images_has_no_word_of_them() -> None:
     env = EnvRef("key_value", {}).build()
     env.reset(seed=0)
     env.step(env.gold_turns(env.task)[0])
-    text = env.trajectory.record_text()
+    text = "".join(env.trajectory.json_chunks())
     assert "images" not in text and "images" not in json.dumps(env.trajectory.to_json())
 
 

@@ -244,7 +244,7 @@ class Load:
         """Count the chosen experts of the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: how often
         each counts; None: once."""
 
-        def told(layer: int, indices: Tensor) -> None:
+        def count(layer: int, indices: Tensor) -> None:
             if self.counts is None:
                 self.counts = torch.zeros(len(self._routers), self._routers.experts, dtype=torch.float64, device=indices.device)
             chosen = indices[:tokens]
@@ -253,7 +253,7 @@ class Load:
             # Not bincount, which makes the host wait for a GPU.
             self.counts[layer].scatter_add_(0, chosen.reshape(-1), weights.reshape(-1))
 
-        with self._routers.tell(told, strict=False):
+        with self._routers.tell(count, strict=False):
             yield
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from agentrl.data.images import Image, by_digest, images_of
 from agentrl.data.token_ledger import TokenLedger
@@ -176,16 +176,6 @@ class Task:
         return replace(self, data=deep_copy_json(dict(self.data)), gold=deep_copy_json(dict(self.gold)))
 
 
-class RowElsewhere(Protocol):
-    """A trajectory's row of a file, written elsewhere. `whole`: the record in it is still what the trajectory says."""
-
-    whole: bool
-
-    def chunks(self, record: str | None) -> Iterator[str]:
-        """The row's text, piece by piece; `record`, if given, takes the place of the one in the file."""
-        ...
-
-
 @dataclass(slots=True)
 class Trajectory:
     """One complete episode: enough to train on it, to score it again offline, and to read it.
@@ -200,12 +190,11 @@ class Trajectory:
     `parting`: the user's last words as it left, which nobody sees, so they are not among `messages` either; "" if nothing, or
     recorded before it was kept. `rewrites`: one entry per rewrite of the conversation by a context policy: before which turn, the
     ledger that begins with it, its tokens, and the messages that were inserted. `agent`: of an episode that an external agent
-    played (docs/agents.md), the end of its program and its output; else None. `stored`: where the process that played the episode
-    wrote its row, if it did; who changes what the episode scored unsets `stored.whole`. `horizon`: how many calls the task's gold
-    solution has (`ToolEnv.horizon`), by which success is broken down; None if unknown. `given`: the number of first turns that
-    are those of the gold solution (`rollout.start`), which are context of the ledgers and earn the policy nothing. `parent`: of a
-    branch (`rollout.branch`), the member of its group that it was forked from, and `branch_turn` the turn before which; the turns
-    before are the parent's, and context here. None of an episode that was played from its beginning.
+    played (docs/agents.md), the end of its program and its output; else None. `horizon`: how many calls the task's
+    gold solution has (`ToolEnv.horizon`), by which success is broken down; None if unknown. `given`: the number of first turns
+    that are those of the gold solution (`rollout.start`), which are context of the ledgers and earn the policy nothing. `parent`:
+    of a branch (`rollout.branch`), the member of its group that it was forked from, and `branch_turn` the turn before which; the
+    turns before are the parent's, and context here. None of an episode that was played from its beginning.
     """
 
     env_id: str
@@ -236,7 +225,6 @@ class Trajectory:
     given: int = 0
     parent: int | None = None
     branch_turn: int = 0
-    stored: RowElsewhere | None = field(default=None, compare=False, repr=False)
 
     @property
     def images(self) -> dict[str, Image]:
@@ -271,17 +259,10 @@ class Trajectory:
             "ledgers": [ledger.packed() for ledger in self.ledgers],
         }
 
-    def record_text(self) -> str:
-        """All but the ledgers, as JSON text."""
-        return json_text(self._record(), default=_fields)
-
-    def json_chunks(self, record: str | None = None) -> Iterator[str]:
+    def json_chunks(self) -> Iterator[str]:
         """`to_json` as JSON text, piece by piece, so that a writer needs no more memory than one ledger column. The first piece
-        is all before the ledgers. `record`: the result of `record_text`, if it is known."""
-        if self.stored is not None:
-            yield from self.stored.chunks(None if self.stored.whole else _begun(self.record_text()))
-            return
-        yield _begun(self.record_text() if record is None else record)
+        is all before the ledgers."""
+        yield json_text(self._record(), default=_fields)[:-1] + ', "ledgers": ['
         for place, ledger in enumerate(self.ledgers):
             if place:
                 yield ", "
@@ -290,7 +271,7 @@ class Trajectory:
 
     def _record(self) -> dict[str, Json]:
         """All fields except the ledgers; their values are not converted yet (see `_fields`)."""
-        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_IN_RECORD}
+        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ledgers"}
         row["stop"] = self.stop.value
         for name in ("agent", "horizon", "parent"):
             if row[name] is None:  # the rows of all other episodes stay as they are
@@ -318,14 +299,6 @@ class Trajectory:
             if value is not None and (isinstance(value, bool) or not math.isfinite(value)):
                 raise ValueError(f"{name}: {value!r} is not a finite number")
         return cls(**fields)
-
-
-_NOT_IN_RECORD = frozenset({"ledgers", "stored"})
-
-
-def _begun(record: str) -> str:
-    """A record's text with the ledgers to follow."""
-    return record[:-1] + ', "ledgers": ['
 
 
 def _fields(item: object) -> dict[str, Json]:

@@ -107,7 +107,7 @@ class Constraint:
         self._matcher, self._vocab = matcher, vocab
         self._ends, self._stops = list(ends), list(stops)
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
+    def mask(self) -> npt.NDArray[np.bool_]:
         """Mask [vocab] of the ids that may come next: those that the grammar takes, and the stop tokens if the text may end
         here."""
         mask = np.zeros(self._vocab, dtype=np.bool_)
@@ -138,7 +138,7 @@ class StopStrings:
         self._enough = max(map(len, texts)) + _MARGIN
         self._window: list[int] = []
 
-    def completed(self, token_id: int) -> bool:
+    def completes(self, token_id: int) -> bool:
         """Return True if the turn's next token completes a stop string."""
         self._window.append(token_id)
         text = self._decode(self._window)

@@ -265,7 +265,7 @@ class Collector:
 
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
         group = await self._group(index, choice)
-        self.stats.played(group)
+        self.stats.count_group(group)
         self._over.pop(index, None)
         survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
         # Without the greedy episode's reward there is no baseline, so the whole group is lost.
@@ -292,7 +292,7 @@ class Collector:
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
         self.stats.count_success(choice.env)
-        self.tasks.finished(index, success_rate(roots(group)), sum(t.sampled_tokens for t in group.trajectories))
+        self.tasks.finish(index, success_rate(roots(group)), sum(t.sampled_tokens for t in group.trajectories))
         if filtered:
             self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")
         elif refused and self._accept is not None:
@@ -377,7 +377,7 @@ class Collector:
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
-        self.stats.dropped(index, self._names.pop(index), state, reason)
+        self.stats.count_drop(index, self._names.pop(index), state, reason)
 
     # -- waiting -----------------------------------------------------------------------------------
 

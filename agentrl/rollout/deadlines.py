@@ -43,14 +43,14 @@ class Watch:
         self._waits: dict[str, tuple[Callable[[], str], float]] = {}
         self._elsewhere: dict[str, Report] = {}
 
-    def moved(self) -> None:
+    def note_move(self) -> None:
         """Something came back."""
         self.moves += 1
 
     def hear(self) -> None:
         """The engine has sampled, for whichever episode."""
         self.heard += 1
-        self.moved()
+        self.note_move()
 
     @contextmanager
     def waits(self, key: str, what: Callable[[], str]) -> Iterator[None]:
@@ -60,7 +60,7 @@ class Watch:
             yield
         finally:
             self._waits.pop(key, None)
-            self.moved()
+            self.note_move()
 
     @contextmanager
     def plays(self, ledgers: Sequence[TokenLedger]) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Watch:
         found = sorted(self._waits.items(), key=lambda item: item[1][1])
         return [(key, what(), now - since) for key, (what, since) in found[:most]], max(len(found) - most, 0)
 
-    def told(self, process: str, report: Report | None) -> None:
+    def report(self, process: str, report: Report | None) -> None:
         """Replace the reported waits of another process's episodes; None once it is gone."""
         if report is None:
             self._elsewhere.pop(process, None)
@@ -121,7 +121,7 @@ class EpisodeClock:
     limit: float
     used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
 
-    def left(self, who: Blame) -> float:
+    def remaining(self, who: Blame) -> float:
         return self.limit - self.used[who]
 
     def add(self, who: Blame, seconds: float) -> None:
@@ -130,7 +130,7 @@ class EpisodeClock:
     @property
     def over(self) -> StopReason:
         """Why an episode ends once one of the two has used up its time."""
-        return StopReason.MAX_EPISODE_TIME if self.left("policy") <= 0 else StopReason.EPISODE_TIMEOUT
+        return StopReason.MAX_EPISODE_TIME if self.remaining("policy") <= 0 else StopReason.EPISODE_TIMEOUT
 
 
 class RequestClock:
@@ -197,12 +197,12 @@ class Waits:
             whose_it_was = running(now := list(env.waiting)) or running(calls) or blame
             if calls != now:
                 calls = now
-                self.watch.moved()
+                self.watch.note_move()
             at_work = not env.queued and (not calls or any(call.running for call in calls))
             counted = passed if at_work else 0.0
             spent += counted
             self.clock.add(whose_it_was, counted)
-            return min(limit - spent, self.clock.left(whose_it_was))
+            return min(limit - spent, self.clock.remaining(whose_it_was))
 
         def doing() -> str:
             own = "; ".join(map(str, env.waiting)) or f"{what} of environment {env.id}"

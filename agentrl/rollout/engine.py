@@ -417,11 +417,11 @@ class RequestRouter(Generic[Host]):
         """The host of each remembered session."""
         return {key: home.host for key, home in self._homes.items()}
 
-    def queued(self, host: Host) -> float:
+    def queue(self, host: Host) -> float:
         """Tokens that a host has still to compute, of requests that have not ended."""
         return self._loads[host].queued if host in self._loads else 0.0
 
-    def expected(self, most: int) -> float:
+    def forecast(self, most: int) -> float:
         """Tokens that a request of at most `most` will probably sample: what requests did of late."""
         return float(most) if self._mean is None else min(self._mean, float(most))
 
@@ -441,7 +441,7 @@ class RequestRouter(Generic[Host]):
             self._homes.popitem(last=False)
         return placed
 
-    def told(self, placed: Placed[Host], sampled: int) -> None:
+    def note_sampled(self, placed: Placed[Host], sampled: int) -> None:
         """The request has sampled this many tokens, so its prompt is computed."""
         if sampled and placed.host in self._loads:
             left = max(placed.need.expected - sampled, 0.0)

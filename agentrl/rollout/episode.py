@@ -66,8 +66,6 @@ async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> Non
 
 
 def _apply(trajectory: Trajectory, score: Score) -> None:
-    if trajectory.stored is not None:
-        trajectory.stored.whole = False
     trajectory.reward, trajectory.success = score.value, score.success
     trajectory.evidence = score.evidence
     trajectory.metrics = dict(score.metrics)

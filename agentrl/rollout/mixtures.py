@@ -222,7 +222,7 @@ class TaskSource:
             self._drawn[index] = choice if self.start is None else self.start.begin(self.run_seed, index, choice)
         return self._drawn[index]
 
-    def finished(self, index: int, success: float | None) -> float | None:
+    def finish(self, index: int, success: float | None) -> float | None:
         """A group finished with this share of successes; None, which says nothing about its task, if the success of no
         member is known. The sampler does not hear of one that was given a part of the solution. Returns the success
         of a whole task, which mixtures may learn from."""
@@ -335,10 +335,10 @@ class MixedTasks:
         name, place = self._places[index]
         return replace(self.sources[name].draw(place), env=name)
 
-    def finished(self, index: int, success: float | None, tokens: int) -> None:
+    def finish(self, index: int, success: float | None, tokens: int) -> None:
         """A group finished with this share of successes (None: unknown) and this many sampled tokens."""
         name, place = self._places.pop(index)
-        whole = self.sources[name].finished(place, success)
+        whole = self.sources[name].finish(place, success)
         self._outcomes.append(EnvOutcome(index, name, whole, tokens))
 
     def forget(self, index: int) -> None:

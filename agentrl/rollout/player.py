@@ -48,7 +48,7 @@ async def play_tree(
         root = await play_root(places)
         if root.stop.infrastructure:
             return [root]
-        forks = await places.chosen(root)
+        forks = await places.choose(root)
         async with asyncio.TaskGroup() as tasks:
             begun = [(fork, of) for fork, of in zip(forks, branches, strict=True) if fork is not None]
             playing = [tasks.create_task(_attempts(fork, of, play_branch)) for fork, of in begun]

@@ -201,7 +201,7 @@ class Places:
         elif not self._fixed or turn in self._fixed:
             self._next = episode.fork_before(turn)
 
-    async def chosen(self, trajectory: Trajectory) -> list[Fork | None]:
+    async def choose(self, trajectory: Trajectory) -> list[Fork | None]:
         """Turns at which branches leave the finished episode; None if nowhere, so that it begins at the beginning. All other
         forks are closed.
 

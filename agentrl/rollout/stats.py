@@ -118,7 +118,7 @@ class RolloutStats:
         else:  # the engine is at work
             self._silent = 0
 
-    def played(self, group: Group) -> None:
+    def count_group(self, group: Group) -> None:
         """A group's members have ended: what others sampled for it is thrown away."""
         lost = [t for t in group.trajectories if t.reward is None]
         self._played.update({"episodes_played": len(group.trajectories), "episodes_unscored": len(lost)})
@@ -146,7 +146,7 @@ class RolloutStats:
         most = math.ceil(self._config.max_filtered * self._config.groups - 1e-9)
         return self._config.filter_zero_variance and alike(group) and self._filtered < most
 
-    def dropped(self, index: int, env: str, state: GroupState, reason: str) -> None:
+    def count_drop(self, index: int, env: str, state: GroupState, reason: str) -> None:
         """A group will not be trained. One that is CANCELLED counts by its tokens alone."""
         self._thrown[state.value] += self._kept.pop(index, 0)
         if state is GroupState.CANCELLED:

@@ -56,10 +56,10 @@ async def gold_transcript(
     if context is None or limits is None:
         return await _play_transcript(env, renderer, seed, split, teacher)
 
-    async def rewritten(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
+    async def rewrite(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
         return await context.rewrite(Moment(shown, fresh, tokens, limits.max_turn_tokens, limits.context, _nobody))
 
-    return await _play_transcript(env, renderer, seed, split, teacher, rewritten)
+    return await _play_transcript(env, renderer, seed, split, teacher, rewrite)
 
 
 async def _nobody(instruction: Message, tokens: int) -> str | None:

@@ -214,7 +214,6 @@ class RunFolder:
         self.curve = path / "curve.png"
         self.log = path / "log.txt"
         self.trajectories = path / "trajectories"
-        self.parts = self.trajectories / ".parts"  # what rollout workers write of them, while a run goes on
         self.tokens = path / "tokens"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"

@@ -6,25 +6,18 @@ needs the state of the whole run stays in the driver: the group ledger, comparis
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from agentrl.cluster.group import PATIENCE, seen_in_time, this_place
 from agentrl.cluster.machine import reachable_address
 from agentrl.cluster.placement import WORKER_CPUS, joins
 from agentrl.config import TrainConfig
 from agentrl.rollout.engine import Engine, EngineConnection
-from agentrl.rollout.player import Job
 from agentrl.rollout.workers.channel import Channel, Door
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
 from agentrl.run.assembly import Assembly, Inputs, assemble, tokenizer_of
-from agentrl.utils.errors import ConfigError
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.redaction import guard_process
 from agentrl.utils.search_path import pack_given, unpack, used_names
@@ -37,8 +30,8 @@ ENDED = "its process ended"
 class Recipe:
     """Recipe for a worker's parts, wherever it runs.
 
-    `connection`: to the engine; None: through the driver. `reads`: the tokenizer is read again there. `rows`: a folder that all
-    nodes share, for rows of trajectory files. `given`: what the config names of Python's, by value.
+    `connection`: to the engine; None: through the driver. `reads`: the tokenizer is read again there. `given`: what the config
+    names of Python's, by value.
     """
 
     config: TrainConfig
@@ -47,15 +40,12 @@ class Recipe:
     temperature: float | None
     connection: EngineConnection | None
     reads: bool = False
-    rows: Path | None = None
     given: bytes = b""
 
     async def build(self, channel: Channel) -> Assembly:
-        """The parts. Raises what `assemble` raises, and ConfigError if the folder is not shared."""
-        # In threads: loading a tokenizer and compiling a spec take seconds, in which the channel must be listened to.
-        if self.rows is not None:
-            await in_thread("files", check_seen, self.rows)
+        """The parts. Raises what `assemble` raises."""
         unpack(self.given)
+        # In a thread: loading a tokenizer and compiling a spec take seconds, in which the channel must be listened to.
         return await in_thread("load", self._parts, channel)
 
     def _parts(self, channel: Channel) -> Assembly:
@@ -72,7 +62,6 @@ def recipe_of(
     model: str,
     temperature: float | None,
     connection: EngineConnection | None,
-    rows: Path | None,
 ) -> Recipe:
     """A worker gets its share of the calls that may be made to API models at once."""
     # A tokenizer of a class that came with the model cannot be pickled, as no other process has that class.
@@ -85,37 +74,19 @@ def recipe_of(
         temperature,
         connection,
         reads,
-        rows,
         pack_given(used_names(config.model_dump(mode="json", exclude_none=True))),
     )
-
-
-def check_seen(folder: Path) -> None:
-    """Raise ConfigError if this process does not see the driver's folder, whose name no other machine has."""
-
-    def seen() -> bool:
-        try:
-            return folder.name in {path.name for path in folder.parent.iterdir()}
-        except OSError:  # not there, or not yet
-            return False
-
-    if not seen_in_time(seen, PATIENCE):
-        raise ConfigError(
-            f"out: a rollout worker on {this_place()} does not see the driver's folder {folder}; set out to a folder that all "
-            "nodes mount at the same path"
-        )
 
 
 class RolloutWorker:
     """The actor: one process with one event loop, which runs a worker."""
 
-    async def run(self, name: str, door: Door, recipe: Recipe, spool: str | None) -> str:
+    async def run(self, name: str, door: Door, recipe: Recipe) -> str:
         """Play until the driver says that it is enough, or is gone."""
         guard_process(recipe.config.model_dump(mode="json", exclude_none=True))
         raise_gc_threshold()
         share_the_lock()
-        rows, slow_loop = None if spool is None else Path(spool), recipe.config.rollout.slow_loop
-        await WorkerCore(name, recipe.build, rows, slow_loop).run(door)
+        await WorkerCore(name, recipe.build, recipe.config.rollout.slow_loop).run(door)
         return ENDED
 
 
@@ -147,7 +118,6 @@ class ActorSeats(Seats):
     def __init__(self, recipe: Callable[[], Recipe], joined: bool) -> None:
         self._make, self._joined = recipe, joined
         self._recipe: Any = None
-        self._spool: str | None = None
 
     def host(self) -> str:
         import ray
@@ -159,9 +129,7 @@ class ActorSeats(Seats):
         import ray
 
         if self._recipe is None:
-            recipe = self._make()
-            # Put once: it holds a tokenizer, which is some megabytes.
-            self._recipe, self._spool = ray.put(recipe), None if recipe.rows is None else str(recipe.rows)
+            self._recipe = ray.put(self._make())  # once: it holds a tokenizer, which is some megabytes
         # Ray must not restart it by itself: its successor has another name at the door.
         options: dict[str, Any] = {
             "num_cpus": WORKER_CPUS,
@@ -170,7 +138,7 @@ class ActorSeats(Seats):
             "max_concurrency": 2,
         }
         actor = ray.remote(RolloutWorker).options(**options).remote()
-        return ActorSeat(actor, actor.run.remote(name, door, self._recipe, self._spool))
+        return ActorSeat(actor, actor.run.remote(name, door, self._recipe))
 
 
 def with_workers(
@@ -180,22 +148,15 @@ def with_workers(
     model: str,
     *,
     temperature: float | None = None,
-    rows: Path | None = None,
-    wanted: Callable[[], int] = lambda: 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Assembly:
-    """The driver's `parts`, with `rollout.workers` that play in its place. `rows`: a folder that all nodes share, for rows of
-    trajectory files; `wanted`: updates done so far, which say whether the next are kept."""
+    """The driver's `parts`, with `rollout.workers` that play in its place."""
     engine, rollout = parts.policy.engine, config.rollout
-    own = None if rows is None else parts_folder(rows)
 
     def recipe(connection: EngineConnection | None) -> Recipe:
-        return recipe_of(config, inputs, model, temperature, connection, own)
+        return recipe_of(config, inputs, model, temperature, connection)
 
     inside = engine.seats(rollout.workers, recipe, reachable_address)
-
-    def keeps(job: Job) -> bool:
-        return job.spec.split != "train" or is_kept(config, wanted())
 
     pool = WorkerPool(
         parts.envs,
@@ -205,25 +166,6 @@ def with_workers(
         timeout=rollout.worker_timeout,
         startup_timeout=config.cluster.startup_timeout,
         respawns=rollout.worker_respawns,
-        rows=own,
-        keeps=keeps,
         say=say,
     )
     return replace(parts, player=pool)
-
-
-def is_kept(config: TrainConfig, version: int) -> bool:
-    """Return True if an episode that starts after this many updates may be trained in one whose trajectories are kept."""
-    steps = range(version + 1, version + 2 + config.rollout.max_staleness)
-    return any(step % config.trajectories_every == 0 or step == config.steps for step in steps)
-
-
-def parts_folder(folder: Path) -> Path:
-    """A new folder in `folder`, without those that earlier processes left there."""
-    mine = f"{os.getpid()}-"
-    for left in folder.glob("*"):
-        if not left.name.startswith(mine):  # of this process: what an attempt wrote that has just ended may still be copied
-            shutil.rmtree(left, ignore_errors=True)
-    own = folder / (mine + secrets.token_hex(8))
-    own.mkdir(parents=True)
-    return own

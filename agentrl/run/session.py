@@ -425,9 +425,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         await check_shared(actors, folder.path, "out")
         parts = assemble(config, inputs, model=path, pools=pools, room=room)
         if config.rollout.workers:
-            parts = with_workers(
-                config, inputs, parts, path, rows=folder.parts, wanted=lambda: collector.version, say=display.say
-            )
+            parts = with_workers(config, inputs, parts, path, say=display.say)
         opened.push_async_callback(parts.close)
         # A loss of the user's own, which only this process knows.
         await actors.in_processes(unpack, pack_given(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))

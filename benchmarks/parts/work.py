@@ -79,7 +79,6 @@ class ForcedRecipe:
     folder: str
     config: RolloutConfig
     connection: EngineConnection
-    rows: None = None
 
     async def build(self, channel: Channel) -> WorkerParts:
         policy = Policy(self.connection.connect(), Forced(make_renderer(load_tokenizer(self.folder))))

@@ -29,7 +29,7 @@ class Actor:
     def __getattr__(self, name):
         return Method(self, name)
 
-    async def hosted(self, name, door, recipe, spool):
+    async def hosted(self, name, door, recipe):
         """Host a worker, as VllmActor does."""
         HOST.set(Inside(self))
         core = WorkerCore(name, recipe.build)

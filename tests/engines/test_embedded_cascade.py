@@ -65,7 +65,7 @@ def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pyt
     query, scale = torch.randn(4, 4, 8), 0.3
     mask = span.mask(AttentionForm(scale), torch.float32)
     shared = attention._decode_cascade(span, span.cascade, query, pool.kv[:, 0], mask, scale)
-    alone = attention._decode(span, query, span.cached(pool.kv[:, 0]), mask, scale)
+    alone = attention._decode(span, query, span.read_cache(pool.kv[:, 0]), mask, scale)
     wanted = torch.stack([by_hand(query[i], pool.kv[:, 0], row.slot, len(row.tokens), scale) for i, row in enumerate(rows)])
     assert torch.allclose(shared.double(), wanted, atol=1e-6) and torch.allclose(alone.double(), wanted, atol=1e-6)
 
@@ -147,7 +147,7 @@ def test_a_turns_new_tokens_read_the_cache_of_their_own_rows_alone_into_memory_t
     for layer, tokens in ((0, 40), (1, 40), (0, 41), (1, 42)):
         span.longest = tokens
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-            found = span.cached(pool.kv[:, layer])
+            found = span.read_cache(pool.kv[:, layer])
         assert torch.equal(found, pool.kv[:, layer, [3, 60], :, :tokens]) and found.is_contiguous()
         taken.append(sum(max(event.self_cpu_memory_usage, 0) for event in seen.key_averages()))
     first = 2 * 2 * 2 * 40 * 8 * 4

@@ -41,8 +41,6 @@ CONFIG = RolloutConfig(groups=3, group_size=4, max_turns=3, max_turn_tokens=8, r
 class Recipe:
     """Parts around an engine of the worker's process."""
 
-    rows = None
-
     def __init__(self, tokenizer: Any, connection: Any) -> None:
         self.tokenizer, self.connection = tokenizer, connection
 
@@ -245,7 +243,7 @@ async def test_a_dead_engine_ends_the_worker_in_its_process_and_answers_nobody()
     async def build(channel: Channel) -> Any:
         return parts_of(SimpleNamespace())  # type: ignore[arg-type]
 
-    playing = asyncio.create_task(made.play("worker 0", door, SimpleNamespace(rows=None, build=build), None))
+    playing = asyncio.create_task(made.play("worker 0", door, SimpleNamespace(build=build)))
     await until(lambda: came)
     lost = asyncio.create_task(came[0].lost.wait())
 
@@ -334,7 +332,7 @@ async def test_progress_of_a_turn_is_read_in_the_same_process(monkeypatch: pytes
         await going.wait()
         return "done"
 
-    made.told, made.generate = told, generate  # type: ignore[assignment, method-assign]
+    made.pace, made.generate = told, generate  # type: ignore[assignment, method-assign]
     engine = LocalEngine(made, 400)
     assert engine.progress("e") is None
     turns = [asyncio.create_task(engine.generate([1], Sampling(4), key)) for key in "ef"]

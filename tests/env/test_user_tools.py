@@ -167,7 +167,7 @@ def test_the_row_of_an_episode_has_the_calls_and_older_rows_are_read() -> None:
     assert Trajectory.from_json(json.loads(json.dumps(record.to_json()))) == record
     assert Trajectory.from_json(json.loads("".join(record.json_chunks()))).user_calls == record.user_calls
     quiet = Trajectory("e", record.task)
-    assert "user_calls" not in quiet.to_json() and "user_calls" not in json.loads(quiet.record_text())
+    assert "user_calls" not in quiet.to_json() and "user_calls" not in json.loads("".join(quiet.json_chunks()))
     assert Trajectory.from_json(quiet.to_json()).user_calls == []
 
 

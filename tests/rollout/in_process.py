@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
@@ -45,10 +44,8 @@ class TaskSeat(Seat):
 
 
 class TaskSeats(Seats):
-    def __init__(
-        self, make: Make, rows: Path | None = None, slow: Callable[[str], Awaitable[None]] | None = None, slow_loop: float = 0.0
-    ) -> None:
-        self.make, self.rows, self.slow, self.slow_loop = make, rows, slow, slow_loop
+    def __init__(self, make: Make, slow: Callable[[str], Awaitable[None]] | None = None, slow_loop: float = 0.0) -> None:
+        self.make, self.slow, self.slow_loop = make, slow, slow_loop
         self.seats: dict[str, TaskSeat] = {}
         self.players: dict[str, LocalPlayer] = {}
 
@@ -63,7 +60,7 @@ class TaskSeats(Seats):
             self.players[name] = player = LocalPlayer(self.make(engine), asks=False)
             return Parts(player, engine)
 
-        self.seats[name] = seat = TaskSeat(WorkerCore(name, build, self.rows, self.slow_loop), door)
+        self.seats[name] = seat = TaskSeat(WorkerCore(name, build, self.slow_loop), door)
         return seat
 
 
@@ -74,11 +71,10 @@ def pool_in_process(
     *,
     timeout: float = 60.0,
     respawns: int = 2,
-    rows: Path | None = None,
     slow_loop: float = 0.0,
     **more: object,
 ) -> tuple[WorkerPool, TaskSeats]:
-    seats = TaskSeats(make, rows, slow_loop=slow_loop)
+    seats = TaskSeats(make, slow_loop=slow_loop)
     envs = make(engine)
     pool = WorkerPool(
         envs,
@@ -88,7 +84,6 @@ def pool_in_process(
         timeout=timeout,
         startup_timeout=20.0,
         respawns=respawns,
-        rows=rows,
         **more,  # type: ignore[arg-type]
     )
     return pool, seats

@@ -95,7 +95,7 @@ def test_from_a_config_what_is_learned_decides_the_next_draws(tmp_path: Path) ->
     for index in range(64):  # while the middle arm learns, the others stand still
         choice = tasks.draw(index)
         rising += choice.bucket == ARMS[1]
-        tasks.finished(index, min(1.0, rising / 16) if choice.bucket == ARMS[1] else float(choice.bucket == ARMS[0]), 10)
+        tasks.finish(index, min(1.0, rising / 16) if choice.bucket == ARMS[1] else float(choice.bucket == ARMS[0]), 10)
         tasks.update(index + 1)
         if rising == 12:
             break

@@ -557,7 +557,7 @@ async def test_a_task_s_outcome_counts_episodes_from_the_beginning_alone(
     """A failed root with three successful branches failed: branches begin where the root had come."""
     collect = collector(renderer, FaultyEngine(renderer.stop_token_ids[0]), groups=1, group_size=4)
     told: list[float | None] = []
-    monkeypatch.setattr(collect.tasks, "finished", lambda index, success, tokens: told.append(success))
+    monkeypatch.setattr(collect.tasks, "finish", lambda index, success, tokens: told.append(success))
     members = [Trajectory("x", Task("t", 0), reward=0.0, success=False)]
     members += [Trajectory("x", Task("t", 0), reward=1.0, success=True, parent=0, member=n) for n in (1, 2, 3)]
     index = collect.ledger.admit()

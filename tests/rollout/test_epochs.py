@@ -152,7 +152,7 @@ def test_arms_of_success_weighted_are_the_different_tasks() -> None:
     assert set(seeds) == set(tasks.pool()) and len(seeds) == 10
     state = json.loads(json.dumps(tasks.to_json()))
     late = max(tasks.pool())
-    tasks.finished(next(i for i in range(2000) if tasks.draw(i).seed == late), 1.0)
+    tasks.finish(next(i for i in range(2000) if tasks.draw(i).seed == late), 1.0)
     tasks.update()
     state = json.loads(json.dumps(tasks.to_json()))
     again = source(KEY_VALUE, name="success_weighted", pool=10)

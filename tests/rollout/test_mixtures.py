@@ -89,7 +89,7 @@ def test_by_tokens_shares_the_sampled_tokens_and_not_the_groups(weights: dict[st
             name = tasks.draw(index).env
             tokens = rng.randint(600, 1200) if name == "long" else rng.randint(50, 150)
             sampled[name] += tokens if step >= 10 else 0
-            tasks.finished(index, 0.5, tokens)
+            tasks.finish(index, 0.5, tokens)
         tasks.update(step + 1)
     share = sampled["long"] / sampled.total()
     assert share == pytest.approx(weights["long"] / sum(weights.values()), abs=0.03)
@@ -114,7 +114,7 @@ def test_neither_arrival_order_nor_a_resume_changes_what_is_drawn(choice: Choice
         for tasks, order in ((straight, part), (shuffled, rng.sample(part, len(part)))):
             for index, (success, tokens) in order:
                 # One in seven fails, and says nothing.
-                tasks.forget(index) if index % 7 == 6 else tasks.finished(index, success, tokens)
+                tasks.forget(index) if index % 7 == 6 else tasks.finish(index, success, tokens)
         shuffled.draw(10_000 + step)  # one that still runs
         straight.draw(10_000 + step)
         # At any moment, here with outcomes that nobody knows yet.

@@ -160,7 +160,7 @@ def test_from_a_config_with_two_environments_each_learns_by_itself(tmp_path: Pat
     for update in range(10):
         for index in range(8 * update, 8 * update + 8):
             choice = tasks.draw(index)
-            tasks.finished(index, float(choice.params["calls"] < 6) if choice.env == "a" else 0.0, 10)
+            tasks.finish(index, float(choice.params["calls"] < 6) if choice.env == "a" else 0.0, 10)
         tasks.update(update + 1)
     row = tasks.metrics()
     assert row["sampler/a/calls=2/success"] > 0.8 > 0.2 > row["sampler/a/calls=12/success"]

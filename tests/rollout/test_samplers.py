@@ -108,7 +108,7 @@ def test_neither_arrival_order_nor_a_resume_changes_what_is_drawn(choice: Choice
             drawn = [one.draw(index) for index, _ in part]
             assert drawn == [straight.sampler.choose(3, index) for index, _ in part]
             for index, success in order:
-                one.finished(index, success)
+                one.finish(index, success)
         # At any moment, here with outcomes that the sampler does not know yet.
         kept = json.loads(json.dumps(shuffled.to_json()))
         shuffled = source()

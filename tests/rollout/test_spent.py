@@ -163,16 +163,16 @@ def test_a_checkpoint_has_what_was_thrown_since_the_update_and_what_waits_for_on
     group = Group(0, 0, [episode(7)], baseline=episode(2))
     for count, again in ((5, True), (7, False), (2, False)):
         before.attempt(0, episode(count), again, True)
-    before.played(group)
+    before.count_group(group)
     before.attempt(3, episode(4), False, True)
     after.load_json(json.loads(json.dumps(before.to_json())), 0, [group])
     assert taken(before) == {"tokens_sampled": 18.0, "tokens_thrown": 5.0, "tokens_thrown/retried": 5.0}
     begun_anew = {"tokens_thrown": 9.0, "tokens_thrown/cancelled": 4.0, "tokens_thrown/retried": 5.0}
     assert taken(after) == {"tokens_sampled": 18.0, **begun_anew}, "a group that ran is played again from its beginning"
     for spent in (before, after):
-        spent.dropped(0, "kv", GroupState.STALE, "old")
+        spent.count_drop(0, "kv", GroupState.STALE, "old")
         assert taken(spent) == {"tokens_sampled": 0.0, "tokens_thrown": 9.0, "tokens_thrown/stale": 9.0}
-        spent.dropped(0, "kv", GroupState.STALE, "old")
+        spent.count_drop(0, "kv", GroupState.STALE, "old")
         assert taken(spent)["tokens_thrown"] == 0.0, "it is told once"
 
 

@@ -161,7 +161,7 @@ def test_from_a_config_with_two_environments_each_has_its_own_stage(tmp_path: Pa
     tasks = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)
     for index in range(60):
         choice = tasks.draw(index)
-        tasks.finished(index, {"up": 1.0, "own": 0.0}[choice.env] if choice.params["calls"] < 4 else 0.5, 10)
+        tasks.finish(index, {"up": 1.0, "own": 0.0}[choice.env] if choice.params["calls"] < 4 else 0.5, 10)
     tasks.update(1)
     row = tasks.metrics()
     assert (row["sampler/up/stage"], row["sampler/own/stage"], row["sampler/own/ahead_success"]) == (1.0, 0.0, 0.5)

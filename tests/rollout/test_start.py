@@ -4,6 +4,7 @@ policy, and what is refused by name."""
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job
 from agentrl.rollout.starts import GoldStart, StartOutcome, prefix_of
-from agentrl.rollout.workers.channel import job_fields, job_of
 from agentrl.run.checks.env_checks import check_start
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError
@@ -176,7 +176,7 @@ def test_choices_are_resumed_to_the_digit_and_the_curriculum_learns_from_whole_t
             other.load_json(kept)
             assert [other.draw(index) for index in range(8)] == list(choices.values())
         for index, choice in choices.items():
-            one.finished(index, 1.0 if choice.given else 0.0, 10)
+            one.finish(index, 1.0 if choice.given else 0.0, 10)
         one.update(step + 1)
         metrics.append(one.metrics())
     assert [row["sampler/stage"] for row in metrics] == [0.0] * 3, "begun near the end and won is no whole task won"
@@ -191,7 +191,7 @@ def test_whole_groups_teach_sampler_and_mixture_and_the_others_where_to_begin_al
     one = tasks(whole=0.5, window=2)
     choices = {index: one.draw(index) for index in range(12)}
     for index, choice in choices.items():
-        one.finished(index, 0.0 if choice.given else 1.0, 10)
+        one.finish(index, 0.0 if choice.given else 1.0, 10)
     told = {outcome.index: outcome.success for outcome in one._outcomes}
     assert told == {index: None if choice.given else 1.0 for index, choice in choices.items()} and len(set(told.values())) == 2
     one.update(1)
@@ -207,12 +207,12 @@ def test_the_place_is_that_of_the_groups_in_their_order_however_late_they_end_an
         for index in wins:
             one.draw(index)
         for index in order[:3]:
-            one.finished(index, wins[index], 10)
+            one.finish(index, wins[index], 10)
         other = tasks(whole=0.0, window=2, threshold=0.9)
         other.load_json(json.loads(json.dumps(one.to_json())))
         for each in (one, other):
             for index in order[3:]:
-                each.finished(index, wins[index], 10)
+                each.finish(index, wins[index], 10)
             each.update(1)
             states.append(each.to_json()["start"])
     assert states == [{"left": {}, "recent": {"4": [1.0, 0.5]}}] * 4
@@ -220,7 +220,7 @@ def test_the_place_is_that_of_the_groups_in_their_order_however_late_they_end_an
 
 def test_a_job_tells_a_worker_where_its_episode_begins() -> None:
     job = Job("kv", EpisodeSpec(1, "train", 2, 3, "k", 4))
-    assert job_of(json.loads(json.dumps(job_fields(job)))) == job
+    assert pickle.loads(pickle.dumps(job)) == job
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import pickle
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.config import RolloutConfig
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.data.trajectory import Group, Trajectory
+from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
@@ -32,10 +32,6 @@ from agentrl.rollout.workers.channel import (
     dial,
     fault_fields,
     fault_of,
-    generation_frame,
-    generation_of,
-    trajectory_frame,
-    trajectory_of,
 )
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.run.folder import lines
@@ -218,7 +214,7 @@ async def test_a_worker_that_is_not_heard_of_counts_as_dead(renderer: Renderer, 
 
     async def hang(pool: Any) -> None:
         worker = pool.workers[1]
-        worker._channel.on["beat"] = worker._channel.on["done"] = lambda fields, blob: None
+        worker._channel.on["beat"] = worker._channel.on["ended"] = lambda fields: None
         while not pool.respawned:
             await asyncio.sleep(0.01)
 
@@ -273,39 +269,8 @@ async def test_workers_come_and_leave_while_episodes_run(renderer: Renderer) -> 
     assert owners == {"worker 0", "worker 1"}
 
 
-async def test_rows_come_from_the_worker_byte_for_byte_and_rescored_ones_with_the_new_score(
-    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, rows = SeededEngine(renderer.stop_token_ids[0]), tmp_path / "parts" / "1-x"
-    rows.mkdir(parents=True)
-    make = envs(renderer)
-    pool, _ = pool_in_process(engine, make, 1, rows=rows)
-    await pool.start()
-    spec = EpisodeSpec(3, "train", 77, 0, "g0.m0.a0")
-    played = [await pool.play(Job(ENV.id, spec), Watch()) for _ in range(3)]
-    text = "".join(lines(played))
-    copies = [trajectory.stored for trajectory in played]
-    played[1].reward = 0.125
-    played[1].stored.whole = False  # type: ignore[union-attr]
-    rescored = "".join(lines(played))
-    # Read before the driver's own form: what is in memory must be what was written.
-    monkeypatch.setattr(TokenLedger, "json_chunks", lambda ledger: pytest.fail("the driver serialized a ledger"))
-    assert "".join(lines(played)) == rescored
-    monkeypatch.undo()
-    for trajectory in played:
-        trajectory.stored = None
-    assert "".join(lines(played)) == rescored and rescored != text
-    assert [json.loads(line)["reward"] for line in rescored.splitlines()][1] == 0.125
-    (part,) = rows.iterdir()
-    assert part.read_text() == text.replace("\n", "")
-    copies.clear()
-    await pool.close()
-    del pool, trajectory, played
-    assert not rows.exists() and not rows.parent.exists()
-
-
-async def test_judges_are_asked_in_the_driver_alone(renderer: Renderer, tmp_path: Path) -> None:
-    """Their budget is the run's: one count, not one a worker. The row that the worker wrote gets the score."""
+async def test_judges_are_asked_in_the_driver_alone(renderer: Renderer) -> None:
+    """Their budget is the run's: one count, not one for each worker."""
     from agentrl.reward import Context
     from agentrl.reward.judge import Verdict
 
@@ -333,11 +298,11 @@ async def test_judges_are_asked_in_the_driver_alone(renderer: Renderer, tmp_path
         return compile_spec(spec, context=Context(judge=Client(next(places))))  # type: ignore[arg-type]
 
     engine = SeededEngine(renderer.stop_token_ids[0])
-    pool, _ = pool_in_process(engine, envs(renderer, scorer=scorer), 2, rows=tmp_path)
+    pool, _ = pool_in_process(engine, envs(renderer, scorer=scorer), 2)
     await pool.start()
     trajectory = await pool.play(Job(ENV.id, EpisodeSpec(3, "train", 77, 0, "g0.m0.a0")), Watch())
     await pool.close()
-    assert asked == ["driver"] and trajectory.reward == 0.75 and trajectory.stored is not None
+    assert asked == ["driver"] and trajectory.reward == 0.75
     assert json.loads("".join(lines([trajectory])))["reward"] == 0.75
 
 
@@ -360,6 +325,20 @@ async def test_a_cancelled_episode_is_torn_down_there_before_its_caller_goes_on(
     await pool.close()
 
 
+async def test_an_episode_that_is_cancelled_in_the_moment_in_which_it_is_sent_ends(renderer: Renderer) -> None:
+    engine = SeededEngine(renderer.stop_token_ids[0])
+    pool, seats = pool_in_process(engine, envs(renderer), 1)
+    await pool.start()
+    task = asyncio.create_task(pool.play(Job(ENV.id, EpisodeSpec(3, "train", 77, 0, "g0.m0.a0")), Watch()))
+    while not pool.workers[0].running:
+        await asyncio.sleep(0)
+    task.cancel()  # both frames leave together, so that the episode there has not begun
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert seats.seats["worker 0"].core._playing == {} and not engine.asked
+    await pool.close()
+
+
 async def test_what_episodes_elsewhere_wait_for_and_that_they_move_is_known_here(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +356,7 @@ async def test_what_episodes_elsewhere_wait_for_and_that_they_move_is_known_here
     own = [next(iter(seat.core._watches.values())) for seat in seats.seats.values()]
     await asyncio.sleep(0.1)
     before = [one.moves for one in own]
-    watch.moved()  # as an episode in the driver would
+    watch.note_move()  # as an episode in the driver would
     while not all(one.moves > moves for one, moves in zip(own, before, strict=True)):
         await asyncio.sleep(0.005)
     settled = watch.moves
@@ -424,7 +403,7 @@ async def test_jobs_go_where_the_fewest_run_and_groups_stay_together_if_workers_
         await pool.close()
 
 
-async def test_nobody_without_the_secret_becomes_a_worker() -> None:
+async def test_nobody_without_the_secret_becomes_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     hub, came = Hub(), list[Channel]()
     door = await hub.open("127.0.0.1")
     hub.expect("worker 0", came.append)
@@ -438,9 +417,20 @@ async def test_nobody_without_the_secret_becomes_a_worker() -> None:
     with pytest.raises(WorkerDiedError, match="did not let it in"):
         await dial(door, "worker 0", {})  # a second one of that name
     # A stranger cannot make the driver hold what it sends.
+    reader, writer = await asyncio.open_connection(door.host, door.port)
+    writer.write((1 << 20).to_bytes(4, "little") + b"x" * 100)
+    while await asyncio.wait_for(reader.read(100), 5):  # the nonce, and the end
+        pass
+    writer.close()
+    # Nor is anything of a stranger's unpickled.
+    unpickled: list[bytes] = []
+    monkeypatch.setattr(pickle, "loads", unpickled.append)
     _, writer = await asyncio.open_connection(door.host, door.port)
-    writer.write((1 << 20).to_bytes(4, "little") * 2 + b"x" * 100)
+    frame = pickle.dumps(("name", {"name": "worker 0"}))
+    writer.write(len(frame).to_bytes(4, "little") + frame)
     await writer.drain()
+    await asyncio.sleep(0.05)
+    assert channel.trusted and unpickled == []
     channel.close()
     writer.close()
     hub.close()
@@ -476,7 +466,35 @@ async def test_a_worker_that_waits_for_a_driver_that_is_gone_ends() -> None:
     hub.close()
 
 
-def test_a_trajectory_arrives_as_it_was() -> None:
+async def channels() -> tuple[Hub, Channel, Channel, list[Any]]:
+    """Both ends of a worker's channel; what arrives at the driver's is in the list."""
+    hub, came, arrived = Hub(), asyncio.get_running_loop().create_future(), list[Any]()
+    door = await hub.open("127.0.0.1")
+    hub.expect("worker 0", came.set_result)
+    worker = await dial(door, "worker 0", {})
+    driver = await came
+    driver.on["told"] = arrived.append
+    return hub, driver, worker, arrived
+
+
+async def test_a_process_at_the_drivers_address_without_its_secret_is_not_believed() -> None:
+    """It lets everyone in, and cannot prove who it is."""
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for frame in (["nonce", {"nonce": "00"}], ["welcome", {"proof": "00"}]):
+            body = json.dumps(frame).encode()
+            writer.write(len(body).to_bytes(4, "little") + body)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    door = Door("127.0.0.1", server.sockets[0].getsockname()[1], b"secret")
+    with pytest.raises(WorkerDiedError, match="did not let it in"):
+        await asyncio.wait_for(dial(door, "worker 0", {}), 5)
+    server.close()
+
+
+async def test_an_episode_and_a_turn_arrive_as_they_were() -> None:
     rng = np.random.default_rng(0)
     long, routed = TokenLedger(), TokenLedger()
     long.append_context([1, 2, 3], 0)
@@ -484,27 +502,26 @@ def test_a_trajectory_arrives_as_it_was() -> None:
     routed.append_context([5, 6, 7], 1)
     routed.append_sampled([8], [-2.0], [4], 1)
     routed.add_experts(0, rng.integers(0, 300, (3, 2, 2)).astype(np.int16))
-    from agentrl.data.trajectory import Task
-
     sent = Trajectory("e", Task("t", 3, data={"a": "ü\ud800"}), ledgers=[long, TokenLedger(), routed], reward=0.1 + 0.2)
-    record = sent.record_text()
-    head, blob = trajectory_frame(sent, record)
-    got = trajectory_of(json.loads(json.dumps(head)), memoryview(blob))
+    experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    turn = Generation([5, 6], [-0.1, -1 / 3], [2, 3], "length", Usage(3, 4, 0.5), experts)
+    hub, _, worker, arrived = await channels()
+    worker.send("told", episode=sent, turn=turn)
+    while not arrived:
+        await asyncio.sleep(0.001)
+    got, back = arrived[0]["episode"], arrived[0]["turn"]
     assert got == sent and got.reward == 0.30000000000000004
-    assert np.array_equal(got.ledgers[2].experts, routed.experts) and got.ledgers[2].experts.dtype == np.int16  # type: ignore[union-attr]
+    assert np.array_equal(got.ledgers[2].experts, routed.experts) and got.ledgers[2].experts.dtype == np.int16
     assert (got.ledgers[0].oldest, got.ledgers[0].sampled_tokens) == (3, 2)
     got.ledgers[0].append_context([1], 1)  # its columns are its own
-    assert len(blob) == 15 * (5 + 4) + 3 * 2 * 2 * 2 + len(record)
+    assert np.array_equal(back.experts, experts)
+    plain = {name: getattr(back, name) for name in Generation.__slots__ if name != "experts"}
+    assert plain == {name: getattr(turn, name) for name in Generation.__slots__ if name != "experts"}
+    worker.close()
+    hub.close()
 
 
-def test_a_turn_and_a_fault_arrive_as_they_were() -> None:
-    experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    sent = Generation([5, 6], [-0.1, -1 / 3], [2, 3], "length", Usage(3, 4, 0.5), experts)
-    head, blob = generation_frame(sent)
-    got = generation_of(json.loads(json.dumps(head)), memoryview(blob))
-    assert np.array_equal(got.experts, experts)  # type: ignore[arg-type]
-    plain = {name: getattr(got, name) for name in Generation.__slots__ if name != "experts"}
-    assert plain == {name: getattr(sent, name) for name in Generation.__slots__ if name != "experts"}
+def test_a_fault_arrives_as_it_was() -> None:
     assert isinstance(fault_of(fault_fields(ModelError("no folder")), "w"), ModelError)
     assert str(fault_of(fault_fields(RenderError("drift")), "rollout worker 1")) == "drift"
     full = fault_of(fault_fields(OSError(errno.ENOSPC, "No space left on device")), "rollout worker 1")

@@ -66,8 +66,6 @@ RESUME = {
     "rewound metrics.jsonl": Writer("agentrl.run.folder:RunFolder.rewind", ("metrics.jsonl",)),
 }
 """Of a resume with another setting."""
-PARTS = {"trajectories' parts": Writer("agentrl.rollout.workers.worker_pool:WorkerPool.play", ("trajectories/.parts/*",), 30)}
-"""Of rollout workers, in their own processes: full when the driver hands out an episode."""
 EVAL = {
     "exports": Writer("agentrl.run.provenance:_export_path", ("exports/*",)),
     "evaluation's episodes": Writer("agentrl.run.evaluate:_sort", ()),
@@ -79,7 +77,7 @@ EXPORT = {
     "export's tokenizer": Writer("agentrl.trainer.model_folder:load_tokenizer", ()),
 }
 """Of `agentrl export`."""
-ALL = {**TRAIN, **RESUME, **PARTS, **EVAL, **EXPORT}
+ALL = {**TRAIN, **RESUME, **EVAL, **EXPORT}
 READERS = (".agentrl_view*",)
 
 

@@ -134,17 +134,6 @@ def test_a_resume_that_finds_the_disk_full_loses_nothing(writer: str, whole: Pat
 
 @proof
 @pytest.mark.timeout(600)
-def test_rollout_workers_that_find_the_disk_full_are_heard(tmp_path: Path, disk: Path) -> None:
-    code = train(tmp_path, disk, "trajectories' parts", "rollout.workers=1", "cluster.backend=ray")
-    check_said(tmp_path, code, str(disk / "run"))
-    full_disk.free_again(disk)
-    check_summary(disk / "run", "")
-    assert resume(tmp_path, disk / "run") == 0, (tmp_path / "said").read_text()[-3000:]
-    assert not (disk / "run/trajectories/.parts").exists()
-
-
-@proof
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("writer", full_disk.EVAL)
 def test_an_evaluation_goes_on_once_there_is_space(writer: str, whole: Path, tmp_path: Path, disk: Path) -> None:
     shutil.copytree(whole, disk / "run")

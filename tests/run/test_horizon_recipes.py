@@ -48,7 +48,7 @@ def test_stages_get_longer_and_their_gold_fits_the_turns(name: str) -> None:
 
 def drive(tasks: MixedTasks, groups: range, solved: Any) -> None:
     for index in groups:
-        tasks.finished(index, solved(tasks.draw(index)), 100)
+        tasks.finish(index, solved(tasks.draw(index)), 100)
     tasks.update(groups.stop)
 
 

@@ -406,7 +406,7 @@ class AgentEpisode:
         before = self.agent_s
         self._charge()
         self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
-        return min(self.config.idle_timeout - self._quiet, self.waits.clock.left("infrastructure"))
+        return min(self.config.idle_timeout - self._quiet, self.waits.clock.remaining("infrastructure"))
 
     def _late(self) -> Exception:
         if self._quiet >= self.config.idle_timeout:

@@ -105,7 +105,7 @@ class Pool:
         self._free = list(range(old.shape[2], self.slots))
         return True
 
-    def gathered(self, kv: Tensor, slots: list[int]) -> Tensor:
+    def gather(self, kv: Tensor, slots: list[int]) -> Tensor:
         """A copy of these slots of a layer's [2, slots, heads, tokens, dim], on a CPU; valid until the next call."""
         # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece. And into memory that
         # stays: pages that are new each time take longer than what is written into them. Histories grow with each turn, so that
@@ -484,13 +484,13 @@ class Span:
         self.positions = (self.starts.unsqueeze(1) + steps)[self.real]
         self.view, self.scatter = None, None
 
-    def cached(self, kv: Tensor, start: int = 0) -> Tensor:
+    def read_cache(self, kv: Tensor, start: int = 0) -> Tensor:
         """The keys and values [2, rows, heads, longest - start, dim] in a layer's [2, slots, heads, capacity, dim]; valid until
         the next call for the same pool."""
         kv = kv[:, :, :, start : self.longest]
         if self.view is not None:
             return kv[:, self.view]
-        return self.pool.gathered(kv, self._slots) if kv.device.type == "cpu" else kv.index_select(1, self.slots)
+        return self.pool.gather(kv, self._slots) if kv.device.type == "cpu" else kv.index_select(1, self.slots)
 
     def mask(self, form: AttentionForm, dtype: torch.dtype) -> Tensor:
         """Additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""
@@ -569,9 +569,9 @@ def attend(
             outputs.append(_decode_cascade(span, cascade, q, kv, mask, form.scale))
         elif plain:
             attend_span = _decode if span.width == 1 else _prefill
-            outputs.append(attend_span(span, q, span.cached(kv), mask, form.scale))
+            outputs.append(attend_span(span, q, span.read_cache(kv), mask, form.scale))
         else:
-            keys, values = (part[..., :width] for part, width in zip(span.cached(kv), widths, strict=True))
+            keys, values = (part[..., :width] for part, width in zip(span.read_cache(kv), widths, strict=True))
             outputs.append(_exact(span, q, keys, values, mask, form))
     return torch.cat(outputs).unsqueeze(0), None
 
@@ -591,7 +591,7 @@ def _decode_cascade(span: Span, cascade: Cascade, query: Tensor, kv: Tensor, mas
     if span.scatter is not None:
         query = query.new_zeros(len(span.starts), *query.shape[1:]).index_copy_(0, span.scatter, query)
     rows, _, dim = query.shape
-    own = span.cached(kv, cascade.length)
+    own = span.read_cache(kv, cascade.length)
     by_head = query.reshape(rows, kv.shape[2], -1, dim)
     out = cascade.attend(by_head, cascade.leading(kv), own, mask[..., cascade.length :], scale).reshape(rows, -1, dim)
     return out if span.scatter is None else out.index_select(0, span.scatter)

@@ -112,7 +112,7 @@ class Request:
             self.told([token], [logprob])
         if token in self.sampling.stop_token_ids:
             return "stop"
-        if self.stops is not None and self.stops.completed(token):
+        if self.stops is not None and self.stops.completes(token):
             return "stop_string"
         if self.constraint is not None:
             self.constraint.take(token)
@@ -411,7 +411,7 @@ class Batcher:
         masks = np.ones(tuple(logits.shape), dtype=np.bool_)
         for row, request in enumerate(ready):
             if request.constraint is not None:
-                masks[row] = request.constraint.allowed()
+                masks[row] = request.constraint.mask()
         return torch.from_numpy(masks).to(logits.device)
 
 

@@ -34,12 +34,12 @@ class _Bound:
     def __init__(self, constraint: Constraint, sampled: list[int]) -> None:
         self._constraint, self._sampled, self._taken = constraint, sampled, 0
 
-    def allowed(self) -> torch.Tensor:
+    def mask(self) -> torch.Tensor:
         """Mask [V] of what may be drawn next."""
         for number in self._sampled[self._taken :]:
             self._constraint.take(number)
         self._taken = len(self._sampled)
-        return torch.from_numpy(self._constraint.allowed())
+        return torch.from_numpy(self._constraint.mask())
 
 
 class _Normalizer(LogitsProcessor):
@@ -73,7 +73,7 @@ class _Normalizer(LogitsProcessor):
         """The rows without what their grammars do not take."""
         for row, bound in self._bound.items():
             if row < len(found):
-                mask = bound.allowed().to(found.device)
+                mask = bound.mask().to(found.device)
                 found[row, : len(mask)].masked_fill_(~mask, float("-inf"))
         return found
 

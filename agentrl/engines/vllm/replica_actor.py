@@ -83,7 +83,7 @@ class TurnWatch:
         self.end: int | None = None
 
     @property
-    def wanted(self) -> bool:
+    def listens(self) -> bool:
         """True if tokens are wanted before the turn is over."""
         return self._told is not None or self._stops is not None
 
@@ -94,7 +94,7 @@ class TurnWatch:
             return False
         kept = len(token_ids)
         if self._stops is not None:
-            kept = next((n for n, number in enumerate(token_ids, 1) if self._stops.completed(number)), kept + 1)
+            kept = next((n for n, number in enumerate(token_ids, 1) if self._stops.completes(number)), kept + 1)
             if kept <= len(token_ids):
                 self.end = self.count + kept
         self.count += len(token_ids)
@@ -174,10 +174,10 @@ class VllmActor:
         settle(self)
         return os.getpid()
 
-    async def play(self, name: str, door: Door, recipe: WorkerRecipe, spool: str | None) -> bool:
-        """Host a rollout worker until the driver dismisses it (True) or its connection is lost. `spool`: see `WorkerCore`. Raises
-        ReplicaDeadError if the engine dies meanwhile, and the worker with it."""
-        core = WorkerCore(name, recipe.build, None if spool is None else Path(spool))
+    async def play(self, name: str, door: Door, recipe: WorkerRecipe) -> bool:
+        """Host a rollout worker until the driver dismisses it (True) or its connection is lost. Raises ReplicaDeadError if the
+        engine dies meanwhile, and the worker with it."""
+        core = WorkerCore(name, recipe.build)
         playing, died = asyncio.create_task(core.run(door)), asyncio.create_task(self._dead.wait())
         await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
         if not playing.done():
@@ -187,7 +187,7 @@ class VllmActor:
         await playing
         return core.dismissed
 
-    def died(self, cause: str) -> None:
+    def note_death(self, cause: str) -> None:
         """The engine inside is dead."""
         self._cause = self._cause or cause
         self._dead.set()
@@ -196,7 +196,7 @@ class VllmActor:
         """Notice the death of the engine's processes, which vLLM notes and tells nobody."""
         while not self._engine.errored:
             await asyncio.sleep(DEATH_LOOK)
-        self.died("a process of its engine is gone")
+        self.note_death("a process of its engine is gone")
 
     async def _call(self, method: str, *args: Any, **keywords: Any) -> Any:
         """A method of the engine. Raises ReplicaDeadError if the engine is dead or dies, which vLLM reports to no call."""
@@ -245,10 +245,10 @@ class VllmActor:
         """vLLM's last output for a request."""
         final = None
         try:
-            params = _params(sampling, each=watch.wanted)
+            params = _params(sampling, each=watch.listens)
             async for output in self._engine.generate(self._prompt(token_ids), params, request_id, lora_request=self._lora):
                 final = output
-                if watch.wanted and watch.heard(*_columns(output, watch.count)):
+                if watch.listens and watch.heard(*_columns(output, watch.count)):
                     await self._engine.abort(request_id)
         except EngineError:
             raise
@@ -354,9 +354,9 @@ class VllmActor:
 
     async def progress(self) -> Paced:
         """The tokens that each request has sampled."""
-        return self.told()
+        return self.pace()
 
-    def told(self) -> Paced:
+    def pace(self) -> Paced:
         """`progress`, in this process."""
         states = self._engine.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
@@ -434,6 +434,6 @@ def _params(sampling: Sampling, *, each: bool) -> Any:
         # Of the sampled token alone; each further one would be computed and sent for every token.
         logprobs=0,
         extra_args=extra or None,
-        # An output per token would wake the event loop for each; progress is read from vLLM's states (`told`).
+        # An output per token would wake the event loop for each; progress is read from vLLM's states (`pace`).
         output_kind=RequestOutputKind.CUMULATIVE if each else RequestOutputKind.FINAL_ONLY,
     )

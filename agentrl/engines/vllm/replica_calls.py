@@ -124,13 +124,13 @@ async def answer_batches(
     wake = asyncio.Event()
 
     async def one(index: int, request: Request) -> None:
-        def told(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        def tell(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
             ready.append((index, FreshTokens(list(token_ids), list(logprobs))))
             wake.set()
 
         result: Generation | EngineError
         try:
-            result = await generate(*request, *([told] if live[index] else []))
+            result = await generate(*request, *([tell] if live[index] else []))
         except EngineError as problem:  # an error of one request must not cancel the others of the task group
             result = problem
         ready.append((index, result))
@@ -272,7 +272,7 @@ class LocalEngine(Engine):
             answer: Generation = await self._actor.generate(token_ids, sampling, request_key, request_id, told)
             return answer
         except ReplicaDeadError as problem:
-            self._actor.died(str(problem))
+            self._actor.note_death(str(problem))
             # An answer of any kind would go on with the episode, which is neither done nor at fault.
             await asyncio.Event().wait()
             raise
@@ -287,7 +287,7 @@ class LocalEngine(Engine):
         if request_id is None:
             return None
         if (now := time.monotonic()) - self._looked >= LOOK:  # each look goes over all requests
-            self._looked, self._told = now, self._actor.told()
+            self._looked, self._told = now, self._actor.pace()
         return self._told.get(request_id, 0)
 
     async def abort(self, request_key: str) -> None:

@@ -146,19 +146,19 @@ class Replicas:
         return {key: replica.number for key, replica in self._router.homes().items()}
 
     async def route(self, request: Request) -> Replica:
-        """The replica for a request, which counts as its load until `ended`. Waits if none has the current weights, but one is
-        being started or waits for them. Raises EngineError if none is alive or being started."""
+        """The replica for a request, which counts as its load until `end_request`. Waits if none has the current weights, but
+        one is being started or waits for them. Raises EngineError if none is alive or being started."""
         while not (able := [one for one in self.alive() if one.current]):
             if self._hopeless():
                 raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
             await self._news.wait()
         token_ids, sampling, key, request_id = request
-        expected = self._router.expected(sampling.max_tokens)
+        expected = self._router.forecast(sampling.max_tokens)
         placed = self._router.begin(Need(key, len(token_ids), expected, partial(block_names, token_ids)), able)
         self._requests[request_id] = placed
         return placed.host
 
-    def ended(self, request_id: str, answer: Generation | None) -> None:
+    def end_request(self, request_id: str, answer: Generation | None) -> None:
         """A request is over, in any way; idempotent."""
         if (placed := self._requests.pop(request_id, None)) is not None:
             self._router.end(placed, None if answer is None else len(answer.token_ids))
@@ -244,7 +244,7 @@ class Replicas:
         told = [answer for answer in answers if not isinstance(answer, BaseException)]
         for request_id, tokens in itertools.chain.from_iterable(part.items() for part in told):
             if (placed := self._requests.get(request_id)) is not None:
-                self._router.told(placed, tokens)
+                self._router.note_sampled(placed, tokens)
         return told
 
     async def counters(self) -> list[EngineStats]:
@@ -270,7 +270,7 @@ class Replicas:
         waiting = any(not replica.current for replica in self.alive())
         return self._started and (waiting or bool(self._coming) or (not self.alive() and not self._hopeless()))
 
-    def lost(self, replica: Replica, cause: str) -> None:
+    def give_up(self, replica: Replica, cause: str) -> None:
         """Give up a replica that is of no use any more, as if it had died."""
         if replica in self._replicas:
             self._record_death(replica, cause)
@@ -522,12 +522,12 @@ class ReplicaSeat(Seat):
         except EngineError as problem:  # `ask` has noted a death, and another replica may be on its way
             return str(problem)
 
-    def then(self, call: Callable[[ReplicaSeat], None]) -> None:
+    def when_over(self, call: Callable[[ReplicaSeat], None]) -> None:
         """Call it once nobody plays here any more."""
         self._playing.add_done_callback(lambda task: None if task.cancelled() else call(self))
 
     @property
-    def taken(self) -> bool:
+    def busy(self) -> bool:
         return not self._playing.done()
 
     async def over(self) -> str:
@@ -535,13 +535,13 @@ class ReplicaSeat(Seat):
 
     def kill(self) -> None:
         """The worker's connection is over, at which it ends; if it hangs, so does its replica."""
-        if self.taken and self._killing is None:
+        if self.busy and self._killing is None:
             self._killing = asyncio.create_task(self._end(), name="end of a worker in a replica")
 
     async def _end(self) -> None:
         await asyncio.wait([self._playing], timeout=PATIENCE)
-        if self.taken and self.replica is not None:
-            self._replicas.lost(self.replica, f"its rollout worker did not end within {PATIENCE:g} s")
+        if self.busy and self.replica is not None:
+            self._replicas.give_up(self.replica, f"its rollout worker did not end within {PATIENCE:g} s")
 
 
 class ReplicaSeats(Seats):
@@ -553,7 +553,6 @@ class ReplicaSeats(Seats):
     def __init__(self, replicas: Replicas, recipe: Callable[[], WorkerRecipe], host: Callable[[], str]) -> None:
         self._replicas, self._make, self._host = replicas, recipe, host
         self._recipe: Any = None
-        self._spool: str | None = None
         self._seats: list[ReplicaSeat] = []
         self._vacated: set[Replica] = set()
         self._endings: Counter[Replica] = Counter()
@@ -569,14 +568,13 @@ class ReplicaSeats(Seats):
         import ray
 
         if self._recipe is None:
-            recipe = self._make()
-            self._recipe, self._spool = ray.put(recipe), None if recipe.rows is None else str(recipe.rows)
+            self._recipe = ray.put(self._make())
         replica = next(iter(self._free()), None)
         if replica is not None:
             self._vacated.discard(replica)
-        seat = ReplicaSeat(self._replicas, replica, name, door, self._recipe, self._spool)
-        self._seats = [one for one in self._seats if one.taken] + [seat]
-        seat.then(self._leave)
+        seat = ReplicaSeat(self._replicas, replica, name, door, self._recipe)
+        self._seats = [one for one in self._seats if one.busy] + [seat]
+        seat.when_over(self._leave)
         return seat
 
     def _leave(self, seat: ReplicaSeat) -> None:
@@ -591,10 +589,10 @@ class ReplicaSeats(Seats):
 
     def hopeful(self) -> bool:
         # A worker is heard to be gone before its replica is; what follows from that is told then.
-        return any(seat.taken for seat in self._seats) or self._replicas.hopeful()
+        return any(seat.busy for seat in self._seats) or self._replicas.hopeful()
 
     def _free(self) -> list[Replica]:
-        taken = {seat.replica for seat in self._seats if seat.taken}
+        taken = {seat.replica for seat in self._seats if seat.busy}
         return [replica for replica in self._replicas.alive() if replica.current and replica not in taken]
 
     def _look(self) -> None:

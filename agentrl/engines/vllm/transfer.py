@@ -29,7 +29,7 @@ class Transfer(ABC):
     def open(self) -> None:
         """Raises ConfigError with the reason if the route cannot serve this process."""
         try:
-            self._open()
+            self._start_engines()
         except (RuntimeError, ValueError, TypeError, ImportError, OSError) as problem:
             raise ConfigError(f"weights.route = {self._offer.route}: vLLM's engine for it does not start: {problem}") from problem
 
@@ -52,7 +52,7 @@ class Transfer(ABC):
         self._engines = []
 
     @abstractmethod
-    def _open(self) -> None:
+    def _start_engines(self) -> None:
         """Make and start the engines."""
 
     def _bucket_facts(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class IpcTransfer(Transfer):
 
     backend = "ipc"
 
-    def _open(self) -> None:
+    def _start_engines(self) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
 
         device, gpu = own_gpu()
@@ -98,7 +98,7 @@ class NcclTransfer(Transfer):
 
     backend = "nccl"
 
-    def _open(self) -> None:
+    def _start_engines(self) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("weights.route = nccl: the engine has no GPU")
         host, port = self._offer.where

@@ -265,7 +265,7 @@ class VllmEngine(Engine, WeightTarget):
             replica.request_batcher.cancel(request[-1])
             raise
         finally:
-            self._replicas.ended(request[-1], answer)
+            self._replicas.end_request(request[-1], answer)
 
     def progress(self, request_key: str) -> int | None:
         """Up to half a second old."""

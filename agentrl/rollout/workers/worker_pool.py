@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import pickle
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl.data.trajectory import Trajectory
@@ -19,8 +19,8 @@ from agentrl.rollout.deadlines import Report, Watch
 from agentrl.rollout.engine import Engine, Need, RequestRouter
 from agentrl.rollout.episode import score_episode
 from agentrl.rollout.player import Job, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Door, Fields, Hub, fault_of, job_fields, trajectories_of
-from agentrl.rollout.workers.rollout_worker import EngineService, Inbox, Rows, leave, span_fields
+from agentrl.rollout.workers.channel import Channel, Door, Fields, Hub, fault_of
+from agentrl.rollout.workers.rollout_worker import EngineService, Inbox, span_fields
 from agentrl.utils.errors import WorkerDiedError
 from agentrl.utils.event_loop import OwnedTasks
 
@@ -28,11 +28,7 @@ from agentrl.utils.event_loop import OwnedTasks
 
 
 class WorkerRecipe(Protocol):
-    """Recipe for a worker's parts, wherever it runs; it can be pickled. `rows`: a folder that all nodes share, for rows of
-    trajectory files. `build` is that of `WorkerCore`."""
-
-    @property
-    def rows(self) -> Path | None: ...
+    """Recipe for a worker's parts, wherever it runs; it can be pickled. `build` is that of `WorkerCore`."""
 
     def build(self, channel: Channel) -> Awaitable[Any]: ...
 
@@ -125,11 +121,11 @@ class RemoteWorker:
         self.turn_s: deque[float] = deque(maxlen=RECENT)
         self.on_gone: Callable[[RemoteWorker], None] = lambda worker: None
         self.on_slow: Callable[[str], None] = lambda line: None
-        self._watches, self._rows, self._inbox = watches, Rows(), Inbox(name)
+        self._watches, self._inbox = watches, Inbox(name)
         self._known: dict[int, int] = {}
         self._channel: Channel | None = None
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[tuple[Fields, memoryview]]] = {}
+        self._answers: dict[int, asyncio.Future[Fields]] = {}
 
     @property
     def able(self) -> bool:
@@ -139,9 +135,8 @@ class RemoteWorker:
     def attach(self, channel: Channel) -> None:
         """Its process has come."""
         self._channel = channel
-        channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat, "slow": self._slow}
-        channel.on["spans"] = lambda fields, _: self._inbox.notify(fields)
-        channel.on |= dict.fromkeys(("done", "failed", "cancelled"), self._take_answer)
+        channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat, "ended": self._take_answer}
+        channel.on |= {"spans": self._inbox.notify, "slow": lambda fields: self.on_slow(fields["line"])}
         channel.on_lost = lambda: self.end("its process ended")
 
     def end(self, cause: str) -> None:
@@ -149,7 +144,6 @@ class RemoteWorker:
         if self.gone is not None:
             return
         self.gone = cause
-        self._rows = Rows()  # it writes no more: the last part file goes with the rows in it
         self.seat.kill()
         if self._channel is not None:
             self._channel.abort()
@@ -157,7 +151,7 @@ class RemoteWorker:
             if not answer.done():
                 answer.set_exception(GoneError(cause))
         for watch in self._watches.all():
-            watch.told(self.name, None)
+            watch.report(self.name, None)
         if not self.settled.done():
             self.settled.set_result(None)
         self.on_gone(self)
@@ -167,23 +161,23 @@ class RemoteWorker:
         if self._channel is not None:
             self._channel.send("end")
 
-    async def left(self) -> None:
+    async def wait_until_gone(self) -> None:
         """Its connection is over."""
         if self._channel is not None:
             await self._channel.lost.wait()
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def play(self, job: Job, watch: Watch, keep: bool) -> list[Trajectory]:
+    async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
         """The episode of a job, and its branches, played there. Raises GoneError if the worker is gone, and what playing raised
         there."""
         assert self._channel is not None
         number, watched = next(self._numbers), self._watches.number(watch)
-        fields = job_fields(job)
-        answer: asyncio.Future[tuple[Fields, memoryview]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
+        trace, sent = span_fields(), pickle.dumps(job)
         self._answers[number], self.running[number] = answer, watched
         self._known.setdefault(watched, watch.moves)
-        self._channel.send("play", id=number, job=fields, watch=watched, look=watch.look, keep=keep, trace=span_fields())
+        self._channel.send("play", id=number, job=sent, watch=watched, look=watch.look, trace=trace)
         try:
             try:
                 await asyncio.wait([answer])
@@ -192,22 +186,17 @@ class RemoteWorker:
                 # Until it is torn down there, as an episode in this process is before its cancellation propagates.
                 await asyncio.wait([answer])
                 raise
-            head, blob = answer.result()
+            ended = answer.result()
         finally:
             if answer.done() and not answer.cancelled():
                 answer.exception()  # it has been seen, also by who was cancelled
             del self._answers[number], self.running[number]
-        if head["kind"] == "done":
-            return self._take_finished(head, blob)
-        if head["kind"] == "cancelled":  # it was not asked to: it ends, and plays no more
+        if "fault" in ended:
+            raise fault_of(ended["fault"], f"rollout {self.name}")
+        if "episodes" not in ended:  # it was not asked to be cancelled: the worker ends, and plays no more
             raise GoneError("the worker ended")
-        raise fault_of(head, f"rollout {self.name}")
-
-    def _take_finished(self, head: Fields, blob: memoryview) -> list[Trajectory]:
-        found = trajectories_of(head, blob)
-        for each, trajectory in zip(head["episodes"], found, strict=True):
-            if "row" in each:
-                trajectory.stored = self._rows.row(each["row"])
+        found: list[Trajectory] = pickle.loads(ended["episodes"])
+        for trajectory in found:
             turns = len(trajectory.turns) - trajectory.branch_turn
             self.episodes += 1
             self.turns += turns
@@ -216,30 +205,27 @@ class RemoteWorker:
             self.turn_s.append(own / max(turns, 1))
         return found
 
-    def _take_answer(self, fields: Fields, blob: memoryview) -> None:
+    def _take_answer(self, fields: Fields) -> None:
         answer = self._answers.get(fields["id"])
         if answer is not None and not answer.done():
-            answer.set_result((fields, blob))
+            answer.set_result(fields)
 
     # -- reports -----------------------------------------------------------------------------------
 
-    def _ready(self, fields: Fields, _: memoryview) -> None:
+    def _ready(self, fields: Fields) -> None:
         self.pid = fields["pid"]
         if not self.settled.done():
             self.settled.set_result(None)
 
-    def _unfit(self, fields: Fields, _: memoryview) -> None:
+    def _unfit(self, fields: Fields) -> None:
         self.unfit = fault_of(fields, f"rollout {self.name}")
         self.end(f"it could not be built: {fields['message']}")
 
-    def _beat(self, fields: Fields, _: memoryview) -> None:
+    def _beat(self, fields: Fields) -> None:
         self.silent_s, self.lag_s = 0.0, max(self.lag_s, fields["lag"])
         self.blocked_s += fields["blocked"]
         for told in fields["watches"]:
             self._heard(told)
-
-    def _slow(self, fields: Fields, _: memoryview) -> None:
-        self.on_slow(fields["line"])
 
     def _heard(self, told: dict[str, Any]) -> None:
         number = told["watch"]
@@ -252,7 +238,7 @@ class RemoteWorker:
         watch.cut += told["cut"]
         self._known[number] = watch.moves
         waits = [(key, what, seconds) for key, what, seconds in told["waits"]]
-        watch.told(self.name, Report(waits, told["more"]))
+        watch.report(self.name, Report(waits, told["more"]))
         if elsewhere and self._channel is not None:
             self._channel.send("heard", watch=number, moves=elsewhere)
 
@@ -282,8 +268,7 @@ class WorkerPool(Player):
     `count`: workers at the start. `timeout`: seconds without a report after which one counts as dead; `startup_timeout`: seconds
     for its start. `respawns`: how many dead ones are replaced, in total (seats that renew processes decide that themselves); then
     the run goes on with fewer, and with none left `play` raises WorkerDiedError. `engine`: the driver's engine, for workers that
-    reach it through their channels. `rows`: where workers write rows of trajectory files, of the episodes that one `keeps`.
-    `say`: shows a message to the user.
+    reach it through their channels. `say`: shows a message to the user.
     """
 
     def __init__(
@@ -296,14 +281,12 @@ class WorkerPool(Player):
         timeout: float,
         startup_timeout: float,
         respawns: int,
-        rows: Path | None = None,
-        keeps: Callable[[Job], bool] = lambda job: True,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._envs = {env.name: env for env in envs}
         self._seats, self._engine = seats, engine
         self._count, self._timeout, self._startup, self._respawns = count, timeout, startup_timeout, respawns
-        self._rows, self._keeps, self._say = rows, keeps, say
+        self._say = say
         self._hub, self._watches = Hub(), Watches()
         self._numbers = itertools.count()
         self._workers: list[RemoteWorker] = []
@@ -355,8 +338,6 @@ class WorkerPool(Player):
             await asyncio.wait(overs, timeout=LEAVE_S)
         await self._tasks.close()
         self._hub.close()
-        if self._rows is not None:
-            leave(self._rows)
 
     async def _dismiss(self, workers: Sequence[RemoteWorker]) -> None:
         there = [worker for worker in workers if worker.gone is None]
@@ -364,7 +345,7 @@ class WorkerPool(Player):
             worker.draining = True  # its end is no death
             worker.dismiss()
         async with OwnedTasks() as tasks:
-            leaving = [tasks.start(worker.left(), f"rollout {worker.name} leaves") for worker in there]
+            leaving = [tasks.start(worker.wait_until_gone(), f"rollout {worker.name} leaves") for worker in there]
             if leaving:
                 await asyncio.wait(leaving, timeout=LEAVE_S)
         for worker in workers:
@@ -392,11 +373,11 @@ class WorkerPool(Player):
         worker.attach(channel)
         lost = channel.on_lost
 
-        def ended() -> None:
+        def on_lost() -> None:
             service.close()
             lost()
 
-        channel.on_lost = ended
+        channel.on_lost = on_lost
 
     async def _wait_until_ready(self, worker: RemoteWorker) -> None:
         """Wait until it plays. Raises what kept it from that."""
@@ -496,10 +477,10 @@ class WorkerPool(Player):
 
     async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
         while True:
-            placed = self._router.begin(self._need(job), await self._able(job.spec.key, watch))
+            placed = self._router.begin(self._demand(job), await self._able(job.spec.key, watch))
             worker, found = placed.host, list[Trajectory]()
             try:
-                found = await worker.play(job, watch, self._rows is not None and self._keeps(job))
+                found = await worker.play(job, watch)
                 break
             except GoneError:
                 self.returned += 1
@@ -508,21 +489,21 @@ class WorkerPool(Player):
                 self._router.end(placed, sum(map(self._count_computed, found)) if found else None)
                 self._router.over(job.spec.key)
                 self._tell()
-        watch.moved()
+        watch.note_move()
         scorer = self._envs[job.env].scorer
         if scorer.asks:
             keys = {spec.seed: spec.key for spec in (job.spec, *itertools.chain(*job.branches))}
             await asyncio.gather(*(score_episode(each, scorer, keys[each.seed], watch) for each in found))
         return found
 
-    def _need(self, job: Job) -> Need:
+    def _demand(self, job: Job) -> Need:
         """Demands of an episode on a worker, by earlier episodes: the prompt of its task, and the tokens that come after it. To
         workers that share their caches every episode is one request."""
         if not self._seats.caches:
             return Need(job.spec.key, 0, 1.0, lambda: ())
         most = self._envs[job.env].limits.max_episode_tokens
         task = (job.env, job.spec.split, job.spec.task_seed)
-        return Need(job.spec.key, self._opening, self._router.expected(most), lambda: [task], self._opening)
+        return Need(job.spec.key, self._opening, self._router.forecast(most), lambda: [task], self._opening)
 
     def _count_computed(self, trajectory: Trajectory) -> int:
         """The tokens of an episode after its first prompt, which notes how long such prompts are."""
