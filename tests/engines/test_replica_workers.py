@@ -230,8 +230,9 @@ def actor() -> VllmActor:
         return [[]]
 
     made = VllmActor({"model": "made-up"})
-    made._engine = SimpleNamespace(collective_rpc=done, reset_prefix_cache=done, sleep=done, wake_up=done)
-    made._spans, made.context = False, 100
+    calls = ("collective_rpc", "reset_prefix_cache", "update_weight_version", "sleep", "wake_up")
+    made._engine = SimpleNamespace(**dict.fromkeys(calls, done))
+    made.context = 100
     return made
 
 

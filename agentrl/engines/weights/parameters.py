@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -229,15 +229,11 @@ def expected_parameters(path: str, saved: bool = False, trust: bool = False) -> 
         held, tied = saving.expected, {saving.name(name): saving.name(first) for name, first in tied.items()}
     text = config.get_text_config()
     return Expected(
-        shapes=_shapes(held),
+        shapes={name: tuple(tensor.shape) for name, tensor in held.items()},
         tied=tied,
         vocab=int(text.vocab_size),
         positions=positions_of(config) or 2**31,
     )
-
-
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 class Arrivals:

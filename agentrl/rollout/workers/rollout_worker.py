@@ -135,7 +135,9 @@ class WorkerCore:
         self.name, self._build = name, build
         self._channel, self._outbox = Channel(), Outbox()
         self._parts: Parts | None = None
-        self._watchdog = LoopWatchdog(slow_loop, self._slow, f"the event loop of rollout {name}")
+        self._watchdog = LoopWatchdog(
+            slow_loop, lambda line: self._channel.send("slow", line=line), f"the event loop of rollout {name}"
+        )
         self._over = asyncio.Event()
         self.dismissed = False
         """Whether the driver said that it is enough."""
@@ -256,9 +258,6 @@ class WorkerCore:
         if number in self._watches:
             self._watches[number].moves += moves
             self._reported[number] += moves
-
-    def _slow(self, line: str) -> None:
-        self._channel.send("slow", line=line)
 
     async def _beats(self) -> None:
         due = time.monotonic()
