@@ -45,7 +45,7 @@ class Replicas:
         await self.lives.wait()
         return SimpleNamespace(actor=None)
 
-    def ended(self, request_id: str, answer: Generation | None) -> None:
+    def end_request(self, request_id: str, answer: Generation | None) -> None:
         """Nothing is counted."""
 
     async def generate(self, replica: Any, request: Any, told: Any = None) -> Generation:
