@@ -1,28 +1,24 @@
 """The actor: the role that holds the policy's weights and trains them.
 
-Its end of a publish, supervised steps, steps on preference pairs, and the role."""
+Its end of a publish, supervised steps, and the role."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from agentrl.cluster.machine import reachable_address
 from agentrl.cluster.worker import Broadcast, Strategy, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
-from agentrl.data.rows import Ragged, row_ids
+from agentrl.data.rows import Ragged
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, Sender, Silent, Stream, make_sender
 from agentrl.engines.weights.parameters import Saving
-from agentrl.trainer.algorithms.losses import bradley_terry, dpo
 from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, counts_of, minibatches
 from agentrl.trainer.optim import optim_of, rate, sft_optim
 from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
@@ -147,106 +143,6 @@ def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float],
     return found
 
 
-# Optimizer steps of losses over pairs of episodes (agentrl/trainer/algorithms/losses.py).
-#
-# Such a loss depends on an episode only through one number: the sum of its tokens' log probabilities, or its score. So a step
-# first computes these numbers for all episodes, without gradient, and adds them up over rows and ranks; then the loss and its
-# derivative by each number, d; and then, micro-batch by micro-batch, the gradient of d times the number. By the chain rule
-# that is
-# the gradient of the loss. The rows of a pair may therefore be in different micro-batches and on different ranks, for one more
-# forward pass.
-
-RowValues = Callable[[BaseEngine, Pack], Tensor]
-"""One number a row, float32 [N] (of a dummy without rows: [1]), with gradient if grad mode is on."""
-
-
-class PairLoss(Protocol):
-    """`totals` float64 [P, 2]: what the chosen and the rejected episode of each pair came to; `reference`: the same of the column
-    of that name. Returns the losses [P], and metrics."""
-
-    def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Dpo:
-    """`dpo` at its `beta`. Metrics: `accuracy` (share of pairs whose chosen side has the higher implicit reward), and the
-    rewards, beta (log pi - log ref)."""
-
-    beta: float
-
-    def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = dpo(totals[:, 0], totals[:, 1], reference[:, 0], reference[:, 1], self.beta)
-        return losses, _compare_pairs(self.beta * (totals.detach() - reference))
-
-
-@dataclass(frozen=True, slots=True)
-class BradleyTerry:
-    """`bradley_terry`. Metrics: `accuracy` (share of pairs whose chosen side has the higher score), and the scores."""
-
-    def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return bradley_terry(*totals.unbind(1)), _compare_pairs(totals.detach())
-
-
-def _compare_pairs(rewards: Tensor) -> dict[str, Tensor]:
-    chosen, rejected = rewards.unbind(1)
-    return {
-        "accuracy": (chosen > rejected).double(),
-        "reward_chosen": chosen,
-        "reward_rejected": rejected,
-        "reward_margin": chosen - rejected,
-    }
-
-
-def means(losses: Tensor, found: dict[str, Tensor]) -> dict[str, float]:
-    """The mean over pairs of the loss and of each metric."""
-    return {"loss": float(losses.detach().mean()), **{name: float(values.mean()) for name, values in found.items()}}
-
-
-def policy_totals(engine: BaseEngine, piece: Pack) -> Tensor:
-    """The sum of the log probabilities of each row's sampled tokens."""
-    logprobs, _ = engine.logprobs(piece.micro, 1.0, False)
-    rows = row_ids(piece.compact).to(logprobs.device)
-    return torch.zeros(len(piece.compact) - 1, device=logprobs.device).index_add(0, rows, logprobs)
-
-
-def scores(engine: BaseEngine, piece: Pack) -> Tensor:
-    """The score of each row."""
-    return engine.scores(piece.micro)
-
-
-def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: RowValues, loss: PairLoss) -> dict[str, float]:
-    """One optimizer step over the mean of `loss`; every rank calls it with its own rows. Row columns: `trajectory` (2 i: chosen,
-    2 i + 1: rejected), `reference`, and `whole` (bool: whether the row's number is part of its episode's).
-
-    Raises NonFiniteError if the weights are not finite afterwards.
-    """
-    [micros] = plan_micro_batches(view, minibatches(view), cap, engine)
-    place, part = view.row("trajectory"), view.row("whole").double()
-    with torch.no_grad():
-        own = [values(engine, Pack(view, rows, engine.device)).double().cpu() for rows in micros]
-    totals, reference = torch.zeros(2 * pairs, dtype=torch.float64), torch.zeros(2 * pairs, dtype=torch.float64)
-    for rows, numbers in zip(micros, own, strict=True):
-        if rows:
-            totals.index_add_(0, place[rows], numbers * part[rows])
-    totals = engine.reduce(totals, "sum").view(pairs, 2).requires_grad_(True)
-    every = np.concatenate([np.asarray(rows, dtype=np.int64) for rows in micros])
-    reference.index_add_(0, place[every], (view.row("reference").double() * part)[every])
-    reference = engine.reduce(reference, "sum").view(pairs, 2)
-    losses, found = loss(totals, reference)
-    [slopes] = torch.autograd.grad(losses.mean(), totals)
-    by_row = slopes.flatten()[place] * part
-
-    def share(rows: list[int]) -> Tensor:
-        now = values(engine, Pack(view, rows, engine.device))
-        weights = by_row[rows] if rows else torch.zeros(len(now), dtype=torch.float64)
-        return (now * weights.to(now)).sum()
-
-    steps = Steps(engine, view, "a step of pairs")
-    steps.take(0, micros, share)
-    steps.check()
-    return {**steps.metrics(), **means(losses, found)}
-
-
 # The role
 
 
@@ -267,8 +163,6 @@ class Actor(TrainedRole):
         "begin_sft": Broadcast(),
         "sft_steps": MINIBATCHES,
         "end_sft": Broadcast(),
-        "supervise": MINIBATCHES,
-        "prefer": MINIBATCHES,
         "open_route": Broadcast(),
         "route_attached": Broadcast(),
         "next_bucket": Broadcast(),
@@ -423,21 +317,7 @@ class Actor(TrainedRole):
         own_threads(self.threads)
         engine.use_optimizer(self._optim)
 
-    # -- data that is there already --------------------------------------------------------------------
-
-    def supervise(self, batch: TensorDict) -> dict[str, float]:
-        """One supervised optimizer step, with the optimizer and the schedule of [optim]."""
-        [metrics] = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
-        self._updates += 1
-        return {**metrics, "lr": metrics["lr_factor"] * self._lr}
-
-    def prefer(self, batch: TensorDict, pairs: int, loss: Dpo) -> dict[str, float]:
-        """One optimizer step of `loss` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the
-        column `trajectory`, with the row column `reference` (trainer/actor.py)."""
-        engine, view, factor = self._ready(), Ragged.of(batch), self._set_rate()
-        metrics = pair_step(engine, view, self._optim.micro_tokens, pairs, policy_totals, loss)
-        self._updates += 1
-        return {**metrics, "lr": factor * self._lr}
+    # -- weights for others ---------------------------------------------------------------------------
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
         """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,21 +15,44 @@ from torch import Tensor
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.worker import Broadcast, Strategy
 from agentrl.config.schema import DataConfig, ModelConfig, OptimConfig
+from agentrl.contrib.offline.pairs import bradley_terry, dpo, mean_metrics, pair_step, policy_totals
 from agentrl.contrib.offline.store import RowStore
 from agentrl.data.rows import Ragged
 from agentrl.data.schedule import Mode
 from agentrl.run.display import Count
 from agentrl.run.sft import steps_batch
-from agentrl.trainer.actor import Actor, BradleyTerry, Dpo, means, pair_step, scores
+from agentrl.trainer.actor import Actor, sft_steps
 from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, cut_steps
 from agentrl.trainer.optim import optim_of, rate
 from agentrl.trainer.roles import TrainedRole, compute_scores, open_engine
+from agentrl.trainer.train_engine import BaseEngine
+from agentrl.trainer.update import Pack
 from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# A reward model that learns
+# The roles
+
+
+class OfflineActor(Actor):
+    """One rank of a policy that also learns from transcripts and from pairs."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"supervise": MINIBATCHES, "prefer": MINIBATCHES}
+
+    def supervise(self, batch: TensorDict) -> dict[str, float]:
+        """One supervised optimizer step, with the optimizer and the schedule of [optim]."""
+        [metrics] = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
+        self._updates += 1
+        return {**metrics, "lr": metrics["lr_factor"] * self._lr}
+
+    def prefer(self, batch: TensorDict, pairs: int, beta: float) -> dict[str, float]:
+        """One optimizer step of `dpo` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the column
+        `trajectory`, with the row column `reference`."""
+        engine, factor = self._ready(), self._set_rate()
+        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, policy_totals, partial(dpo, beta=beta))
+        self._updates += 1
+        return {**metrics, "lr": factor * self._lr}
 
 
 class RewardTrainer(TrainedRole):
@@ -56,7 +80,7 @@ class RewardTrainer(TrainedRole):
     def prefer(self, batch: TensorDict, pairs: int) -> dict[str, float]:
         """One optimizer step over `pairs` pairs, whose episodes count by their last row (the column `whole`)."""
         engine, factor = self._ready(), self._set_rate()
-        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, scores, BradleyTerry())
+        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, _row_scores, bradley_terry)
         self._updates += 1
         return {**metrics, "lr": factor * self._lr}
 
@@ -65,13 +89,17 @@ class RewardTrainer(TrainedRole):
         self._ready().export(Path(folder))
 
 
+def _row_scores(engine: BaseEngine, piece: Pack) -> Tensor:
+    return engine.scores(piece.micro)
+
+
 Found = dict[str, float]
 
 
 class Objective(ABC):
     """One loss over a store's examples. `group`: the processes of `role`."""
 
-    role: ClassVar[type[TrainedRole]] = Actor
+    role: ClassVar[type[TrainedRole]] = OfflineActor
 
     def __init__(self, data: DataConfig, store: RowStore, group: WorkerGroup[Any], sharing: Mode) -> None:
         self.data, self.store, self.group, self.sharing = data, store, group, sharing
@@ -106,7 +134,7 @@ class Supervised(Objective):
     """The mean of -log pi over the trained tokens of a step."""
 
     async def step(self, examples: np.ndarray) -> Found:
-        found = await self.train(Actor.supervise, await self.view(examples))
+        found = await self.train(OfflineActor.supervise, await self.view(examples))
         return {name: value for name, value in found.items() if name != "lr_factor"}
 
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
@@ -135,12 +163,12 @@ class Preferring(Objective):
         reference = torch.zeros(len(view), dtype=torch.float64)
         reference[last] = self._reference[examples].flatten()
         view = view.with_rows(reference=reference, whole=torch.ones(len(view), dtype=torch.bool))
-        return await self.train(Actor.prefer, view, len(examples), Dpo(self.data.beta))
+        return await self.train(OfflineActor.prefer, view, len(examples), self.data.beta)
 
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
         totals = await self._totals(await self.view(examples), len(examples))
-        losses, found = Dpo(self.data.beta)(totals, self._reference[examples])
-        return float(len(examples)), means(losses, found)
+        losses, found = dpo(totals, self._reference[examples], beta=self.data.beta)
+        return float(len(examples)), mean_metrics(losses, found)
 
     async def _totals(self, view: Ragged, pairs: int) -> Tensor:
         """The sum of the log probabilities of each episode's sampled tokens, float64 [P, 2]."""
@@ -164,8 +192,8 @@ class Scoring(Objective):
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
         view = await self.view(examples)
         scores = (await self.group.arun(RewardTrainer.compute_scores, view.batch))["score"].double()
-        losses, found = BradleyTerry()(scores[_last_rows(view)].view(-1, 2), torch.zeros(len(examples), 2))
-        return float(len(examples)), means(losses, found)
+        losses, found = bradley_terry(scores[_last_rows(view)].view(-1, 2), torch.zeros(len(examples), 2))
+        return float(len(examples)), mean_metrics(losses, found)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"sft": Supervised, "dpo": Preferring, "reward": Scoring}

@@ -1,4 +1,4 @@
-"""Losses on sampled tokens: policy losses, the critic's, those of preference pairs; off-policy corrections; KL estimators.
+"""Losses on sampled tokens: policy losses, the critic's; off-policy corrections; KL estimators.
 
 Pure functions; each registration declares the inputs that its loss needs in addition to log probabilities and advantages."""
 
@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from agentrl.data.rows import row_mean, row_sum, spread
 from agentrl.trainer.algorithms.base import LossInput, LossOutput
@@ -253,20 +252,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
         return 0.5 * plain
     near = torch.clamp(values, old_values - clip, old_values + clip)
     return 0.5 * torch.maximum(plain, (near - returns).square())
-
-
-# Preference pairs
-
-
-def dpo(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
-    """-log sigmoid(m) with m = beta ((log pi - log ref)(chosen) - (log pi - log ref)(rejected)): Rafailov et al. 2023,
-    arXiv:2305.18290, eq. 7."""
-    return -logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
-
-
-def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """-log sigmoid(score(chosen) - score(rejected)): Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1."""
-    return -logsigmoid(chosen - rejected)
 
 
 # Off-policy corrections

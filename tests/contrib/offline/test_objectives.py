@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import DataConfig, ModelConfig
-from agentrl.contrib.offline.objectives import Preferring, RewardTrainer, Scoring, Supervised
+from agentrl.contrib.offline.objectives import OfflineActor, Preferring, RewardTrainer, Scoring, Supervised
 from agentrl.contrib.offline.store import RowStore, RowWriter
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.run.display import Count
-from agentrl.trainer.actor import Actor
 from tests.trainer.pair_batches import PAIRS, ledger_of, models
 from tests.trainer.pair_batches import batch_rows as numbers
 from tests.trainer.train_batches import toy_optim
@@ -74,7 +73,7 @@ def policy(folder: Path, name: str) -> Any:
 
 def test_supervised_examples_weigh_by_their_trained_tokens(folder: Path, stored: Any, tmp_path: Path) -> None:
     store = store_of([[side] for pair in stored for side in pair], tmp_path)
-    objective = Supervised(CONFIG, store, group(Actor, folder / "policy"), "off")
+    objective = Supervised(CONFIG, store, group(OfflineActor, folder / "policy"), "off")
     model, episodes = policy(folder, "policy"), [side for pair in stored for side in pair]
     for chosen in ([0], [1, 4], list(range(2 * PAIRS))):
         tokens = sum(ledger.sampled_tokens for n in chosen for ledger in episodes[n])
@@ -84,10 +83,10 @@ def test_supervised_examples_weigh_by_their_trained_tokens(folder: Path, stored:
 
 
 def test_a_step_of_dpo_has_the_start_models_sums_over_all_rows_of_an_episode(folder: Path, stored: Any, tmp_path: Path) -> None:
-    objective = Preferring(CONFIG, store_of(stored, tmp_path), group(Actor, folder / "reference"), "off")
+    objective = Preferring(CONFIG, store_of(stored, tmp_path), group(OfflineActor, folder / "reference"), "off")
     asyncio.run(objective.begin(ended := Count(PAIRS, "examples")))
     assert str(ended) == f"{PAIRS}/{PAIRS} examples"
-    objective.group = group(Actor, folder / "policy")  # as if that had been learned since
+    objective.group = group(OfflineActor, folder / "policy")  # as if that had been learned since
     now, before = policy(folder, "policy"), policy(folder, "reference")
     rewards = torch.tensor([[BETA * (total(now, side) - total(before, side)) for side in pair] for pair in stored])
     margins = rewards[:, 0] - rewards[:, 1]
@@ -101,7 +100,7 @@ def test_a_step_of_dpo_has_the_start_models_sums_over_all_rows_of_an_episode(fol
 
 def test_the_pairs_of_a_step_have_their_own_references_in_whatever_order(folder: Path, stored: Any, tmp_path: Path) -> None:
     """A step's examples are drawn in any order, and a model that is the start model still has margins of 0."""
-    objective = Preferring(CONFIG, store_of(stored, tmp_path), group(Actor, folder / "policy"), "off")
+    objective = Preferring(CONFIG, store_of(stored, tmp_path), group(OfflineActor, folder / "policy"), "off")
     asyncio.run(objective.begin(Count(PAIRS)))
     for drawn in ([2, 0], [1]):
         weight, found = asyncio.run(objective.measure(np.array(drawn)))

@@ -11,10 +11,9 @@ import torch
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
-from agentrl.contrib.offline.objectives import RewardTrainer
+from agentrl.contrib.offline.objectives import OfflineActor, RewardTrainer
 from agentrl.data.rows import Ragged
 from agentrl.run.sft import steps_batch
-from agentrl.trainer.actor import Actor, Dpo
 from agentrl.trainer.roles import RewardModel
 from tests.trainer.pair_batches import PAIRS, episodes, models
 from tests.trainer.train_batches import toy_optim, train_batch
@@ -49,16 +48,16 @@ def same(found: dict[str, float], name: str) -> None:
 
 def test_the_supervised_loss_is_trls(folder: Path) -> None:
     chosen = steps_batch(episodes()[0::2], PAIRS, "off")
-    same(train_batch(group(Actor, folder / "policy", 512), Actor.supervise, chosen, 1), "sft")
+    same(train_batch(group(OfflineActor, folder / "policy", 512), OfflineActor.supervise, chosen, 1), "sft")
 
 
 @pytest.mark.parametrize(("cap", "sharing"), [(512, "off"), (512, "on"), (40, "off")])
 def test_the_dpo_loss_and_its_gradient_are_trls_also_with_the_rows_of_a_pair_apart(folder: Path, cap: int, sharing: str) -> None:
     """A cap of 40 tokens puts nearly every row into a micro-batch of its own."""
-    before = group(Actor, folder / "reference", cap).run(Actor.compute_logprob, paired().batch)["logprobs"]
+    before = group(OfflineActor, folder / "reference", cap).run(OfflineActor.compute_logprob, paired().batch)["logprobs"]
     reference = torch.stack([row.sum() for row in before.unbind()]).double()
     found = train_batch(
-        group(Actor, folder / "policy", cap), Actor.prefer, paired(reference, sharing).batch, 1, PAIRS, Dpo(TRL["beta"])
+        group(OfflineActor, folder / "policy", cap), OfflineActor.prefer, paired(reference, sharing).batch, 1, PAIRS, TRL["beta"]
     )
     same(found, "dpo")
 
