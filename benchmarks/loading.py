@@ -118,7 +118,7 @@ def timed(way: Callable[[str, FsdpEngine], None], path: str, engine: FsdpEngine)
 @torch.no_grad()
 def own_slices(path: str, engine: FsdpEngine) -> None:
     """How ranks load: each reads its rows. Here into memory that it has already."""
-    with WeightFiles(path, engine.config) as files:
+    with WeightFiles(path) as files:
         for name, parameter in engine.named():
             local_of(parameter).copy_(files.read(name, region_of(parameter)))
 
@@ -127,7 +127,7 @@ def own_slices(path: str, engine: FsdpEngine) -> None:
 def scattered(path: str, engine: FsdpEngine) -> None:
     """The other way: rank 0 reads every tensor, and sends each rank its rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    with WeightFiles(path, engine.config) as files:
+    with WeightFiles(path) as files:
         for name, parameter in engine.named():
             local = local_of(parameter)
             rows = -(-len(parameter) // world)

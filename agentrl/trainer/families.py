@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config.envs import widest
-from agentrl.config.schema import InitModelConfig, ModelConfig, TrainConfig
+from agentrl.config.schema import TrainConfig
 from agentrl.data.rows import Ragged, build, nested_tensor
 from agentrl.data.schedule import Tree, share
 from agentrl.render.vision import takes_images
 from agentrl.trainer.attention import PACKED, keep_rows_apart, packed_rows, packed_trees, register_packed_attention
 from agentrl.trainer.language_model import Micro, PolicyModule, ScoreModule, ValueModule, backbone, layers_of, positions
-from agentrl.trainer.pretrained import architecture, load_model_config
+from agentrl.trainer.pretrained import load_model_config, model_config
 from agentrl.trainer.train_engine import TRAIN_ENGINES
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
 
@@ -513,7 +513,7 @@ def packing_of(config: TrainConfig) -> Packing:
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
     asked = config.model.packing
-    if takes_images(policy_model(config.model)):
+    if takes_images(model_config(config.model)):
         if config.optim.prefix_sharing == "on":
             raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
         return Packing("packed", False, "packed: a model that takes images, as each row alone (tests/trainer/test_vision.py)")
@@ -574,17 +574,9 @@ def _one_row(config: TrainConfig, found: list[Probed], why: str) -> Packing:
     return Packing("one_row_eager" if slow else "one_row", False, f"{how}: {reason}")
 
 
-def policy_model(model: ModelConfig) -> Any:
-    """The transformers config of the policy's model. Raises ModelError."""
-    path, init = model.path, model.init
-    if path is None:
-        return architecture(init or InitModelConfig())
-    return load_model_config(path, model.trust_remote_code)
-
-
 def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
     """The models that a run computes with: the key that names each, its head, and its transformers config."""
-    policy, trust = policy_model(config.model), config.model.trust_remote_code
+    policy, trust = model_config(config.model), config.model.trust_remote_code
     found: list[tuple[str, Kind, Any]] = [("model.path", "policy", policy)]
     if config.critic is not None:
         other = config.critic.path

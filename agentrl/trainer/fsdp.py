@@ -40,10 +40,10 @@ from agentrl.trainer.layers import (
     without_adapters,
 )
 from agentrl.trainer.memory import RoleMemory, by_size, count
-from agentrl.trainer.model_folder import Loader, empty_like, save_model
+from agentrl.trainer.model_folder import Loader, save_model
 from agentrl.trainer.optim import Offloaded, by_mesh, local
 from agentrl.trainer.parallel import Ulysses, check_plans, expert_dimension, same_when_recomputed, split
-from agentrl.trainer.pretrained import empty_causal_lm, empty_classifier, meta_model
+from agentrl.trainer.pretrained import empty_model, load_model_config, meta_model
 from agentrl.trainer.train_engine import (
     TRAIN_ENGINES,
     BaseEngine,
@@ -118,11 +118,14 @@ class FsdpEngine(BaseEngine):
         self.layout = Layout.of(cfg, self.device, world)
         if not self.sharded and self.compute_dtype != torch.float32:
             raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
-        build = empty_classifier if role == "score" else empty_causal_lm
+        config = load_model_config(path, cfg.trust_remote_code)
+        kinds = config.architectures or []
+        if self.classifier and not any("SequenceClassification" in kind for kind in kinds):
+            raise ModelError(f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}")
         # One row a pass needs no row boundaries: it is computed as transformers alone would.
         own = {"attn_implementation": "eager"} if cfg.packing == "one_row_eager" else {}
         attention = {"attn_implementation": PACKED} if self.packs else own
-        model = build(path, trust=cfg.trust_remote_code, **attention)
+        model = empty_model(path, config, classifier=self.classifier, **attention)
         self.vision = vision_of(path, model)
         loader = Loader(path, model)  # before the names change
         self.config = model.config
@@ -328,7 +331,7 @@ class FsdpEngine(BaseEngine):
         return max(counts) * self.compute_dtype.itemsize
 
     def saving(self) -> Saving:
-        return Saving(empty_like(self.config, self.compute_dtype))
+        return Saving(empty_model(self.path, self.config, dtype=self.compute_dtype, attn_implementation="eager"))
 
     def _weights_with_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """The weights with the adapters added in float32, one tensor at a time."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import shutil
@@ -24,10 +23,10 @@ from agentrl.config.schema import DataConfig, LoraSection, ModelConfig
 from agentrl.engines.weights.base import Adapter
 from agentrl.engines.weights.parameters import Conversion, Saving, loading_conversions, write_adapter
 from agentrl.render.chatml import set_chat_template
-from agentrl.render.vision import Vision, auto_class, takes_images
+from agentrl.render.vision import Vision, takes_images
 from agentrl.trainer.checkpoint import Checkpoints, check_intact
 from agentrl.trainer.layers import adapter_of, merge_adapters
-from agentrl.trainer.pretrained import load_model_config, load_tokenizer
+from agentrl.trainer.pretrained import empty_model, load_model_config, load_tokenizer
 from agentrl.trainer.train_state import saved_tensors
 from agentrl.trainer.weight_files import MAX_FILE_BYTES, Region, WeightFiles, WeightWriter, local_file
 from agentrl.utils.errors import CheckpointError, DependencyError, ModelError
@@ -98,7 +97,11 @@ class Loader:
         self._read({id(entry.module) for entry in tensors.values()})
 
     def _read(self, held: set[int]) -> None:
-        with WeightFiles(self._path, self._model.config) as files:
+        try:
+            opened = WeightFiles(self._path, getattr(self._model.config, "transformers_weights", None))
+        except ModelError as problem:
+            raise ModelError(f"{self._path}: its weights cannot be read: {problem}") from problem
+        with opened as files:
             conversions, unknown = loading_conversions(self._model, self._tensors, files)
             if unknown:
                 log.info("%s: %d tensors have no place in the model, such as %s", self._path, len(unknown), unknown[0])
@@ -119,7 +122,7 @@ class Loader:
         target = entry.tensor()
         if conversion.converter is None:
             [source] = conversion.names()
-            self._check_shape(conversion.name, files.shape(source), target)
+            self._check_shape(conversion.name, files.header(source).shape, target)
             self._put(conversion.name, files.read(source, region_of(target)))
             return [conversion.name]
         region = region_of(target)
@@ -211,7 +214,7 @@ def save_model(
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.utils import GENERATION_CONFIG_NAME
 
-    shell = empty_like(config, dtype, classifier)
+    shell = empty_model(source, config, classifier=classifier, dtype=dtype, attn_implementation="eager")
     saving = Saving(shell)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightWriter(folder, saving.expected, max_bytes) as writer:
@@ -233,17 +236,6 @@ def save_model(
     load_tokenizer(source, trust, chat_template).save_pretrained(folder)
     if takes_images(config):
         Vision(source, config).save(folder)
-
-
-def empty_like(config: Any, dtype: torch.dtype, classifier: bool = False) -> Any:
-    """A causal language model, or a sequence classifier, of that config on the meta device."""
-    from transformers import AutoModelForSequenceClassification
-
-    kind: Any = AutoModelForSequenceClassification if classifier else auto_class(config)
-    with torch.device("meta"):
-        # A copy, because from_config writes its attention implementation into the config that it is given.
-        own_code = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
-        return kind.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=own_code)
 
 
 # Exporting a checkpoint
@@ -422,12 +414,9 @@ def _check_magic(file: Path) -> None:
 
 def _without_quantization(read: Any) -> Any:
     """The same weights in a model that does not know that they were quantized: the saved config must not say so."""
-    import torch
 
-    config = read.config
-    del config.quantization_config
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=read.dtype)
+    del read.config.quantization_config
+    model = empty_model(None, read.config, dtype=read.dtype)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     return model

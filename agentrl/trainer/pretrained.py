@@ -4,10 +4,10 @@ The packaged tokenizer, tiny random models, loading, classifiers, and shapes of 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,7 +23,6 @@ from agentrl.render.vision import Vision, auto_class
 from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
 from agentrl.utils.errors import ConfigError, ModelError, hint_text
 from agentrl.utils.parsing import read_json
-from agentrl.utils.terminal import say
 
 # The packaged tokenizer
 
@@ -41,29 +40,6 @@ SPECIAL_TOKENS = (
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 """Of a model that takes images, behind the vocabulary, in the order of their ids."""
 VOCABULARY = 400
-PRE_SPLIT = r"[A-Za-z_]+|[0-9]|[^A-Za-z_0-9]+"
-
-
-def train_bpe(lines: list[str], entries: int = VOCABULARY) -> Any:
-    """A `tokenizers.Tokenizer` trained on `lines`, with at most `entries` entries, special tokens first."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRE_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=entries,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(lines, trainer)
-    return tokenizer
 
 
 def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | None = None) -> Any:
@@ -92,18 +68,6 @@ def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | 
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     return tokenizer
-
-
-def main(corpus: str, out: str) -> int:
-    lines = Path(corpus).read_text(encoding="utf-8").splitlines()
-    tokenizer = train_bpe([json.loads(line) for line in lines])
-    tokenizer.save(out, pretty=True)
-    say(f"{tokenizer.get_vocab_size()} entries -> {out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
 
 
 # Tiny random models
@@ -255,44 +219,32 @@ def load_model_config(path: str, trust: bool = False) -> Any:
     return config
 
 
-def empty_causal_lm(path: str, *, trust: bool = False, **options: Any) -> Any:
-    """A causal language model of float32 tensors on the meta device, which `train.loading.Loader` fills.
+def model_config(cfg: ModelConfig) -> Any:
+    """The transformers config of the model of `path` or `init`. Raises ModelError, ConfigError."""
+    return architecture(cfg.init or InitModelConfig()) if cfg.path is None else load_model_config(cfg.path, cfg.trust_remote_code)
 
-    Float32 whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below what
-    bfloat16 resolves (2^-8 of the weight) and would be rounded away.
 
-    Raises ModelError without a model, or if it is of another kind.
+def empty_model(path: str | None, config: Any, *, classifier: bool = False, dtype: Any = None, **options: Any) -> Any:
+    """A model of that config on the meta device, without weights: a causal language model, or a sequence `classifier`. `path`:
+    its name in an error.
+
+    Float32 by default, whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below
+    what bfloat16 resolves (2^-8 of the weight) and would be rounded away.
+
+    Raises ModelError for a config of another kind.
     """
-    import torch
-
-    options["dtype"] = torch.float32
-    options["trust_remote_code"] = trust
-    config = load_model_config(path, trust)
-    return _empty(auto_class(config), path, config, "no causal language model can be loaded", options)
-
-
-def empty_classifier(path: str, *, trust: bool = False, **options: Any) -> Any:
-    """Make an empty sequence classifier (a reward model), as `empty_causal_lm`. Raises ModelError without a model, or if the
-    model has no trained classification head."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    config = load_model_config(path, trust)
-    kinds = config.architectures or []
-    if not any("SequenceClassification" in kind for kind in kinds):
-        raise ModelError(f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}")
-    options |= {"dtype": torch.float32, "trust_remote_code": trust}
-    return _empty(AutoModelForSequenceClassification, path, config, "the sequence classifier cannot be loaded", options)
-
-
-def _empty(kind: Any, path: str | None, config: Any, problem: str, options: dict[str, Any]) -> Any:
-    import torch
-
+    kind: Any = AutoModelForSequenceClassification if classifier else auto_class(config)
+    options["trust_remote_code"] = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
     try:
         with torch.device("meta"):
-            return kind.from_config(config, **options)
+            # A copy, because from_config writes its attention implementation into the config that it is given.
+            return kind.from_config(copy.deepcopy(config), dtype=dtype or torch.float32, **options)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {problem}: {_brief(error)}") from error
+        what = "a classifier" if classifier else "a causal language model"
+        raise ModelError(f"{path}: not {what}: {_brief(error)}") from error
 
 
 def model_context(path: str, trust: bool = False) -> int:
@@ -332,15 +284,10 @@ def count_parameters(path: str, trust: bool = False) -> int:
 def meta_model(cfg: ModelConfig, *, classifier: bool = False, **options: Any) -> Any:
     """The model of `path` or `init` without weights, on the meta device: a causal language model, or a `classifier` with one
     label. Raises ModelError, ConfigError."""
-    from transformers import AutoModelForSequenceClassification
-
-    trust = cfg.trust_remote_code
-    config = load_model_config(cfg.path, trust) if cfg.path is not None else architecture(cfg.init or InitModelConfig())
+    config = model_config(cfg)
     if classifier:
         config.num_labels = 1
-    kind = AutoModelForSequenceClassification if classifier else auto_class(config)
-    options["trust_remote_code"] = trust
-    return _empty(kind, cfg.path, config, f"not {'a classifier' if classifier else 'a causal language model'}", options)
+    return empty_model(cfg.path, config, classifier=classifier, **options)
 
 
 def check_path(path: str, trust: bool = False) -> None:

@@ -6,13 +6,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentrl.engines.weights.parameters import loading_conversions
@@ -26,19 +26,34 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
+OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.index.json")
+"""Files that hold weights, or say which do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A tensor of a file: its type, by the name that the file gives it, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class WeightFiles:
     """The weights of a model folder or hub name, mapped and not read: a tensor's bytes come from the page cache, which all
     processes of a node share. Use it in a `with` block; what `read` returns must be copied within it."""
 
-    def __init__(self, path: str, config: Any) -> None:
-        """`config`: the model's transformers config. Raises ModelError if there are no weights or a file is not readable."""
-        self._path, self._open = path, ExitStack()
+    def __init__(self, path: str, named: str | None = None, fetch: bool = True) -> None:
+        """Arguments and errors as for `weight_files`; also raises ModelError for a file that is damaged."""
+        self._open = ExitStack()
         self._held: dict[str, Any] = {}  # a slice object of safetensors, or a tensor mapped by torch
-        try:
-            for file in weight_files(path, getattr(config, "transformers_weights", None)):
+        for file in weight_files(path, named, fetch):
+            try:
                 self._held.update(self._tensors(file))
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{path}: its weights cannot be read: {str(error).strip().splitlines()[0]}") from error
+            except (SafetensorError, OSError, ValueError, RuntimeError) as problem:
+                raise ModelError(
+                    f"{file.name} ({file.stat().st_size} bytes) is damaged or cut off: "
+                    f"{str(problem).strip().splitlines()[0]}; fetch it again"
+                ) from problem
 
     def __enter__(self) -> Self:
         return self
@@ -51,52 +66,75 @@ class WeightFiles:
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def header(self, name: str) -> Header:
         held = self._held[name]
-        return tuple(held.shape if isinstance(held, Tensor) else held.get_shape())
+        if isinstance(held, Tensor):
+            return Header(str(held.dtype).removeprefix("torch."), tuple(held.shape))
+        return Header(held.get_dtype(), tuple(held.get_shape()))
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """A tensor, or a region of it (one slice a dimension), in the type that the file has. A view of the mapped file."""
         found: Tensor = self._held[name][region or ...]
         return found
 
-    def _tensors(self, file: str) -> dict[str, Any]:
-        if file.endswith(".safetensors"):
-            handle = self._open.enter_context(safe_open(file, framework="pt"))
+    def _tensors(self, file: Path) -> dict[str, Any]:
+        if file.suffix == ".safetensors":
+            handle = self._open.enter_context(safe_open(str(file), framework="pt"))
             return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # the handle is not a mapping
-        # weights_only: a pickle from elsewhere could run code.
+        # weights_only: a pickle from elsewhere could run code. mmap: no tensor is read.
         held: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return held
 
 
-def weight_files(path: str, named: str | None = None) -> list[str]:
-    """The files that hold a model's weights, downloaded if `path` is a hub name. `named`: the file that the model's config
-    names, if it names one. Raises OSError if no file is found."""
+def weight_files(path: str, named: str | None = None, fetch: bool = True) -> list[Path]:
+    """The files that hold a model's weights. `named`: the file that the model's config names, if it names one. `fetch`: those of
+    a hub name that are not on this machine are downloaded.
+
+    Raises ModelError, which leaves the path to the caller, if one is missing or the index of them is damaged.
+    """
     # As transformers prefers them: a folder may have both kinds, and must be the same model here and there.
-    names = [named] if named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]
-    for name in names:
-        found = local_file(path, name)
+    for name in [named] if named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]:
+        found = local_file(path, name, fetch)
         if found is None:
             continue
         if not name.endswith(".json"):
             return [found]
-        parts = sorted(set(read_json(Path(found).read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [local_file(path, part) for part in parts]
-        missing = [part for part, file in zip(parts, files, strict=True) if file is None]
+        try:
+            parts = sorted(set(read_json(found.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as problem:
+            raise ModelError(f"{name} is not an index of weights ({problem!r}); fetch it again") from problem
+        files = {part: local_file(path, part, fetch) for part in parts}
+        missing = [part for part, file in files.items() if file is None]
         if missing:
-            raise OSError(f"{name} names {missing[0]}, which is not there")
-        return [file for file in files if file is not None]
-    raise OSError(f"there is no file {' or '.join(names)}")
+            raise ModelError(
+                f"{len(missing)} of the {len(parts)} files that {name} names are not there: {name_first(missing)}; fetch them"
+            )
+        return [file for file in files.values() if file is not None]
+    others = sorted({file.name for pattern in OTHER_WEIGHTS for file in Path(path).glob(pattern)})
+    if "adapter_model.safetensors" in others:
+        raise ModelError(
+            "it holds adapters alone: merge them into their base model first (peft: merge_and_unload, save_pretrained)"
+        )
+    if ggufs := [name for name in others if name.endswith(".gguf")]:
+        raise ModelError(f"it holds a GGUF file, which is read once: agentrl init-model FOLDER --from {Path(path) / ggufs[0]}")
+    have = (
+        f", found {name_first(others)}; convert it with the script of the model's family" if others else "; fetch the whole model"
+    )
+    raise ModelError(
+        f"it has no weights: expected {SINGLE} or {INDEX}{have}, or load it in transformers, and save_pretrained(FOLDER)"
+    )
 
 
-def local_file(path: str, name: str) -> str | None:
-    """A file of a model folder, or of a model of a hub, which is fetched; None if it has none."""
+def local_file(path: str, name: str, fetch: bool = True) -> Path | None:
+    """A file of a model folder, or of a model of a hub, which is fetched or, without `fetch`, taken from the cache; None if it
+    is not there."""
     if Path(path).is_dir():
-        return str(Path(path) / name) if (Path(path) / name).is_file() else None
+        return Path(path) / name if (Path(path) / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
     from transformers.utils import cached_file
 
-    found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    return found
+    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False) if fetch else try_to_load_from_cache(path, name)
+    return Path(found) if isinstance(found, str) else None
 
 
 # Writing
@@ -240,8 +278,6 @@ SHOWN = 3
 """Names of a list that an error shows; of the others it says how many there are."""
 LFS = b"version https://git-lfs"
 PLAIN = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
-OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.index.json")
-"""Files that hold weights, or say which do."""
 
 HARMLESS = {
     "rotary frequencies, which the config determines": r"(^|\.)(inv_freq|cos_cached|sin_cached)$",
@@ -252,14 +288,6 @@ HARMLESS = {
     "heads for other tasks": r"^(score|classifier|v_head|value_head)\.",
 }
 """Tensors in checkpoints outside the causal language model, by the reason to leave them out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A tensor of a file: its type, by the name that the file gives it, and its shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def has_weights(path: str) -> bool:
@@ -278,10 +306,22 @@ def stored_tensors(path: str, named: str | None = None) -> dict[str, Header]:
 
     Raises ModelError: a file is missing, damaged, of another kind, or a git-LFS pointer.
     """
-    folder = Path(path) if Path(path).is_dir() else _in_cache(path)
-    if folder is None:
-        return _of_hub(path)
-    return {name: stored for file in _files(folder, named) for name, stored in _tensors(file).items()}
+    here = Path(path).is_dir()
+    with suppress(ModelError):
+        here = here or bool(weight_files(path, named, fetch=False))
+    if here:
+        with WeightFiles(path, named, fetch=False) as files:
+            return {name: files.header(name) for name in files}
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    try:
+        parts = get_safetensors_metadata(path).files_metadata
+    except NotASafetensorsRepoError as problem:
+        raise ModelError(
+            f"the hub has no {SINGLE} or {INDEX} of it; convert it first: load it in transformers, save_pretrained"
+        ) from problem
+    return {name: Header(info.dtype, tuple(info.shape)) for part in parts.values() for name, info in part.tensors.items()}
 
 
 def check_pointers(folder: Path) -> None:
@@ -297,8 +337,6 @@ def check_pointers(folder: Path) -> None:
 def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
     """Raise ModelError if the stored tensors are not those of `model`, a transformers model on the meta device: some are missing,
     have no place in it, have another shape, or are quantized. Returns the stored tensors that are left out, by reason."""
-    import torch
-
     odd = sorted(name for name, tensor in stored.items() if tensor.dtype not in PLAIN)
     quantized = [name for name in odd if name.endswith(("weight", "weight_packed", "qweight", "_blocks"))]
     if quantized:
@@ -372,87 +410,3 @@ def name_first(names: list[str]) -> str:
 
 def _sizes(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "a number"
-
-
-def _files(folder: Path, config_named: str | None) -> list[Path]:
-    # As WeightFiles looks for them.
-    for name in [config_named] if config_named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]:
-        if not (folder / name).is_file():
-            continue
-        return _of_index(folder / name) if name.endswith(".json") else [folder / name]
-    others = sorted({file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)})
-    if "adapter_model.safetensors" in others:
-        raise ModelError(
-            "it holds adapters alone: merge them into their base model first (peft: merge_and_unload, save_pretrained)"
-        )
-    if ggufs := [name for name in others if name.endswith(".gguf")]:
-        raise ModelError(f"it holds a GGUF file, which is read once: agentrl init-model FOLDER --from {folder / ggufs[0]}")
-    raise ModelError(
-        f"it has no weights: expected {SINGLE} or {INDEX}"
-        + (
-            f", found {name_first(others)}; convert it with the script of the model's family"
-            if others
-            else "; fetch the whole model"
-        )
-        + ", or load it in transformers, and save_pretrained(FOLDER)"
-    )
-
-
-def _of_index(index: Path) -> list[Path]:
-    try:
-        parts = sorted(set(read_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as problem:
-        raise ModelError(f"{index.name} is not an index of weights ({problem!r}); fetch it again") from problem
-    missing = [part for part in parts if not (index.parent / part).is_file()]
-    if missing:
-        raise ModelError(
-            f"{len(missing)} of the {len(parts)} files that {index.name} names are not there: {name_first(missing)}; fetch them"
-        )
-    return [index.parent / part for part in parts]
-
-
-def _tensors(file: Path) -> dict[str, Header]:
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(str(file), framework="pt") as handle:
-                slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # the handle is not a mapping
-                return {name: Header(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-        # weights_only: a pickle from elsewhere could run code. mmap: no tensor is read.
-        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return {name: Header(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in held.items()}
-    except (SafetensorError, OSError, ValueError, RuntimeError) as problem:
-        raise ModelError(
-            f"{file.name} ({file.stat().st_size} bytes) is damaged or cut off: {str(problem).strip().splitlines()[0]}; fetch it "
-            "again"
-        ) from problem
-
-
-def _in_cache(path: str) -> Path | None:
-    """The folder of a hub name's files on this machine; None if weights are not all there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    for name in (SINGLE, INDEX, OLD_SINGLE, OLD_INDEX):
-        found = try_to_load_from_cache(path, name)
-        if isinstance(found, str):
-            folder = Path(found).parent
-            whole = not name.endswith(".json") or all(
-                (folder / part).is_file() for part in read_json(Path(found).read_text(encoding="utf-8"))["weight_map"].values()
-            )
-            return folder if whole else None
-    return None
-
-
-def _of_hub(path: str) -> dict[str, Header]:
-    from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import NotASafetensorsRepoError
-
-    try:
-        files = get_safetensors_metadata(path).files_metadata
-    except NotASafetensorsRepoError as problem:
-        raise ModelError(
-            f"the hub has no {SINGLE} or {INDEX} of it; convert it first: load it in transformers, save_pretrained"
-        ) from problem
-    return {name: Header(info.dtype, tuple(info.shape)) for file in files.values() for name, info in file.tensors.items()}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli.main import build_parser
 from agentrl.config.schema import InitModelConfig
-from agentrl.trainer import pretrained as tokenizer
 from agentrl.trainer.pretrained import SPECIAL_TOKENS, init_model, packaged_tokenizer
 from agentrl.utils.errors import ConfigError
 
@@ -82,14 +79,3 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = parser.parse_args(["init-model", str(tmp_path / "n"), "--layers", "0"])
     with pytest.raises(ConfigError, match="--layers"):
         bad.run(bad)
-
-
-def test_a_tokenizer_is_made_of_the_lines_of_a_corpus(tmp_path: Path) -> None:
-    """JSON texts, one per line. A pair that comes often is an entry of its own, in UTF-8 too."""
-    corpus, out = tmp_path / "corpus.jsonl", tmp_path / "tokenizer.json"
-    corpus.write_text("\n".join(json.dumps(text, ensure_ascii=False) for text in ["tool größe"] * 9), encoding="utf-8")
-    assert tokenizer.main(str(corpus), str(out)) == 0
-    made = Tokenizer.from_file(str(out))
-    assert made.encode("tool").tokens == ["tool"] and made.encode("loot").tokens != ["loot"]
-    assert len(made.encode("öß").ids) == 1 and made.decode(made.encode("größe").ids) == "größe"
-    assert [made.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))

@@ -204,7 +204,7 @@ def test_what_is_refused(tmp_path: Path, change: Callable[[dict[str, torch.Tenso
 def test_quantized_and_absent_weights_are_refused(tmp_path: Path) -> None:
     config = FAMILIES["qwen3"]()
     config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"there is no file model\.safetensors or .*pytorch_model\.bin"):
+    with pytest.raises(ModelError, match=r"it has no weights: expected model\.safetensors or model\.safetensors\.index\.json"):
         FsdpEngine(str(tmp_path), ModelConfig(), 1.0)
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(tmp_path)

@@ -18,7 +18,7 @@ from agentrl.trainer.layers import Routing
 from agentrl.trainer.memory import by_size
 from agentrl.trainer.model_folder import Loader, ModuleTensor, materialize
 from agentrl.trainer.optim import Offloaded
-from agentrl.trainer.pretrained import empty_causal_lm, load_model_config
+from agentrl.trainer.pretrained import empty_model, load_model_config
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, Layout, compute_dtype
 from agentrl.utils.errors import ConfigError, DependencyError
 
@@ -101,7 +101,7 @@ class TitanEngine(FsdpEngine):
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compute_dtype, self.sharded = compute_dtype(cfg, self.device), True
-        shell = empty_causal_lm(path)
+        shell = empty_model(path, load_model_config(path))
         loader = Loader(path, shell)
         self.config, self.tied = shell.config, bool(shell.config.tie_word_embeddings)
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in shell.parameters()))

@@ -21,8 +21,15 @@ from agentrl.rollout.engine import ENGINES
 from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import in_daemon_thread
 from agentrl.run.engine_choice import engine_name, engine_of
-from agentrl.trainer.families import policy_model
-from agentrl.trainer.pretrained import is_classifier, load_model_config, load_tokenizer, meta_model, unused_ids, vocabulary
+from agentrl.trainer.pretrained import (
+    is_classifier,
+    load_model_config,
+    load_tokenizer,
+    meta_model,
+    model_config,
+    unused_ids,
+    vocabulary,
+)
 from agentrl.trainer.train_engine import TRAIN_ENGINES
 from agentrl.trainer.weight_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
 from agentrl.utils.errors import ConfigError, ModelError
@@ -293,7 +300,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
             raise ConfigError(
                 f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model ({PAGE})"
             )
-    if not takes_images(policy_model(config.model)):
+    if not takes_images(model_config(config.model)):
         return
     kind = " or ".join(KINDS)
     for wrong, what in (*_sampling(config.agent, config.rollout), *(_training(config) if trains else ())):
