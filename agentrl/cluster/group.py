@@ -42,13 +42,9 @@ if TYPE_CHECKING:
 # Results of the ranks, collected
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 METRIC_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
-    "mean": _mean,
+    "mean": lambda values: sum(values) / len(values),
     "max": max,
     "min": min,
 }
@@ -113,7 +109,7 @@ class Shard(Strategy):
         if not positional(parameters):
             raise DispatchError(f"{label}: Shard() passes a TensorDict, the method has no parameter for it")
         first = parameters[0]
-        declared = _text(first.annotation)
+        declared = "" if first.annotation is inspect.Parameter.empty else str(first.annotation)
         if declared and not any(word in declared for word in ("TensorDict", "Any", "object")):
             raise DispatchError(f"{label}: Shard() passes a TensorDict as {first.name!r}, which is declared as {declared}")
         if returns in (None, "None"):
@@ -162,12 +158,6 @@ class Shard(Strategy):
         return reduced_metrics(label, parts, self.metrics)
 
 
-def _text(annotation: Any) -> str:
-    if annotation is inspect.Parameter.empty:
-        return ""
-    return annotation if isinstance(annotation, str) else str(annotation)
-
-
 # Calls under way
 
 R = TypeVar("R")
@@ -202,10 +192,6 @@ class Backend(ABC):
     def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending | None:
         """Start a plain function in every process of the group; None if the workers live in the caller's process."""
         return None
-
-    @abstractmethod
-    def restart(self) -> None:
-        """Replace the workers with fresh ones."""
 
     @abstractmethod
     def close(self) -> None:
@@ -265,13 +251,6 @@ class WorkerGroup(Generic[W]):
         results = {} if pending is None else await pending.await_()
         return [results[rank] for rank in sorted(results)]
 
-    def restart(self) -> None:
-        """Replace all worker processes with fresh ones, colocated roles included; their state is lost.
-
-        Raises ResourceError if they cannot be placed in time.
-        """
-        self.backend.restart()
-
     def close(self) -> None:
         """End the workers; idempotent."""
         self.backend.close()
@@ -306,23 +285,6 @@ POLL = 0.05
 _PREFIX = ".agentrl-shared-"
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A process's view of a folder: relative path -> bytes. `place`: its machine."""
-
-    place: str
-    files: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenAnswer:
-    """A process's answer to a token: the name of the file that it wrote, or the problem of the folder there."""
-
-    place: str
-    file: str
-    fault: str = ""
-
-
 def this_place() -> str:
     """Host name of this machine, and its address in the cluster if it is part of one."""
     name = socket.gethostname()
@@ -340,14 +302,14 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
     try:
         # Both ways: two machines may each have a folder of that path, or one may mount it read-only.
         (folder / token).write_text(token)
-        answers: list[TokenAnswer] = await group.in_processes(answer_token, str(folder), token, PATIENCE)
-        for rank, found in enumerate(answers):
-            fault, seen = found.fault, partial(lambda name: name in _names(folder), found.file)
+        answers = await group.in_processes(answer_token, str(folder), token, PATIENCE)
+        for rank, (place, file, fault) in enumerate(answers):
+            seen = partial(lambda name: name in _names(folder), file)
             if not fault and not await in_thread("files", seen_in_time, seen, PATIENCE):
                 fault = "this process does not see the file that the group's process wrote"
             if fault:
                 raise ConfigError(
-                    f"{key}: rank {rank} of the group {group.name!r}, on {found.place}, and this process, on {this_place()}, do "
+                    f"{key}: rank {rank} of the group {group.name!r}, on {place}, and this process, on {this_place()}, do "
                     f"not share the folder {folder}: {fault}. Set {key} to a folder that all nodes mount at the same path"
                 )
     finally:
@@ -356,35 +318,36 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
             left.unlink(missing_ok=True)
 
 
-def answer_token(folder: str, token: str, patience: float) -> TokenAnswer:
-    """In a process of the group: look for the driver's token, and write a file of its own next to it."""
+def answer_token(folder: str, token: str, patience: float) -> tuple[str, str, str]:
+    """In a process of the group: look for the driver's token, and write a file of its own next to it. Returns the machine, the
+    name of that file, and the problem of the folder there, or ""."""
     # A random name: with one name for all ranks, a single one that shares the folder would answer for the others.
     place, own = this_place(), f"{token}-{secrets.token_hex(8)}"
     if not seen_in_time(lambda: token in _names(Path(folder)), patience):
-        return TokenAnswer(place, own, "the group's process does not see the file that this one wrote")
+        return place, own, "the group's process does not see the file that this one wrote"
     try:
         (Path(folder) / own).write_text(token)
     except OSError as problem:
-        return TokenAnswer(place, own, f"the group's process cannot write there ({problem})")
-    return TokenAnswer(place, own)
+        return place, own, f"the group's process cannot write there ({problem})"
+    return place, own, ""
 
 
 async def check_arrived(group: WorkerGroup[Any], folder: Path, what: str) -> None:
     """Raise CheckpointError if a process of `group` sees a file in `folder` that the driver does not, or another size of it:
     then it wrote to a disk of its own. `what`: the written thing, for the message."""
-    for rank, seen in enumerate(await group.in_processes(files_in, str(folder))):
-        missing = await in_thread("files", _not_arrived, folder, seen.files)
+    for rank, (place, files) in enumerate(await group.in_processes(files_in, str(folder))):
+        missing = await in_thread("files", _not_arrived, folder, files)
         if missing:
             raise CheckpointError(
-                f"{what}: {missing[0]} ({len(missing)} of {len(seen.files)} files), which rank {rank} of the group "
-                f"{group.name!r} has on {seen.place}, is not in {folder} on {this_place()}: all nodes must share that folder "
+                f"{what}: {missing[0]} ({len(missing)} of {len(files)} files), which rank {rank} of the group "
+                f"{group.name!r} has on {place}, is not in {folder} on {this_place()}: all nodes must share that folder "
                 "(set out to one that they mount at the same path)"
             )
 
 
-def files_in(folder: str) -> Seen:
-    """The files below a folder as this process sees them; none if the folder is missing."""
-    return Seen(this_place(), _sizes(Path(folder)))
+def files_in(folder: str) -> tuple[str, dict[str, int]]:
+    """This process's machine, and the bytes of each file below a folder as it sees them; none if the folder is missing."""
+    return this_place(), _sizes(Path(folder))
 
 
 def seen_in_time(look: Callable[[], bool], patience: float) -> bool:

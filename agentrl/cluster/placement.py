@@ -25,7 +25,7 @@ from agentrl.cluster.ray_cluster import is_connected, join_to_ask
 from agentrl.cluster.ray_group import Hosts, RayBackend, last_line
 from agentrl.cluster.worker import Mesh, Worker
 from agentrl.config.schema import ClusterConfig, PoolConfig
-from agentrl.utils.errors import AgentrlError, ConfigError, ResourceError, did_you_mean
+from agentrl.utils.errors import ConfigError, ResourceError, did_you_mean
 from agentrl.utils.processor import usable_cpus
 
 # Pools
@@ -339,8 +339,6 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
         if not joins(cluster):
             return [this_machine()]
         join_to_ask(cluster)
-    # Here, because it imports ray, which a run on one machine may do without.
-
     return cluster_nodes()
 
 
@@ -641,11 +639,6 @@ class Pools:
         name = self._pool_of[role]
         return role in self._beside and self._held[name].gpus > 0
 
-    def release_with_groups(self) -> None:
-        """Release each pool's resources with the last group in it, for a caller that does not keep the Pools."""
-        for name, hosts in self._hosts.items():
-            hosts.on_end = self._held[name].release
-
     def close(self) -> None:
         """End what still runs in the pools and release their resources; idempotent."""
         for hosts in self._hosts.values():
@@ -656,20 +649,3 @@ class Pools:
             for held in self._held.values():
                 held.release()
         self._hosts, self._held = {}, {}
-
-
-def launch_in_pools(
-    cluster: ClusterConfig,
-    classes: Mapping[str, type[Worker]],
-    meshes: Mapping[str, Mapping[str, int]],
-    call_timeout: float | None,
-) -> dict[str, WorkerGroup[Any]]:
-    """Start roles that have a pool; each pool is released with its last role. See `roles.launch_roles`."""
-    pools = Pools(cluster, list(classes), call_timeout)
-    try:
-        groups = {role: pools.launch(role, cls, meshes.get(role)) for role, cls in classes.items()}
-    except AgentrlError:
-        pools.close()
-        raise
-    pools.release_with_groups()
-    return groups

@@ -1,4 +1,4 @@
-"""The Ray backend of worker groups: one actor process per rank, started and replaced together.
+"""The Ray backend of worker groups: one actor process per rank, started and ended together.
 
 Token columns of a batch are put into Ray's object store once."""
 
@@ -39,29 +39,22 @@ GRACE = 2.0
 MOST_LINES, MOST_LETTERS = 200, 500
 """Lines of a log searched for the cause of a failed start, and letters shown of it."""
 
-Role = tuple[type[Worker], Mesh]
-
 
 class Hosts:
     """`len(options)` host processes and the roles that they hold.
 
     `options[rank]` are Ray's actor options of that rank (CPUs, GPUs, placement). `timeout` (seconds)
-    bounds every start; `on_end`, if set, is called once when they end.
+    bounds every start.
     """
 
     def __init__(self, name: str, options: list[dict[str, Any]], timeout: float) -> None:
-        self.name, self.timeout = name, timeout
-        self._options = options
-        self.on_end: Callable[[], None] | None = None
-        self.handles: list[Any] = []
-        self.nodes: list[tuple[str, int, str]] = []
-        self.lost: dict[int, str] = {}
-        self.roles: dict[str, Role] = {}
-        self._start()
-
-    def _start(self) -> None:
         """Start all processes and wait until they answer. Raises ResourceError if they do not, WorkerDiedError if one was
         killed, and leaves none behind."""
+        self.name, self.timeout = name, timeout
+        self._options = options
+        self.nodes: list[tuple[str, int, str]] = []
+        self.lost: dict[int, str] = {}
+        self.roles: set[str] = set()
         remote, since = ray.remote(Host), time.time()
         # Ray must not restart or retry by itself: a fresh process has no roles, and a repeated update would train twice.
         fixed = {"max_concurrency": 1, "max_restarts": 0, "max_task_retries": 0}
@@ -111,23 +104,16 @@ class Hosts:
             raise WorkerError(f"group {role!r}: {cls.__name__} cannot be built: {error}") from None
         except RayActorError as error:
             raise WorkerDiedError(f"group {role!r}: a process died while building it: {first_line(error)}") from None
-        self.roles[role] = (cls, mesh)
+        self.roles.add(role)
 
     def cards(self) -> list[list[str]]:
         """The GPUs of each rank."""
         found: list[list[str]] = ray.get([handle.cards.remote() for handle in self.handles], timeout=self.timeout)
         return found
 
-    def restart(self) -> None:
-        """Kill the remaining processes, start fresh ones and build every role again, without its old state."""
-        self.kill()
-        self._start()
-        for role, (cls, mesh) in list(self.roles.items()):
-            self.create(role, cls, mesh)
-
     def release(self, role: str) -> None:
         """Drop a role; the processes end with their last role."""
-        self.roles.pop(role, None)
+        self.roles.discard(role)
         if not self.roles:
             self.end()
 
@@ -138,9 +124,6 @@ class Hosts:
             leaving = [handle.__ray_terminate__.remote() for handle in self.handles]
             ray.wait(leaving, num_returns=len(leaving), timeout=GRACE)
         self.kill()
-        if self.on_end is not None and ray.is_initialized():
-            self.on_end()
-        self.on_end = None
 
     def kill(self) -> None:
         """Kill all processes; idempotent."""
@@ -339,9 +322,6 @@ class RayBackend(Backend):
             raise WorkerDiedError(self._loss_of(name))
         refs = {rank: handle.apply.remote(function, *args) for rank, handle in enumerate(self.hosts.handles)}
         return RayPending(self, name, refs)
-
-    def restart(self) -> None:
-        self.hosts.restart()
 
     def close(self) -> None:
         self.hosts.release(self.role)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.launch import launch_roles
+from agentrl.cluster.launch import launch
 from agentrl.cluster.placement import (
     WORKER_CPUS,
     Location,
@@ -161,9 +161,15 @@ def start_actors(
     role = role or Actor
     mesh = mesh_of(model, cluster)
     if pools is None or "actor" not in pools:
-        # Without `cluster.roles`: the pools that this run uses are reserved already, and none of them is the actor's.
-        groups = launch_roles(cluster.model_copy(update={"roles": {}}), {"actor": role}, {"actor": mesh}, cluster.call_timeout)
-        return groups["actor"]
+        return launch(
+            role,
+            name="actor",
+            backend=cluster.backend,
+            world_size=cluster.actors,
+            mesh=mesh,
+            startup_timeout=cluster.startup_timeout,
+            call_timeout=cluster.call_timeout,
+        )
     try:
         return pools.launch("actor", role, mesh)
     except AgentrlError:

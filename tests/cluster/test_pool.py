@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError
 
 from agentrl.cluster import placement as reserve
-from agentrl.cluster.launch import launch_roles
 from agentrl.cluster.placement import ClusterNode, node_need, place, pools_of_roles
 from agentrl.config.schema import (
     ClusterConfig,
@@ -26,7 +25,6 @@ from agentrl.config.schema import (
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.run.role_placement import roles_of
 from agentrl.utils.errors import ConfigError, ResourceError
-from tests.cluster.cluster_workers import Plain
 
 NODES = [ClusterNode("a", 4, 2), ClusterNode("b", 4, 0)]
 
@@ -40,13 +38,6 @@ def test_roles_share_a_pool():
     found = pools_of_roles(cluster, ["actor", "critic", "reference"])
     assert found["actor"] == found["critic"] == ("train", PoolConfig(per_node=2, gpus=1.0))
     assert "reference" not in found
-
-
-def test_inline_roles_and_roles_without_a_pool():
-    groups = launch_roles(ClusterConfig(backend="inline", actors=2), {"actor": Plain, "critic": Plain})
-    assert groups["actor"].world_size == 2 and groups["critic"].run(Plain.where, 1) == (0, 2, 1)
-    with pytest.raises(ConfigError, match="'nowhere'"):
-        launch_roles(ClusterConfig(backend="inline", roles={"actor": "nowhere"}), {"actor": Plain})
 
 
 def test_an_unknown_pool_is_named_with_the_nearest():

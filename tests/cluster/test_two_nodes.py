@@ -26,7 +26,6 @@ from agentrl.env.catalog import EnvRef
 from agentrl.cluster.ray_cluster import check_join
 from agentrl.cluster.placement import Pools
 from agentrl.cluster.placement import cluster_nodes
-from agentrl.cluster.launch import launch_roles
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig, VllmConfig
 from agentrl.utils.errors import ResourceError
@@ -48,11 +47,11 @@ for key, given in {"wrong": {"RAY_AUTH_TOKEN": "another"}, "none": {"RAY_AUTH_MO
 start_ray(config())
 out["nodes"] = len(cluster_nodes())
 try:
-    launch_roles(config(per_node=4), {"actor": Plain})
+    Pools(config(per_node=4), ["actor"])
 except ResourceError as error:
     out["refused"] = str(error)
-groups = launch_roles(config(nodes=2), {"actor": Summing, "reference": Plain}, {"actor": {"dp": 1, "tp": 2}})
-actor, reference = groups["actor"], groups["reference"]
+pools = Pools(config(nodes=2), ["actor", "reference"])
+actor, reference = pools.launch("actor", Summing, {"dp": 1, "tp": 2}), pools.launch("reference", Plain)
 out["spread"] = len({node for _, _, node in actor.backend.hosts.nodes})
 out["sum"] = actor.run_all(Summing.total, 1.0)
 out["order"] = reference.run(Plain.double, ragged_batch([3, 0, 5]))["id"].tolist()
@@ -65,7 +64,7 @@ out["built"] = reference.run_all(Plain.built, ref)
 Path("envs").rename("elsewhere")
 out["gone"] = reference.run_all(Plain.built, EnvRef("hello", source=ref.source))
 out["where"] = reference.run(Plain.where, 1)
-reference.close(); actor.close()  # what follows asks for all four slots: their place was given back
+reference.close(); actor.close(); pools.close()  # what follows asks for all four slots: their place was given back
 
 class Replica:  # where a vLLM engine would start
     def __init__(self, options): ...

@@ -43,7 +43,7 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
 
         return SimpleNamespace(arun=arun, world_size=given["world_size"])
 
-    monkeypatch.setattr("agentrl.cluster.launch.launch", launch)
+    monkeypatch.setattr(placement, "launch", launch)
     monkeypatch.setattr(learner, "launch", launch)
     monkeypatch.setattr("agentrl.cluster.placement.Pools", lambda *args: args)
     cluster = ClusterConfig(backend="ray", actors=3, startup_timeout=7.0, call_timeout=9.0)

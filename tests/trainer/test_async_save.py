@@ -177,8 +177,8 @@ def test_a_part_that_a_rank_wrote_to_a_disk_of_its_own_is_no_checkpoint(
 
         async def seen(function: Any, folder: str) -> list[Any]:  # of two ranks, the second on a machine of its own
             here = function(folder)
-            assert Path(folder).is_absolute() and {"rng_0.pt", "meta.json", ".metadata"} < set(here.files)
-            return [here, shared_folder.Seen("node-b (10.0.0.2)", own)]
+            assert Path(folder).is_absolute() and {"rng_0.pt", "meta.json", ".metadata"} < set(here[1])
+            return [here, ("node-b (10.0.0.2)", own)]
 
         bench.learner.actors.in_processes = seen
         with pytest.raises(
