@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from agentrl.data.rows import on_device
-from agentrl.engines.exact_attention import NOT_GIVEN, AttentionForm, NotGiven, attention_form, exact_attention
+from agentrl.engines.exact_attention import NOT_GIVEN, AttentionForm, NotGiven, attention_form
+from agentrl.trainer.attention_blocks import Block, attend, attend_into, row_blocks, same_width, similar, suffix_blocks
 from agentrl.trainer.parallel import Ulysses, layout
-from agentrl.trainer.prefix_attention import SuffixBlock, attend_into, fused_attention, same_width, suffix_blocks
 from agentrl.utils.errors import ModelError
 
 # FlashAttention
@@ -122,20 +122,6 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Rows of similar length, computed in one call: `gather` [n * width] maps a cell of the padded block to its token
-    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that are not padding,
-    `tokens` [tokens] the positions of their results, and `exact` says that no cell is padding."""
-
-    rows: int
-    width: int
-    gather: Tensor
-    cells: Tensor
-    tokens: Tensor
-    exact: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Spans:
     """`blocks`: all spans, prefixes among them, each causal over itself. `after`: (first, last, start, stop); the tokens
     [start, stop) also see all of the prefix [first, last)."""
@@ -171,9 +157,9 @@ class _Shared(torch.autograd.Function):
         sums_in = torch.float64 if q.dtype == torch.float64 else torch.float32  # as the kernel has them
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=sums_in)
         for block in spans.blocks:
-            found, sums = _FORWARD(*(_cells(tensor, block) for tensor in (q, k, v)), 0.0, True, scale=scale)
-            out.index_copy_(0, block.tokens, _tokens(found.transpose(1, 2), block))
-            lse.index_copy_(0, block.tokens, _tokens(sums.transpose(1, 2), block))
+            found, sums = _FORWARD(*(block.pad(tensor).transpose(1, 2) for tensor in (q, k, v)), 0.0, True, scale=scale)
+            out.index_copy_(0, block.tokens, block.unpad(found.transpose(1, 2)))
+            lse.index_copy_(0, block.tokens, block.unpad(sums.transpose(1, 2)))
         for first, last, start, stop in spans.after:
             rest, sums = _FORWARD(_one(q[start:stop]), _one(k[first:last]), _one(v[first:last]), 0.0, False, scale=scale)
             before = lse[start:stop]
@@ -193,13 +179,13 @@ class _Shared(torch.autograd.Function):
         grad = grads[0].contiguous()
         found = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
         for block in ctx.spans.blocks:
-            given = [_cells(tensor, block) for tensor in (grad, q, k, v, out)]
+            given = [block.pad(tensor).transpose(1, 2) for tensor in (grad, q, k, v, out)]
             if not block.exact:  # the padding repeats a token, whose gradient must count once
                 keep = torch.zeros(block.rows * block.width, dtype=given[0].dtype).index_fill_(0, block.cells, 1)
                 given[0] = given[0] * keep.view(block.rows, 1, block.width, 1)
-            parts = _BACKWARD(*given, _cells(lse, block), 0.0, True, scale=ctx.scale)
+            parts = _BACKWARD(*given, block.pad(lse).transpose(1, 2), 0.0, True, scale=ctx.scale)
             for whole, part in zip(found, parts, strict=True):
-                whole.index_copy_(0, block.tokens, _tokens(part.transpose(1, 2), block))
+                whole.index_copy_(0, block.tokens, block.unpad(part.transpose(1, 2)))
         for first, last, start, stop in ctx.spans.after:
             prefix = [_one(tensor[first:last]) for tensor in (k, v)]
             own = [_one(tensor[start:stop]) for tensor in (grad, q, out, lse)]
@@ -210,18 +196,6 @@ class _Shared(torch.autograd.Function):
         return (*found, None, None)  # type: ignore[return-value]
 
 
-def _cells(tensor: Tensor, block: Block) -> Tensor:
-    """[T, H, ...] -> [rows, H, width, ...]: the block's tokens, each row's last one repeated up to the width."""
-    cells = tensor.index_select(0, block.gather)
-    return cells.view(block.rows, block.width, *tensor.shape[1:]).transpose(1, 2)
-
-
-def _tokens(cells: Tensor, block: Block) -> Tensor:
-    """[rows, width, H, ...] -> [tokens, H, ...]: without padding."""
-    flat = cells.flatten(0, 1)
-    return flat if block.exact else flat.index_select(0, block.cells)
-
-
 def _one(tensor: Tensor) -> Tensor:
     """[n, H, ...] -> [1, H, n, ...]."""
     return tensor.transpose(0, 1)[None]
@@ -230,8 +204,6 @@ def _one(tensor: Tensor) -> Tensor:
 # The attention function
 
 PACKED = "agentrl_packed"
-WASTE = 1.25
-"""The most cells of a block of rows, padding included, as a multiple of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +220,7 @@ class PackedSequences:
     longest: int
     blocks: tuple[Block, ...]
     ulysses: Ulysses | None = None
-    suffixes: tuple[SuffixBlock, ...] = ()
+    suffixes: tuple[Block, ...] = ()
     spans: Tensor | None = None
     parts: Spans | None = None
     experts: Tensor | None = None
@@ -282,7 +254,7 @@ class PackedSequences:
 def packed_rows(offsets: Tensor, device: torch.device | None = None) -> PackedSequences:
     """The layout of the rows that `offsets` int64 [N + 1] delimit."""
     place = device or offsets.device
-    blocks = _blocks(offsets[:-1], offsets[1:], place)
+    blocks = row_blocks(offsets[:-1], offsets[1:], place)
     longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
     return PackedSequences(on_device(offsets.to(torch.int32), place), longest, blocks)
 
@@ -290,11 +262,11 @@ def packed_rows(offsets: Tensor, device: torch.device | None = None) -> PackedSe
 def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSequences:
     """The layout of rows with shared prefixes; `longest` counts a row's prefix."""
     alone = spans[:, 0] == spans[:, 1]
-    blocks = _blocks(spans[alone, 2], spans[alone, 3], device)
+    blocks = row_blocks(spans[alone, 2], spans[alone, 3], device)
     ends = on_device(torch.cat([spans.new_zeros(1), spans[:, 3]]).to(torch.int32), device)
     parts = None
     if device.type == "cpu":
-        parts = Spans(_blocks(spans[:, 2], spans[:, 3], device), runs_after(spans))
+        parts = Spans(row_blocks(spans[:, 2], spans[:, 3], device), runs_after(spans))
     suffixes = tuple(suffix_blocks(spans[~alone], device))
     return PackedSequences(ends, longest, blocks, suffixes=suffixes, spans=spans, parts=parts)
 
@@ -319,39 +291,6 @@ def _cut_spans(spans: list[list[int]], chunk: int) -> Tensor:
         for at, (begin, end) in enumerate(pairwise(edges)):
             found.append([last - over, last, begin, end] if at == 0 and over else [begin, begin, begin, end])
     return torch.tensor(found, dtype=torch.int64)
-
-
-def _blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block, ...]:
-    # On the host, because block sizes become shapes: reading them from a GPU would synchronize with it for each block.
-    starts, stops = starts.cpu(), stops.cpu()
-    return tuple(_block(starts[rows], stops[rows], device) for rows in similar((stops - starts).tolist()))
-
-
-def similar(lengths: list[int]) -> list[list[int]]:
-    """Rows grouped, in order of length, into blocks with little padding."""
-    # Longest first: a block is then as wide as its first row, so each further row's padding is known when it is considered.
-    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
-    groups: list[list[int]] = []
-    used = 0
-    for row in order:
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= WASTE * (used + lengths[row]):
-            groups[-1].append(row)
-            used += lengths[row]
-        else:
-            groups.append([row])
-            used = lengths[row]
-    return [sorted(group) for group in groups]
-
-
-def _block(starts: Tensor, ends: Tensor, device: torch.device) -> Block:
-    width = int((ends - starts).max())
-    steps = torch.arange(width)
-    positions = starts[:, None] + steps[None, :]
-    valid = positions < ends[:, None]
-    gather = torch.minimum(positions, ends[:, None] - 1).reshape(-1)
-    cells = valid.reshape(-1).nonzero().squeeze(1)
-    at, used, tokens = (on_device(part, device) for part in (gather, cells, gather[cells]))
-    return Block(len(starts), width, at, used, tokens, bool(valid.all()))
 
 
 def packed_attention(
@@ -415,15 +354,12 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, for
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
     """Right-padded blocks under a causal mask: a real token never attends to the padding after it."""
     if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
-        return _attend(q, k, v, packed.blocks[0], form)
+        return attend(q, k, v, packed.blocks[0], form)
     if packed.parts is not None and form.plain_up_to(packed.longest):
         return _attend_shared(q, k, v, packed.parts, form)
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     for block in packed.blocks:
-        # Cells past a row's end repeat its last token: they need a finite value, and their results are dropped.
-        at = block.gather
-        cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, form)
-        out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))
+        out = attend_into(out, q, k, v, [block], form)
     return attend_into(out, q, k, v, packed.suffixes, form) if packed.suffixes else out
 
 
@@ -432,16 +368,6 @@ def _attend_shared(q: Tensor, k: Tensor, v: Tensor, parts: Spans, form: Attentio
     if k.shape[1] != heads:
         k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
     return shared_attention(*same_width(q, k, v), parts, form.scale)[..., :wide]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -> Tensor:
-    """[n * width, H, D], [n * width, G, D], [n * width, G, E] -> [n * width, H, E]."""
-    q, k, v = (tensor.view(block.rows, block.width, *tensor.shape[1:]).transpose(1, 2) for tensor in (q, k, v))
-    if form.plain_up_to(block.width):
-        out = fused_attention(q, k, v, scale=form.scale, is_causal=True)
-    else:
-        out = exact_attention(q, k, v, form)
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def register_packed_attention() -> None:
@@ -512,20 +438,12 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if group is not None:
         args, kwargs = _each((args, kwargs), tokens, partial(gather_tokens, group=group))
         tokens *= group.size
-    out = _mixer_blockwise(forward, args, kwargs, tokens, row_blocks(packed))
-    return out if group is None else _each(out, tokens, lambda t: t[:, group.slice_of(tokens)])
-
-
-def _mixer_blockwise(forward: Callable[..., Any], args: Any, kwargs: Any, tokens: int, blocks: list[Block]) -> Any:
-    results: list[Any] = []
+    blocks, results = mixer_blocks(packed), list[Any]()
     for block in blocks:
-
-        def padded(tensor: Tensor, block: Block = block) -> Tensor:
-            return tensor[0].index_select(0, block.gather).view(block.rows, block.width, *tensor.shape[2:])
-
-        inner, named = _each((args, kwargs), tokens, padded)
+        inner, named = _each((args, kwargs), tokens, lambda tensor, block=block: block.pad(tensor[0]))
         results.append(forward(*inner, **named))
-    return _join_blocks(results, blocks, tokens)
+    out = _join_blocks(results, blocks, tokens)
+    return out if group is None else _each(out, tokens, lambda t: t[:, group.slice_of(tokens)])
 
 
 def _join_blocks(results: list[Any], blocks: list[Block], tokens: int) -> Any:
@@ -536,9 +454,7 @@ def _join_blocks(results: list[Any], blocks: list[Block], tokens: int) -> Any:
     if not isinstance(first, Tensor) or first.shape[:2] != (blocks[0].rows, blocks[0].width):
         return None
     out = first.new_zeros(tokens, *first.shape[2:])
-    cells = [
-        r.flatten(0, 1) if b.exact else r.flatten(0, 1).index_select(0, b.cells) for r, b in zip(results, blocks, strict=True)
-    ]
+    cells = [block.unpad(result) for result, block in zip(results, blocks, strict=True)]
     return out.index_copy(0, torch.cat([block.tokens for block in blocks]), torch.cat(cells))[None]
 
 
@@ -553,7 +469,7 @@ def _each(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def row_blocks(packed: PackedSequences) -> list[Block]:
+def mixer_blocks(packed: PackedSequences) -> list[Block]:
     """The rows in blocks of similar length: those without a prefix before them, and the suffixes, each behind its prefix."""
     if packed.spans is None:
         return list(packed.blocks)

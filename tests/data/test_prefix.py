@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agentrl.data.rows import Ragged, build, nested_tensor, pack
 from agentrl.data.schedule import Tree, find_trees, share, token_ratio, with_trees
 from agentrl.engines.exact_attention import AttentionForm
-from agentrl.trainer.prefix_attention import attend_into, suffix_blocks
+from agentrl.trainer.attention_blocks import attend_into, suffix_blocks
 
 SHORT = 2
 
