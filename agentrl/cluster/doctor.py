@@ -25,7 +25,7 @@ from agentrl.cluster.machine import (
     own_address,
     ray_folder,
 )
-from agentrl.cluster.placement import WORKER_CPUS
+from agentrl.cluster.placement import WORKER_CPUS, cluster_nodes, node_need, place
 from agentrl.config.schema import ClusterConfig
 from agentrl.utils.errors import AgentrlError
 from agentrl.utils.processor import usable_cpus, usable_memory
@@ -124,12 +124,8 @@ def check_network() -> Iterator[MachineFinding]:
     elif pinned:
         yield MachineFinding("own address", "ok", f"{fault}; pinned by {pinned}")
     else:
-        yield MachineFinding(
-            "own address",
-            "warn",
-            fault,
-            "a run on this node alone is pinned to loopback; a run on several nodes will not work",
-        )
+        advice = "a run on this node alone is pinned to loopback; a run on several nodes will not work"
+        yield MachineFinding("own address", "warn", fault, advice)
     present = network_interfaces()
     for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = os.environ.get(key)
@@ -153,16 +149,11 @@ def check_gpus() -> Iterator[MachineFinding]:
         level: Level = "ok" if free > 0.9 * total else "warn"
         text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
         yield MachineFinding(f"gpu {index}", level, text, "" if level == "ok" else "another process uses it")
-    yield MachineFinding("nccl", "ok" if torch.distributed.is_nccl_available() else "fail", _nccl())
-
-
-def _nccl() -> str:
-    import torch
-
-    if not torch.distributed.is_nccl_available():
-        return "torch is built without NCCL"
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(str(part) for part in version)
+    if torch.distributed.is_nccl_available():
+        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        yield MachineFinding("nccl", "ok", ".".join(str(part) for part in version))
+    else:
+        yield MachineFinding("nccl", "fail", "torch is built without NCCL")
 
 
 def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFinding]:
@@ -176,8 +167,6 @@ def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFindi
         yield MachineFinding("ray", "fail", str(error), "its logs are in the newest folder under /tmp/ray")
         return
     try:
-        from agentrl.cluster.placement import cluster_nodes, place
-
         nodes = cluster_nodes()
         what = ", ".join(f"{node.name}: {node.cpus:g} CPU slots, {node.gpus:g} GPUs" for node in nodes)
         yield MachineFinding("ray", "ok", f"up in {time.monotonic() - begun:.1f} s; {what}")
@@ -204,8 +193,6 @@ def _reachable(ports: list[str], token: bool) -> MachineFinding:
 
 
 def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFinding:
-    from agentrl.cluster.placement import node_need
-
     placed = {name for name in cluster.roles.values() if name in cluster.pools}
     taken = sum(node_need(cluster.pools[name])[0] * cluster.pools[name].nodes for name in placed)
     taken += 0 if "actor" in cluster.roles else cluster.actors

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from agentrl.data.rows import SerializedBatch
-
 
 # GPUs of a process
 
@@ -149,13 +147,6 @@ def drop_watching() -> None:
     _watching = None
 
 
-def _computes(worker: Worker, method: str) -> bool:
-    """Return True if a call gets a part of a batch."""
-    from agentrl.cluster.group import Shard  # here: it loads torch, which a worker without batches does not need
-
-    return isinstance(type(worker).dispatch_table.get(method), Shard)
-
-
 @contextmanager
 def time_call(worker: Worker, method: str) -> Iterator[None]:
     """Time a call, if this process notes them, and have torch record those that compute on a batch."""
@@ -165,8 +156,11 @@ def time_call(worker: Worker, method: str) -> Iterator[None]:
         return
     call = RankCall(worker.context.group, worker.rank, method, now())
     seen.calls.append(call)
+    from agentrl.cluster.group import Shard  # here: it loads torch, which a worker without batches does not need
+
     try:
-        if seen.torch and _computes(worker, method):
+        # Only what gets a part of a batch computes for long.
+        if seen.torch and isinstance(type(worker).dispatch_table.get(method), Shard):
             with _record_call(seen, call):
                 yield
         else:
@@ -228,14 +222,6 @@ class RemoteFailure(Exception):
         if self.user_error is not None:
             return self.user_error(f"{self.message} ({self.label})")
         return WorkerError(f"{self.label}: {self.message}\n--- remote traceback ---\n{self.trace.rstrip()}")
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A serialized batch without its token columns, which follow it as separate arguments, in the order of `names`."""
-
-    serialized: SerializedBatch
-    names: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -308,7 +294,8 @@ class Host:
         try:
             # Unpickled here rather than by Ray, so that a class which this process cannot import fails as an error of this
             # call.
-            args, kwargs = unpack_arguments(common)
+            data, buffers = (common, ()) if isinstance(common, bytes) else (common.data, common.buffers)
+            args, kwargs = pickle.loads(data, buffers=buffers)
             kwargs = {key: from_wire(value) for key, value in kwargs.items()}
             if parameter is not None:
                 kwargs[parameter] = pick_rows(parts, rows)
@@ -319,21 +306,14 @@ class Host:
             raise failure(label, error) from None
 
 
-def unpack_arguments(common: bytes | PackedCall) -> Any:
-    """(args, kwargs) as the driver pickled them."""
-    if isinstance(common, bytes):
-        return pickle.loads(common)
-    return pickle.loads(common.data, buffers=common.buffers)
-
-
 def pick_rows(parts: Sequence[Any], rows: np.ndarray | None) -> TensorDict:
-    """Rows of the driver's batch, in fresh storage: `parts` are its serialized form, or the head of that and its columns."""
+    """Rows of the driver's batch, in fresh storage: `parts` are its serialized form, or that without its token columns, which
+    follow in the same order."""
     from agentrl.data.rows import deserialize
 
-    first, *columns = parts
-    serialized = first
-    if isinstance(first, Head):
-        serialized = replace(first.serialized, ragged=dict(zip(first.names, columns, strict=True)))
+    serialized, *columns = parts
+    if columns:
+        serialized = replace(serialized, ragged=dict(zip(serialized.ragged, columns, strict=True)))
     return deserialize(serialized, rows)
 
 

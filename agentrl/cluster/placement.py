@@ -177,7 +177,7 @@ class Unpooled:
         each = [has // asks for has, asks in zip(room, (self.cpus, self.gpus), strict=True) if asks and not math.isinf(has)]
         return int(min(each, default=self.count))
 
-    def taken(self, room: Sequence[float], count: int) -> list[float]:
+    def room_after(self, room: Sequence[float], count: int) -> list[float]:
         """Rest of (CPU slots, GPUs) after `count` of them."""
         return [room[0] - count * self.cpus, room[1] - count * self.gpus]
 
@@ -282,7 +282,7 @@ def _on_few_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -
         if counts is None:
             continue
         chosen = dict(zip(order, counts, strict=False))
-        after = {node: first.taken(room, chosen.get(node, 0)) for node, room in left.items()}
+        after = {node: first.room_after(room, chosen.get(node, 0)) for node, room in left.items()}
         others = _on_few_nodes(rest, after)
         if others is not None:
             return {first.key: chosen, **others}
@@ -315,8 +315,8 @@ def _on_any_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -
             fitting = [node for node in room if one.fit(room[node])]
             if not fitting:
                 return None
-            node = min(fitting, key=lambda name: smallest.fit(room[name]) - smallest.fit(one.taken(room[name], 1)))
-            room[node] = one.taken(room[node], 1)
+            node = min(fitting, key=lambda name: smallest.fit(room[name]) - smallest.fit(one.room_after(room[name], 1)))
+            room[node] = one.room_after(room[node], 1)
             found[one.key][node] = found[one.key].get(node, 0) + 1
     return found
 

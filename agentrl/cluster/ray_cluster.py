@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -212,7 +212,7 @@ def patient(seconds: float) -> Iterator[None]:
     services: Any = importlib.import_module("ray._private.services")
     ask, since = services.get_node, time.time() - CLOCK
 
-    def asked(*args: Any, **keywords: Any) -> Any:
+    def ask_again(*args: Any, **keywords: Any) -> Any:
         began, raylet = time.monotonic(), vitals(since).get("raylet")
         while True:
             try:
@@ -226,11 +226,21 @@ def patient(seconds: float) -> Iterator[None]:
                     raise
             time.sleep(POLL)
 
-    services.get_node = asked
+    with _replace_attributes(services, get_node=ask_again):
+        yield
+
+
+@contextmanager
+def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
+    """In the body, `owner` has these attributes instead of its own; Ray has no arguments for them."""
+    before = {name: getattr(owner, name, None) for name in attributes}
     try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
         yield
     finally:
-        services.get_node = ask
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 # Start and stop
@@ -352,18 +362,22 @@ def _start_local(timeout: float, object_store_bytes: int | None) -> None:
 
 def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     global _own
+    node: Any = importlib.import_module("ray._private.node").Node
     value, since = secrets.token_hex(16), time.time() - CLOCK
     # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
     tell(ray="the GCS or the raylet of the Ray that it is starting")
-    with _block_signals(WARNINGS):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)  # for the keeper too
+    try:
         _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _instruct()
     try:
         with (
             _environment({**worker_env(), **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}, MARK: value}),
             patient(timeout),
-            _without_warnings(),
-            _without_unasked(),
+            _replace_attributes(sys.modules[__name__], _starting=True),
+            _replace_attributes(node, **{name: lambda self, **_: None for name in UNASKED if hasattr(node, name)}),
         ):
             _init(None, _local(object_store_bytes))
     except BaseException:
@@ -377,16 +391,6 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
 def has_own_ray() -> bool:
     """Return True if this process has started a local Ray."""
     return _own is not None
-
-
-@contextmanager
-def _block_signals(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Block `signals` for this thread, and for the processes that it starts inside."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _starting = False
@@ -403,37 +407,10 @@ def _block_warnings() -> None:
 os.register_at_fork(after_in_child=_block_warnings)  # Ray's processes have a `preexec_fn`, so that Python calls this
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Block WARNINGS in the processes that Ray starts inside."""
-    global _starting
-    _starting = True
-    try:
-        yield
-    finally:
-        _starting = False
-
-
 UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")
 """What a Ray of one machine starts and nobody asks: an autoscaler with nothing to scale, who brings workers' output to a driver
-that takes none (`log_to_driver`), and the server of a dashboard that is off, for which `ray.init` waits: 2 s of a core."""
-
-
-@contextmanager
-def _without_unasked() -> Iterator[None]:
-    """`ray.init` in here starts none of UNASKED, for which it has no argument; one that this Ray does not know is left alone."""
-    node: Any = importlib.import_module("ray._private.node").Node
-    starts = {name: getattr(node, name) for name in UNASKED if hasattr(node, name)}
-    for name in starts:
-        setattr(node, name, _not_started)
-    try:
-        yield
-    finally:
-        for name, start in starts.items():
-            setattr(node, name, start)
-
-
-def _not_started(self: object, **_: object) -> None: ...
+that takes none (`log_to_driver`), and the server of a dashboard that is off, for which `ray.init` waits: 2 s of a core. One that
+this Ray does not know is left alone."""
 
 
 def ray_gone() -> str:
@@ -480,8 +457,6 @@ def asks_for_token() -> bool:
 
 def open_ports() -> list[str]:
     """Ports on which this process and its children listen for other machines: "address:port program"."""
-    import psutil
-
     own = psutil.Process()
     found = []
     for process in (own, *own.children(recursive=True)):
@@ -517,8 +492,11 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Ray would otherwise replace the log handlers of the program that calls us.
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+    constants: Any = importlib.import_module("ray._private.ray_constants")
     try:
-        with _same_sigterm(), _own_python():
+        # Workers run this process's Python. Under `uv run` Ray would run `uv run` for each, in a copy of the working directory,
+        # which refuses a subfolder of a project and finds no package that the environment alone has.
+        with _same_sigterm(), _replace_attributes(constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False):
             ray.init(**quiet, **options, job_config=_job())
     except Exception as error:  # a raylet that ends while it starts is a plain Exception
         raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
@@ -545,32 +523,16 @@ def _job() -> Any:
 
 
 @contextmanager
-def _own_python() -> Iterator[None]:
-    """Workers run this process's Python. Under `uv run` Ray would run `uv run` for each, in a copy of the working directory,
-    which refuses a subfolder of a project and finds no package that the environment alone has."""
-    constants: Any = importlib.import_module("ray._private.ray_constants")
-    before = vars(constants).get("RAY_ENABLE_UV_RUN_RUNTIME_ENV")
-    constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
-    try:
-        yield
-    finally:
-        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = before
-
-
-@contextmanager
 def _same_sigterm() -> Iterator[None]:
     """SIGTERM does what it did before, inside and afterwards. Ray's own handler ends its processes, and then this one, in the
     middle of what that is doing, with the exit code 15; a second one, in C++, prints a stack. What nobody handles is left to it:
     the signal would end this process at once, and leave what Ray has begun."""
     before = signal.getsignal(signal.SIGTERM)
-    utils: Any = importlib.import_module("ray._private.utils")
-    install = utils.set_sigterm_handler
-    if callable(before):
-        utils.set_sigterm_handler = lambda handler: None
+    kept = {"set_sigterm_handler": lambda handler: None} if callable(before) else {}
     try:
-        yield
+        with _replace_attributes(importlib.import_module("ray._private.utils"), **kept):
+            yield
     finally:
-        utils.set_sigterm_handler = install
         if threading.current_thread() is threading.main_thread() and before is not None:  # Ray takes it over there alone
             signal.signal(signal.SIGTERM, before)
 
@@ -709,19 +671,14 @@ async def while_ray_lives(work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait([task])
         raise
     # Its own error may be what the loss has led to.
-    error = task.exception()
-    if error is not None and (lost := await _gone_after_wait(error)):
-        raise await _given_up(task, lost)
+    if (error := task.exception()) is not None:
+        mistake = isinstance(error, UserError) and not isinstance(error, ResourceError)
+        until = time.monotonic() + (0 if mistake else SETTLE)
+        while has_own_ray() and not ray_gone() and time.monotonic() < until:
+            await asyncio.sleep(LOOK / 10)
+        if lost := ray_gone():
+            raise await _given_up(task, lost)
     return task.result()
-
-
-async def _gone_after_wait(error: BaseException) -> str:
-    """`ray_gone`, after the time to see it if the error may come of it."""
-    mistake = isinstance(error, UserError) and not isinstance(error, ResourceError)
-    until = time.monotonic() + (0 if mistake else SETTLE)
-    while has_own_ray() and not ray_gone() and time.monotonic() < until:
-        await asyncio.sleep(LOOK / 10)
-    return ray_gone()
 
 
 async def _given_up(task: asyncio.Task[Any], lost: str) -> WorkerDiedError:

@@ -20,7 +20,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from agentrl.cluster.group import Backend, Pending
-from agentrl.cluster.host import Head, Host, PackedCall, RemoteFailure, from_wire
+from agentrl.cluster.host import Host, PackedCall, RemoteFailure, from_wire
 from agentrl.cluster.host import to_wire as serialized
 from agentrl.cluster.machine import LOOPBACK_ADDRESS
 from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
@@ -83,7 +83,10 @@ class Hosts:
         if said := said_by_processes(since):
             return f"{who}: their processes end with: {said}"
         asked = {key: self._options[0][key] for key in ("num_cpus", "num_gpus") if self._options[0].get(key)}
-        free, have = cpus_and_gpus(ray.available_resources()), cpus_and_gpus(ray.cluster_resources())
+        free, have = (
+            {key: found[key] for key in ("CPU", "GPU") if key in found}
+            for found in (ray.available_resources(), ray.cluster_resources())
+        )
         return f"{who}; each asks for {asked}, the cluster has {free} free of {have}"
 
     def create(self, role: str, cls: type[Worker], mesh: Mesh) -> None:
@@ -147,12 +150,6 @@ class Hosts:
             except RayError:
                 continue
 
-    def describe_lost(self) -> str:
-        """The lost ranks with process ids and Ray's reason."""
-        found = {rank: self.nodes[rank] for rank in self.lost}
-        named = [f"rank {r} (pid {found[r][1]} on {found[r][0]}): {self.lost[r]}" for r in sorted(self.lost)]
-        return "; ".join(named)
-
 
 def check_same_agentrl(handles: list[Any], timeout: float) -> None:
     """Raise ResourceError, with both paths, if a worker has imported another agentrl than this process: another file, or on
@@ -208,11 +205,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def cpus_and_gpus(resources: dict[str, float]) -> dict[str, float]:
-    """CPUs and GPUs of a Ray resource table."""
-    return {key: resources[key] for key in ("CPU", "GPU") if key in resources}
-
-
 # Columns in the object store
 
 BY_COLUMN_BYTES = 1 << 20
@@ -243,7 +235,7 @@ class Columns:
         serialized = serialize(batch)
         if sum(array.nbytes for array in serialized.ragged.values()) < BY_COLUMN_BYTES:
             return [ray.put(serialized)]
-        head = Head(replace(serialized, ragged={}), tuple(serialized.ragged))
+        head = replace(serialized, ragged={name: array[:0] for name, array in serialized.ragged.items()})
         return [ray.put(head), *(self._ref(batch.get(name), array) for name, array in serialized.ragged.items())]
 
     def _ref(self, nested: Any, array: Any) -> Any:
@@ -348,7 +340,9 @@ class RayBackend(Backend):
         return f"group {self.role!r}: {self.cls.__name__}.{method}"
 
     def _loss_of(self, method: str) -> str:
-        return f"{self._label(method)}: worker process gone: {self.hosts.describe_lost()}"
+        lost, nodes = self.hosts.lost, self.hosts.nodes
+        named = [f"rank {rank} (pid {nodes[rank][1]} on {nodes[rank][0]}): {lost[rank]}" for rank in sorted(lost)]
+        return f"{self._label(method)}: worker process gone: {'; '.join(named)}"
 
 
 def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
