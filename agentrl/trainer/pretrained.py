@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -20,7 +18,6 @@ from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.engines.weights.parameters import positions_of
 from agentrl.render.chatml import CHATML_TEMPLATE, set_chat_template
 from agentrl.render.vision import Vision, auto_class
-from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
 from agentrl.utils.errors import ConfigError, ModelError, hint_text
 from agentrl.utils.parsing import read_json
 
@@ -103,42 +100,9 @@ def architecture(cfg: InitModelConfig) -> Any:
 
     if cfg.heads % cfg.kv_heads:
         raise ConfigError(f"model.init.heads={cfg.heads} is not a multiple of model.init.kv_heads={cfg.kv_heads}")
-    if cfg.vision:
-        return _with_vision(cfg)
-    tokenizer = packaged_tokenizer(cfg.context)
-    end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
-    return Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=cfg.hidden,
-        intermediate_size=cfg.mlp,
-        num_hidden_layers=cfg.layers,
-        num_attention_heads=cfg.heads,
-        num_key_value_heads=cfg.kv_heads,
-        head_dim=cfg.head_dim,
-        max_position_embeddings=cfg.context,
-        initializer_range=cfg.init_std,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=end_of_turn,
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
-        dtype="float32",
-    )
-
-
-def _with_vision(cfg: InitModelConfig) -> Any:
-    """A Qwen2.5-VL of that size, whose vision tower is one block, half as wide."""
-    from transformers import Qwen2_5_VLConfig
-
-    if cfg.hidden != cfg.heads * cfg.head_dim or cfg.head_dim % 16:
-        raise ConfigError(
-            f"model.init.vision = true: model.init.hidden = {cfg.hidden} must be heads * head_dim = {cfg.heads * cfg.head_dim}, "
-            f"and head_dim = {cfg.head_dim} a multiple of 16; set hidden = 64, heads = 4, head_dim = 16, for example"
-        )
-    tokenizer = packaged_tokenizer(cfg.context, vision=True)
-    begin, image, end, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
-    width = 3 * cfg.head_dim // 16  # of the frequencies of height and of width; the rest is of time, as in the released models
+    tokenizer = packaged_tokenizer(cfg.context, cfg.vision)
     text = {
-        "vocab_size": VOCABULARY + len(VISION_TOKENS),
+        "vocab_size": VOCABULARY,
         "hidden_size": cfg.hidden,
         "intermediate_size": cfg.mlp,
         "num_hidden_layers": cfg.layers,
@@ -150,6 +114,26 @@ def _with_vision(cfg: InitModelConfig) -> Any:
         "bos_token_id": None,
         "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TURN),
         "pad_token_id": tokenizer.convert_tokens_to_ids(PAD),
+    }
+    if cfg.vision:
+        return _with_vision(cfg, text, tokenizer)
+    return Qwen3Config(**text, head_dim=cfg.head_dim, dtype="float32")
+
+
+def _with_vision(cfg: InitModelConfig, text: dict[str, Any], tokenizer: Any) -> Any:
+    """A Qwen2.5-VL of that size, whose vision tower is one block, half as wide."""
+    from transformers import Qwen2_5_VLConfig
+
+    if cfg.hidden != cfg.heads * cfg.head_dim or cfg.head_dim % 16:
+        raise ConfigError(
+            f"model.init.vision = true: model.init.hidden = {cfg.hidden} must be heads * head_dim = {cfg.heads * cfg.head_dim}, "
+            f"and head_dim = {cfg.head_dim} a multiple of 16; set hidden = 64, heads = 4, head_dim = 16, for example"
+        )
+    begin, image, end, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
+    width = 3 * cfg.head_dim // 16  # of the frequencies of height and of width; the rest is of time, as in the released models
+    text = {
+        **text,
+        "vocab_size": VOCABULARY + len(VISION_TOKENS),
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e6,
@@ -295,7 +279,12 @@ def check_path(path: str, trust: bool = False) -> None:
     not give, or if the model needs code of its own that is not trusted."""
     folder = Path(path)
     if folder.is_dir():
-        _check_folder(path)
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{path}: the folder has no config.json, so it is not a model folder")
+        try:
+            read_json((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
     elif folder.suffix == ".gguf" and folder.exists():
         raise ModelError(
             f"{path}: expected a model folder, found a GGUF file; agentrl init-model FOLDER --from {path} writes one"
@@ -317,16 +306,6 @@ def check_path(path: str, trust: bool = False) -> None:
             f"{path}: it brings code of its own ({', '.join(code)}), and transformers has no class of its kind. Read that code, "
             "then allow it to run with model.trust_remote_code = true; or take a model whose family transformers has"
         )
-
-
-def _check_folder(path: str) -> None:
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: the folder has no config.json, so it is not a model folder")
-    try:
-        read_json((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
 
 
 def own_code(path: str) -> list[str]:
@@ -403,53 +382,6 @@ def is_classifier(path: str, model: ModelConfig) -> bool:
     """Return True if the model at `path` is a sequence classifier already."""
     config = load_model_config(path, model.trust_remote_code)
     return any("SequenceClassification" in kind for kind in config.architectures or [])
-
-
-def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
-    """The sequence classifier to train: the model at `path` if it is one, else one that is made of it in `folder`, once. The
-    model is loaded as a whole, in this process. Raises ModelError if transformers has no classifier of its family."""
-    if is_classifier(path, model):
-        return path
-    if os.path.lexists(folder / MANIFEST):
-        check_model(folder)
-        return str(folder)
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    tokenizer = load_tokenizer(path, model.trust_remote_code, model.chat_template)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    options = {"num_labels": 1, "pad_token_id": pad, "dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
-    try:
-        with _without_report():
-            made = AutoModelForSequenceClassification.from_pretrained(path, **options)
-    except (OSError, ValueError) as problem:
-        raise ModelError(
-            f'model.path = {path}: data.loss = "reward": no sequence classifier can be made of it: {problem}'
-        ) from None
-    if not isinstance(getattr(made, "score", None), torch.nn.Linear):
-        raise ModelError(
-            f'model.path = {path}: data.loss = "reward" needs a family whose classifier has a linear head `score`, and '
-            f"{type(made).__name__} has none"
-        )
-    torch.nn.init.zeros_(made.score.weight)  # every episode begins with score 0
-    shutil.rmtree(folder, ignore_errors=True)
-    made.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    seal(folder, 0)
-    return str(folder)
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Inside, transformers does not say that the head is missing, and to be trained: it is made here."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 # Shapes of published models

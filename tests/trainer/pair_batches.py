@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.config.schema import ModelConfig
+from agentrl.contrib.offline.objectives import classifier_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
-from agentrl.trainer.pretrained import classifier_of, init_model
+from agentrl.trainer.pretrained import init_model
 from tests.tiny import SMALL
 
 PAIRS = 3

@@ -17,7 +17,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, check_references, identity_of
 from agentrl.config.load import check_unread
 from agentrl.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
-from agentrl.contrib.offline.objectives import OBJECTIVES, Found, Objective
+from agentrl.contrib.offline.objectives import OBJECTIVES, Found, Objective, classifier_of
 from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import About, RowStore, sources
 from agentrl.data.schedule import Mode, effective_mode
@@ -38,7 +38,6 @@ from agentrl.trainer.checkpoint import Checkpoints, seal
 from agentrl.trainer.families import packing_of
 from agentrl.trainer.learner import check_learner
 from agentrl.trainer.optim import optims_of
-from agentrl.trainer.pretrained import classifier_of
 from agentrl.trainer.roles import SavedRole, TrainedRole
 from agentrl.trainer.train_engine import TRAIN_ENGINES, check_train_engine, shares_prefixes
 from agentrl.utils.errors import ConfigError

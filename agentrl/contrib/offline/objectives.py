@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,11 +25,14 @@ from agentrl.data.schedule import Mode
 from agentrl.run.display import Count
 from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor, sft_steps
+from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
 from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, cut_steps
 from agentrl.trainer.optim import optim_of, rate
+from agentrl.trainer.pretrained import is_classifier, load_tokenizer
 from agentrl.trainer.roles import TrainedRole, compute_scores, open_engine
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import Pack
+from agentrl.utils.errors import ModelError
 from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
@@ -87,6 +93,52 @@ class RewardTrainer(TrainedRole):
     def export_hf(self, folder: str) -> None:
         """Write a folder that plain transformers loads, and [reward_model]."""
         self._ready().export(Path(folder))
+
+
+def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
+    """The sequence classifier to train: the model at `path` if it is one, else one that is made of it in `folder`, once. The
+    model is loaded as a whole, in this process. Raises ModelError if transformers has no classifier of its family."""
+    if is_classifier(path, model):
+        return path
+    if os.path.lexists(folder / MANIFEST):
+        check_model(folder)
+        return str(folder)
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = load_tokenizer(path, model.trust_remote_code, model.chat_template)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    options = {"num_labels": 1, "pad_token_id": pad, "dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
+    try:
+        with _without_report():
+            made = AutoModelForSequenceClassification.from_pretrained(path, **options)
+    except (OSError, ValueError) as problem:
+        raise ModelError(
+            f'model.path = {path}: data.loss = "reward": no sequence classifier can be made of it: {problem}'
+        ) from None
+    if not isinstance(getattr(made, "score", None), torch.nn.Linear):
+        raise ModelError(
+            f'model.path = {path}: data.loss = "reward" needs a family whose classifier has a linear head `score`, and '
+            f"{type(made).__name__} has none"
+        )
+    torch.nn.init.zeros_(made.score.weight)  # every episode begins with score 0
+    shutil.rmtree(folder, ignore_errors=True)
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    seal(folder, 0)
+    return str(folder)
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Inside, transformers does not say that the head is missing, and to be trained: it is made here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _row_scores(engine: BaseEngine, piece: Pack) -> Tensor:
