@@ -44,7 +44,8 @@ from agentrl.config import to_toml
 from agentrl.config.schema import EnvConfig, InitModelConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.fsdp import FsdpEngine
-from agentrl.trainer.model_folder import export_run, local_of, region_of
+from agentrl.trainer.model_folder import export_run, region_of
+from agentrl.trainer.optim import local
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
 from agentrl.trainer.weight_files import WeightFiles
@@ -120,7 +121,7 @@ def own_slices(path: str, engine: FsdpEngine) -> None:
     """How ranks load: each reads its rows. Here into memory that it has already."""
     with WeightFiles(path) as files:
         for name, parameter in engine.named():
-            local_of(parameter).copy_(files.read(name, region_of(parameter)))
+            local(parameter).copy_(files.read(name, region_of(parameter)))
 
 
 @torch.no_grad()
@@ -129,7 +130,7 @@ def scattered(path: str, engine: FsdpEngine) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     with WeightFiles(path) as files:
         for name, parameter in engine.named():
-            local = local_of(parameter)
+            mine = local(parameter)
             rows = -(-len(parameter) // world)
             part = torch.empty(rows, *parameter.shape[1:])
             parts = None
@@ -139,7 +140,7 @@ def scattered(path: str, engine: FsdpEngine) -> None:
                 full[: len(whole)] = whole
                 parts = list(full.chunk(world))
             dist.scatter(part, parts, src=0)
-            local.copy_(part[: len(local)])
+            mine.copy_(part[: len(mine)])
 
 
 def written(save: BackgroundSave) -> None:

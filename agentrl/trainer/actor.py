@@ -111,11 +111,6 @@ FLOOR = 0.1
 """The cosine falls to this share of the learning rate at step `sft.min_steps`, and stays there."""
 
 
-def sft_rate(step: int, cfg: SftConfig) -> float:
-    """The learning rates at `step` (from 0) as a fraction of their base."""
-    return rate(step, cfg.warmup, "cosine", cfg.min_steps, floor=FLOOR)
-
-
 def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float], first: int, cap: int) -> list[dict[str, float]]:
     """One optimizer step per minibatch, numbered from `first`, at the share `rate_at(number)` of the learning rates; every rank
     calls it with its own rows. Returns the metrics of each step.
@@ -304,7 +299,7 @@ class Actor(TrainedRole):
         """The supervised optimizer steps of a batch from `cut_steps`, in order: the metrics of each."""
         if self._sft is None:
             raise AgentrlError("sft_steps: call begin_sft first")
-        rate_at = partial(sft_rate, cfg=self._sft)
+        rate_at = partial(rate, warmup=self._sft.warmup, schedule="cosine", total=self._sft.min_steps, floor=FLOOR)
         metrics = sft_steps(self._ready(), Ragged.of(batch), rate_at, self._sft_done, self._optim.micro_tokens)
         self._sft_done += len(metrics)
         return metrics

@@ -226,7 +226,7 @@ class Checkpoints:
                 old.rename(old.with_name(old.name.removeprefix(_OLD)))
         newest = self.newest()
         last = -1 if newest is None else int(_NAME.fullmatch(newest.name)[2])  # type: ignore[index]
-        begun = self._begun()
+        begun = self._steps(begun=True)
         for _, path in begun:
             shutil.rmtree(path, ignore_errors=True)
         return sorted(step for step, _ in begun if step > last)
@@ -234,17 +234,12 @@ class Checkpoints:
     def _aside(self, step: int) -> Path:
         return self.root / f".writing_step_{step:06d}"
 
-    def _named_steps(self, aside: bool) -> list[tuple[int, Path]]:
+    def _steps(self, begun: bool = False) -> list[tuple[int, Path]]:
+        """Steps that have a folder, or (`begun`) one that is being written."""
         if not self.root.is_dir():
             return []
         found = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir() if path.is_dir())
-        return [(int(match[2]), path) for match, path in found if match and bool(match[1]) is aside]
-
-    def _steps(self) -> list[tuple[int, Path]]:
-        return self._named_steps(aside=False)
-
-    def _begun(self) -> list[tuple[int, Path]]:
-        return self._named_steps(aside=True)
+        return [(int(match[2]), path) for match, path in found if match and bool(match[1]) is begun]
 
     def _rated_steps(self) -> list[tuple[float, int]]:
         """(score, step) of the whole checkpoints that have a score, the best first."""

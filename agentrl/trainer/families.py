@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config.envs import widest
-from agentrl.config.schema import TrainConfig
+from agentrl.config.schema import ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.rows import Ragged, build, nested_tensor
 from agentrl.data.schedule import Tree, share
 from agentrl.render.vision import takes_images
@@ -26,13 +26,9 @@ from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
 # Rotary embeddings
 
 
-def check_lengths(config: TrainConfig, label: str, model: Any) -> None:
-    """Raise ConfigError if rows of the run may be longer than the frequencies of the model at `label` stay the same for.
-
-    Reads: rollout.max_episode_tokens, sft, optim.micro_tokens."""
-    longest, key = widest(config).rollout.max_episode_tokens, "rollout.max_episode_tokens"
-    if config.sft is not None and config.optim.micro_tokens > longest:
-        longest, key = config.optim.micro_tokens, "optim.micro_tokens"
+def check_lengths(longest: int, key: str, label: str, model: Any) -> None:
+    """Raise ConfigError if rows of the run, of at most `longest` tokens by `key`, may be longer than the frequencies of the model
+    at `label` stay the same for."""
     for kind, limit in switches(model):
         if longest > limit:
             raise ConfigError(
@@ -299,8 +295,8 @@ class Sample:
     def __init__(self, config: Any, kind: Kind = "policy") -> None:
         """Raises ModelError if no small model of that config can be built, or its own forward pass fails."""
         self.kind = kind
-        self.config = small(config, kind)
-        self.rows, self.view = rows_of(_vocabulary(self.config))
+        self.config = run_guarded(lambda: _small(config, kind))
+        self.rows, self.view = rows_of(int(self.config.get_text_config(decoder=True).vocab_size))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             model = run_guarded(lambda: _built(self.config, kind, "eager"))
@@ -394,12 +390,8 @@ def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
     return rows, Ragged.of(build({"token_ids": nested_tensor(torch.cat(rows), offsets), "group": group}, len(rows)))
 
 
-def small(config: Any, kind: Kind) -> Any:
-    """Config of a model that is small enough to try. Raises ModelError if none can be made."""
-    return run_guarded(lambda: _small(config, kind))
-
-
 def _small(config: Any, kind: Kind) -> Any:
+    """Config of a model that is small enough to try. Raises ModelError if none can be made."""
     shrunk = cut(config)
     with torch.device("meta"):
         layers = layers_of(backbone(_built(shrunk, kind, "eager")))
@@ -462,10 +454,6 @@ def _built(config: Any, kind: Kind, attention: str | None) -> Any:
     return auto.from_config(copy.deepcopy(config), dtype=torch.float32, **options).train()
 
 
-def _vocabulary(config: Any) -> int:
-    return int(config.get_text_config(decoder=True).vocab_size)
-
-
 # The choice
 
 RIGHT = "docs/families.md lists those that are right, such as Qwen3, Llama and LFM2"
@@ -506,9 +494,9 @@ def with_packing(config: TrainConfig) -> TrainConfig:
 def packing_of(config: TrainConfig) -> Packing:
     """Method by which the run's rows are computed.
 
-    Reads: model, critic.path, reward_model.path, algorithm.distillation.path, optim.prefix_sharing. Raises ModelError for a
-    model whose family is not computed right, ConfigError for keys that do not suit it. Nothing is loaded but
-    configs.
+    Reads: model, critic.path, reward_model.path, algorithm.distillation.path, optim.prefix_sharing, optim.micro_tokens, sft,
+    rollout.max_episode_tokens. Raises ModelError for a model whose family is not computed right, ConfigError for keys that do not
+    suit it. Nothing is loaded but configs.
     """
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
@@ -517,17 +505,20 @@ def packing_of(config: TrainConfig) -> Packing:
         if config.optim.prefix_sharing == "on":
             raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
         return Packing("packed", False, "packed: a model that takes images, as each row alone (tests/trainer/test_vision.py)")
-    for label, _, model in models_of(config):
-        check_lengths(config, label, model)
-    found = [probe_family(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models_of(config)]
+    longest, key = widest(config).rollout.max_episode_tokens, "rollout.max_episode_tokens"
+    if config.sft is not None and config.optim.micro_tokens > longest:
+        longest, key = config.optim.micro_tokens, "optim.micro_tokens"
+    models = models_of(config)
+    for label, _, model in models:
+        check_lengths(longest, key, label, model)
+    found = [probe_family(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models]
     wrong = [one for one in found if not one.packed.right]
     if wrong and asked == "packed":
         raise ModelError(f'model.packing = "packed": {_said(wrong)}; set "auto", or take another model ({RIGHT})')
     if wrong or asked.startswith("one_row"):
-        return _one_row(
-            config, [probe_family(model, kind, label, one_row=True) for label, kind, model in models_of(config)], _said(wrong)
-        )
-    _check_heads(config)
+        tried = [probe_family(model, kind, label, one_row=True) for label, kind, model in models]
+        return _one_row(config.model, config.optim, tried, _said(wrong))
+    _check_heads(config.model.sequence_parallel, models)
     apart = [one for one in found if not one.shared.right]
     names = " and ".join(dict.fromkeys(one.name for one in found))
     if not apart:
@@ -539,10 +530,9 @@ def packing_of(config: TrainConfig) -> Packing:
     return Packing("packed", False, f"packed, without prefix sharing: {reason}")
 
 
-def _check_heads(config: TrainConfig) -> None:
+def _check_heads(share: int, models: list[tuple[str, Kind, Any]]) -> None:
     """Raise ConfigError if ranks that share tokens cannot divide the attention heads of a trained model among themselves."""
-    share = config.model.sequence_parallel
-    for label, kind, model in models_of(config) if share > 1 else []:
+    for label, kind, model in models if share > 1 else []:
         heads = getattr(model.get_text_config(decoder=True), "num_attention_heads", None)
         if kind != "score" and isinstance(heads, int) and heads % share:
             raise ConfigError(
@@ -555,20 +545,20 @@ def _said(wrong: list[Probed]) -> str:
     return "; ".join(f"with packed rows {one.name} {one.packed}" for one in wrong)
 
 
-def _one_row(config: TrainConfig, found: list[Probed], why: str) -> Packing:
+def _one_row(cfg: ModelConfig, optim: OptimConfig, found: list[Probed], why: str) -> Packing:
     """One row a pass: with the attention that transformers chooses if that is right, else with its eager one."""
-    slow = config.model.packing == "one_row_eager" or any(one.one_row is None or not one.one_row.right for one in found)
+    slow = cfg.packing == "one_row_eager" or any(one.one_row is None or not one.one_row.right for one in found)
     for one in found:
         if slow and (one.eager is None or not one.eager.right):
             also = f"{why}; " if why else ""
             raise ModelError(f"{also}with one row a pass {one.name} {one.eager}; take another model ({RIGHT})")
-    reason = why or f'model.packing = "{config.model.packing}"'
-    if config.model.sequence_parallel > 1:
+    reason = why or f'model.packing = "{cfg.packing}"'
+    if cfg.sequence_parallel > 1:
         raise ConfigError(
-            f"model.sequence_parallel = {config.model.sequence_parallel}: one row a pass is computed with the model's own "
+            f"model.sequence_parallel = {cfg.sequence_parallel}: one row a pass is computed with the model's own "
             f"attention, which does not split its tokens ({reason}); set it to 1"
         )
-    if config.optim.prefix_sharing == "on":
+    if optim.prefix_sharing == "on":
         raise ConfigError(f'optim.prefix_sharing = "on": rows are computed one a pass ({reason}); set "off"')
     how = "one row a pass, with eager attention" if slow else "one row a pass"
     return Packing("one_row_eager" if slow else "one_row", False, f"{how}: {reason}")

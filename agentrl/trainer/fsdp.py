@@ -51,7 +51,6 @@ from agentrl.trainer.train_engine import (
     Layout,
     check_divides,
     compute_dtype,
-    flat_state,
     flops_of,
 )
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
@@ -267,9 +266,8 @@ class FsdpEngine(BaseEngine):
         return [local(parameter).detach() for parameter in self.module.parameters()]
 
     def finite(self) -> bool:
-        parts = [p.to_local() if isinstance(p, DTensor) else p for _, p in self.named()]
         # One NaN or infinity anywhere shows in the norm, and no mask as long as the weights is made.
-        size = torch.nn.utils.get_total_norm([part.detach() for part in parts])
+        size = torch.nn.utils.get_total_norm([local(p).detach() for _, p in self.named()])
         broken = torch.logical_not(torch.isfinite(size)).to(self.device, torch.float32)
         if self.sharded:  # over all ranks, not only the data-parallel ones: each has shards of its own
             dist.all_reduce(broken, dist.ReduceOp.MAX)
@@ -305,10 +303,7 @@ class FsdpEngine(BaseEngine):
     @classmethod
     def check(cls, cfg: ModelConfig, ranks: int) -> None:
         parallel = cfg.tensor_parallel * cfg.expert_parallel > 1
-        for key, given in (
-            ("compile = true", cfg.compile),
-            ("cpu_offload = true", cfg.cpu_offload),
-        ):
+        for key, given in (("compile = true", cfg.compile), ("cpu_offload = true", cfg.cpu_offload)):
             if parallel and given:
                 raise ConfigError(f"model.{key} does not work with model.tensor_parallel or model.expert_parallel")
         if cfg.replicas > 1 and cfg.expert_parallel > 1:
@@ -342,10 +337,10 @@ class FsdpEngine(BaseEngine):
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
         seen: set[str] = set()
-        for prefix, part in self._named_parts() if self._gathers else []:
-            if isinstance(part, FSDPModule):
-                part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
-                part.unshard()
+        parts = [(name, part) for name, part in self.module.named_modules() if isinstance(part, FSDPModule)]
+        for prefix, part in parts if self._gathers else []:
+            part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
+            part.unshard()
             try:
                 for name, parameter in part.named_parameters(prefix):
                     # A parameter of a nested part is still sharded here; it is yielded with its own part.
@@ -353,18 +348,11 @@ class FsdpEngine(BaseEngine):
                         seen.add(name)
                         yield name, full_tensor(parameter)
             finally:
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+                part.reshard()
         # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
         for name, tensor in self.module.state_dict().items():
             if name not in seen and not self._left_out(name):
                 yield name, full_tensor(tensor) if self._gathers else local(tensor)
-
-    def _named_parts(self) -> list[tuple[str, nn.Module]]:
-        if not self.sharded:
-            return [("", self.module)]
-        every: list[tuple[str, nn.Module]] = list(self.module.named_modules())
-        return [(name, part) for name, part in every if isinstance(part, FSDPModule)]
 
     def _left_out(self, name: str) -> bool:
         return self.tied and name == f"{PREFIX}lm_head.weight"
@@ -382,11 +370,11 @@ class FsdpEngine(BaseEngine):
 
     def state(self) -> dict[str, Tensor]:
         held = self.module.state_dict()
-        model = {self.hf_name(name): held[name] for name in held if not self._left_out(name)}
+        found = {f"model.{self.hf_name(name)}": held[name] for name in held if not self._left_out(name)}
         optimizer = {} if self.optimizers is None else self.optimizers.state()
         if self._offloaded.away:  # what did not exist was created just now, on the device
             self._offloaded.take(optimizer.values())
-        found = flat_state({"model": model, "optimizer": optimizer})
+        found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
         return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
 
     def export(self, folder: Path) -> None:

@@ -230,7 +230,9 @@ def head_rule(model: Any) -> HeadRule:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         kind = f"{type(head).__module__}.{type(head).__qualname__}"  # an adapter's class is called Linear, too
         raise ModelError(f"{name}: its output embedding is a {kind}; only a plain linear layer is supported")
-    hidden, products, seen, logits = _measure_head(model, head, name)
+    # Numbers are needed, also if the caller makes everything else on the meta device (trainer/memory.py).
+    with torch.device("cpu"):
+        hidden, products, seen, logits = _measure_head(model, head, name)
     before = _ratio(seen, hidden)
     if before is None or not before > 0:
         raise ModelError(f"{name}: between its last hidden states and its output embedding there is more than a scale")
@@ -265,12 +267,6 @@ def _measure_head(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tenso
         def __getattr__(self, name: str) -> None:  # router logits, states of recurrent layers and the like: there are none
             return None
 
-    # Numbers are needed, also if the caller makes everything else on the meta device (trainer/memory.py).
-    with torch.device("cpu"):
-        return _sample_outputs(model, head, name, States)
-
-
-def _sample_outputs(model: Any, head: nn.Linear, name: str, states_of: type) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grid = torch.tensor([sign * 2.0**power for power in _EXPONENTS for sign in (1, -1)], dtype=torch.float64)
     vocab, width = head.weight.shape
     tokens = -(-len(grid) // vocab) + 1
@@ -285,7 +281,7 @@ def _sample_outputs(model: Any, head: nn.Linear, name: str, states_of: type) -> 
 
     with ExitStack() as stack, torch.no_grad():
         for part in {id(part): part for part in (backbone(model), _decoder(model)) if part is not None}.values():
-            stack.enter_context(_instead(part, lambda *_, **__: states_of(last_hidden_state=hidden)))
+            stack.enter_context(_instead(part, lambda *_, **__: States(last_hidden_state=hidden)))
         stack.enter_context(_instead(head, embedding))
         try:
             found = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits

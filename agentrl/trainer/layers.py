@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
     for layer in layers:
         # Not `layer.compile()`, which compiles the module's hooks as well: FSDP gathers the weights in them, and
         # checkpointing wraps the call.
-        layer.forward = _Compiled(torch.compile(layer.forward, dynamic=True, backend=backend))
+        layer.forward = partial(_call_compiled, torch.compile(layer.forward, dynamic=True, backend=backend))
 
 
 def compiled_head(backend: str = BACKEND) -> HeadKernels:
@@ -138,22 +139,15 @@ def compiled_head(backend: str = BACKEND) -> HeadKernels:
     return HeadKernels(torch.compile(summary, backend=backend), torch.compile(slope, backend=backend))
 
 
-class _Compiled:
-    """A layer's compiled forward pass, called with everything but the layout of the rows.
-
-    The compiler would look into that object, and compile the layer again for each number of blocks in it.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> Any:
-        # Set for each call, because checkpointing calls again in the backward pass, and there from another thread.
-        token = _layout.set(packed)
-        try:
-            return self._function(*args, **kwargs)
-        finally:
-            _layout.reset(token)
+def _call_compiled(function: Callable[..., Any], *args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> Any:
+    """Call a layer's compiled forward pass with everything but the layout of the rows: the compiler would look into that object,
+    and compile the layer again for each number of blocks in it."""
+    # Set for each call, because checkpointing calls again in the backward pass, and there from another thread.
+    token = _layout.set(packed)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _layout.reset(token)
 
 
 def _attend(*args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> tuple[Tensor, None]:

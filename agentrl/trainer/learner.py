@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -75,31 +75,7 @@ if TYPE_CHECKING:
 
 STATE = "learner.json"
 COEFFICIENTS = ("kl_coef", "entropy_coef")
-
-
-class Steered(Protocol):
-    """Owner of the coefficients, by these attributes."""
-
-    kl_coef: float
-    entropy_coef: float
-
-
-def save_coefficients(learner: Steered, folder: Path) -> None:
-    """Write them to `folder`."""
-    coefficients = {name: getattr(learner, name) for name in COEFFICIENTS}
-    (folder / STATE).write_text(json_text(coefficients), encoding="utf-8")
-
-
-def load_coefficients(learner: Steered, folder: Path) -> None:
-    """Set them to what `folder` holds; an older checkpoint has fewer, or none, which nothing steered. Raises CheckpointError."""
-    path = folder / STATE
-    if not path.is_file():
-        return
-    found = read_json(path.read_text(encoding="utf-8"))
-    for name in (name for name in COEFFICIENTS if name in found):
-        if found[name] is None:
-            raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
-        setattr(learner, name, float(found[name]))
+"""Attributes of a learner that updates steer, and checkpoints hold."""
 
 
 # The entropy bonus
@@ -154,10 +130,10 @@ def check_learner(config: TrainConfig) -> None:
             f'"{config.algorithm.aggregate}" it is not used'
         )
     check_experience(config.envs, config.rollout, config.algorithm)
-    check_distillation(config)
+    check_distillation(config.algorithm, config.rollout)
     mesh_of(config.model, config.cluster)
     check_offload(config)
-    check_moving(config)
+    check_moving(config.algorithm, config.model, config.cluster)
     for env in trained_envs(config.envs):
         with name_entry_in_errors(config, env):
             _check_estimator(alone(config, env))
@@ -387,14 +363,15 @@ class Learner:
         if self.config.algorithm.kl.coef > 0 and self.references is None:
             reference = await self.actors.arun(Actor.compute_reference, view.batch, temperature)
             view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
-        if self.references is not None:
-            reference = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
-            view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
-            await self._rest("reference", self.references)
-        if self.teachers is not None:
-            teacher = await self.teachers.arun(TeacherModel.compute_logprob, view.batch, temperature)
-            view = view.with_tokens(teacher_logprobs=teacher["logprobs"].values())
-            await self._rest("teacher", self.teachers)
+        frozen: dict[str, tuple[str, WorkerGroup[Any] | None]] = {
+            "reference": ("ref_logprobs", self.references),
+            "teacher": ("teacher_logprobs", self.teachers),
+        }
+        for role, (column, group) in frozen.items():
+            if group is not None:
+                found = await group.arun(Reference.compute_logprob, view.batch, temperature)
+                view = view.with_tokens(**{column: found["logprobs"].values()})
+                await self._rest(role, group)
         if self.critics is not None:
             values = await self.critics.arun(Critic.compute_values, view.batch)
             view = view.with_tokens(values=values["values"].values())
@@ -406,21 +383,17 @@ class Learner:
         if not self._policy_learns(step):
             return view, metrics
         added = [] if shown is None else [shown]
+        kept = None
         if self.experience is not None:
             kept, metrics = self.experience.draw(step, int(view.episode.max()) + 1)
-            if kept is not None:
-                added.insert(0, await self._recall(kept, self._temperature(step)))
+        if kept is not None and self.algorithm.proximal == "recompute":
+            now = await self.actors.arun(Actor.compute_logprob, kept, self._temperature(step))
+            if self.critics is not None:
+                await self._rest("actor", self.actors)
+            kept = Ragged.of(kept).with_tokens(old_logprobs=now["logprobs"].values()).batch
+        if kept is not None:
+            added.insert(0, kept)
         return (await in_thread("batch", join_rows, view, added, self.sharing) if added else view), metrics
-
-    async def _recall(self, kept: TensorDict, temperature: float) -> TensorDict:
-        """Kept episodes with the log probabilities of the proximal policy, if the loss is to recompute them."""
-        if self.algorithm.proximal != "recompute":
-            return kept
-        now = await self.actors.arun(Actor.compute_logprob, kept, temperature)
-        if self.critics is not None:
-            await self._rest("actor", self.actors)
-        view = Ragged.of(kept)
-        return view.with_tokens(old_logprobs=now["logprobs"].values()).batch
 
     def _policy_learns(self, step: int) -> bool:
         return self.config.critic is None or step >= self.config.critic.warmup
@@ -482,7 +455,8 @@ class Learner:
         await in_thread("files", self._save_own, folder)
 
     def _save_own(self, folder: Path) -> None:
-        save_coefficients(self, folder)
+        coefficients = {name: getattr(self, name) for name in COEFFICIENTS}
+        (folder / STATE).write_text(json_text(coefficients), encoding="utf-8")
         if self.experience is not None:
             self.experience.save(folder / FILE)
 
@@ -502,7 +476,13 @@ class Learner:
         """Load what `save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
         for name, group in self._kept_roles().items():
             await group.arun(SavedRole.load, str(folder / name))
-        load_coefficients(self, folder)
+        # An older checkpoint has fewer coefficients, or none, which nothing steered.
+        path = folder / STATE
+        found = read_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for name in (name for name in COEFFICIENTS if name in found):
+            if found[name] is None:
+                raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
+            setattr(self, name, float(found[name]))
         if self.experience is not None:
             await in_thread("files", self.experience.load, folder / FILE)
 

@@ -86,7 +86,8 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
             handle.remove()
     sizes = [after - before for before, after in zip(marks[1::2], marks[2::2], strict=True)]
     width = module.get_parameter(next(name for name, _ in module.named_parameters())).element_size()
-    hidden = int(_text(module).hidden_size)
+    model: Any = module.hf
+    hidden = int(model.config.get_text_config().hidden_size)
     return Activations(
         kept.total, sum(sizes), max(sizes), kept.largest, len(layers) * tokens * hidden * width, *_logits(module, tokens, width)
     )
@@ -107,10 +108,6 @@ class _Kept:
             self.total += storage.nbytes()
             self.largest = max(self.largest, storage.nbytes())
         return tensor
-
-
-def _text(module: nn.Module) -> Any:
-    return getattr(module, "hf").config.get_text_config()  # noqa: B009 - nn.Module types attributes as tensors or modules
 
 
 def _micro(tokens: int) -> Micro:
@@ -264,9 +261,10 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
     size = numbers(p for name, p in module.named_parameters() if ".lora_" not in name)
     checkpoints, shards_gradients = by_size(cfg.activation_checkpointing, size), by_size(cfg.shard_gradients, numbers(learning))
     states = [sum(state_bytes(name, p, optim) * held[id(p)].held for name, p in named) for optim in optims]
-    own = {"weights": MASTER * _local(parameters, held), "optimizer": math.ceil(max(states, default=0.0))}
-    sharded = MASTER * _local(learning, held)
-    whole = MASTER * sum(held[id(p)].whole for p in learning)
+    # On the rank that holds the most.
+    own = {"weights": MASTER * sum(held[id(p)].held for p in parameters), "optimizer": math.ceil(max(states, default=0.0))}
+    sharded = MASTER * sum(held[id(p)].held for p in learning)
+    whole = MASTER * _whole(learning, held)
     gathered = _gathered_bytes(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
     if cfg.cpu_offload:
         # In host memory then; gathered layers, and gradients that are not sharded, are still on the device.
@@ -317,11 +315,6 @@ def _cut(module: nn.Module, held: Held) -> None:
                 parameter.data = parameter.new_empty(held[id(parameter)].shape)
 
 
-def _local(parameters: Iterable[nn.Parameter], held: Held) -> int:
-    """Numbers on the rank that holds the most."""
-    return sum(held[id(p)].held for p in parameters)
-
-
 def _gathered_bytes(module: nn.Module, cfg: ModelConfig, held: Held, trained: bool) -> int:
     size = width(cfg.dtype)
     layers = [list(layer.parameters()) for layer in layers_of(module)]
@@ -334,15 +327,12 @@ def _gathered_bytes(module: nn.Module, cfg: ModelConfig, held: Held, trained: bo
     if not trained:
         return taken
     # Gradients of a layer, as computed and as float32 in the buffer of their reduction; those outside of layers until the end.
-    return taken + (size + MASTER) * _whole(_learning(largest), held) + size * _whole(_learning(root), held)
+    learning = [[p for p in part if p.requires_grad] for part in (largest, root)]
+    return taken + (size + MASTER) * _whole(learning[0], held) + size * _whole(learning[1], held)
 
 
 def _whole(parameters: Iterable[nn.Parameter], held: Held) -> int:
     return sum(held[id(p)].whole for p in parameters)
-
-
-def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [p for p in parameters if p.requires_grad]
 
 
 def token_bytes(module: nn.Module, dtype: str) -> int:

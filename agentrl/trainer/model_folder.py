@@ -26,6 +26,7 @@ from agentrl.render.chatml import set_chat_template
 from agentrl.render.vision import Vision, takes_images
 from agentrl.trainer.checkpoint import Checkpoints, check_intact
 from agentrl.trainer.layers import adapter_of, merge_adapters
+from agentrl.trainer.optim import local
 from agentrl.trainer.pretrained import empty_model, load_model_config, load_tokenizer
 from agentrl.trainer.train_state import saved_tensors
 from agentrl.trainer.weight_files import MAX_FILE_BYTES, Region, WeightFiles, WeightWriter, local_file
@@ -129,7 +130,7 @@ class Loader:
         mine = None if region is None else conversion.rows(region[0].start, region[0].stop)
         if mine is not None and region is not None:
             # Ranks beyond the last row hold nothing, and a converter cannot run without a source.
-            if local_of(target).numel():
+            if local(target).numel():
                 rows = mine.make(files.read, self._model)[conversion.name]
                 self._put(conversion.name, rows[(slice(None), *region[1:])])
             return [conversion.name]
@@ -142,7 +143,7 @@ class Loader:
 
     def _put(self, name: str, source: Tensor) -> None:
         tensor = self._tensors[name].tensor()
-        target = local_of(tensor)
+        target = local(tensor)
         if source.shape != target.shape:
             raise ModelError(f"{self._path}: {name}: a part has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
         # Filled already, by another name: tied names are one tensor here and may be two in the files.
@@ -171,11 +172,6 @@ def region_of(tensor: Tensor) -> Region | None:
             raise ModelError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {placements}: not one region a rank")
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -302,8 +298,9 @@ def _write(folder: Path, chosen: Path, target: Path, model: ModelConfig, data: D
     trust, template = model.trust_remote_code, model.chat_template
     tensors = saved_weights(chosen / "actor", model.lora)
     with full_disk_said(target, "repeat the command"), made_or_removed(target):
-        if adapter and model.lora is not None:
-            write_adapter(target, saved_adapter(chosen / "actor", model.lora), source)
+        if adapter and (lora := model.lora) is not None:
+            trained = adapter_of(*saved_model(chosen / "actor"))
+            write_adapter(target, Adapter(lora.rank, lora.alpha, trained), source)
             if template is not None:  # else the base model's own serves it
                 load_tokenizer(source, trust, template).save_pretrained(target)
             return
@@ -337,21 +334,15 @@ def made_or_removed(folder: Path) -> Iterator[None]:
         raise
 
 
-def saved_adapter(folder: Path, lora: LoraSection) -> Adapter:
-    """The adapters alone of a folder that `save_state` wrote. Raises CheckpointError."""
+def saved_model(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
+    """`saved_tensors` of the model alone, by Hugging Face name."""
     names, read = saved_tensors(folder)
-    held = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
-    return Adapter(lora.rank, lora.alpha, adapter_of(held, lambda name: read(MODEL + name)))
+    return [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)], lambda name: read(MODEL + name)
 
 
 def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str, Tensor]]:
     """The full weights in a folder that `save_state` wrote, read one at a time; adapters merged. Raises CheckpointError."""
-    names, read = saved_tensors(folder)
-    held = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
-
-    def full(name: str) -> Tensor:
-        return read(MODEL + name)
-
+    held, full = saved_model(folder)
     return merge_adapters(held, full, lora) if lora is not None else ((name, full(name)) for name in held)
 
 

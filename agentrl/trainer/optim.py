@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -235,8 +235,11 @@ def _sharded_as(like: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
     if not isinstance(like, DTensor):
         return local
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
-    make: Callable[..., Tensor] = DTensor  # not `from_local`, which would copy it to the mesh's device
-    return make(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
+    return _make_dtensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta))
+
+
+_make_dtensor: Callable[..., Tensor] = partial(DTensor, requires_grad=False)
+"""Not `from_local`, which would copy a tensor to the mesh's device."""
 
 
 # Rates of a config
@@ -312,30 +315,23 @@ def check_optims(config: TrainConfig) -> None:
 # Offloading
 
 
-@dataclass(frozen=True, slots=True)
-class _HostCopy:
-    """A storage and where its bytes wait: uint8, pinned if they came from a GPU."""
-
-    storage: torch.UntypedStorage
-    host: Tensor
-
-
 class Offloaded:
     """The host copies of some tensors. The copies' memory is kept from one time to the next."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _HostCopy] = {}
+        # A storage and where its bytes wait: uint8, pinned if they came from a GPU.
+        self._held: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self.away = False
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their memory, except for those that are away already."""
         there = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
-        going = {key: self._held.get(key) or _room(storage) for key, storage in there.items()}
-        for held in going.values():
-            held.host.copy_(_bytes(held.storage), non_blocking=True)
+        going = {key: self._held.get(key) or (storage, _host_room(storage)) for key, storage in there.items()}
+        for storage, host in going.values():
+            host.copy_(_bytes(storage), non_blocking=True)
         _wait()
-        for held in going.values():
-            held.storage.resize_(0)
+        for storage, _ in going.values():
+            storage.resize_(0)
         # Those of last time only if they are still away: the copy of a tensor that is gone would stay forever.
         self._held = {**self._held, **going} if self.away else going
         self.away = True
@@ -345,9 +341,9 @@ class Offloaded:
         """Allocate the memory again and copy the bytes into it. Does nothing if they are there."""
         if not self.away:
             return
-        for held in self._held.values():
-            held.storage.resize_(held.host.numel())
-            _bytes(held.storage).copy_(held.host, non_blocking=True)
+        for storage, host in self._held.values():
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=True)
         _wait()
         self.away = False
 
@@ -357,12 +353,9 @@ class Offloaded:
         held = self._held.get(part.untyped_storage()._cdata) if self.away else None
         if held is None:
             return tensor
-        typed = held.host.view(part.dtype)
+        typed = held[1].view(part.dtype)
         view = typed.as_strided(part.size(), part.stride(), part.storage_offset())
-        if not isinstance(tensor, DTensor):
-            return view
-        make: Callable[..., Tensor] = DTensor  # not `from_local`, which would copy it to the mesh's device
-        return make(view, tensor._spec, requires_grad=False)
+        return _make_dtensor(view, tensor._spec) if isinstance(tensor, DTensor) else view
 
 
 def free_cached() -> None:
@@ -376,10 +369,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _room(storage: torch.UntypedStorage) -> _HostCopy:
+def _host_room(storage: torch.UntypedStorage) -> Tensor:
     # Pinned, because only such copies run without the CPU's waiting for each.
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return _HostCopy(storage, host)
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -129,6 +130,11 @@ class _Sum(torch.autograd.Function):
         return total, None
 
 
+_all_to_all: Callable[..., Tensor] = _AllToAll.apply
+_gather: Callable[..., Tensor] = _Gather.apply
+_sum: Callable[..., Tensor] = _Sum.apply
+
+
 class Ulysses:
     """One rank's view of its group."""
 
@@ -149,40 +155,26 @@ class Ulysses:
         # A rank gets heads that follow one another, of keys as of queries: with grouped-query attention its query heads then
         # find their own key heads.
         parts = local.reshape(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
-        out = self._exchange(parts)
+        out = _all_to_all(parts, self.group)
         return out.reshape(self.size * tokens, heads // self.size, width)
 
     def to_tokens(self, local: Tensor) -> Tensor:
         """Inverse of `to_heads`."""
         tokens, heads, width = local.shape
         parts = local.reshape(self.size, tokens // self.size, heads, width)
-        out = self._exchange(parts)
+        out = _all_to_all(parts, self.group)
         return out.transpose(0, 1).reshape(tokens // self.size, self.size * heads, width)
 
     def gather(self, own: Tensor, counts: list[int]) -> Tensor:
         """The values of all ranks in rank order, `counts[i]` of them from rank i."""
-        call: Callable[..., Tensor] = _Gather.apply
-        return call(own, counts, self.group)
-
-    def _exchange(self, parts: Tensor) -> Tensor:
-        call: Callable[..., Tensor] = _AllToAll.apply
-        return call(parts, self.group)
+        return _gather(own, counts, self.group)
 
     def sum_gradient(self, whole: Tensor) -> Tensor:
         """A tensor that all ranks hold whole and use in part: its gradient is the sum of theirs. One that the ranks
         hold in parts (a DTensor) is gathered."""
         if isinstance(whole, DTensor):
             return whole.full_tensor(grad_placements=[Partial()])
-        call: Callable[..., Tensor] = _Sum.apply
-        return call(whole, self.group)
-
-
-@dataclass(frozen=True, slots=True)
-class _WholeHead:
-    """An output embedding, gathered."""
-
-    weight: Tensor
-    bias: Tensor | None
+        return _sum(whole, self.group)
 
 
 def compute_divided(
@@ -200,7 +192,8 @@ def compute_divided(
         return compute(hidden, head, targets)
     counts = [len(part) for part in torch.arange(len(targets)).tensor_split(group.size)]
     part = slice(sum(counts[: group.rank]), sum(counts[: group.rank + 1]))
-    whole = _WholeHead(group.sum_gradient(head.weight), None if head.bias is None else group.sum_gradient(head.bias))
+    bias = None if head.bias is None else group.sum_gradient(head.bias)
+    whole = SimpleNamespace(weight=group.sum_gradient(head.weight), bias=bias)
     own = compute(group.sum_gradient(hidden)[part], whole, targets[part])
     return group.gather(own[0], counts), group.gather(own[1], counts)
 
@@ -414,9 +407,7 @@ def _check_tensor(cfg: ModelConfig, model: Any, plan: Plan) -> None:
             f"{key}: the experts of the family {family!r} keep two matrices in one, whose parts a checkpoint cannot hold if "
             "their rows are split; give each rank whole experts: set model.expert_parallel to 2 or more"
         )
-    if others or family not in FAMILIES:
-        what = f"its plan has {', '.join(sorted(others))}" if others else "no test has shown it to be right"
-        raise ConfigError(f"{key} is not supported for the family {family!r}: {what}; families: {', '.join(sorted(FAMILIES))}")
+    _check_family(key, family, others, FAMILIES)
     heads = {"attention heads": text.num_attention_heads}
     heads["key heads"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     for what, count in heads.items():
@@ -428,16 +419,19 @@ def _check_tensor(cfg: ModelConfig, model: Any, plan: Plan) -> None:
             raise ConfigError(f"{key} does not divide {name} of shape {tuple(parameter.shape)} along dimension {dimension}")
 
 
+def _check_family(key: str, family: str, others: set[str], families: set[str]) -> None:
+    """`others`: styles of its plan that are not tested here."""
+    if others or family not in families:
+        what = f"its plan has {', '.join(sorted(others))}" if others else "no test has shown it to be right"
+        raise ConfigError(f"{key} is not supported for the family {family!r}: {what}; families: {', '.join(sorted(families))}")
+
+
 def _check_experts(cfg: ModelConfig, model: Any, plan: Plan, ranks: int) -> None:
     key, size = f"model.expert_parallel = {cfg.expert_parallel}", cfg.expert_parallel
     family = model.config.get_text_config().model_type
     if not plan:
         raise ConfigError(f"{key}: transformers has no expert-parallel plan for the family {family!r}; set it to 1")
-    others = set(plan.values()) - EXPERT_STYLES
-    if others or family not in EXPERT_FAMILIES:
-        what = f"its plan has {', '.join(sorted(others))}" if others else "no test has shown it to be right"
-        listed = ", ".join(sorted(EXPERT_FAMILIES))
-        raise ConfigError(f"{key} is not supported for the family {family!r}: {what}; families: {listed}")
+    _check_family(key, family, set(plan.values()) - EXPERT_STYLES, EXPERT_FAMILIES)
     for module in modules_of(model, [name for name, style in plan.items() if style == EXPERTS]):
         for name, parameter in module.named_parameters(recurse=False):
             if len(parameter) % size:

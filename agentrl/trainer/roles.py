@@ -13,7 +13,15 @@ import torch
 from agentrl.cluster.host import own_device
 from agentrl.cluster.worker import Broadcast, Strategy, Worker, WorkerContext
 from agentrl.config.load import check_unread
-from agentrl.config.schema import AlgorithmConfig, CriticConfig, DistillationConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    ClusterConfig,
+    CriticConfig,
+    DistillationConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+)
 from agentrl.data.rows import Ragged, build, on_device, row_ids
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.trainer.algorithms.base import aggregate
@@ -23,7 +31,7 @@ from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, counts_of, minibat
 from agentrl.trainer.optim import critic_optim, free_cached, rate
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
-from agentrl.trainer.update import Meter, Pack, Steps, UpdateSettings, compute_logprobs, compute_values, visit_order
+from agentrl.trainer.update import Meter, Pack, Steps, UpdateSettings, compute_logprobs, forward_columns, visit_order
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.processor import own_threads
 
@@ -167,16 +175,16 @@ def policy_called(name: str) -> BaseEngine:
     return engine
 
 
-def check_moving(config: TrainConfig) -> None:
+def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig) -> None:
     """Raise ConfigError for a moving reference that has no policy to follow in its process.
 
     Reads: algorithm.kl, model.lora, model.offload, model.cpu_offload, cluster.
     """
-    if not moves(config.algorithm):
-        check_unread("algorithm.kl", config.algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
+    if not moves(algorithm):
+        check_unread("algorithm.kl", algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
         return
-    key, model = 'algorithm.kl.reference = "moving"', config.model
-    if config.algorithm.kl.coef == 0:
+    key = 'algorithm.kl.reference = "moving"'
+    if algorithm.kl.coef == 0:
         raise ConfigError(f"{key}: with algorithm.kl.coef = 0 there is no reference; set it above 0, or unset the reference")
     if model.lora is not None:
         raise ConfigError(
@@ -188,7 +196,7 @@ def check_moving(config: TrainConfig) -> None:
         raise ConfigError(
             f"{key}: both models must be in their device's memory after an update, and {off} takes them out; unset one"
         )
-    pools = {str(role): pool for role, pool in config.cluster.roles.items()} if config.cluster.backend == "ray" else {}
+    pools = {str(role): pool for role, pool in cluster.roles.items()} if cluster.backend == "ray" else {}
     actor, own = pools.get("actor"), pools.get("reference", pools.get("actor"))
     if actor != own:
         raise ConfigError(
@@ -254,7 +262,8 @@ class Critic(TrainedRole):
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Ragged `values` at the sampled tokens, 0 elsewhere."""
-        return compute_values(self._ready(), Ragged.of(batch), self._cap)
+        engine = self._ready()
+        return forward_columns(engine, Ragged.of(batch), self._cap, ("values",), lambda micro: (engine.values(micro),))
 
     def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
         """One training step on a batch from `cut_update` with `values` (old) and `returns`; metrics over all ranks.
@@ -305,14 +314,11 @@ def update_critic(
         for number in visit_order(len(parts), epoch, settings):
             steps.take(number, micros[number], partial(loss_of, number=number))
     steps.check()
-    return _metrics(engine, meter, steps, sum(part.tokens for part in counts) * cfg.epochs)
-
-
-def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, tokens: float) -> dict[str, float]:
     sums, _ = meter.totals(engine)
     if not steps.norms:
         return {}
-    mean = {name: value / max(tokens, 1.0) for name, value in sums.items()}
+    tokens = max(sum(part.tokens for part in counts) * cfg.epochs, 1.0)
+    mean = {name: value / tokens for name, value in sums.items()}
     # 0 if all returns are equal, and by rounding even less.
     variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
     return {
@@ -386,20 +392,11 @@ def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> Ragged:
 # The teacher
 
 
-class TeacherModel(ModelRole):
+class TeacherModel(Reference):
     """One rank of a frozen policy, of any size, that reads the same token ids."""
 
-    dispatch_table: ClassVar[dict[str, Strategy]] = {"init_model": Broadcast(), "compute_logprob": RowsShard()}
-
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
-        """Load the model from a folder or hub name. Raises ModelError."""
-        self._engine = open_engine(self, path, model.model_copy(update={"lora": None}))
-        self._engine.freeze()
-        self._cap = optim.micro_tokens
-
-    def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
-        """Ragged `logprobs` and `entropy` of the sampled tokens."""
-        return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._cap)
+        super().init_model(path, model.model_copy(update={"lora": None}), optim)
 
 
 def taught(view: Ragged, cfg: DistillationConfig) -> tuple[Ragged, dict[str, float]]:
@@ -419,19 +416,19 @@ def taught(view: Ragged, cfg: DistillationConfig) -> tuple[Ragged, dict[str, flo
     return view.with_tokens(advantages=advantages), {"teacher/kl": -float(ahead.sum() / count)}
 
 
-def check_distillation(config: TrainConfig) -> None:
+def check_distillation(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
     """Raise ConfigError if a part of the config would drop or keep what only the teacher tells apart.
 
     Reads: algorithm, rollout.filter_zero_variance, rollout.accept.
     """
-    if config.algorithm.distillation is None:
+    if algorithm.distillation is None:
         return
-    if config.rollout.filter_zero_variance:
+    if rollout.filter_zero_variance:
         raise ConfigError(
             "rollout.filter_zero_variance drops groups whose rewards are equal, from which algorithm.distillation learns as "
             "from any other; unset one of the two"
         )
-    kept = config.algorithm.experience
+    kept = algorithm.experience
     if kept is not None and kept.term == "policy":
         raise ConfigError(
             'algorithm.experience.term = "policy" trains kept episodes with the advantages that they had, and what '

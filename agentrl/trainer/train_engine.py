@@ -257,11 +257,6 @@ def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if cfg.computes_in(device.type == "cuda") == "float32" else torch.bfloat16
 
 
-def flat_state(sections: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Nested state under dotted names."""
-    return {f"{outer}.{name}": value for outer, inner in sections.items() for name, value in inner.items()}
-
-
 # The engine of a config
 
 ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path, PurePath
 from typing import Any
@@ -126,9 +126,18 @@ def _metadata(made: Any) -> Metadata:
     """Raises ValueError for what no checkpoint of tensors has."""
     row = _of(made, "Metadata")
     tensors: dict[str, STORAGE_TYPES] = {
-        _text(name): _tensor(_text(name), entry) for name, entry in _map(row.get("state_dict_metadata")).items()
+        _check_type(str, name): _tensor(name, entry) for name, entry in _check_type(dict, row.get("state_dict_metadata")).items()
     }
-    stored = {_index(key): _storage_info(entry) for key, entry in _map(row.get("storage_data")).items()}
+    stored = {}
+    for key, entry in _check_type(dict, row.get("storage_data")).items():
+        at = _of(key, "MetadataIndex")
+        offset, index = at.get("offset"), at.get("index")
+        place = MetadataIndex(
+            _check_type(str, at.get("fqn")),
+            None if offset is None else _size(offset),
+            None if index is None else _whole(index),
+        )
+        stored[place] = _storage_info(entry)
     version = row.get("version")
     return Metadata(tensors, storage_data=stored, version=version if isinstance(version, str) else None)
 
@@ -139,7 +148,7 @@ def _tensor(name: str, made: Any) -> TensorStorageMetadata:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: no dtype")
     size = _size(row.get("size"))
-    chunks = [_chunk(name, size, chunk) for chunk in _list(row.get("chunks"))]
+    chunks = [_chunk(name, size, chunk) for chunk in _check_type(list, row.get("chunks"))]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
@@ -153,17 +162,9 @@ def _chunk(name: str, size: torch.Size, made: Any) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets, sizes)
 
 
-def _index(made: Any) -> MetadataIndex:
-    row = _of(made, "MetadataIndex")
-    offset, index = row.get("offset"), row.get("index")
-    return MetadataIndex(
-        _text(row.get("fqn")), None if offset is None else _size(offset), None if index is None else _whole(index)
-    )
-
-
 def _storage_info(made: Any) -> _StorageInfo:
     row = _of(made, "_StorageInfo")
-    path = _text(row.get("relative_path"))
+    path = _check_type(str, row.get("relative_path"))
     if not path or PurePath(path).name != path or path.startswith("."):
         raise ValueError(f"{path!r} is no file of this folder")
     if row.get("transform_descriptors"):
@@ -173,39 +174,27 @@ def _storage_info(made: Any) -> _StorageInfo:
 
 def _of(value: Any, name: str) -> _Record:
     if not isinstance(value, _Record) or type(value).__name__ != name:
-        raise ValueError(f"expected {name}, found {_name(value)}")
+        raise ValueError(f"expected {name}, found {type(value).__name__}")
     if not isinstance(value.state, dict if name != "TensorProperties" else tuple):
         raise ValueError(f"{name}: it has no fields")
     return value
 
 
-def _name(value: Any) -> str:
-    return type(value).__name__
-
-
-def _typed_loader(kind: type, what: str) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if type(value) is not kind:
-            raise ValueError(f"expected {what}, found {_name(value)}")
-        return value
-
-    return check
-
-
-_text: Callable[[Any], str] = _typed_loader(str, "text")
-_list: Callable[[Any], list[Any]] = _typed_loader(list, "a list")
-_map: Callable[[Any], Mapping[Any, Any]] = _typed_loader(dict, "a dictionary")
+def _check_type(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value
 
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"expected a whole number, found {_name(value)}")
+        raise ValueError(f"expected a whole number, found {type(value).__name__}")
     return value
 
 
 def _size(made: Any) -> torch.Size:
     if not isinstance(made, _Record) or type(made).__name__ != "Size" or len(made.args) != 1 or type(made.args[0]) is not tuple:
-        raise ValueError(f"expected a size, found {_name(made)}")
+        raise ValueError(f"expected a size, found {type(made).__name__}")
     found = torch.Size([_whole(n) for n in made.args[0]])
     if math.prod(found) >= 1 << 62:
         raise ValueError("a tensor of more elements than any machine has")

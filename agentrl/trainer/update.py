@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.expert_routing import free, load_metrics
-from agentrl.data.images import Image
 from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
@@ -73,15 +72,12 @@ class Meter:
 
     def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima over all ranks, by name. Every rank must have added the same names."""
-        return _reduce_meter(engine, self._sums, "sum"), _reduce_meter(engine, self._tops, "max")
+        return self._reduce(engine, self._sums, "sum"), self._reduce(engine, self._tops, "max")
 
-
-def _reduce_meter(engine: BaseEngine, values: dict[str, Tensor], how: str) -> dict[str, float]:
-    if not values:
-        return {}
-    names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
-    joined = engine.reduce(torch.stack([values[name].cpu() for name in names]), "sum" if how == "sum" else "max")
-    return dict(zip(names, joined.tolist(), strict=True))
+    def _reduce(self, engine: BaseEngine, values: dict[str, Tensor], how: Literal["sum", "max"]) -> dict[str, float]:
+        names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
+        joined = engine.reduce(torch.stack([values[name].cpu() for name in names]), how).tolist() if names else []
+        return dict(zip(names, joined, strict=True))
 
 
 def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators, ...]) -> dict[str, float]:
@@ -118,10 +114,10 @@ class Added:
     counts: Denominators
     added: dict[int, Denominators]
 
-    def loss(self, origin: Tensor, given: LossInput, tokens: Tensor, episode_tokens: Tensor) -> Tensor:
-        """This micro-batch's share. `origin` [N] of its rows; `tokens` [M]: the weighted policy loss of each sampled token;
+    def loss(self, kinds: Tensor, given: LossInput, tokens: Tensor, episode_tokens: Tensor) -> Tensor:
+        """This micro-batch's share. `kinds` [M]: the origin of each sampled token's row; `tokens` [M]: its weighted policy loss;
         `episode_tokens` [N]: trained tokens of each row's episode."""
-        kinds, total = spread(origin, given.offsets, len(given.mask)), given.logprobs.new_zeros(())
+        total = given.logprobs.new_zeros(())
         if KEPT in self.added and self.algorithm.experience is not None:
             # Own rows that a correction rejects altogether would leave nothing to count by.
             whole = self.counts if self.counts.tokens else self.added[KEPT]
@@ -134,9 +130,9 @@ class Added:
                 total = total + section.coef * unlikely.sum() / max(self.added[kind].tokens, 1.0)
         return total
 
-    def measure(self, origin: Tensor, given: LossInput, out: LossOutput, meter: Meter) -> None:
+    def measure(self, kinds: Tensor, given: LossInput, out: LossOutput, meter: Meter) -> None:
         """Sums over the added tokens of a micro-batch: all ranks add the same names."""
-        kinds, now = spread(origin, given.offsets, len(given.mask)), given.logprobs.detach()
+        now = given.logprobs.detach()
         if KEPT in self.added:
             kept = given.mask & (kinds == KEPT)
             apart = torch.where(kinds == KEPT, now - given.behaviour_logprobs, torch.zeros_like(now))
@@ -151,11 +147,6 @@ class Added:
         if SHOWN in self.added:
             meter.add(SHOWN_COMPUTED, kinds == SHOWN)
             meter.add("demonstrations/nll", -now, kinds == SHOWN)
-
-
-def fresh_tokens(origin: Tensor, given: LossInput) -> Tensor:
-    """The sampled tokens of rows that were played for this update, bool [M]; `origin` [N]."""
-    return spread(origin, given.offsets, len(given.mask)) == FRESH
 
 
 # The policy update on a worker: minibatches -> micro-batches -> losses with global denominators -> optimizer steps.
@@ -202,17 +193,19 @@ def update_policy(
             job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, not steps.norms, seen, more)
             steps.take(number, micros[number], job.loss)
     steps.check()
-    return _metrics(engine, meter, steps, counts)
+    if not steps.norms:
+        return {"tokens_trained": 0.0, "minibatches": 0.0}
+    found = measured_means(engine, meter, counts)
+    # `loss` and `grad_norm` are means over the optimizer steps.
+    return {**found, **steps.metrics(), "loss": found["loss"] / len(steps.norms), "minibatches": float(len(counts))}
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients that wait for an optimizer step: the denominators that they have, whether every loss was finite, and the
-    `backward` calls that they are of."""
+    """Gradients that wait for an optimizer step: the denominators that they have, and whether every loss was finite."""
 
     counts: Denominators
     sound: bool
-    calls: int
 
 
 def add_gradients(
@@ -247,7 +240,7 @@ def add_gradients(
     sound = steps.sound(broken) and (waiting is None or waiting.sound)
     metrics = measured_means(engine, meter, (own,))
     # Of these rows by themselves, whatever waited before them.
-    return {**metrics, "loss": metrics["loss"] / share}, Gradients(counts, sound, 1 if waiting is None else waiting.calls + 1)
+    return {**metrics, "loss": metrics["loss"] / share}, Gradients(counts, sound)
 
 
 def _mean_denominator(counts: Denominators, algorithm: AlgorithmConfig) -> float:
@@ -298,13 +291,14 @@ class _Job:
         policy = tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:
             tokens = tokens - self.algorithm.entropy_bonus * entropy
-        fresh = None if self.added is None else fresh_tokens(piece.row(ORIGIN), given)
+        kinds = None if self.added is None else spread(piece.row(ORIGIN), given.offsets, len(given.mask))
+        fresh = None if kinds is None else kinds == FRESH  # played for this update
         mask, lengths = given.mask if fresh is None else given.mask & fresh, piece.row("episode_tokens")
         tokens = tokens + self._kl(piece, given, mask)
         total = aggregate(tokens, mask, given.offsets, self.algorithm.aggregate, self.counts, lengths)
-        if self.added is not None:
-            total = total + self.added.loss(piece.row(ORIGIN), given, policy, lengths)
-            self.added.measure(piece.row(ORIGIN), given, out, self.meter)
+        if self.added is not None and kinds is not None:
+            total = total + self.added.loss(kinds, given, policy, lengths)
+            self.added.measure(kinds, given, out, self.meter)
         self._measure(piece, given, out, entropy, total, fresh)
         if self.visits is not None and rows:
             self.visits.add(piece.row(SOURCE), piece.compact, given.logprobs - given.behaviour_logprobs)
@@ -347,14 +341,6 @@ def mismatch(view: Ragged) -> dict[str, float]:
     if not len(new):
         return {}
     return {"mismatch_kl": float(kl_estimate("k3", new, old).mean()), "mismatch_max": float((new - old).abs().max())}
-
-
-def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denominators, ...]) -> dict[str, float]:
-    """`loss` and `grad_norm` are means over the optimizer steps; the rest is as in `measured`."""
-    if not steps.norms:
-        return {"tokens_trained": 0.0, "minibatches": 0.0}
-    found = measured_means(engine, meter, counts)
-    return {**found, **steps.metrics(), "loss": found["loss"] / len(steps.norms), "minibatches": float(len(counts))}
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -413,10 +399,12 @@ class Pack:
                 experts = experts[torch.from_numpy(np.unique(made.at.numpy(), return_index=True)[1])]
             packed = packed_trees(made.spans, packed.longest, device)
         self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
+        ends, held = self.flat["cu_seqlens"].tolist(), [view.images(row) for row in rows] or [()]
+        images = tuple(zip(ends[:-1], ends[1:], held, strict=True))
         # int32 in the batch; gather needs int64.
         ids, positions, before, targets, last = (on_device(t.long(), device) for t in (ids, positions, before, targets, last))
         experts = None if experts is None else on_device(experts, device)
-        self.micro = Micro(ids, positions, packed, before, targets, last, experts, row_counts, _images(view, rows, offsets))
+        self.micro = Micro(ids, positions, packed, before, targets, last, experts, row_counts, images)
 
     def column(self, name: str) -> Tensor:
         values: Tensor = self.flat[name]
@@ -432,13 +420,6 @@ class Pack:
         out = torch.zeros(len(self.mask), dtype=torch.float32)
         out[self.mask] = values.detach().float().cpu()
         return out
-
-
-def _images(view: Ragged, rows: list[int], offsets: Tensor) -> tuple[tuple[int, int, tuple[Image, ...]], ...]:
-    """`Micro.images` of packed rows; of a dummy, that it has none."""
-    ends = offsets.tolist()
-    held = [view.images(row) for row in rows] or [()]
-    return tuple(zip(ends[:-1], ends[1:], held, strict=True))
 
 
 class Steps:
@@ -511,26 +492,27 @@ class Steps:
 
 
 @torch.no_grad()
-def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: int, replay: bool = False) -> TensorDict:
-    """`logprobs` and `entropy` of the sampled tokens as ragged float32 columns, 0 elsewhere. `replay`: tokens go to the experts
-    that the batch names, if it does."""
-    out = {name: torch.zeros(int(view.offsets[-1])) for name in ("logprobs", "entropy")}
+def forward_columns(
+    engine: BaseEngine,
+    view: Ragged,
+    cap: int,
+    names: tuple[str, ...],
+    forward: Callable[[Micro], tuple[Tensor, ...]],
+    replay: bool = False,
+) -> TensorDict:
+    """Ragged float32 columns of the sampled tokens, 0 elsewhere: `forward` makes those of a micro-batch, in the order of `names`.
+    `replay`: tokens go to the experts that the batch names, if it does."""
+    out = {name: torch.zeros(int(view.offsets[-1])) for name in names}
     [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
     for rows in micros:
         # Also for a dummy without rows: the pass takes part in the collectives of ranks that have some, and writes nothing.
         packed = Pack(view, rows, engine.device, replay)
-        results = engine.logprobs(packed.micro, temperature, True)
-        for name, values in zip(out, results, strict=True):
+        for name, values in zip(names, forward(packed.micro), strict=True):
             unpack(view, rows, packed.spread(values), out[name])
     return build({name: nested_tensor(values, view.offsets) for name, values in out.items()}, len(view))
 
 
-@torch.no_grad()
-def compute_values(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
-    """`values` of the sampled tokens as a ragged float32 column, 0 elsewhere."""
-    out = torch.zeros(int(view.offsets[-1]))
-    [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
-    for rows in micros:
-        packed = Pack(view, rows, engine.device)
-        unpack(view, rows, packed.spread(engine.values(packed.micro)), out)
-    return build({"values": nested_tensor(out, view.offsets)}, len(view))
+def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: int, replay: bool = False) -> TensorDict:
+    """`logprobs` and `entropy` as `forward_columns`."""
+    names = ("logprobs", "entropy")
+    return forward_columns(engine, view, cap, names, lambda micro: engine.logprobs(micro, temperature, True), replay)

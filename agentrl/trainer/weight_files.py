@@ -152,14 +152,6 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FilePosition:
-    """Position of a tensor's bytes in a file: an open file, and the position in it."""
-
-    file: BinaryIO
-    start: int
-
-
 class WeightWriter:
     """The weight files of a model folder, in the format of https://github.com/huggingface/safetensors: the length of a header,
     the header (JSON), the bytes. Since it says where each tensor lies, they may come in any order.
@@ -172,7 +164,7 @@ class WeightWriter:
         """`expected`: all tensors that will be written, in the order of files; meta tensors will do."""
         self._folder, self._expected = folder, dict(expected)
         self._missing = set(expected)
-        self._positions: dict[str, FilePosition] = {}
+        self._positions: dict[str, tuple[BinaryIO, int]] = {}  # where a tensor's bytes begin
         self._files = ExitStack()
         groups = _group_files(expected, max_bytes)
         count = len(groups)
@@ -200,11 +192,11 @@ class WeightWriter:
             raise ModelError(f"export: no place for weights named {name}")
         if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             raise ModelError(f"export: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected {tuple(expected.shape)}")
-        position = self._positions[name]
-        with naming(Path(position.file.name)):
-            position.file.seek(position.start)
+        file, start = self._positions[name]
+        with naming(Path(file.name)):
+            file.seek(start)
             # As bytes, since numpy has no bfloat16; flat, since a scalar cannot be viewed as bytes.
-            position.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
     def _end(self, publish: bool) -> None:
@@ -227,7 +219,7 @@ class WeightWriter:
         starts, end = {}, 0
         for name in names:
             tensor = self._expected[name]
-            starts[name], end = end, end + _bytes(tensor)
+            starts[name], end = end, end + tensor.nbytes
             entry = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
             header[name] = entry
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -236,7 +228,7 @@ class WeightWriter:
         self._files.enter_context(naming(path))
         file = self._files.enter_context(path.open("wb"))
         file.write(len(text).to_bytes(8, "little") + text)
-        self._positions.update({name: FilePosition(file, 8 + len(text) + start) for name, start in starts.items()})
+        self._positions.update({name: (file, 8 + len(text) + start) for name, start in starts.items()})
 
     def _publish(self) -> None:
         for old in self._folder.glob("model*.safetensors*"):
@@ -248,15 +240,11 @@ class WeightWriter:
             return
         total = {
             "total_parameters": sum(tensor.numel() for tensor in self._expected.values()),
-            "total_size": sum(_bytes(tensor) for tensor in self._expected.values()),
+            "total_size": sum(tensor.nbytes for tensor in self._expected.values()),
         }
         # The index last: files that it does not name yet are not a model to any reader.
         index = {"metadata": total, "weight_map": dict(sorted(self._of.items()))}
         (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _group_files(expected: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
@@ -264,11 +252,11 @@ def _group_files(expected: Mapping[str, Tensor], max_bytes: int) -> list[list[st
     groups: list[list[str]] = [[]]
     held = 0
     for name, tensor in expected.items():
-        if groups[-1] and held + _bytes(tensor) > max_bytes:
+        if groups[-1] and held + tensor.nbytes > max_bytes:
             groups.append([])
             held = 0
         groups[-1].append(name)
-        held += _bytes(tensor)
+        held += tensor.nbytes
     return groups
 
 
@@ -380,13 +368,15 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
 def _sort_tensors(model: Any, unknown: Iterable[str]) -> tuple[Counter[str], list[str]]:
     """Tensors without a place in the model: those known to be harmless, counted by reason, and the others."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    text = model.config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None)
+    behind = getattr(text, "num_nextn_predict_layers", None) or 0  # that some families keep behind the model's own
     counts: Counter[str] = Counter()
     strange = []
     for name in unknown:
         number = re.search(r"\blayers\.(\d+)\.", name)
         reason = next((reason for reason, pattern in HARMLESS.items() if re.search(pattern, name)), None)
-        if reason is None and number is not None and isinstance(layers, int) and _behind(model, int(number[1]), layers):
+        if reason is None and number and isinstance(layers, int) and layers <= int(number[1]) < layers + behind:
             reason = "layers that predict several tokens at once"
         if reason is None and any(pattern.search(name) for pattern in ignored):
             reason = f"left out by {type(model).__name__}"
@@ -395,11 +385,6 @@ def _sort_tensors(model: Any, unknown: Iterable[str]) -> tuple[Counter[str], lis
         else:
             counts[reason] += 1
     return counts, strange
-
-
-def _behind(model: Any, number: int, layers: int) -> bool:
-    """Return True if a layer is one of those that some families keep behind the model's own, to predict several tokens."""
-    return layers <= number < layers + (getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
 
 
 def name_first(names: list[str]) -> str:

@@ -28,7 +28,8 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import PACKED
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.fsdp import FsdpEngine
-from agentrl.trainer.model_folder import export_run, local_of, region_of, save_model
+from agentrl.trainer.model_folder import export_run, region_of, save_model
+from agentrl.trainer.optim import local
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.trainer.weight_files import SINGLE
 from agentrl.utils.errors import ModelError
@@ -91,7 +92,7 @@ def agree(engine: FsdpEngine, plain: Any, prefix: str = "hf.") -> int:
     for name, tensor in mine.items():
         want = theirs[name.removeprefix(prefix)]
         assert tensor.shape == want.shape and not tensor.is_meta and tensor.dtype == want.dtype, name
-        assert torch.equal(local_of(tensor), rows_of(tensor, want)), name
+        assert torch.equal(local(tensor), rows_of(tensor, want)), name
     return len(mine)
 
 
@@ -135,7 +136,7 @@ def test_classifiers_and_value_heads(tmp_path: Path) -> None:
             agree(FsdpEngine(path, ModelConfig(), 1.0, "score"), plain)
             critic = FsdpEngine(base, ModelConfig(), 1.0, "value")
             head = critic.module.head
-            assert head.weight.shape == (1, 32) and not local_of(head.weight).any()
+            assert head.weight.shape == (1, 32) and not local(head.weight).any()
             del critic.module.head
             agree(critic, backbone)
 
@@ -215,8 +216,8 @@ def test_quantized_and_absent_weights_are_refused(tmp_path: Path) -> None:
 def sizes(engine: FsdpEngine) -> tuple[int, int, int]:
     """Bytes of the whole model, of this rank's shard, and of the largest part that is gathered at once."""
 
-    def total(module: torch.nn.Module, local: bool) -> int:
-        return sum((local_of(p) if local else p).numel() * 4 for p in module.parameters())
+    def total(module: torch.nn.Module, sharded: bool) -> int:
+        return sum((local(p) if sharded else p).numel() * 4 for p in module.parameters())
 
     parts = [total(part, False) for part in engine.module.modules() if isinstance(part, FSDPModule)]
     return parts[0], total(engine.module, True), max(*parts[1:], parts[0] - sum(parts[1:]))

@@ -59,6 +59,19 @@ def of_episodes(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) -> Ad
     return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
 
 
+def of_groups(batch: AdvantageInput, rule: Callable[[Tensor], Tensor]) -> AdvantageOutput:
+    """As `of_episodes`, for a rule that sees the rewards of one group at a time."""
+
+    def by_group(e: Episodes) -> Tensor:
+        out = torch.zeros_like(e.reward)
+        for group in range(e.groups):
+            members = (e.group == group).nonzero().squeeze(1)
+            out[members] = rule(e.reward[members])
+        return out
+
+    return of_episodes(batch, by_group)
+
+
 @ADVANTAGES.register("grpo", needs={"group"})
 def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) -> AdvantageOutput:
     """(R - mean) / (std + eps) on every sampled token; 0 in a group of one, or if all rewards are equal.
@@ -99,11 +112,11 @@ def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -
     The paper's threshold, below which groups are sampled again, is `rollout.filter_zero_variance`.
     """
 
-    def scaled(e: Episodes) -> Tensor:
+    def rule(e: Episodes) -> Tensor:
         teaching = max(int((e.std() > 0).sum()), 1)  # B - M
         return e.center() * len(e.reward) / teaching / f_norm
 
-    return of_episodes(batch, scaled)
+    return of_episodes(batch, rule)
 
 
 @ADVANTAGES.register("maxrl", needs={"group"})
@@ -126,19 +139,16 @@ def max_variance(batch: AdvantageInput, *, k: Annotated[int, Field(ge=2)] = 4) -
     of the loss. A group of at most k episodes is that of `grpo`.
     """
 
-    def rule(e: Episodes) -> Tensor:
-        out = torch.zeros_like(e.reward)
-        for group in range(e.groups):
-            members = (e.group == group).nonzero().squeeze(1)
-            order, n = members[torch.sort(e.reward[members], stable=True).indices], len(members)
-            least = min(k, n)
-            ends = torch.stack([torch.cat([order[:i], order[n - least + i :]]) for i in range(least + 1)])
-            spread = e.reward[ends].double().var(1, correction=0)
-            kept = ends[int((spread >= (1 - 1e-9) * spread.max()).nonzero()[0])]  # rounding decides between no equal ones
-            out[kept] = n / least * standardize_in_groups(e.reward[kept], torch.zeros_like(kept), 1, 1e-6)
+    def rule(rewards: Tensor) -> Tensor:
+        out, order, n = torch.zeros_like(rewards), torch.sort(rewards, stable=True).indices, len(rewards)
+        least = min(k, n)
+        ends = torch.stack([torch.cat([order[:i], order[n - least + i :]]) for i in range(least + 1)])
+        spread = rewards[ends].double().var(1, correction=0)
+        kept = ends[int((spread >= (1 - 1e-9) * spread.max()).nonzero()[0])]  # rounding decides between no equal ones
+        out[kept] = n / least * standardize_in_groups(rewards[kept], torch.zeros_like(kept), 1, 1e-6)
         return out
 
-    return of_episodes(batch, rule)
+    return of_groups(batch, rule)
 
 
 @ADVANTAGES.register("pass_at_k", needs={"group", "group_over_k"})
@@ -153,14 +163,7 @@ def pass_at_k(
     A group of at most k episodes has only one subset, so its advantages are 0: groups must be larger than k.
     """
 
-    def rule(e: Episodes) -> Tensor:
-        out = torch.zeros_like(e.reward)
-        for group in range(e.groups):
-            members = (e.group == group).nonzero().squeeze(1)
-            out[members] = subset_advantages(e.reward[members], k, eps)
-        return out
-
-    return of_episodes(batch, rule)
+    return of_groups(batch, lambda rewards: subset_advantages(rewards, k, eps))
 
 
 def subset_advantages(rewards: Tensor, k: int, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ turns of an episode, and numbers for equal states."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 import torch
@@ -55,26 +55,15 @@ class AdvantageInput:
         this one (bool [T])."""
         tokens = spread(rows, self.offsets, len(self.mask))
         lengths = self.offsets.diff()[rows]
-
-        def part(column: Tensor | None, where: Tensor) -> Tensor | None:
-            return None if column is None else column[where]
-
-        kept = AdvantageInput(
-            token_rewards=self.token_rewards[tokens],
-            mask=self.mask[tokens],
-            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            group=self.group[rows],
-            reward=self.reward[rows],
-            values=part(self.values, tokens),
-            turns=part(self.turns, tokens),
-            member=part(self.member, rows),
-            baseline=part(self.baseline, rows),
-            terms=None if self.terms is None or not terms else self.terms[rows][:, :terms],
-            anchors=part(self.anchors, tokens),
-            parent=part(self.parent, rows),
-            branch_turn=part(self.branch_turn, rows),
-        )
-        return kept, tokens
+        per_token = {"token_rewards", "mask", "values", "turns", "anchors"}
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        part = {
+            name: None if column is None else column[tokens if name in per_token else rows]
+            for name, column in columns.items()
+            if name != "offsets"
+        }
+        part["terms"] = None if self.terms is None or not terms else self.terms[rows][:, :terms]
+        return AdvantageInput(**part, offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])), tokens
 
 
 @dataclass(frozen=True, slots=True)
