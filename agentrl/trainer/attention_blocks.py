@@ -76,7 +76,11 @@ def suffix_blocks(spans: Tensor, device: torch.device | None = None) -> list[Blo
     for first, last, start, stop in spans.tolist():
         groups.setdefault((first, last) if last > first else (start, start), []).append((start, stop))
     place = device or torch.device("cpu")
-    return [row_block(*torch.tensor(suffixes).unbind(1), place, prefix) for prefix, suffixes in groups.items()]
+    found = []
+    for prefix, suffixes in groups.items():
+        starts, stops = torch.tensor(suffixes).unbind(1)
+        found.append(row_block(starts, stops, place, prefix))
+    return found
 
 
 def similar(lengths: list[int]) -> list[list[int]]:

@@ -337,7 +337,7 @@ class FsdpEngine(BaseEngine):
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
         seen: set[str] = set()
-        parts = [(name, part) for name, part in self.module.named_modules() if isinstance(part, FSDPModule)]
+        parts: list[tuple[str, Any]] = [(n, part) for n, part in self.module.named_modules() if isinstance(part, FSDPModule)]
         for prefix, part in parts if self._gathers else []:
             part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
             part.unshard()

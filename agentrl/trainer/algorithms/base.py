@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class AdvantageInput:
         lengths = self.offsets.diff()[rows]
         per_token = {"token_rewards", "mask", "values", "turns", "anchors"}
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        part = {
+        part: dict[str, Any] = {
             name: None if column is None else column[tokens if name in per_token else rows]
             for name, column in columns.items()
             if name != "offsets"
