@@ -295,7 +295,7 @@ class Sample:
     def __init__(self, config: Any, kind: Kind = "policy") -> None:
         """Raises ModelError if no small model of that config can be built, or its own forward pass fails."""
         self.kind = kind
-        self.config = run_guarded(lambda: _small(config, kind))
+        self.config = run_guarded(lambda: small(config, kind))
         self.rows, self.view = rows_of(int(self.config.get_text_config(decoder=True).vocab_size))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -390,7 +390,7 @@ def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
     return rows, Ragged.of(build({"token_ids": nested_tensor(torch.cat(rows), offsets), "group": group}, len(rows)))
 
 
-def _small(config: Any, kind: Kind) -> Any:
+def small(config: Any, kind: Kind) -> Any:
     """Config of a model that is small enough to try. Raises ModelError if none can be made."""
     shrunk = cut(config)
     with torch.device("meta"):
