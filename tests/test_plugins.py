@@ -27,7 +27,7 @@ from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.utils.errors import ConfigError, ResourceError
 from agentrl.utils.registry import Registry, _entry_points
 from tests.conftest import proof
-from tests.run.timelines import check_update, read
+from tests.run.timelines import check_update
 
 FILES = {
     "less_greedy": """
@@ -242,7 +242,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
     assert {episode.reward for episode in episodes} == {0.0}
     assert update["share"] == pytest.approx(0.25) and update["advantage_seen"] == pytest.approx(2.0)
     assert 1000 < update["grad_norm"] < 1100  # by the training engine's own step
-    check_update(read(folder.path / "profile" / "step_000001.json.gz"))
+    check_update(folder.path / "profile" / "step_000001.json.gz")
 
 
 @pytest.mark.parametrize(

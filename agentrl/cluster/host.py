@@ -1,21 +1,17 @@
 """The process side of a worker group: a host holds role objects and runs their methods.
 
-The GPUs of the process, the timing and tracing of calls, and the host itself."""
+The GPUs of the process, the recording of calls by torch, and the host itself."""
 
 from __future__ import annotations
 
 import functools
-import heapq
-import json
 import os
 import pickle
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +21,6 @@ from agentrl.cluster.machine import open_rendezvous as listen
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.utils.errors import ResourceError, UserError, WorkerError
 from agentrl.utils.redaction import guard_process
-from agentrl.utils.spans import machine, now
 
 if TYPE_CHECKING:
     import torch
@@ -71,50 +66,26 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# Timed calls
-
-MARK = "agentrl clock"
-"""A mark in torch's trace, whose time is known."""
+# Recorded calls
 
 
 @dataclass(slots=True)
-class RankCall:
-    """A call of a role on one rank, in nanoseconds of that process's clock. `file`: torch's events, in the same time."""
+class _Recording:
+    """Profiles of this process, by the files that they become; `prefix` begins the name of each."""
 
-    group: str
-    rank: int
-    method: str
-    begin: int
-    end: int = 0
-    file: str | None = None
+    prefix: str
+    profiles: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Watching:
-    """Notes of this process. `traces`: by call, torch's profile and the time of its mark."""
-
-    folder: Path
-    torch: bool
-    most: int
-    calls: list[RankCall] = field(default_factory=list)
-    traces: list[tuple[RankCall, Any, int]] = field(default_factory=list)
+_recording: _Recording | None = None
 
 
-_watching: _Watching | None = None
-
-
-def clock() -> tuple[str, int]:
-    """This process's machine and time."""
-    return machine(), now()
-
-
-def begin_watching(folder: str, torch: bool, most: int) -> None:
-    """From now on, note calls. `folder`: for torch's events; a process writes the longest `most`. Idempotent."""
-    global _watching
-    if _watching is None:
-        if torch:
-            load_profiler()
-        _watching = _Watching(Path(folder), torch, most)
+def begin_recording(prefix: str) -> None:
+    """From now on, have torch record the calls that compute on a batch. Idempotent."""
+    global _recording
+    if _recording is None:
+        load_profiler()
+        _recording = _Recording(prefix)
 
 
 @functools.cache
@@ -128,82 +99,32 @@ def load_profiler() -> None:
         pass
 
 
-def end_watching() -> list[RankCall]:
-    """The calls since `begin_watching`; none if another role of this process has asked before."""
-    global _watching
-    if _watching is None:
-        return []
-    seen, _watching = _watching, None
-    for number, (call, profile, mark) in enumerate(seen.traces):
-        path = seen.folder / f"{call.group}.{call.rank}.{os.getpid()}.{number}.json"
-        path.write_text(json.dumps(reduce_trace(profile, mark, max(seen.most // len(seen.traces), 1))))
-        call.file = str(path)
-    return seen.calls
-
-
-def drop_watching() -> None:
-    """Stop noting, and forget the notes."""
-    global _watching
-    _watching = None
+def end_recording(write: bool = True) -> None:
+    """Record no more, and write what was recorded: nothing if another role of this process has asked before."""
+    global _recording
+    profiles, _recording = {} if _recording is None else _recording.profiles, None
+    for path, profile in profiles.items() if write else ():
+        profile.export_chrome_trace(path)
 
 
 @contextmanager
-def time_call(worker: Worker, method: str) -> Iterator[None]:
-    """Time a call, if this process notes them, and have torch record those that compute on a batch."""
-    seen = _watching
-    if seen is None:
-        yield
-        return
-    call = RankCall(worker.context.group, worker.rank, method, now())
-    seen.calls.append(call)
+def record_call(worker: Worker, method: str) -> Iterator[None]:
+    """Have torch record a call that computes on a batch, if this process records."""
     from agentrl.cluster.group import Shard  # here: it loads torch, which a worker without batches does not need
 
-    try:
-        # Only what gets a part of a batch computes for long.
-        if seen.torch and isinstance(type(worker).dispatch_table.get(method), Shard):
-            with _record_call(seen, call):
-                yield
-        else:
-            yield
-    finally:
-        call.end = now()
-
-
-@contextmanager
-def _record_call(seen: _Watching, call: RankCall) -> Iterator[None]:
+    recording = _recording
+    # Only a call that gets a part of a batch computes for long.
+    if recording is None or not isinstance(type(worker).dispatch_table.get(method), Shard):
+        yield
+        return
     import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    with profile(activities=activities, acc_events=True) as trace:
-        mark = now()
-        with record_function(MARK):
-            pass
+    with profile(activities=activities, acc_events=True) as recorded:
         yield
-    seen.traces.append((call, trace, mark))
-
-
-def reduce_trace(profile: Any, mark: int, most: int) -> dict[str, Any]:
-    """Torch's trace as {"events": [[name, category, process, thread, begin, nanoseconds]], "names": {"process thread": name},
-    "dropped"}, the longest `most` events; times as those of `mark`, which is this process's at the event MARK."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(file))
-        found = json.loads(file.read_text())["traceEvents"]
-    timed = [event for event in found if event.get("ph") == "X" and event.get("cat") != "Trace"]
-    begun = next(event["ts"] for event in timed if event["name"] == MARK)
-    kept = heapq.nlargest(most, timed, key=lambda event: float(event.get("dur", 0.0)))
-    names = {
-        f"{event['pid']} {event['tid']}": event["args"]["name"]
-        for event in found
-        if event.get("ph") == "M" and event.get("name") == "thread_name"
-    }
-    events = [
-        [e["name"], e.get("cat", ""), e["pid"], e["tid"], mark + round(1000 * (e["ts"] - begun)), round(1000 * e.get("dur", 0.0))]
-        for e in kept
-        if e["name"] != MARK
-    ]
-    return {"events": events, "names": names, "dropped": len(timed) - len(kept)}
+    number = len(recording.profiles) + 1
+    recording.profiles[f"{recording.prefix}.{worker.context.group}.{worker.rank}.{number}.{method}.json.gz"] = recorded
 
 
 class RemoteFailure(Exception):
@@ -299,7 +220,7 @@ class Host:
             kwargs = {key: from_wire(value) for key, value in kwargs.items()}
             if parameter is not None:
                 kwargs[parameter] = pick_rows(parts, rows)
-            with time_call(worker, method):
+            with record_call(worker, method):
                 return to_wire(getattr(worker, method)(*[from_wire(value) for value in args], **kwargs))
         except Exception as error:
             label = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from agentrl.cluster.group import Backend, Pending, WorkerGroup
-from agentrl.cluster.host import time_call
+from agentrl.cluster.host import record_call
 from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.data.rows import select
 from agentrl.utils.errors import AgentrlError, DispatchError, ResourceError, UserError, WorkerError
@@ -61,7 +61,7 @@ class InlineBackend(Backend):
             kwargs[shipment.parameter] = select(shipment.batch, shipment.rows[rank])
         own_threads(self._workers[rank].threads)  # this thread may be another one than that of the last call
         try:
-            with time_call(self._workers[rank], method):
+            with record_call(self._workers[rank], method):
                 return getattr(self._workers[rank], method)(*shipment.args, **kwargs)
         except UserError:
             raise

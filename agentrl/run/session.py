@@ -38,7 +38,7 @@ from agentrl.run.judges import Judges, place_of
 from agentrl.run.outcomes import Bins, run_bins
 from agentrl.run.role_placement import engine_room, open_pools, start_actors
 from agentrl.run.rollout_workers import with_workers
-from agentrl.run.tracing import Tracing, profile_of
+from agentrl.run.tracing import FOLDER, Profile, Tracing
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_model, seal
 from agentrl.trainer.estimator_inputs import needs_greedy
@@ -467,7 +467,15 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         opened.push_async_callback(saver.close)
         tracing = None
         if config.traces is not None or config.profile is not None:
-            tracing = Tracing(config, engine_name, profile_of(config, folder, learner, engine_name, display.warn))
+            profile = None
+            if config.profile is not None:
+
+                def roles() -> list[WorkerGroup]:
+                    found = (learner.actors, learner.critics, learner.references, learner.reward_models, learner.teachers)
+                    return [group for group in found if group is not None]
+
+                profile = Profile(config, folder.path / FOLDER, roles, engine_name, display.warn)
+            tracing = Tracing(config, engine_name, profile)
             opened.callback(tracing.close)
         watchdog = LoopWatchdog(config.rollout.slow_loop, display.warn)
         opened.callback(watchdog.stop)

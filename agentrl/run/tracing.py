@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import gzip
 import heapq
-import json
 import logging
 import os
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.host import RankCall, begin_watching, clock, drop_watching, end_watching, load_profiler
+from agentrl.cluster.host import begin_recording, end_recording, load_profiler
 from agentrl.config.schema import ProfileConfig, TracesConfig, TrainConfig
-from agentrl.run.folder import RunFolder
-from agentrl.trainer.learner import Learner
-from agentrl.utils.errors import ConfigError, DependencyError
+from agentrl.utils.errors import ConfigError, DependencyError, WorkerError
 from agentrl.utils.parsing import json_text
 from agentrl.utils.redaction import redact_said
 from agentrl.utils.spans import (
@@ -33,7 +30,6 @@ from agentrl.utils.spans import (
     add_listener,
     begin,
     finish,
-    machine,
     new_id,
     now,
     open_spans,
@@ -54,86 +50,57 @@ class Timeline:
     """Collects what happened since `zero`, in nanoseconds of the driver's clock; at most `most` events, the longest."""
 
     def __init__(self, zero: int, engine: str, most: int) -> None:
-        self._zero, self._most, self.dropped = zero, most, 0
+        self._zero, self._most = zero, most
         self._engine = f"engine {engine}"
-        self._tracks: dict[Track, list[Event]] = defaultdict(list)
-        self._asked: list[tuple[int, int]] = []
+        self._events: list[tuple[Track, Event]] = []
 
     def span(self, found: TraceSpan) -> None:
         """Add a span of the driver, or of a rollout worker in the driver's time."""
         values = {key: value for key, value in found.values.items() if value is not None}
         if found.error:
             values["error"] = found.error
-        self._tracks[self._track(found)].append((found.begin, found.end, found.name, found.kind, values))
-        if found.kind == "generation":
-            self._asked += [(found.begin, 1), (found.end, -1)]
-
-    def rank(self, call: RankCall, ahead: int, torch: Mapping[str, Any] | None) -> None:
-        """Add a rank's call, and what torch recorded in it. `ahead`: from its clock to the driver's."""
-        process = f"{call.group} rank {call.rank}"
-        end = call.end or call.begin
-        self._tracks[process, "calls"].append((call.begin + ahead, end + ahead, call.method, "rank", {}))
-        if torch is None:
-            return
-        self.dropped += torch["dropped"]
-        for name, kind, place, thread, start, took in torch["events"]:
-            track = torch["names"].get(f"{place} {thread}") or f"{place} {thread}"
-            self._tracks[process, f"torch: {track}"].append((start + ahead, start + ahead + took, name, kind, {}))
+        if found.kind == "bucket" and found.track.endswith("engine"):
+            track = self._engine, "buckets"
+        elif found.kind in PLAYED and found.track != "groups":
+            track = f"episodes in {found.place or 'the driver'}", found.track
+        else:
+            track = found.place or "driver", found.track
+        self._events.append((track, (found.begin, found.end, found.name, found.kind, values)))
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """The file; one of that name is replaced at the end. Raises OSError."""
-        self._cut()
-        numbers = {process: place for place, process in enumerate(sorted({process for process, _ in self._tracks}), 1)}
-        rows = [_name("process_name", pid, 0, process) for process, pid in numbers.items()]
-        for process, pid in numbers.items():
-            lane = 0
-            for track in sorted(name for of, name in self._tracks if of == process):
-                for place, events in enumerate(lanes(self._tracks[process, track])):
-                    lane += 1
-                    rows.append(_name("thread_name", pid, lane, track if not place else f"{track} ({place + 1})"))
-                    rows += [self._row(pid, lane, event) for event in events]
-        rows += self._running(len(numbers) + 1)
-        about = {**about, "dropped_events": self.dropped}
+        # The shortest are left out: what they lie in is longer and stays.
+        kept = heapq.nlargest(self._most, self._events, key=lambda one: one[1][1] - one[1][0])
+        tracks: dict[Track, list[Event]] = defaultdict(list)
+        for track, event in kept:
+            tracks[track].append(event)
+        rows, ids, threads = self._turns(), dict[str, int](), count(1)
+        for process, track in sorted(tracks):
+            if process not in ids:
+                ids[process] = len(ids) + 1
+                rows.append(_name("process_name", ids[process], 0, process))
+            for place, events in enumerate(lanes(tracks[process, track])):
+                thread = next(threads)
+                rows.append(_name("thread_name", ids[process], thread, track if not place else f"{track} ({place + 1})"))
+                for since, end, name, kind, values in events:
+                    at = {"pid": ids[process], "tid": thread, "ts": (since - self._zero) / 1000, "dur": (end - since) / 1000}
+                    rows.append({"ph": "X", **at, "name": name, "cat": kind, "args": values})
+        about = {**about, "dropped_events": len(self._events) - len(kept)}
         text = json_text({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": about})
         aside = path.with_name(f".{path.name}")
         aside.write_bytes(gzip.compress(text.encode(), compresslevel=5))
         aside.replace(path)
 
-    def _track(self, found: TraceSpan) -> Track:
-        if found.kind == "bucket" and found.track.endswith("engine"):
-            return self._engine, "buckets"
-        if found.kind in PLAYED and found.track != "groups":
-            return f"episodes in {found.place or 'the driver'}", found.track
-        return found.place or "driver", found.track
-
-    def _cut(self) -> None:
-        """Leave out the shortest events, if there are too many: what they lie in is longer and stays."""
-        every = [
-            (event[1] - event[0], track, place) for track, events in self._tracks.items() for place, event in enumerate(events)
-        ]
-        if len(every) <= self._most:
-            return
-        kept: dict[Track, set[int]] = defaultdict(set)
-        for _, track, place in heapq.nlargest(self._most, every):
-            kept[track].add(place)
-        self.dropped += len(every) - self._most
-        self._tracks = defaultdict(
-            list, {track: [self._tracks[track][place] for place in sorted(places)] for track, places in kept.items()}
-        )
-
-    def _row(self, pid: int, tid: int, event: Event) -> dict[str, Any]:
-        begin, end, name, kind, values = event
-        times = {"ts": (begin - self._zero) / 1000, "dur": (end - begin) / 1000}
-        return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, **times, "args": values}
-
-    def _running(self, pid: int) -> list[dict[str, Any]]:
+    def _turns(self) -> list[dict[str, Any]]:
         """Number of turns asked of the engine at each moment, as a counter."""
-        rows, running = [_name("process_name", pid, 0, f"{self._engine}: turns")], 0
-        for when, change in sorted(self._asked)[: self._most]:
+        asked = [event for _, event in self._events if event[3] == "generation"]
+        changes = sorted([*((since, 1) for since, *_ in asked), *((end, -1) for _, end, *_ in asked)])[: self._most]
+        rows, running = [_name("process_name", 0, 0, f"{self._engine}: turns")] if asked else [], 0
+        for when, change in changes:
             running += change
             values = {"ts": (when - self._zero) / 1000, "args": {"turns": running}}
-            rows.append({"ph": "C", "pid": pid, "tid": 0, "name": "turns being sampled", **values})
-        return rows if self._asked else []
+            rows.append({"ph": "C", "pid": 0, "tid": 0, "name": "turns being sampled", **values})
+        return rows
 
 
 def lanes(events: list[Event]) -> list[list[Event]]:
@@ -160,8 +127,7 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 log = logging.getLogger(__name__)
 
-FOLDER, PARTS = "profile", ".parts"
-PINGS = 3
+FOLDER = "profile"
 
 
 def check_profile(steps: int, profile: ProfileConfig | None) -> None:
@@ -169,37 +135,13 @@ def check_profile(steps: int, profile: ProfileConfig | None) -> None:
 
     Reads: profile, steps.
     """
-    late = [] if profile is None else [step for step in profile.steps if step > steps]
-    if late:
-        raise ConfigError(f"profile.steps = {profile and profile.steps}: the run has steps = {steps}")
-
-
-def profile_of(
-    config: TrainConfig, folder: RunFolder, learner: Learner, engine: str, warn: Callable[[str], None]
-) -> Profile | None:
-    """None without `[profile]`."""
-
-    def groups() -> list[WorkerGroup[Any]]:
-        found = (learner.actors, learner.critics, learner.references, learner.reward_models, learner.teachers)
-        return [group for group in found if group is not None]
-
-    if config.profile is None:
-        return None
-    if config.profile.torch and config.cluster.backend == "inline":
-        load_profiler()  # now, and not on the event loop while episodes wait for it
-    return Profile(config, folder.path / FOLDER, groups, engine, warn)
-
-
-@dataclass(slots=True)
-class Ranks:
-    """Notes of one process of the training roles. `ahead`: add it to its times to have the driver's."""
-
-    calls: list[RankCall] = field(default_factory=list)
-    ahead: int = 0
+    if profile is not None and max(profile.steps) > steps:
+        raise ConfigError(f"profile.steps = {profile.steps}: the run has steps = {steps}")
 
 
 class Profile:
-    """Listens before and during the steps of `profile.steps`, and writes a file for each."""
+    """Listens before and during the steps of `profile.steps`, and writes a timeline for each; of the calls of its training roles
+    torch writes files of its own beside it."""
 
     def __init__(
         self,
@@ -209,12 +151,15 @@ class Profile:
         engine: str,
         warn: Callable[[str], None],
     ) -> None:
+        """`groups`: the training roles that there are."""
         assert config.profile is not None
         self._config, self._cfg, self._folder = config, config.profile, folder
         self._groups, self._engine, self._warn = groups, engine, warn
         self._found: list[TraceSpan] = []
         self._leave: Callable[[], None] | None = None
         self._step, self._begun = 0, 0
+        if self._cfg.torch and config.cluster.backend == "inline":
+            load_profiler()  # now, and not on the event loop while episodes wait for it
 
     @property
     def listens(self) -> bool:
@@ -232,29 +177,28 @@ class Profile:
             self.close()
         self._step = step if step in self._cfg.steps else 0
         if self._step:
-            (self._folder / PARTS).mkdir(parents=True, exist_ok=True)
-            ranks = sum(group.world_size for group in self._groups())
-            args = (str(self._folder / PARTS), self._cfg.torch, self._cfg.max_events // ranks)
-            for group in self._groups():
-                if not await group.in_processes(begin_watching, *args):
-                    begin_watching(*args)  # its roles are in this process
+            self._folder.mkdir(exist_ok=True)
+            for group in self._groups() if self._cfg.torch else ():
+                if not await group.in_processes(begin_recording, str(self._path())):
+                    begin_recording(str(self._path()))  # its roles are in this process
             self._begun = now()
+
+    def _path(self) -> Path:
+        """The timeline's path, without its ending."""
+        return self._folder / f"step_{self._step:06d}"
 
     async def end(self) -> None:
         """Write the timeline, if the step that is over is to have one."""
         if not self._step:
             return
-        ended = now()
-        ranks = [Ranks(await in_thread("files", end_watching))]
-        for group in self._groups():
-            ranks += await _collect_notes(group)
-        spans = [one for one in self._found if one.end > self._begun]
+        ended, spans, self._found = now(), self._found, []
         spans += [replace(one, end=ended, values={**one.values, "unfinished": True}) for one in open_spans()]
-        self._found = []
-        path = self._folder / f"step_{self._step:06d}.json.gz"
         try:
-            await in_thread("files", self._write, path, spans, ranks, ended)
-        except (OSError, ValueError) as problem:  # a run does not end because nobody can look at it
+            for group in self._groups():
+                await group.in_processes(end_recording)
+            await in_thread("files", end_recording)
+            await in_thread("files", self._write, spans, (ended - self._begun) / 1e9)
+        except (OSError, ValueError, WorkerError) as problem:  # a run does not end because nobody can look at it
             log.exception("the timeline of step %d", self._step)
             self._warn(f"profile: the timeline of step {self._step} is not written: {problem}")
         self._step = 0
@@ -262,44 +206,24 @@ class Profile:
     def close(self) -> None:
         """Listen no more; a step that was left in the middle has no timeline."""
         if self._step:
-            drop_watching()
+            end_recording(write=False)
             self._step = 0
         if self._leave is not None:
             self._leave()
             self._leave = None
         self._found = []
 
+    def _write(self, spans: list[TraceSpan], seconds: float) -> None:
+        timeline = Timeline(self._begun, self._engine, self._cfg.max_events)
+        for found in spans:
+            if found.end > self._begun:
+                timeline.span(found)
+        about = {"run": self._config.name, "step": self._step, "began": time.time() - (now() - self._begun) / 1e9}
+        timeline.write(Path(f"{self._path()}.json.gz"), {**about, "seconds": seconds})
+
     def _keep(self, found: TraceSpan) -> None:
         if len(self._found) < 4 * self._cfg.max_events:
             self._found.append(found)
-
-    def _write(self, path: Path, spans: list[TraceSpan], ranks: list[Ranks], ended: int) -> None:
-        timeline = Timeline(self._begun, self._engine, self._cfg.max_events)
-        for one in ranks:
-            for call in one.calls:
-                torch = None if call.file is None else json.loads(Path(call.file).read_text())
-                timeline.rank(call, one.ahead, torch)
-        for found in spans:
-            timeline.span(found)
-        timeline.write(path, {"run": self._config.name, "step": self._step, "seconds": (ended - self._begun) / 1e9})
-        shutil.rmtree(self._folder / PARTS, ignore_errors=True)
-
-
-async def _collect_notes(group: WorkerGroup[Any]) -> list[Ranks]:
-    """Notes of each process of a group, by rank; none if its roles are in this one."""
-    found = [Ranks(calls) for calls in await group.in_processes(end_watching)]
-    best: list[tuple[int, int]] = [(1 << 62, 0)] * len(found)
-    for _ in range(PINGS if found else 0):
-        asked = now()
-        times = await group.in_processes(clock)
-        took = now() - asked
-        for rank, (place, clocked) in enumerate(times):
-            # The middle of question and answer, as NTP does; of this machine, the clock is the same.
-            ahead = 0 if place == machine() else asked + took // 2 - clocked
-            best[rank] = min(best[rank], (took, ahead))
-    for one, (_, ahead) in zip(found, best, strict=True):
-        one.ahead = ahead
-    return found
 
 
 # OpenTelemetry

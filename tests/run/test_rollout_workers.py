@@ -234,7 +234,7 @@ def test_equal_seeds_give_equal_runs_for_any_number_of_workers_also_if_they_die_
     two = run_with(monkeypatch, home, warm, "two", *wrapped, *more)
     same(alone, two)
     shown = read(two[0] / "profile" / "step_000002.json.gz")
-    check_update(shown)
+    check_update(two[0] / "profile" / "step_000002.json.gz")
     members = [row for row in timeless(two[0] / "trajectories" / "step_000002.jsonl") if row["reward"] is not None]
     played = [e for (at, _), each in shown.tracks.items() if at.startswith("episodes in worker") for e in each]
     # By key: an episode whose worker was stopped in the middle was played twice.

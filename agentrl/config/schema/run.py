@@ -96,14 +96,14 @@ class PrometheusConfig(Frozen):
 
 class ProfileConfig(Frozen):
     """Timelines of single steps, `profile/step_NNNNNN.json.gz` in the run folder, for ui.perfetto.dev: episodes, calls of the
-    training roles, weights under way, and what torch computed on each rank."""
+    training roles, weights under way; next to it, a file by torch for each call of a rank."""
 
     steps: Annotated[list[PositiveInt], Field(min_length=1), Unit("updates")]
     """The updates, counted from 1. Each takes somewhat longer than it would."""
     torch: bool = True
     """Also record torch's operators and kernels on the ranks."""
     max_events: Annotated[int, Field(ge=1000), Unit("events")] = 500_000
-    """The most events of a file: of torch's the longest are kept, and the file counts the others."""
+    """The most events of the timeline: the longest are kept, and it counts the others."""
 
 
 class EvalConfig(Frozen):
