@@ -21,7 +21,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.env.official import difference_with_interval, mean_with_interval, played_of
 from agentrl.env.suites import WHOLE, SuiteEnv
 from agentrl.run.digests import suite_env
-from agentrl.run.outcomes import Bins, order
+from agentrl.run.outcomes import label_of, order
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.parsing import read_json
 from agentrl.utils.terminal import cell, folding
@@ -225,8 +225,7 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
 def _by_horizon(results: Sequence[Results]) -> dict[str, list[dict[str, Any]]]:
     """By the calls of the gold solution, if tasks differ in it, a row for each evaluation: its tasks of this many calls, the mean
     of success on them, and its mean difference to the first over those that both have."""
-    bins = Bins.of({task.horizon for own in results for task in own.tasks.values() if task.horizon is not None})
-    labels = [{name: bins.label(task.horizon) for name, task in own.tasks.items() if task.horizon is not None} for own in results]
+    labels = [{name: label_of(task.horizon) for name, task in own.tasks.items() if task.horizon is not None} for own in results]
     found = sorted({label for own in labels for label in own.values()}, key=order)
     return {
         label: [_of_horizon(results[0], own, [name for name, bin in of.items() if bin == label])

@@ -35,7 +35,7 @@ from agentrl.run.display import Display
 from agentrl.run.engine_choice import engine_computes, samples_on_ray, talks_in_messages, with_threads
 from agentrl.run.folder import with_date
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.outcomes import Bins, by_bin
+from agentrl.run.outcomes import by_label
 from agentrl.run.role_placement import engine_room
 from agentrl.run.rollout_workers import with_workers
 from agentrl.utils.errors import ConfigError, WorkerDiedError
@@ -84,8 +84,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
 def _by_horizon(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """By the number of calls in the gold solution, if it is known and tasks differ in it: mean success over episodes with its
     95 % interval over tasks, reward, and how long episodes are."""
-    bins = Bins.of({t.horizon for t in trajectories if t.horizon is not None})
-    parts = by_bin(trajectories, bins)
+    parts = by_label(trajectories)
     return {HORIZONS: {label: _of_horizon(members) for label, members in parts.items()}} if len(parts) > 1 else {}
 
 

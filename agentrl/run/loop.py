@@ -157,7 +157,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
         await session.engine.forget()
         await session.judges.forget()
-    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began, session.horizons) | session.judges.metrics()
+    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began) | session.judges.metrics()
     await run_log.evaluation(phase, session.collector.ledger.version, result, row)
     return result
 
@@ -190,7 +190,7 @@ async def log_step(session: Session, run_log: RunLog, step: int, groups: list[Gr
     """One metrics row, the step's trajectories, and the display; returns the row as it is written."""
     members = [t for group in groups for t in group.trajectories]
     several = len(session.envs) > 1
-    played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), several, session.horizons)
+    played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), several)
     row = train_row(session, played, update, clock.laps)
     run_log.row("train", step, row)
     if writes_trajectories(session.config.steps, session.config.trajectories_every, step):

@@ -57,7 +57,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
     ),
     "By horizon, the number of calls in the gold solution of a task": (
         _episodes("horizon/<calls>/success", "share", "as `success`, of episodes whose task has this many calls: a number, or "
-            "a range of `horizons.json` (beyond all ranges: `under-N`, `over-N`). With several environments only of each. "
+            "a range (`5-6`, `7-8`, `9-12`, ...). With several environments only of each. "
             "Without a gold solution there are no such keys"),
         _episodes("horizon/<calls>/reward", "reward", "as `reward`, of these episodes"),
         _episodes("horizon/<calls>/scored", "episodes", "as `scored`, of these episodes"),

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import statistics
-import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, trained_at_all
 from agentrl.data.trajectory import Group, Trajectory
-from agentrl.env import ToolEnv
-from agentrl.env.catalog import EnvRef
 from agentrl.rollout.group_ledger import alike, unscored_cause
 from agentrl.rollout.player import RunEnv
-from agentrl.rollout.samplers import fresh_seed, make_sampler
-from agentrl.run.folder import stored_object
-from agentrl.utils.files import atomic_write
-from agentrl.utils.parsing import json_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,69 +21,37 @@ if TYPE_CHECKING:
 
 # Horizons
 
-log = logging.getLogger(__name__)
-
-FILE = "horizons.json"
-MOST = 6
-"""Bins of an environment: up to this many different numbers have a bin each."""
-TASKS, LOOKED = 24, 120
-"""Tasks of each set of parameters that are looked at, and of an environment in all."""
-SECONDS = 30.0
-"""For so long at most, in an environment: far more than `LOOKED` tasks take, since a bin that hangs on the machine's load makes
-two runs of one config hard to compare."""
 VALUES = ("success", "reward", "scored", "unscored", "turns", "response_length")
-"""What a row has of each bin, under `horizon/BIN/`."""
+"""What a row has of each range of horizons, under `horizon/RANGE/`."""
 KEY = re.compile(r"(?:env/([^/]+)/)?horizon/([^/]+)/success")
-"""A success by horizon in a row: the environment's name, of several, and the bin."""
+"""A success by horizon in a row: the environment's name, of several, and the range."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bins:
-    """Ranges of horizons: each begins at a number of `starts` and ends before the next, the last one at `last`. Without any,
-    every number is a bin by itself."""
-
-    starts: tuple[int, ...] = ()
-    last: int = 0
-
-    @classmethod
-    def of(cls, horizons: Collection[int]) -> Bins:
-        """Bins for tasks with these horizons: of `MOST` different ones or fewer each its own, of more as many ranges, with about
-        as many different numbers in each."""
-        numbers = sorted(set(horizons))
-        if len(numbers) <= MOST:
-            return cls()
-        return cls(tuple(int(part[0]) for part in np.array_split(numbers, MOST)), numbers[-1])
-
-    def label(self, horizon: int) -> str:
-        """The name of the bin: "7", "5-8", or beyond all ranges "under-5", "over-40"."""
-        if not self.starts:
-            return str(horizon)
-        if horizon < self.starts[0]:
-            return f"under-{self.starts[0]}"
-        if horizon > self.last:
-            return f"over-{self.last}"
-        ends = [*(start - 1 for start in self.starts[1:]), self.last]
-        low, high = next((low, high) for low, high in zip(self.starts, ends, strict=True) if horizon <= high)
-        return str(low) if low == high else f"{low}-{high}"
+def label_of(horizon: int) -> str:
+    """The range of a horizon: 1 to 4 alone, then two ranges an octave: "5-6", "7-8", "9-12", "13-16", "17-24", ..."""
+    if horizon <= 4:
+        return str(horizon)
+    half = 1 << (horizon - 1).bit_length() - 2
+    low = (horizon - 1) // half * half
+    return f"{low + 1}-{low + half}"
 
 
-def order(label: str) -> tuple[int, int]:
+def order(label: str) -> int:
     """By which labels are sorted, from the shortest tasks to the longest."""
-    number = int(re.findall(r"\d+", label)[0])
-    return number, -1 if label.startswith("under") else int(label.startswith("over"))
+    return int(label.partition("-")[0])
 
 
-def by_bin(episodes: Iterable[Trajectory], bins: Bins) -> dict[str, list[Trajectory]]:
-    """The episodes whose horizon is known, by the labels of their bins, the shortest first."""
+def by_label(episodes: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
+    """The episodes whose horizon is known, by the ranges that these are in, the shortest first."""
     found: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         if episode.horizon is not None:
-            found.setdefault(bins.label(episode.horizon), []).append(episode)
+            found.setdefault(label_of(episode.horizon), []).append(episode)
     return {label: found[label] for label in sorted(found, key=order)}
 
 
 def labels_of(row: Mapping[str, Any], env: str | None = None) -> list[str]:
-    """The bins with a success in a row: of its environment, or of the one called `env`; the shortest first."""
+    """The ranges of horizons with a success in a row: of its environment, or of the one called `env`; the shortest first."""
     found = [match for key in row if (match := KEY.fullmatch(key))]
     return sorted({match[2] for match in found if match[1] == env}, key=order)
 
@@ -124,68 +79,6 @@ def summary_of(rows: Sequence[Mapping[str, Any]], env: str | None = None) -> dic
     return found
 
 
-def run_bins(config: TrainConfig, folder: Path) -> dict[str, Bins]:
-    """The bins of each environment of a run whose horizons are known: those in the run's folder, or else chosen now and written
-    there. Raises RunFolderError if the file is damaged."""
-    file = folder / FILE
-    stored = stored_object(file, "remove it: other bins are then chosen")
-    if stored is not None:
-        return {name: Bins(tuple(row["starts"]), row["last"]) for name, row in stored.items()}
-    found = {}
-    for env in config.envs:
-        one = alone(config, env)
-        until = time.monotonic() + SECONDS
-        horizons = list(_horizons(one, until))
-        if horizons:
-            found[env.called] = Bins.of(horizons)
-    rows = {name: {"starts": list(bins.starts), "last": bins.last} for name, bins in found.items()}
-    atomic_write(file, json_text(rows) + "\n")
-    return found
-
-
-def variants_of(one: TrainConfig) -> list[tuple[str, EnvRef, str, Sequence[int]]]:
-    """The tasks of an environment's run: in words, the environment with its parameters, the split, and the seeds of the first
-    tasks. Of training for each `params` of the sampler (none with a weight of 0 throughout), and the held-out ones."""
-    ref, sampler = EnvRef.of(one), make_sampler(one.rollout.sampler)
-    fresh = [fresh_seed(one.seed, index) for index in range(TASKS)]
-    held = range(min(one.eval.tasks, TASKS))
-    variants = list(sampler.variants()) if trained_at_all(one.envs[0].weight) else []
-    named = [_words(params) if len(variants) > 1 else "training" for params in variants]
-    trained = [(name, ref.with_params(params), "train", fresh) for name, params in zip(named, variants, strict=True)]
-    return [*trained, ("held-out", ref, one.eval.split, held)]
-
-
-def seeds_in(env: ToolEnv, split: str, seeds: Sequence[int]) -> Sequence[int]:
-    """The seeds as tasks of a split that may have an end: as many of its tasks, spread over it."""
-    count = env.task_count(split)
-    if count is None:
-        return seeds
-    return [int(at) for at in np.linspace(0, count - 1, min(count, len(seeds)))] if count else []
-
-
-def _horizons(one: TrainConfig, until: float) -> Iterator[int]:
-    """Horizons of tasks, in turn of each set of parameters, of this many tasks or until the time is over."""
-    built = [(ref.build(), split, seeds) for _, ref, split, seeds in variants_of(one)]
-    try:
-        turns = [[(env, split, seed) for seed in seeds_in(env, split, seeds)] for env, split, seeds in built]
-        tasks = (task for task in chain.from_iterable(zip_longest(*turns)) if task is not None)
-        for number, task in enumerate(islice(tasks, LOOKED)):
-            if time.monotonic() > until:
-                log.warning(
-                    "%s: bins of horizons are chosen by its first %d tasks: tasks are slow to make", one.envs[0].called, number
-                )
-                return
-            if (found := task[0].horizon(task[0].make_task(task[2], task[1]))) is not None:
-                yield found
-    finally:
-        for env, _, _ in built:
-            env.close()
-
-
-def _words(params: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in params.items())
-
-
 # Environments
 
 Row = dict[str, Any]
@@ -193,7 +86,6 @@ Kind = Literal["term", "metric"]
 Kinds = Mapping[str, Mapping[str, Kind]]
 """What the values in `Trajectory.metrics` are, by environment and id: of a node of the rewarded tree (or of `success`), or of
 one of the spec's `metrics`."""
-NO_BINS: Mapping[str, Bins] = MappingProxyType({})
 GRAM, LEAST, PRIME = 4, 16, 1_000_003
 """Tokens of a run that is repeated, and of the shortest turn that is searched for them; PRIME: of their hash."""
 THIN = 4
@@ -205,10 +97,10 @@ def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:
     return {env.name: {**dict.fromkeys(env.scorer.measures, "metric"), **dict.fromkeys(env.scorer.terms, "term")} for env in envs}
 
 
-def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, bins: Bins | None = None) -> Row:
+def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, several: bool = False) -> Row:
     """Means, shares and counts over these episodes. `trained`: they belong to an update, for which only those with a reward are
-    scored; an evaluation has also scored one with a known success alone. `bins`: of the horizons of their environment,
-    None if these are not known or the episodes are of several."""
+    scored; an evaluation has also scored one with a known success alone. `several`: they are of several environments, so that
+    nothing is said by horizon."""
     has_score = [_is_scored(t, trained) for t in episodes]
     scored = [place for place, has in enumerate(has_score) if has]
     unscored = Counter(unscored_cause(t) for t, has in zip(episodes, has_score, strict=True) if not has)
@@ -226,14 +118,14 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     if called != scored:
         over["tool_error_rate"] = len(called)
     found |= {f"n/{name}": count for name, count in over.items()}
-    return found if bins is None else found | by_horizon(episodes, bins, trained=trained)
+    return found if several else found | by_horizon(episodes, trained=trained)
 
 
-def by_horizon(episodes: Sequence[Trajectory], bins: Bins, *, trained: bool) -> Row:
-    """Of the episodes of each bin: success, reward, how many are scored and not, and how long they were; counted as in
-    `episode_values`."""
+def by_horizon(episodes: Sequence[Trajectory], *, trained: bool) -> Row:
+    """Of the episodes of each range of horizons: success, reward, how many are scored and not, and how long they were; counted
+    as in `episode_values`."""
     found: Row = {}
-    for label, members in by_bin(episodes, bins).items():
+    for label, members in by_label(episodes).items():
         scored = sum(_is_scored(t, trained) for t in members)
         means = _means(members)
         values: Row = {name: _mean(known) for name, known in means}
@@ -246,7 +138,7 @@ def by_horizon(episodes: Sequence[Trajectory], bins: Bins, *, trained: bool) -> 
     return found
 
 
-def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool, bins: Mapping[str, Bins] = NO_BINS) -> Row:
+def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool) -> Row:
     """`episode_values` of each environment that has episodes among these, under `env/NAME/`."""
     found: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in episodes:
@@ -254,7 +146,7 @@ def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool, bins:
     return {
         f"env/{name}/{key}": value
         for name in sorted(found)
-        for key, value in episode_values(found[name], kinds, trained=trained, bins=bins.get(name)).items()
+        for key, value in episode_values(found[name], kinds, trained=trained).items()
     }
 
 

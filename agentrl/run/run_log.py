@@ -19,7 +19,7 @@ from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.player import Evaluation, fault_of
 from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
-from agentrl.run.outcomes import NO_BINS, Bins, Kinds, Row, by_env, episode_values, group_values
+from agentrl.run.outcomes import Kinds, Row, by_env, episode_values, group_values
 from agentrl.run.reader import token_lines
 from agentrl.run.session import Session
 from agentrl.run.trackers import FLUSH_S, LIVE_METRICS, Outlet, Status, Tracker, sampled_rows
@@ -89,16 +89,16 @@ DETAILS = {
 """Further numbers of an update that the display shows, and its words for them; the most wanted come first."""
 
 
-def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool, bins: Mapping[str, Bins] = NO_BINS) -> Row:
-    """Statistics of an update's episodes, all together and, of `several` environments, each one's; and by the `bins` of the
-    environments' horizons."""
+def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool) -> Row:
+    """Statistics of an update's episodes, all together and, of `several` environments, each one's; of each environment by
+    horizon too."""
     members = [t for group in groups for t in group.trajectories]
-    own = by_env(members, kinds, trained=True, bins=bins) if several else {}
+    own = by_env(members, kinds, trained=True) if several else {}
     for env in sorted({group.env for group in groups}) if several else ():
         found = group_values([group for group in groups if group.env == env])
         own |= {f"env/{env}/{key}": value for key, value in found.items()}
     return {
-        **episode_values(members, kinds, trained=True, bins=None if several else _only(bins)),
+        **episode_values(members, kinds, trained=True, several=several),
         "rewrites": sum(len(t.rewrites) for t in members) / len(members),
         **group_values(groups),
         **own,
@@ -123,18 +123,17 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: 
     }
 
 
-def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, bins: Mapping[str, Bins] = NO_BINS) -> Row:
-    """Results of an evaluation, also by the `bins` of the environments' horizons. Of several environments success and reward
-    are means over them, by weight (`together`)."""
-    alone = None if result.by_env or not result.trajectories else bins.get(result.trajectories[0].env)
-    values = episode_values(result.trajectories, kinds, trained=False, bins=alone)
+def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float) -> Row:
+    """Results of an evaluation, of each environment by horizon too. Of several environments success and reward are means over
+    them, by weight (`together`)."""
+    values = episode_values(result.trajectories, kinds, trained=False, several=bool(result.by_env))
     if result.by_env:  # over how many episodes a mean is says nothing of one that is over environments
         values = {key: value for key, value in values.items() if key not in ("n/success", "n/reward")}
     return {
         **values,
         "success": result.success,
         "reward": result.reward,
-        **(by_env(result.trajectories, kinds, trained=False, bins=bins) if result.by_env else {}),
+        **(by_env(result.trajectories, kinds, trained=False) if result.by_env else {}),
         **_episode_times(result.trajectories),
         "time/eval_s": seconds,
     }
@@ -167,10 +166,6 @@ def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def known(row: Mapping[str, Any]) -> Row:
     """The row with null in the place of numbers that are not finite: JSON has none, and they say no more than that."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-
-
-def _only(bins: Mapping[str, Bins]) -> Bins | None:
-    return next(iter(bins.values()), None)
 
 
 def _episode_times(episodes: Sequence[Trajectory]) -> Row:

@@ -35,7 +35,6 @@ from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import needs_ray, resolve_engine, with_threads
 from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.judges import Judges, place_of
-from agentrl.run.outcomes import Bins, run_bins
 from agentrl.run.role_placement import engine_room, open_pools, start_actors
 from agentrl.run.rollout_workers import with_workers
 from agentrl.run.tracing import FOLDER, Profile, Tracing
@@ -334,7 +333,6 @@ class Session:
     watchdog: LoopWatchdog
     callbacks: Callbacks
     tracing: Tracing | None
-    horizons: Mapping[str, Bins]
     judges: Judges
     opened: AsyncExitStack
     sft_threads: int | None = None
@@ -408,7 +406,6 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             with display.doing("starting Ray"):
                 if start_ray(config.cluster):
                     opened.callback(stop_ray)
-        horizons = run_bins(config, folder.path)
         room = engine_room(config, trains=True)  # before the processes that take the rest
         inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
         # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
@@ -496,7 +493,6 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             watchdog,
             watching,
             tracing,
-            horizons,
             parts.judges,
             opened.pop_all(),
             None if sft_threads == "auto" else sft_threads,

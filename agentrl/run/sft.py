@@ -62,7 +62,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
                 found, shut = await _gate(session, ended, watch)
             success = found.success
             seconds = time.monotonic() - began
-            row = evaluation_row(found, kinds_of(session.envs), seconds, session.horizons)
+            row = evaluation_row(found, kinds_of(session.envs), seconds)
             run_log.row("gate", step, row | session.judges.metrics())
             if not shut:
                 break

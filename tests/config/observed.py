@@ -350,7 +350,6 @@ class Course:
                 ledger=ledger, collect=collect, trained=trained, metrics=lambda: {"tokens_sampled": 0}, ahead=str, watch=Watch()
             ),
             watchdog=SimpleNamespace(read=dict),
-            horizons={},
             demonstrations=None,
             callbacks=SimpleNamespace(step=self.waited("on_step", None)),
             tracing=Tracing(config, "embedded"),

@@ -69,7 +69,7 @@ def test_success_is_told_by_the_calls_of_the_solution_and_the_difference_over_th
     assert list(part["horizons"].items()) == [
         ("2", [{"model": "one", "tasks": 2, "pass@1": 1.0},
                {"model": "two", "tasks": 2, "pass@1": 0.5, "difference": -0.5, "paired": 2}]),
-        ("9", [{"model": "one", "tasks": 3, "pass@1": pytest.approx(1 / 3)},
+        ("9-12", [{"model": "one", "tasks": 3, "pass@1": pytest.approx(1 / 3)},
                {"model": "two", "tasks": 2, "pass@1": 0.75, "difference": 0.75, "paired": 2}]),
     ]  # fmt: skip
     alike = [evaluation(tmp_path / name, {"c": [True], "f": [True]}, horizons=calls) for name in ("three", "four")]
@@ -77,7 +77,7 @@ def test_success_is_told_by_the_calls_of_the_solution_and_the_difference_over_th
     console = Console(width=100, file=io.StringIO())
     print_comparison({"envs": {"e": part}}, console)
     text = console.file.getvalue()
-    assert "e by calls of the solution" in text and re.search(r"9 +│ 3 / 2 +│ 0\.333 +│ 0\.750 \(\+0\.750\)", text)
+    assert "e by calls of the solution" in text and re.search(r"9-12 +│ 3 / 2 +│ 0\.333 +│ 0\.750 \(\+0\.750\)", text)
 
 
 def test_an_interval_of_equal_differences_is_that_of_the_rule_of_three_and_stays_within_bounds() -> None:

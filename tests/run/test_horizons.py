@@ -4,26 +4,21 @@ place that says it."""
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import random
-import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from agentrl.cli.main import main
-from agentrl.config import load_config
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, StopReason, Task, Trajectory, Turn
 from agentrl.env.catalog import make_env
 from agentrl.rollout.player import summarize, together
-from agentrl.run import outcomes as horizon
 from agentrl.run.evaluate import make_report, print_report
-from agentrl.run.outcomes import FILE, Bins, draw_curve, labels_of, order, run_bins, summary_of
+from agentrl.run.outcomes import draw_curve, label_of, labels_of, order, summary_of
 from agentrl.run.run_log import episodes_row, evaluation_row
 from tests.run.made_folders import unknown_keys
 
@@ -39,41 +34,21 @@ def episode(calls: int | None, success: bool | None, *, env: str = "", turns: in
     )  # fmt: skip
 
 
-# -- bins --------------------------------------------------------------------------------------------
+# -- ranges ------------------------------------------------------------------------------------------
 
 
-def test_up_to_six_numbers_are_bins_of_their_own_and_more_are_ranges_without_gaps() -> None:
-    few = Bins.of([3, 4, 3, 20])
-    assert [few.label(n) for n in (3, 4, 20, 7)] == ["3", "4", "20", "7"], "also one that was not there when they were chosen"
-    many = Bins.of(range(2, 21))
-    labels = [many.label(n) for n in range(2, 21)]
-    assert len(set(labels)) == 6 and labels == sorted(labels, key=order), "six ranges, in order"
-    for n, label in zip(range(2, 21), labels, strict=True):
+def test_every_number_has_one_range_and_ranges_grow_with_it() -> None:
+    labels = {n: label_of(n) for n in range(200)}
+    ranges = [label for label in dict.fromkeys(labels.values()) if int(label.partition("-")[0]) <= 96]
+    assert ranges == [
+        "0", "1", "2", "3", "4", "5-6", "7-8", "9-12", "13-16", "17-24", "25-32", "33-48", "49-64", "65-96",
+    ]  # fmt: skip
+    for n, label in labels.items():
         low, _, high = label.partition("-")
         assert int(low) <= n <= int(high or low)
-    assert (many.label(1), many.label(99)) == ("under-2", "over-20"), "beyond all of them is said, not put into the nearest"
-    shuffled = list(range(2, 21))
+    shuffled = list(dict.fromkeys(labels.values()))
     random.Random(0).shuffle(shuffled)
-    assert Bins.of(shuffled) == many
-    gaps = Bins.of([1, 2, 3, 10, 20, 30, 40])
-    assert gaps.label(15) == gaps.label(10), "a number between two of them belongs to one"
-
-
-def test_two_runs_of_one_config_have_the_same_bins_however_busy_the_machine_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A clock by which each task takes half a second; one by which it takes two is named."""
-    config = load_config(Path(__file__).parents[2] / "configs/quickstart.toml", ["env.params.calls=[2,20]"])
-
-    def bins(folder: str, tick: float) -> Bins:
-        (tmp_path / folder).mkdir()
-        ticks = itertools.count(step=tick)
-        monkeypatch.setattr(horizon, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-        return run_bins(config, tmp_path / folder)["key_value"]
-
-    assert bins("quick", 0.0) == bins("busy", 0.5) and not caplog.records
-    bins("stuck", 2.0)
-    assert re.search(r"bins of horizons are chosen by its first 1[45] tasks", caplog.text)
+    assert sorted(shuffled, key=order) == list(dict.fromkeys(labels.values()))
 
 
 def test_a_task_knows_its_horizon_and_one_without_gold_has_none() -> None:
@@ -99,25 +74,29 @@ def test_a_row_has_success_reward_and_length_of_each_horizon_and_unscored_member
         episode(3, True, turns=2, tokens=4),
         episode(3, False, turns=4, tokens=8),
         episode(3, None, turns=1, tokens=3),
-        episode(5, False),
+        episode(6, False),
         episode(None, True),
     ]
-    row = episodes_row([Group(0, 0, members)], {}, False, {"": Bins()})
+    row = episodes_row([Group(0, 0, members)], {}, False)
     of3 = {key.split("/")[2]: row[key] for key in row if key.startswith("horizon/3/")}
     assert of3 == {
         "success": 0.5, "reward": 0.5, "scored": 2, "unscored": 1, "turns": pytest.approx(7 / 3), "response_length": 5.0,
     }  # fmt: skip
-    assert row["horizon/5/success"] == 0.0 and row["success"] == 0.5, "one without a horizon is in the mean of all, and in no bin"
-    assert labels_of(row) == ["3", "5"] and unknown_keys({"phase": "train", "step": 1, **row}) == []
-    lost = episodes_row([Group(0, 0, [episode(7, None)])], {}, False, {"": Bins()})
-    assert lost["horizon/7/success"] is lost["horizon/7/reward"] is None and lost["horizon/7/scored"] == 0
-    assert not labels_of(episodes_row([Group(0, 0, members)], {}, False)), "an environment without gold has no such keys"
+    assert row["horizon/5-6/success"] == 0.0 and row["success"] == 0.5, (
+        "one without a horizon is in the mean of all, and in no bin"
+    )
+    assert labels_of(row) == ["3", "5-6"] and unknown_keys({"phase": "train", "step": 1, **row}) == []
+    lost = episodes_row([Group(0, 0, [episode(7, None)])], {}, False)
+    assert lost["horizon/7-8/success"] is lost["horizon/7-8/reward"] is None and lost["horizon/7-8/scored"] == 0
+    assert not labels_of(episodes_row([Group(0, 0, [episode(None, True)])], {}, False)), (
+        "an environment without gold has no such keys"
+    )
 
 
 def test_an_evaluation_that_knows_only_the_success_says_over_how_many_the_reward_is() -> None:
     compared = episode(3, True)
     compared.reward = None  # a spec that compares members gives a single episode no reward
-    row = evaluation_row(summarize([compared, episode(3, False)]), {}, 1.0, {"": Bins()})
+    row = evaluation_row(summarize([compared, episode(3, False)]), {}, 1.0)
     assert (row["horizon/3/success"], row["horizon/3/reward"], row["horizon/3/scored"]) == (0.5, 0.0, 2)
     assert row["n/horizon/3/reward"] == 1 and "n/horizon/3/success" not in row
     assert unknown_keys({"phase": "eval", "step": 1, **row}) == []
@@ -129,14 +108,13 @@ def test_several_environments_keep_theirs_apart() -> None:
         "b": summarize([episode(3, False, env="b")]),
         "bare": summarize([episode(None, True, env="bare")]),
     }
-    bins = {"a": Bins(), "b": Bins((1, 4), 8)}
-    row = evaluation_row(together(played, dict.fromkeys(played, 1.0)), {}, 1.0, bins)
+    row = evaluation_row(together(played, dict.fromkeys(played, 1.0)), {}, 1.0)
     assert not labels_of(row), "none of all together: a 3 of one is no 3 of the other"
-    assert (labels_of(row, "a"), labels_of(row, "b"), labels_of(row, "bare")) == (["3", "9"], ["1-3"], [])
-    assert (row["env/a/horizon/3/success"], row["env/b/horizon/1-3/success"]) == (1.0, 0.0)
+    assert (labels_of(row, "a"), labels_of(row, "b"), labels_of(row, "bare")) == (["3", "9-12"], ["3"], [])
+    assert (row["env/a/horizon/3/success"], row["env/b/horizon/3/success"]) == (1.0, 0.0)
     groups = [Group(0, 0, [episode(3, True, env="a")], env="a"), Group(1, 0, [episode(3, False, env="b")], env="b")]
-    trained = episodes_row(groups, {}, True, bins)
-    assert not labels_of(trained) and trained["env/a/horizon/3/success"] == 1.0 and trained["env/b/horizon/1-3/success"] == 0.0
+    trained = episodes_row(groups, {}, True)
+    assert not labels_of(trained) and trained["env/a/horizon/3/success"] == 1.0 and trained["env/b/horizon/3/success"] == 0.0
     for phase, one in (("eval", row), ("train", trained)):
         assert unknown_keys({"phase": phase, "step": 1, **one}) == []
 
@@ -144,12 +122,12 @@ def test_several_environments_keep_theirs_apart() -> None:
 def test_an_evaluation_report_and_its_table_say_it_by_horizon() -> None:
     members = [episode(2, True, n=0), episode(2, False, n=0), episode(12, None, n=1), episode(12, False, n=2)]
     report = make_report(members, 2)
-    assert report["horizons"]["2"]["success"]["mean"] == 0.5 and report["horizons"]["12"]["success"]["mean"] == 0.0
-    assert (report["horizons"]["12"]["tasks"], report["horizons"]["12"]["unscored"]) == (2, 1)
+    assert report["horizons"]["2"]["success"]["mean"] == 0.5 and report["horizons"]["9-12"]["success"]["mean"] == 0.0
+    assert (report["horizons"]["9-12"]["tasks"], report["horizons"]["9-12"]["unscored"]) == (2, 1)
     console = Console(width=120, record=True, file=io.StringIO())
     print_report(report, console)
     shown = console.export_text()
-    assert "by calls of the solution" in shown and shown.index("│ 2 ") < shown.index("│ 12 ")
+    assert "by calls of the solution" in shown and shown.index("│ 2 ") < shown.index("│ 9-12 ")
     assert "horizons" not in make_report([episode(2, True)], 1), "where all tasks are as long there is nothing to tell apart"
 
 
@@ -186,20 +164,16 @@ model = { init = { layers = 1, hidden = 16 } }
 """
 
 
-def test_a_run_says_it_in_rows_summary_end_and_curve_and_a_resume_keeps_the_bins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_it_in_rows_summary_and_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.toml").write_text(CONFIG)
     assert main(["train", str(tmp_path / "c.toml"), f"out={tmp_path}", "name=r"]) in (0, 1)  # it trains nothing
     said, folder = capsys.readouterr().out, tmp_path / "r"
-    bins = json.loads((folder / FILE).read_text())["key_value"]
-    assert len(bins["starts"]) == 6 and bins["last"] <= 12
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["phase"] for row in rows] == ["before", "train", "after"]
-    env, chosen = make_env("key_value", calls=[2, 12], set_share=0.3), Bins(tuple(bins["starts"]), bins["last"])
+    env = make_env("key_value", calls=[2, 12], set_share=0.3)
     wanted: dict[str, int] = {}
     for seed in range(12):
-        label = chosen.label(len(env.make_task(seed, "heldout").gold["calls"]))
+        label = label_of(len(env.make_task(seed, "heldout").gold["calls"]))
         wanted[label] = wanted.get(label, 0) + 1
     for row in rows:
         assert all(row[f"horizon/{label}/scored"] + row[f"horizon/{label}/unscored"] for label in labels_of(row))
@@ -208,10 +182,6 @@ def test_a_run_says_it_in_rows_summary_end_and_curve_and_a_resume_keeps_the_bins
     assert {label: one["tasks"] for label, one in summary["horizons"].items()} == wanted
     for label, tasks in wanted.items():
         assert f"{label} calls".ljust(26) + "before 0.0 %   after 0.0 %" + f"   of {tasks} tasks" in said
-    edited = {"key_value": {"starts": [1, 6], "last": 12}}  # that the file decides, and not a second choice
-    (folder / FILE).write_text(json.dumps(edited))
-    assert run_bins(load_config(folder / "config.toml"), folder) == {"key_value": Bins((1, 6), 12)}, "as a resume reads them"
-    assert json.loads((folder / FILE).read_text()) == edited
 
 
 def test_the_curve_has_a_panel_with_a_line_for_each_horizon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,15 +190,15 @@ def test_the_curve_has_a_panel_with_a_line_for_each_horizon(tmp_path: Path, monk
     drawn: list[Any] = []
     kept = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), kept(self, *a, **k))[1])
-    row = evaluation_row(summarize([episode(3, True), episode(10, False), episode(5, False)]), {}, 1.0, {"": Bins()})
+    row = evaluation_row(summarize([episode(3, True), episode(10, False), episode(5, False)]), {}, 1.0)
     rows = [{"step": step, "phase": phase, **row} for step, phase in ((0, "before"), (1, "train"), (2, "after"))]
     draw_curve(rows, tmp_path / "curve.png", "x")
     whole, by_calls = drawn[-1].axes
     labels = [text.get_text() for text in by_calls.get_legend().get_texts()]
-    assert labels == ["3", "5", "10"], "the shortest first"
+    assert labels == ["3", "5-6", "9-12"], "the shortest first"
     held = {line.get_label(): list(line.get_ydata()) for line in by_calls.lines if not line.get_label().startswith("_")}
-    assert held == {"3": [1.0, 1.0], "5": [0.0, 0.0], "10": [0.0, 0.0]} and whole.get_title() == "x"
-    one = [{**{k: v for k, v in r.items() if "horizon/5" not in k and "horizon/10" not in k}} for r in rows]
+    assert held == {"3": [1.0, 1.0], "5-6": [0.0, 0.0], "9-12": [0.0, 0.0]} and whole.get_title() == "x"
+    one = [{**{k: v for k, v in r.items() if "horizon/5" not in k and "horizon/9" not in k}} for r in rows]
     draw_curve(one, tmp_path / "curve.png", "x")
     assert len(drawn[-1].axes) == 1, "a single horizon is the whole curve"
-    assert summary_of(rows)["10"]["success_after"] == 0.0
+    assert summary_of(rows)["9-12"]["success_after"] == 0.0

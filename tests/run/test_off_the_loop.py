@@ -129,7 +129,7 @@ def session(tmp_path: Path, steps: int) -> Any:
         config=config, envs=(), folder=folder, display=display, collector=Steps(groups), saver=Saver(folder), publish=nothing,
         engine=SimpleNamespace(stats=nothing), learner=SimpleNamespace(step=nothing, tokens=None),
         player=SimpleNamespace(metrics=dict), judges=SimpleNamespace(metrics=dict, forget=nothing),
-        watchdog=LoopWatchdog(0.0), horizons={}, callbacks=SimpleNamespace(step=nothing),
+        watchdog=LoopWatchdog(0.0), callbacks=SimpleNamespace(step=nothing),
         demonstrations=None, tracing=Tracing(config, "embedded"),
     )  # fmt: skip
 

@@ -16,7 +16,6 @@ from agentrl.config.load import config_from
 from agentrl.data.trajectory import StopReason
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.run import outcomes as horizon
 from agentrl.run.assembly import renderer_of, tokenizer_of
 from agentrl.run.checks import rollout_checks as solvable
 from agentrl.run.checks.env_checks import Scripted
@@ -28,7 +27,7 @@ from agentrl.utils.errors import ConfigError
 def _played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(OFF)
     monkeypatch.setattr(solvable, "_surveys", {})
-    monkeypatch.setattr(horizon, "TASKS", 8)
+    monkeypatch.setattr(solvable, "TASKS", 8)
     monkeypatch.setattr(solvable, "SOLVABLE_SECONDS", 60.0)  # a busy machine must not leave tasks out
 
 
@@ -52,7 +51,10 @@ async def test_an_episode_with_exactly_what_is_needed_succeeds_and_with_less_of_
     ref, renderer = EnvRef.of(one), renderer_of(one.model, tokenizer_of(one.model))
     need = survey_of(one).parts[-1].needs[0]
     scorer = make_scorer(find_spec(ref, None), one.reward, ref)
-    exact = Limits(need.turns, need.turn_tokens, need.episode_tokens, 60, 60, need.context)
+    turns, turn_tokens, episode_tokens, context = (
+        need.needs[key] for key in ("rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_episode_tokens", "the context")
+    )
+    exact = Limits(turns, turn_tokens, episode_tokens, 60, 60, context)
 
     async def played(limits: Limits) -> Any:
         built = ref.build()
@@ -62,11 +64,11 @@ async def test_an_episode_with_exactly_what_is_needed_succeeds_and_with_less_of_
     whole = await played(exact)
     assert (whole.stop, whole.success) == (StopReason.DONE, True)
     assert whole.horizon == need.horizon == sum(len(turn.message.tool_calls) for turn in whole.turns)
-    assert (await played(replace(exact, max_turns=need.turns - 1))).stop is StopReason.MAX_TURNS
-    less = await played(replace(exact, max_turn_tokens=need.turn_tokens - 1))
+    assert (await played(replace(exact, max_turns=turns - 1))).stop is StopReason.MAX_TURNS
+    less = await played(replace(exact, max_turn_tokens=turn_tokens - 1))
     assert "length" in {turn.finish for turn in less.turns} and {turn.finish for turn in whole.turns} == {"stop"}, "a turn is cut"
-    assert (await played(replace(exact, max_episode_tokens=need.episode_tokens - 1))).stop is StopReason.MAX_TOKENS
-    assert (await played(replace(exact, context=need.context - 1))).stop is StopReason.CONTEXT_FULL
+    assert (await played(replace(exact, max_episode_tokens=episode_tokens - 1))).stop is StopReason.MAX_TOKENS
+    assert (await played(replace(exact, context=context - 1))).stop is StopReason.CONTEXT_FULL
 
 
 def test_too_many_tasks_without_room_are_refused_by_name() -> None:
@@ -119,7 +121,7 @@ def test_the_table_is_by_horizon_and_a_run_that_may_start_still_names_its_tasks(
     lines = survey_lines(config(rollout={"max_turns": 4}, health={"max_unsolvable": 1.0}))
     rows = {line.split()[0]: line for line in lines[2:] if not line.startswith("  no room")}
     assert lines[0].startswith("room for the gold solutions of key_value, played in ") and "held-out: 6 of 6 tasks" in lines[0]
-    assert rows["2"].endswith("100%") and rows["10"].endswith("0%") and "11 of 4" in rows["10"]
+    assert rows["2"].endswith("100%") and rows["9-12"].endswith("0%") and "11 of 4" in rows["9-12"]
     named = [line for line in lines if line.startswith("  no room: ")]
     assert len(named) == 5 and "and " in lines[-1] and lines[-1].endswith(" more")
 

@@ -15,7 +15,7 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
-from agentrl.config.envs import alone, check_temperatures, each, the_env, warm_start_envs
+from agentrl.config.envs import alone, check_temperatures, each, the_env, trained_at_all, warm_start_envs
 from agentrl.config.envs import trained_envs as trained
 from agentrl.config.load import load_config
 from agentrl.config.schema import EnvConfig, ModelConfig, RewardModelConfig, RolloutConfig, TrainConfig
@@ -29,12 +29,12 @@ from agentrl.rollout.collector import FILTERS
 from agentrl.rollout.context import CONTEXTS, Stop, make_context_policy
 from agentrl.rollout.engine import ENGINES
 from agentrl.rollout.mixtures import TaskSource
-from agentrl.rollout.samplers import make_sampler
+from agentrl.rollout.samplers import fresh_seed, make_sampler
 from agentrl.rollout.warm_start import Transcripts, gold_transcript, without_chance
 from agentrl.run.assembly import context_length, longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import check_scoring_time, in_daemon_thread
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, resolve_engine
-from agentrl.run.outcomes import Bins, order, seeds_in, variants_of
+from agentrl.run.outcomes import label_of
 from agentrl.trainer.publish import check_takes_weights
 from agentrl.utils.errors import AgentrlError, CatalogError, ConfigError, ModelError, RenderError, TaskDataError
 
@@ -255,6 +255,8 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
 
 SOLVABLE_SECONDS = 3.0
 """No solution of an environment is begun after this many seconds."""
+TASKS = 24
+"""Tasks of each set of parameters, and held-out ones, that are played."""
 NAMED = 5
 """Tasks that are named."""
 OFF = "AGENTRL_SURVEY"
@@ -263,19 +265,15 @@ OFF = "AGENTRL_SURVEY"
 
 @dataclass(frozen=True, slots=True)
 class TaskNeed:
-    """Needs of a task's gold solution. `limits`: by key, what the episode has of it, where that is less."""
+    """Needs of a task's gold solution, by the keys of limits; `over`: key, need and limit, where the limit is less."""
 
     task: str
     seed: int
     horizon: int
-    turns: int
-    turn_tokens: int
-    episode_tokens: int
-    context: int
+    needs: dict[str, int]
     over: tuple[tuple[str, int, int], ...] = ()
 
-    def told(self) -> str:
-        """The task and why its solution does not fit, in words."""
+    def __str__(self) -> str:
         why = ", ".join(f"{needed:,} of {key} = {given:,}" for key, needed, given in self.over)
         return f"{self.task} (seed {self.seed}, {self.horizon} calls) needs {why}"
 
@@ -314,7 +312,7 @@ class Survey:
         lost = Counter(why for part in self.parts for why in part.unplayed.values())
         said = "".join(f"; {count} could not be played ({why})" for why, count in lost.most_common(1))
         head = f"room for the gold solutions of {self.env}, played in {self.seconds:.1f} s ({parts}{said}):"
-        over = [need.told() for need in needs if need.over]
+        over = [str(need) for need in needs if need.over]
         more = f"; and {len(over) - NAMED} more" if len(over) > NAMED else ""
         return [
             head,
@@ -346,7 +344,7 @@ def check_solvable(one: TrainConfig) -> None:
     raise ConfigError(
         "; ".join(f"{part.share:.0%} of the tasks of {part.name}" for part in bad)
         + f" ({len(needs)} of {sum(len(part.needs) for part in bad)} that were played) have no room for their gold solution: "
-        + "; ".join(need.told() for need in needs[:NAMED])
+        + "; ".join(str(need) for need in needs[:NAMED])
         + (f"; and {len(needs) - NAMED} more" if len(needs) > NAMED else "")
         + ". Set "
         + ", ".join(f"{key} to at least {needed:,}" for key, (needed, _) in most.items())
@@ -427,54 +425,64 @@ async def _survey(one: TrainConfig, renderer: Renderer, limits: dict[str, int], 
         parts.append(part := TaskKind(name, len(chosen)))
         todo.append([(part, env, split, seed) for seed in chosen])
     try:
-        for task in chain.from_iterable(zip_longest(*todo)):
+        for task in filter(None, chain.from_iterable(zip_longest(*todo))):
             if time.monotonic() > until:
                 break
-            if task is not None:
-                await _add(*task, renderer=renderer, limits=limits)
+            part, env, split, seed = task
+            try:
+                part.needs.append(need_of(await gold_transcript(env, renderer, seed, split), limits))
+            except NotImplementedError:
+                raise
+            except Exception as fault:  # of one task: the others say what there is room for
+                part.unplayed[f"{split} {seed}"] = f"{type(fault).__name__}: {fault}"
     finally:
         for env in opened:
             await env.aclose()
     return parts
 
 
-async def _add(part: TaskKind, env: ToolEnv, split: str, seed: int, *, renderer: Renderer, limits: dict[str, int]) -> None:
-    try:
-        played = await gold_transcript(env, renderer, seed, split)
-    except NotImplementedError:
-        raise
-    except Exception as fault:  # of one task: the others say what there is room for
-        part.unplayed[f"{split} {seed}"] = f"{type(fault).__name__}: {fault}"
-        return
-    part.needs.append(need_of(played, limits))
+def variants_of(one: TrainConfig) -> list[tuple[str, EnvRef, str, Sequence[int]]]:
+    """The tasks of an environment's run: in words, the environment with its parameters, the split, and the seeds of the first
+    tasks. Of training for each `params` of the sampler (none with a weight of 0 throughout), and the held-out ones."""
+    ref, sampler = EnvRef.of(one), make_sampler(one.rollout.sampler)
+    fresh = [fresh_seed(one.seed, index) for index in range(TASKS)]
+    held = range(min(one.eval.tasks, TASKS))
+    variants = list(sampler.variants()) if trained_at_all(one.envs[0].weight) else []
+    named = [
+        ", ".join(f"{key} = {value}" for key, value in params.items()) if len(variants) > 1 else "training" for params in variants
+    ]
+    trained = [(name, ref.with_params(params), "train", fresh) for name, params in zip(named, variants, strict=True)]
+    return [*trained, ("held-out", ref, one.eval.split, held)]
+
+
+def seeds_in(env: ToolEnv, split: str, seeds: Sequence[int]) -> Sequence[int]:
+    """The seeds as tasks of a split that may have an end: as many of its tasks, spread over it."""
+    count = env.task_count(split)
+    if count is None:
+        return seeds
+    return [int(at) for at in np.linspace(0, count - 1, min(count, len(seeds)))] if count else []
 
 
 def need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:
     """Needs of an episode with these very turns, against its limits."""
     turns = [int(np.bincount(ledger.turns[ledger.sampled]).max()) for ledger in played.ledgers if ledger.sampled_tokens]
-    taken = {
+    needs = {
         "rollout.max_turns": len(played.turns),
         "rollout.max_turn_tokens": max(turns, default=0),
         "rollout.max_episode_tokens": played.tokens,
         "the context": max((len(ledger) for ledger in played.ledgers), default=0),
     }
-    over = tuple((key, taken[key], given) for key, given in limits.items() if taken[key] > given)
-    sizes = {key.rpartition(".")[2].removeprefix("the ").removeprefix("max_"): needed for key, needed in taken.items()}
-    return TaskNeed(played.task.id, played.task.seed, played.horizon or 0, **sizes, over=over)
+    over = tuple((key, needs[key], given) for key, given in limits.items() if needs[key] > given)
+    return TaskNeed(played.task.id, played.task.seed, played.horizon or 0, needs, over)
 
 
 def _table(needs: Sequence[TaskNeed], limits: dict[str, int]) -> list[str]:
     """By horizon: the tasks, the most that one of them needs against what there is, and how many fit."""
-    bins = Bins.of({need.horizon for need in needs})
     rows = [["calls", "tasks", *(key.removeprefix("rollout.").removeprefix("the ") for key in limits), "fit"]]
-    by_label: dict[str, list[TaskNeed]] = {}
-    for need in needs:
-        by_label.setdefault(bins.label(need.horizon), []).append(need)
-    for label in sorted(by_label, key=order):
-        members = by_label[label]
-        each_most = (max(getattr(need, key.rpartition(".")[2].removeprefix("the ").removeprefix("max_")) for need in members)
-                     for key in limits)  # fmt: skip
-        most = [f"{needed:,} of {given:,}" for needed, given in zip(each_most, limits.values(), strict=True)]
+    labels = {need.horizon: label_of(need.horizon) for need in sorted(needs, key=lambda need: need.horizon)}
+    for label in dict.fromkeys(labels.values()):
+        members = [need for need in needs if labels[need.horizon] == label]
+        most = [f"{max(need.needs[key] for need in members):,} of {given:,}" for key, given in limits.items()]
         rows.append([label, str(len(members)), *most, f"{1 - sum(bool(n.over) for n in members) / len(members):.0%}"])
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
