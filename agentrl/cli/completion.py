@@ -73,8 +73,10 @@ def overrides(prefix: str, args: argparse.Namespace) -> Iterator[str]:
     if equals:
         yield from (f"{typed}={value}" for value in values(typed))
         return
-    found = [name for key in all_keys() for name in (_assignments(key.name, key.type, key.section) if not sign else [key.name])]
-    names = [name for name in found if name.startswith(typed)]
+    assigned = [key for key in all_keys() if sign or not key.section]
+    # Of a component its name is assigned.
+    ends = ("" if sign or key.type != "table of name and args" else ".name" for key in assigned)
+    names = [name for key, end in zip(assigned, ends, strict=True) if (name := key.name + end).startswith(typed)]
     heads = {name.split(".")[0] for name in names}
     end = "" if sign else "="
     if "." in typed or len(heads) == 1:
@@ -95,13 +97,6 @@ def values(key: str) -> list[str]:
     if kind.startswith('"'):
         return [part.strip('"') for part in kind.split(" or ")]
     return written_names(owner)
-
-
-def _assignments(name: str, kind: str, section: bool) -> list[str]:
-    """Values that can be assigned to a key: of a component its name."""
-    if section:
-        return []
-    return [f"{name}.name"] if kind == "table of name and args" else [name]
 
 
 def paths(prefix: str, end: str) -> Iterator[str]:

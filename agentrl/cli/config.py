@@ -93,17 +93,17 @@ def run_show(args: argparse.Namespace) -> int:
         derived = here.get(".".join(map(str, keys)))
         return origins.of(keys) + (f"; here: {derived}" if derived else "") if args.origin else ""
 
-    def shown(keys: Keys) -> bool:
+    def is_shown(keys: Keys) -> bool:
         return not args.given or not origins.of(keys).startswith("default")
 
     if args.json:
         from agentrl.config.origin import leaves_at
 
-        rows = {name: (keys, value) for name, keys, value in leaves_at(config) if shown(keys)}
+        rows = {name: (keys, value) for name, keys, value in leaves_at(config) if is_shown(keys)}
         said = {name: {"value": value, "origin": origin(keys)} if args.origin else value for name, (keys, value) in rows.items()}
         say(json.dumps(said, indent=2))
         return 0
-    say("\n".join(ConfigText(origin, meanings=False, shown=shown).section(config)).lstrip("\n"))
+    say("\n".join(ConfigText(origin, meanings=False, shown=is_shown).section(config)).lstrip("\n"))
     return 0
 
 
@@ -167,10 +167,9 @@ def _sides(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _row(key: Key, *, names: bool) -> dict[str, Any]:
-    row = {"key": key.name, "section": key.section, "type": key.type, "default": key.default, "unit": key.unit}
-    found = _names(key) if names else []
-    choices = [{"name": one.name, "meaning": one.meaning, "args": one.args} for one in found]
-    return {**row, "meaning": key.meaning, **({"choices": choices} if choices else {})}
+    choices = [asdict(one) for one in _names(key)] if names else []
+    row = {name: getattr(key, name) for name in ("section", "type", "default", "unit", "meaning")}
+    return {"key": key.name, **row, **({"choices": choices} if choices else {})}
 
 
 def _names(key: Key) -> list[Any]:
@@ -200,17 +199,17 @@ def _entry(key: Key) -> list[str]:
     """A key with all that there is to say of it."""
     import textwrap
 
-    def wrapped(text: str, indent: str) -> list[str]:
+    def wrap(text: str, indent: str) -> list[str]:
         return textwrap.wrap(text, 100, initial_indent=indent, subsequent_indent=indent)
 
     if key.section:
         off = "  (off unless it is set)" if key.default == "unset" else ""
-        return [f"[{key.name}]{off}", *wrapped(key.meaning, "  ")]
+        return [f"[{key.name}]{off}", *wrap(key.meaning, "  ")]
     unit = "" if key.unit is None else f"; unit: {'a ratio' if key.unit == '1' else key.unit}"
-    lines = [key.name, *wrapped(key.meaning, "  "), f"  type: {key.type}; default: {key.default}{unit}"]
+    lines = [key.name, *wrap(key.meaning, "  "), f"  type: {key.type}; default: {key.default}{unit}"]
     for one in _names(key):
         args = ", ".join(f"{name} = {default}" for name, default in one.args.items())
-        lines += [f"  {one.name}" + (f"({args})" if args else ""), *wrapped(one.meaning, "      ")[:3]]
+        lines += [f"  {one.name}" + (f"({args})" if args else ""), *wrap(one.meaning, "      ")[:3]]
     return lines
 
 

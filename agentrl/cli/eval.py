@@ -350,36 +350,31 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         plan.notes = [] if note is None else [note]
         return plan
     differs = [line for env in config.envs for line in differences_from_run(folder, config, env.called)]
-    differs += [*changed_files(folder, config), *_other_tasks(args, config), *other_engine(folder, config)]
-    plan.notes = [*(f"other than in the run: {line}" for line in differs), *_not_paired(args, config)]
+    tasks, unpaired = _other_tasks(args, config)
+    differs += [*changed_files(folder, config), *tasks, *other_engine(folder, config)]
+    plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan
 
 
-def _other_tasks(args: argparse.Namespace, config: TrainConfig) -> list[str]:
+def _other_tasks(args: argparse.Namespace, config: TrainConfig) -> tuple[list[str], list[str]]:
+    """What differs if the options choose other tasks than the run was evaluated on, and a note that says so: a reader may hold
+    the figures against the run's."""
     from agentrl.config.envs import alone
 
     own = {env.called: alone(config, env).eval for env in config.envs}
     at = {name: f" of {name}" if len(own) > 1 else "" for name in own}
     tasks = [f"tasks{at[n]} were {e.tasks}, are {args.tasks}" for n, e in own.items() if args.tasks not in (None, e.tasks)]
     splits = [f"the split{at[n]} was {e.split}, is {args.split}" for n, e in own.items() if args.split not in (None, e.split)]
-    return [*tasks, *splits, *([f"{args.samples} episodes a task, not 1"] if (args.samples or 1) > 1 else [])]
-
-
-def _not_paired(args: argparse.Namespace, config: TrainConfig) -> list[str]:
-    """A note if the options choose other tasks than the run was evaluated on; a reader may hold the figures against the run's."""
-    from agentrl.config.envs import alone
-
-    own = {env.called: alone(config, env).eval for env in config.envs}
+    differs = [*tasks, *splits, *([f"{args.samples} episodes a task, not 1"] if (args.samples or 1) > 1 else [])]
+    if not (tasks or splits):
+        return differs, []
     other = {n: e for n, e in own.items() if args.tasks not in (None, e.tasks) or args.split not in (None, e.split)}
-    if not other:
-        return []
     were = ", ".join(f"{f'{name}: ' if len(own) > 1 else ''}{one.tasks} of {one.split}" for name, one in other.items())
-    tasks = [f"-n {args.tasks}"] if any(args.tasks not in (None, one.tasks) for one in other.values()) else []
-    splits = [f"--split {args.split}"] if any(args.split not in (None, one.split) for one in other.values()) else []
-    return [
+    options = [*([f"-n {args.tasks}"] if tasks else []), *([f"--split {args.split}"] if splits else [])]
+    return differs, [
         f"its tasks are not those of the run's own evaluations ({were}), so its figures are not paired with theirs; for that "
-        f"leave {' and '.join([*tasks, *splits])} out"
+        f"leave {' and '.join(options)} out"
     ]
 
 
@@ -422,7 +417,9 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
     from agentrl.run.checks.env_checks import check_played
     from agentrl.run.config_file import find_config_file
 
-    names, overrides = _split_words(args)
+    given = [text for text in (args.env, *args.overrides) if text is not None]
+    overrides = overrides_of(args, [text for text in given if is_override(text)])
+    names = [text for text in given if not is_override(text)]
     if args.config is None and folder is None:
         if not names:
             raise ConfigError(f"an environment is needed, for example: agentrl eval key_value --model {args.model}")
@@ -446,10 +443,3 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
         update["env"] = chosen
     several, config = len(config.envs) > 1, config.model_copy(update=update)
     return (config if len(config.envs) > 1 else alone(config, config.envs[0])), several
-
-
-def _split_words(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The environments on the command line, and the overrides."""
-    given = [text for text in (args.env, *args.overrides) if text is not None]
-    overrides = overrides_of(args, [text for text in given if is_override(text)])
-    return [text for text in given if not is_override(text)], overrides

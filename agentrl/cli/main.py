@@ -123,22 +123,19 @@ def _run(argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if (text := _of_files(error)) is None:
+        name = error.filename if isinstance(error, OSError) else None
+        if disk_full(error):
+            free = f"the disk is full: {error}: free some space and repeat the command"
+            text = free if name is None else full_text(name, "repeat the command")
+        elif isinstance(error, OSError) and name is not None:
+            text = f"{name}: {error.strerror}: fix that and repeat the command"
+        else:
             raise
         say(f"agentrl: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         say("agentrl: interrupted", file=sys.stderr)
         return 130
-
-
-def _of_files(error: Exception) -> str | None:
-    """Problem with a file, or with the disk that it is on; None if the error is another."""
-    name = error.filename if isinstance(error, OSError) else None
-    if disk_full(error):
-        then = "repeat the command"
-        return f"the disk is full: {error}: free some space and {then}" if name is None else full_text(name, then)
-    return None if name is None else f"{name}: {error.strerror}: fix that and repeat the command"  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -166,7 +166,7 @@ def run_explain(args: argparse.Namespace) -> int:
     spec = _spec(args.spec)
     with _options(args).asking(spec) as scorer_of:
         scorer = scorer_of(spec)
-        trajectory, others = _with_others(args.trajectory, args.row, scorer.compares)
+        trajectory, others = _episodes(args.trajectory, args.row, scorer.compares)
         score = scorer.score_group([trajectory, *others])[0] if others else scorer.score(trajectory)
     if args.json:
         content = {
@@ -199,11 +199,10 @@ def run_score(args: argparse.Namespace) -> int:
         say(text, end="")
     else:
         args.out.write_text(text, encoding="utf-8")
-    values = [row["value"] for row in rows if row["value"] is not None]
-    mean = f"mean {sum(values) / len(values):.4g}" if values else "no value"
     known = [row["success"] for row in rows if row["success"] is not None]
-    mean += f", success {sum(known)} of {len(known)}" if known else ""
-    say(f"{len(values)} of {len(rows)} episodes scored, {mean}", file=sys.stderr)
+    success = f", success {sum(known)} of {len(known)}" if known else ""
+    scored = sum(row["value"] is not None for row in rows)
+    say(f"{scored} of {len(rows)} episodes scored, {_mean(rows)}{success}", file=sys.stderr)
     unscored = Counter(next(reasons(row["evidence"]), "no reason given") for row in rows if row["value"] is None)
     for reason, count in unscored.most_common(5):
         say(f"unscored: {count} x {reason}", file=sys.stderr)
@@ -276,13 +275,6 @@ def run_leaves(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_any_env(context: Context) -> Context:
-    def nowhere(task: Task) -> ReplayEnv:
-        raise UserError("a spec that is only looked at replays nothing")
-
-    return replace(context, replay_env=nowhere)
-
-
 @dataclass(frozen=True)
 class _Options:
     """Functions and judges that a spec may use, from the command line. Picklable, because worker processes build their own
@@ -302,8 +294,13 @@ class _Options:
         it would replay on need not be there."""
         from agentrl.env.catalog import make_scorer
 
-        ref = None if self.env is None else self.env_ref()
-        return make_scorer(spec, self.reward(), ref, through=_with_any_env if alone else lambda context: context)
+        def nowhere(task: Task) -> ReplayEnv:
+            raise UserError("a spec that is only looked at replays nothing")
+
+        def through(context: Context) -> Context:
+            return replace(context, replay_env=nowhere) if alone else context
+
+        return make_scorer(spec, self.reward(), None if self.env is None else self.env_ref(), through=through)
 
     def reward(self) -> RewardConfig:
         """The config section of a run that may do as much."""
@@ -337,7 +334,7 @@ class _Options:
         for note in check_judges(config, {"": scorers[0]}, trains=False):
             say(note, file=sys.stderr)
         judges = Judges(config)
-        judges.asked(scorers[:1])
+        judges.expect(scorers[:1])
         try:
             yield lambda one: make_scorer(one, reward, ref, through=judges.beside)
         finally:
@@ -352,11 +349,14 @@ class _Options:
 
 
 def _options(args: argparse.Namespace) -> _Options:
+    from agentrl.env.catalog import find_env
+
     params = [
         (name.removeprefix("env.params."), _json_or_text(value)) for name, value in _pairs(args.param, "--param", "calls=4")
     ]
-    if args.env is None and (spec := getattr(args, "spec", None)) is not None and _is_env(spec):
-        args.env = spec
+    if args.env is None and (spec := getattr(args, "spec", None)) is not None:
+        with suppress(UserError):  # a spec that is named by its environment is that one's own
+            args.env = spec if find_env(spec).reward is not None else None
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
     python = tuple(_pairs(args.python, "--python", "polite=my_rewards:polite"))
@@ -364,16 +364,6 @@ def _options(args: argparse.Namespace) -> _Options:
     if twice := [name for number, (name, _) in enumerate(models) if name in dict(models[:number])]:
         raise UserError(f"--judge-model {twice[0]}=...: given twice; a judge has one model")
     return _Options(args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python, models)
-
-
-def _is_env(name: str) -> bool:
-    """Return True if the spec is named by its environment, whose own spec it then is."""
-    from agentrl.env.catalog import find_env
-
-    try:
-        return find_env(name).reward is not None
-    except UserError:
-        return False
 
 
 def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, str]]:
@@ -404,28 +394,18 @@ def _spec(name: str) -> dict[str, Any]:
         raise UserError(f"{name!r} is neither a file nor a spec on the shelf: {error}") from error
 
 
-def _episode(path: Path, row: int) -> Trajectory:
-    from agentrl.reward.explain import parse_row, read_lines
-
-    if path.suffix == ".json":
-        text = "\n".join(line for _, line in read_lines(path))
-        return parse_row(str(path), 1, text)
-    lines = read_lines(path)
-    if row > len(lines):
-        raise UserError(f"{path}: --row {row}, but it has {len(lines)} rows")
-    return parse_row(str(path), *lines[row - 1])
-
-
-def _with_others(path: Path, row: int, compares: bool) -> tuple[Trajectory, list[Trajectory]]:
+def _episodes(path: Path, row: int, compares: bool) -> tuple[Trajectory, list[Trajectory]]:
     """The episode of a row and, for a spec that compares episodes, the others of its task in the file."""
     from agentrl.reward.explain import parse_row, read_lines
 
-    chosen = _episode(path, row)
-    if not compares or path.suffix == ".json":
-        return chosen, []
-    rows = [parse_row(str(path), number, line) for number, line in read_lines(path)]
-    task = (chosen.env_id, chosen.task.id)
-    return chosen, [other for number, other in enumerate(rows, 1) if number != row and (other.env_id, other.task.id) == task]
+    lines = read_lines(path)
+    if path.suffix == ".json":
+        return parse_row(str(path), 1, "\n".join(line for _, line in lines)), []
+    if row > len(lines):
+        raise UserError(f"{path}: --row {row}, but it has {len(lines)} rows")
+    chosen = parse_row(str(path), *lines[row - 1])
+    rows = [parse_row(str(path), *line) for number, line in enumerate(lines, 1) if number != row] if compares else []
+    return chosen, [other for other in rows if (other.env_id, other.task.id) == (chosen.env_id, chosen.task.id)]
 
 
 def _score_rows(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from agentrl.run.config_file import (
     is_override,
     open_folder,
     read_config,
-    read_config_origins,
     read_resumed,
     resume_overrides,
 )
@@ -102,7 +102,9 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     options = {"--json": args.json, "--gpu-memory": args.gpu_memory is not None, "--nodes": args.nodes is not None}
     if given := [option for option, used in options.items() if used]:
         raise ConfigError(f"{given[0]} is for planning: use it together with --dry-run")
-    return _train(args, config, before, restarts)
+    if before is None:
+        return _begin(args, config, restarts)
+    return _continue(args, before, config, resume_overrides(args), partial(_check, args), restarts)
 
 
 def _nodes(args: argparse.Namespace) -> tuple[int, int] | None:
@@ -120,7 +122,7 @@ def _nodes(args: argparse.Namespace) -> tuple[int, int] | None:
 def _origins(args: argparse.Namespace) -> Origins:
     """Origins of the config's values, of a resumed run too."""
     if args.resume is None:
-        return read_config_origins(args)
+        return read_origins(find_config_file(args.config), args.overrides, find_config_file)
     return read_origins(Path(args.resume) / "config.toml", resume_overrides(args))
 
 
@@ -137,26 +139,42 @@ def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainCon
     check_unlocked(folder.path)
 
 
-def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None, restarts: int) -> int:
+def _check(args: argparse.Namespace, config: TrainConfig) -> list[str]:
+    """All checks of a run that plays; returns the warnings."""
     from agentrl.run.checks import check_train
     from agentrl.run.checks.env_checks import check_named
+
+    check_named(config, partial(_origins, args))
+    return check_train(config)
+
+
+def _begin(args: argparse.Namespace, config: TrainConfig, restarts: int, *, only_warm_start: bool = False) -> int:
+    """A new run."""
+    from agentrl.run.driver import execute
+
+    check_folder(config.name, config.out, overwrite=args.overwrite)  # first: checks may start servers, ask judges that cost
+    notes = _check(args, config)
+    folder = open_folder(config, overwrite=args.overwrite, origins=_origins(args))
+    return execute(config, folder, resumed=False, only_warm_start=only_warm_start, notes=notes, restarts=restarts)
+
+
+def _continue(
+    args: argparse.Namespace,
+    before: TrainConfig,
+    config: TrainConfig,
+    texts: list[str],
+    check: Callable[[TrainConfig], list[str]],
+    restarts: int,
+) -> int:
+    """The run in `args.resume`, with the overrides `texts`, after `check`."""
     from agentrl.run.driver import execute
     from agentrl.run.folder import RunFolder
     from agentrl.run.provenance import check_resumable
 
-    def check(made: TrainConfig) -> list[str]:
-        check_named(made, partial(_origins, args))
-        return check_train(made)
-
-    if before is None:
-        check_folder(config.name, config.out, overwrite=args.overwrite)  # first: checks may start servers, ask judges that cost
-        notes = check(config)
-        folder = open_folder(config, overwrite=args.overwrite, origins=_origins(args))
-        return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
     folder = RunFolder(Path(args.resume))
-    origins = _origins(args)
-    news = check_resumable(before, config, folder, check)
-    return execute(config, folder, resumed=True, notes=news, origins=origins, restarts=restarts)
+    origins = read_origins(folder.config, texts)
+    notes = check_resumable(before, config, folder, check)
+    return execute(config, folder, resumed=True, notes=notes, origins=origins, restarts=restarts)
 
 
 def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]:
@@ -226,15 +244,7 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
         return _on_data(args, config, overrides, restarts)
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
-    from agentrl.run.checks import check_train
-    from agentrl.run.checks.env_checks import check_named
-    from agentrl.run.driver import execute
-
-    check_folder(config.name, config.out, overwrite=args.overwrite)  # as in `agentrl train`
-    check_named(config, partial(read_config_origins, args))
-    notes = check_train(config)
-    folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
-    return execute(config, folder, resumed=False, only_warm_start=True, notes=notes, restarts=restarts)
+    return _begin(args, config, restarts, only_warm_start=True)
 
 
 def _again(args: argparse.Namespace, run: str) -> Drive:
@@ -273,7 +283,6 @@ def _sft_config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
 
 def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str], restarts: int) -> int:
     """The data is read before the run has a folder: what cannot be used leaves nothing behind."""
-    from agentrl.config.origin import Origins, read_origins
     from agentrl.run.display import Display
     from agentrl.run.driver import DATA, RUN_KINDS, execute
     from agentrl.run.folder import check_free
@@ -300,23 +309,17 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
 
 def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -> int:
     """Go on with a run on data; with one of a warm start alone too, if `warm_start`."""
-    from agentrl.config.identity import check_resumed
-    from agentrl.config.origin import read_origins
     from agentrl.run.driver import DATA, RUN_KINDS, execute
     from agentrl.run.folder import RunFolder
-    from agentrl.run.provenance import check_resumable
 
     texts = [*resume_overrides(args), *_options_as_overrides(args)]
     before, config = read_resumed(args.resume, texts)
-    folder = RunFolder(Path(args.resume))
     if before.data is None:
         if warm_start:
-            return execute(config, folder, resumed=True, only_warm_start=True, restarts=restarts)
+            return execute(config, RunFolder(Path(args.resume)), resumed=True, only_warm_start=True, restarts=restarts)
         run = shlex.quote(args.resume)
         raise ConfigError(
             f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
         )
     check_resumed(before, config, Path(args.resume))
-    notes = check_resumable(before, config, folder, partial(RUN_KINDS[DATA].check, prepared=True))
-    origins = read_origins(folder.config, texts)
-    return execute(config, folder, resumed=True, notes=notes, origins=origins, restarts=restarts)
+    return _continue(args, before, config, texts, partial(RUN_KINDS[DATA].check, prepared=True), restarts)

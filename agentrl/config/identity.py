@@ -82,7 +82,6 @@ _ANYWHERE = {
     "steps": "says how long a run takes; that a decaying learning rate is stretched is said (run/provenance.py)",
     "stop_at_success": "says how long a run takes",
     "trajectories_every": _KEPT,
-    "next": "is said when all is over",
     "checkpoint": _KEPT,
     "keep": _KEPT,
     "trackers": _KEPT,

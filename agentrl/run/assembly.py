@@ -154,7 +154,7 @@ def assemble(
             scorer, limits = scorer_of(one, spec, judges), Limits.of(one.rollout, inputs.context)
             envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs), one.rollout.branch))
     if asks:
-        judges.asked(env.scorer for env in envs)
+        judges.expect(env.scorer for env in envs)
     return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), judges)
 
 

@@ -40,7 +40,7 @@ class Functions(Callback):
     def on_group(self, group: Group) -> Any:
         return None if self._group is None else self._group(group)
 
-    def named(self, call: str) -> str:
+    def name_of(self, call: str) -> str:
         """The function's own name, for its errors."""
         function = self._step if call == "on_step" else self._group
         return str(getattr(function, "__qualname__", call))
@@ -78,4 +78,4 @@ def check_callbacks(choices: Sequence[Choice]) -> None:
 
 
 def _name_callback(name: str, one: Callback, call: str) -> str:
-    return one.named(call) if isinstance(one, Functions) else name
+    return one.name_of(call) if isinstance(one, Functions) else name

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone
@@ -93,20 +92,18 @@ def read_official(folder: Path) -> dict[str, Any]:
 def side_by_side(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """For each suite that all evaluations have a table of: a row for each metric that one of them has, with a value (or None) and
     `n` for each evaluation, and whether all are over as many tasks of the same split and version (`same`)."""
-    shared = [name for name in tables[0] if all(name in other for other in tables)]
-    return {name: _join_reports(labels, [one[name] for one in tables]) for name in shared}
-
-
-def _join_reports(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    by_name = [{row["name"]: row for row in table["rows"]} for table in tables]
-    names = list(dict.fromkeys(name for rows in by_name for name in rows))
-    rows = [
-        {"name": name, "values": [rows[name]["value"] if name in rows else None for rows in by_name],
-         "n": [rows[name]["n"] if name in rows else 0 for rows in by_name]}
-        for name in names
-    ]  # fmt: skip
-    over = [(table["version"], table["split"], table["tasks"]) for table in tables]
-    return {"models": list(labels), "rows": rows, "over": [list(one) for one in over], "same": len(set(over)) == 1}
+    joined = {}
+    for suite in (name for name in tables[0] if all(name in other for other in tables)):
+        by_name = [{row["name"]: row for row in table[suite]["rows"]} for table in tables]
+        rows = [
+            {"name": name, "values": [rows[name]["value"] if name in rows else None for rows in by_name],
+             "n": [rows[name]["n"] if name in rows else 0 for rows in by_name]}
+            for name in dict.fromkeys(name for rows in by_name for name in rows)
+        ]  # fmt: skip
+        over = [[table[suite][key] for key in ("version", "split", "tasks")] for table in tables]
+        same = all(one == over[0] for one in over)
+        joined[suite] = {"models": list(labels), "rows": rows, "over": over, "same": same}
+    return joined
 
 
 def print_side_by_side(joined: Mapping[str, Any], console: Console) -> None:
@@ -159,28 +156,21 @@ def read_results(folder: Path) -> dict[str, Results]:
 
     Raises ConfigError without one, or if one has no episodes yet.
     """
-    if (folder / "eval.json").is_file():
-        found = _read(folder, _label(folder))
-        return {found.env: found}
-    parts = sorted(path.parent for path in folder.glob("*/eval.json")) if folder.is_dir() else []
+    own = (folder / "eval.json").is_file()
+    parts = [folder] if own else sorted(path.parent for path in folder.glob("*/eval.json")) if folder.is_dir() else []
     if not parts:
         raise ConfigError(f"{folder}: not a folder of an evaluation (neither it nor its folders have an eval.json)")
-    return {found.env: found for part in parts for found in [_read(part, _label(folder))]}
-
-
-def _label(folder: Path) -> str:
-    """The folder's name, which the default --out takes from the model."""
-    return folder.absolute().name
-
-
-def _read(folder: Path, label: str) -> Results:
-    file = folder / "trajectories.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    episodes = [Trajectory.from_json(read_json(line)) for line in lines]
-    if not episodes:
-        raise ConfigError(f"{folder}: the evaluation has no episodes yet")
-    identity = read_json((folder / "eval.json").read_text()).get("identity") or {}
-    return Results(label, episodes[0].env or episodes[0].env_id, by_task(episodes), identity)
+    label, found = folder.absolute().name, {}  # which the default --out takes from the model
+    for part in parts:
+        file = part / "trajectories.jsonl"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        episodes = [Trajectory.from_json(read_json(line)) for line in lines]
+        if not episodes:
+            raise ConfigError(f"{part}: the evaluation has no episodes yet")
+        identity = read_json((part / "eval.json").read_text()).get("identity") or {}
+        env = episodes[0].env or episodes[0].env_id
+        found[env] = Results(label, env, by_task(episodes), identity)
+    return found
 
 
 def by_task(episodes: Sequence[Trajectory]) -> dict[str, TaskResult]:
@@ -302,36 +292,29 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
         table.title = cell(env)
         for row in part["rows"]:
             paired = f"{row['better']} / {row['worse']} of {row['paired']}" if "paired" in row else ""
-            table.add_row(
-                cell(row["model"]), str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"]), *_signed_text(row), paired
-            )  # fmt: skip
+            own = [cell(row["model"]), str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"])]
+            gained = _cells(row["difference"], "+") if "paired" in row else ("", "")
+            table.add_row(*own, *gained, paired)
         console.print(table)
         for row in part["rows"][1:]:
             for line in row["also"]:
                 console.print(cell(f"{row['model']} also differs: {line}"))
         if part["horizons"]:
-            console.print(_horizon_table(part["horizons"], cell(f"{env} by calls of the solution")))
+            # A row for each horizon: the tasks, and of each model pass@1 and its difference to the first.
+            models = (cell(row["model"]) for row in part["rows"])
+            table = folding("calls", "tasks", *models, title=cell(f"{env} by calls of the solution"))
+            for label, rows in part["horizons"].items():
+                ends = ["" if row.get("difference") is None else f" ({row['difference']:+.3f})" for row in rows]
+                values = [_short(row["pass@1"]) + end for row, end in zip(rows, ends, strict=True)]
+                table.add_row(label, " / ".join(dict.fromkeys(str(row["tasks"]) for row in rows)), *values)
+            console.print(table)
 
 
-def _horizon_table(horizons: Mapping[str, Sequence[Mapping[str, Any]]], title: Any) -> Table:
-    """A row for each horizon: the tasks, and of each model pass@1 and its difference to the first."""
-    models = [row["model"] for row in next(iter(horizons.values()))]
-    table = folding("calls", "tasks", *(cell(model) for model in models), title=title)
-    for label, rows in horizons.items():
-        ends = ["" if row.get("difference") is None else f" ({row['difference']:+.3f})" for row in rows]
-        values = [_short(row["pass@1"]) + end for row, end in zip(rows, ends, strict=True)]
-        table.add_row(label, " / ".join(dict.fromkeys(str(row["tasks"]) for row in rows)), *values)
-    return table
-
-
-def _cells(rate: Mapping[str, float] | None) -> tuple[str, str]:
-    return ("-", "") if rate is None else (f"{rate['mean']:.3f}", f"{rate['low']:.3f} to {rate['high']:.3f}")
-
-
-def _signed_text(row: Mapping[str, Any]) -> tuple[str, str]:
-    if (found := row.get("difference")) is None:
-        return ("-" if "paired" in row else "", "")
-    return f"{found['mean']:+.3f}", f"{found['low']:+.3f} to {found['high']:+.3f}"
+def _cells(rate: Mapping[str, float] | None, sign: str = "") -> tuple[str, str]:
+    if rate is None:
+        return "-", ""
+    mean, low, high = (f"{rate[key]:{sign}.3f}" for key in ("mean", "low", "high"))
+    return mean, f"{low} to {high}"
 
 
 def _short(value: float | None) -> str:

@@ -40,13 +40,6 @@ def read_config(args: argparse.Namespace) -> TrainConfig:
     return with_absolute_paths(load_config(find_config_file(args.config), args.overrides, find_config_file))
 
 
-def read_config_origins(args: argparse.Namespace) -> Origins:
-    """Origins of the values of `read_config`. Raises as it does."""
-    from agentrl.config.origin import read_origins
-
-    return read_origins(find_config_file(args.config), args.overrides, find_config_file)
-
-
 def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
     """The config with which the run in the folder `run` began, and that with the overrides `texts`. Raises ConfigError."""
     from agentrl.config import load_config

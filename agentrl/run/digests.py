@@ -38,7 +38,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             at = f"env.{own.called}" if isinstance(config.env, list) else "env"
             digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
             tools = f"{at}.tools" if own.tools is not None else "tools"
-            digests |= _code(env, f"{at}.id", f"{tools}.sets") | _digests({f"{tools}.args": sorted(_data(env.tools.args))})
+            digests |= _code(env, f"{at}.id", f"{tools}.sets") | _digests({f"{tools}.args": sorted(_named_files(env.tools.args))})
             if (suite := suite_env(env)) is not None:
                 digests[f"the files of {at}.params.source"] = source_fingerprint(suite)
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
@@ -110,7 +110,7 @@ def _sources(path: Path | None) -> Iterator[Path]:
             yield file
 
 
-def _data(args: Mapping[str, Mapping[str, Any]]) -> Iterator[Path]:
+def _named_files(args: Mapping[str, Mapping[str, Any]]) -> Iterator[Path]:
     """The files that arguments of tool sets name, and those in folders that they name."""
     for path in (Path(value) for given in args.values() for value in given.values() if isinstance(value, str) and value):
         if path.is_file():

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
@@ -60,7 +60,7 @@ class Activity:
     _seen: str = ""
     _moved: float | None = None
 
-    def told(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         """In words, at the time `now`."""
         far = self.look()
         if far != self._seen or self._moved is None:
@@ -121,12 +121,19 @@ def frame(shown: Shown, now: float, width: int) -> Text:
     if shown.doing:
         lines.append(Text(_cut(f"  {_doing(shown, now)}", width), style="cyan"))
         lines += [Text(_cut(f"  engine: {shown.engine}", width), style="cyan")] if shown.engine else []
+    held, top = shown.held, shown.best_held
+    best = f" (best {percent(top[0])} at {top[1]})" if held is not None and top is not None and top[0] > held[0] else ""
     cells = [
         *_said(shown),
-        *_hold_lines(shown),
+        *([] if held is None else [f"held-out {percent(held[0])}{best}"]),
         *(f"{key} {short(value)}" for key, value in shown.details.items() if value is not None),
     ]
-    lines += [Text(line) for line in _flow(cells, width, DETAIL_LINES)]
+    flow = [""]
+    for cell in cells:
+        if flow[-1] and len(flow[-1]) + 2 + len(cell) > width:
+            flow.append("")
+        flow[-1] += f"  {cell}"
+    lines += [Text(_cut(line, width)) for line in flow[:DETAIL_LINES] if line]  # what does not fit into them is left out
     if shown.trouble:
         lines.append(Text(_cut(f"  {shown.trouble}", width), style="yellow"))
     return Text("\n", no_wrap=True).join(lines)
@@ -173,7 +180,7 @@ def _first_line(shown: Shown, now: float, width: int) -> Text:
 def _doing(shown: Shown, now: float) -> str:
     """The innermost activity within the others."""
     *outer, last = shown.doing
-    return "".join(f"{activity.what} > " for activity in outer) + last.told(now)
+    return "".join(f"{activity.what} > " for activity in outer) + last.describe(now)
 
 
 def _said(shown: Shown) -> Iterator[str]:
@@ -181,22 +188,6 @@ def _said(shown: Shown) -> Iterator[str]:
         if value is not None:
             best = f" (best {short(shown.best)})" if key == "success" and shown.best is not None and shown.best > value else ""
             yield f"{key} {short(value)}{best}"
-
-
-def _hold_lines(shown: Shown) -> Iterator[str]:
-    if shown.held is not None and shown.best_held is not None:
-        best = f" (best {percent(shown.best_held[0])} at {shown.best_held[1]})" if shown.best_held[0] > shown.held[0] else ""
-        yield f"held-out {percent(shown.held[0])}{best}"
-
-
-def _flow(cells: Sequence[str], width: int, most: int) -> list[str]:
-    """The cells in lines; those that do not fit into `most` lines are left out."""
-    lines = [""]
-    for cell in cells:
-        if lines[-1] and len(lines[-1]) + 2 + len(cell) > width:
-            lines.append("")
-        lines[-1] += f"  {cell}"
-    return [_cut(line, width) for line in lines[:most] if line]
 
 
 def _cut(line: str, width: int) -> str:
@@ -299,7 +290,7 @@ class Display:
             self._shown.doing = tuple(other for other in self._shown.doing if other is not activity)
             self._usual[what] = self._now() - began
 
-    def evaluated(self, step: int, success: float | None) -> None:
+    def show_evaluation(self, step: int, success: float | None) -> None:
         """A held-out evaluation after `step` updates."""
         if success is None:
             return
@@ -315,7 +306,7 @@ class Display:
     def recall(self, evaluations: Iterable[tuple[int, float]]) -> None:
         """Evaluations (updates done, success) of a run that is resumed."""
         for step, success in evaluations:
-            self.evaluated(step, success)
+            self.show_evaluation(step, success)
 
     def say(self, text: str) -> None:
         """Print a line that stays."""

@@ -17,9 +17,9 @@ from agentrl.cluster.group import check_arrived
 from agentrl.cluster.ray_cluster import last_words, while_ray_lives
 from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
 from agentrl.config.origin import Origins
-from agentrl.config.schema import DataConfig, EnvConfig, KeepConfig, TrainConfig
+from agentrl.config.schema import DataConfig, KeepConfig, TrainConfig
 from agentrl.run.callbacks import Callback
-from agentrl.run.checks.rollout_checks import harder, survey_lines
+from agentrl.run.checks.rollout_checks import survey_lines
 from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import trainer_computes
@@ -72,7 +72,7 @@ class RunKind(ABC):
 
     @staticmethod
     @abstractmethod
-    def shown(config: TrainConfig) -> TrainConfig:
+    def relevant_sections(config: TrainConfig) -> TrainConfig:
         """The config with only the sections that the run reads."""
 
     @staticmethod
@@ -136,7 +136,15 @@ def execute(
         lock_folder(folder.path),
         log_file,
         Display() as display,
-        _log_of(config, folder, display, resumed) as run_log,
+        RunLog(
+            folder,
+            display,
+            makers(config.trackers, TrackedRun(folder, config, resumed)),
+            resumed,
+            Health(config, display.warn),
+            config.prometheus,
+            config.keep,
+        ) as run_log,
     ):
         config = folder.with_date(config)
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
@@ -146,7 +154,7 @@ def execute(
             display.say(restored)
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
-        shown = config if config.data is None else RUN_KINDS[DATA].shown(config)
+        shown = config if config.data is None else RUN_KINDS[DATA].relevant_sections(config)
         packing = packing_of(shown)
         log.info("packing: %s", packing.reason)
         # One decision for all roles and ranks, before any of them is started.
@@ -189,12 +197,6 @@ def execute(
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
 
 
-def _log_of(config: TrainConfig, folder: RunFolder, display: Display, resumed: bool) -> RunLog:
-    health = Health(config, display.warn)
-    trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
-    return RunLog(folder, display, trackers, resumed, health, config.prometheus, config.keep)
-
-
 async def _train(
     config: TrainConfig,
     folder: RunFolder,
@@ -204,11 +206,36 @@ async def _train(
     interrupt: Interrupt,
     callbacks: Sequence[Callback],
 ) -> None:
+    async def attempt() -> None:
+        then = f"continue with: {_resume_command(config.data, folder)}"
+        tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
+        if outcome.restarts:
+            check_contents(config, folder)  # the files are read again
+        if config.data is not None:
+            outcome.engine, outcome.status = "none", "interrupted"
+            if await RUN_KINDS[DATA].train(config, folder, display, run_log, interrupt):
+                outcome.status = "done"
+            return
+        try:
+            session = await open_session(config, folder, display, callbacks)
+        except ResourceError as error:
+            if not outcome.restarts or isinstance(error, DiskFullError):
+                raise
+            raise NoRoomLeftError(f"the remaining nodes have no room for the run: {error}") from error
+        outcome.engine = session.engine_name
+        run_log.live(session)
+        try:
+            with error_told():
+                await _phases(session, run_log, outcome, interrupt)
+        finally:
+            run_log.live(None)
+            await session.close()
+
     interrupt.install()
     while True:
         # Everything is closed and opened again, because torch.distributed groups do not survive the loss of a rank.
         try:
-            await while_ray_lives(_attempt(config, folder, display, run_log, outcome, interrupt, callbacks))
+            await while_ray_lives(attempt())
             return
         except (*LOSSES, NothingScoredError) as error:
             if isinstance(error, DiskFullError):
@@ -222,40 +249,6 @@ async def _train(
                 raise
             outcome.restarts += 1
             display.say(restarting(error, outcome.restarts, config.cluster.max_restarts))
-
-
-async def _attempt(
-    config: TrainConfig,
-    folder: RunFolder,
-    display: Display,
-    run_log: RunLog,
-    outcome: RunOutcome,
-    interrupt: Interrupt,
-    callbacks: Sequence[Callback],
-) -> None:
-    then = f"continue with: {_resume_command(config.data, folder)}"
-    tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
-    if outcome.restarts:
-        check_contents(config, folder)  # the files are read again
-    if config.data is not None:
-        outcome.engine, outcome.status = "none", "interrupted"
-        if await RUN_KINDS[DATA].train(config, folder, display, run_log, interrupt):
-            outcome.status = "done"
-        return
-    try:
-        session = await open_session(config, folder, display, callbacks)
-    except ResourceError as error:
-        if not outcome.restarts or isinstance(error, DiskFullError):
-            raise
-        raise NoRoomLeftError(f"the remaining nodes have no room for the run: {error}") from error
-    outcome.engine = session.engine_name
-    run_log.live(session)
-    try:
-        with error_told():
-            await _phases(session, run_log, outcome, interrupt)
-    finally:
-        run_log.live(None)
-        await session.close()
 
 
 async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interrupt: Interrupt) -> None:
@@ -318,7 +311,7 @@ def _finish(config: TrainConfig, folder: RunFolder, outcome: RunOutcome, run_log
             draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
     with _unless_failed(outcome, "summary.json is not written"):
         folder.write_summary(summary := _summary(config, rows, outcome))
-        run_log.ended(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
+        run_log.end(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
 
 
 @contextmanager
@@ -414,7 +407,7 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
         display.say(f"look at it                  {look}")
     for finding in outcome.findings:
         display.say(f"but                         {finding_text(finding)}")
-    for line in _next(config.steps, config.next, config.envs, folder, outcome):
+    for line in _next(config.steps, folder, outcome):
         display.say(line)
 
 
@@ -425,7 +418,7 @@ def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None
         display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {one['tasks']} tasks")
 
 
-def _next(steps: int, next_config: str | None, envs: tuple[EnvConfig, ...], folder: RunFolder, outcome: RunOutcome) -> list[str]:
+def _next(steps: int, folder: RunFolder, outcome: RunOutcome) -> list[str]:
     """Suggestions after a run: evaluate and go on, or find out why it did not learn. Every command works from any folder."""
     run, rows = shlex.quote(str(folder.path)), folder.read_metrics()
     # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
@@ -438,13 +431,12 @@ def _next(steps: int, next_config: str | None, envs: tuple[EnvConfig, ...], fold
             f"look at its episodes        agentrl view {run};  agentrl runs failures {run}",
             f"after fixing it             agentrl train --resume {run} steps={more}   (or start over: --overwrite)",
         ]
-    better = harder(next_config, envs, solved[-1] if solved else None)
     return [
         *([f"but                         {outcome.cause}"] if outcome.cause is not None else []),
         f"look at it                  agentrl view {run};  agentrl show {run}",
         *([f"why nothing is solved       agentrl runs failures {run}"] if solved and not solved[-1] else []),
         f"try next                    agentrl eval --run {run} --checkpoint 0 --checkpoint last",
-        f"                            agentrl train {shlex.quote(better) if better else f'--resume {run} steps={more}'}",
+        f"                            agentrl train --resume {run} steps={more}",
         "                            agentrl env list;  agentrl env new my_env",
     ]
 

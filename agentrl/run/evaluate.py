@@ -263,14 +263,10 @@ class EvalSession:
         await self.opened.aclose()
 
 
-def without_trainer_keys(config: TrainConfig) -> TrainConfig:
-    """The config without the trainer's own keys."""
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"router_replay": False})})
-
-
 def open_session(config: TrainConfig, temperature: float) -> EvalSession:
     """The parts of an evaluation, or of rollouts."""
-    config = with_threads(without_trainer_keys(config), trains=False)
+    rollout = config.rollout.model_copy(update={"router_replay": False})  # the trainer's own
+    config = with_threads(config.model_copy(update={"rollout": rollout}), trains=False)
     inputs = read_inputs(config)
     room = engine_room(config, trains=False)
     parts = assemble(config, inputs, temperature=temperature, room=room)
@@ -344,21 +340,20 @@ async def run_rollout(
             display.say(f"[{request.purpose}] {sampling_line(config, request)}")
         if computes := engine_computes(config):
             display.say(computes)
-        try:
+    try:
+        if missing:
             tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
             with last_words(unsaid(LATER)):
                 await while_ray_lives(_play(config, request, session, missing, outcome, display))
-        except WorkerDiedError as error:
-            raise WorkerDiedError(f"{error}; {LATER}") from error
-        except asyncio.CancelledError:
-            if not interrupt.requested:
-                raise
-            outcome.interrupted = True
-        finally:
-            if session is not shared:
-                await session.close()
-    elif session is not shared:
-        await session.close()
+    except WorkerDiedError as error:
+        raise WorkerDiedError(f"{error}; {LATER}") from error
+    except asyncio.CancelledError:
+        if not interrupt.requested:
+            raise
+        outcome.interrupted = True
+    finally:
+        if session is not shared:
+            await session.close()
     _sort(request, outcome)
     return outcome
 

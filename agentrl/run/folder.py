@@ -51,14 +51,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     On a file system without locks (some network ones) a warning in the log takes its place.
     """
     with open(folder / LOCK, "a+", encoding="utf-8", opener=plain_file) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(_holder_text(folder, file)) from None
-        except OSError as error:
-            if error.errno not in _NONE:
-                raise
-            log.warning("%s: the file system has no locks, so nothing keeps a second driver out: %s", folder, error)
+        _try_lock(folder, file, fcntl.LOCK_EX)
         _note(file)
         yield
 
@@ -68,13 +61,30 @@ def check_unlocked(folder: Path) -> None:
     if not (folder / LOCK).is_file():
         return
     with open(folder / LOCK, encoding="utf-8", opener=plain_file) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(_holder_text(folder, file)) from None
-        except OSError as error:
-            if error.errno not in _NONE:
-                raise
+        _try_lock(folder, file, fcntl.LOCK_SH)
+
+
+def _try_lock(folder: Path, file: IO[str], kind: int) -> None:
+    """Raise ConfigError, naming the process that holds the lock, if another does."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        return
+    except BlockingIOError:
+        file.seek(0)
+    except OSError as error:
+        if error.errno not in _NONE:
+            raise
+        log.warning("%s: the file system has no locks, so nothing keeps a second driver out: %s", folder, error)
+        return
+    try:
+        by = read_json(file.read())
+    except ValueError:  # it has just been taken
+        raise ConfigError(f"{folder}: another process is writing this run") from None
+    here = f"kill {by['pid']}" if by["host"] == socket.gethostname() else f"on {by['host']}: kill {by['pid']}"
+    raise ConfigError(
+        f"{folder}: process {by['pid']} on {by['host']} has been writing this run since {by['since']} ({by['command']}). Wait "
+        f"for it, or end it ({here}; it then leaves a checkpoint), or choose another name: name={folder.name}-2"
+    )
 
 
 def _note(file: IO[str]) -> None:
@@ -84,26 +94,6 @@ def _note(file: IO[str]) -> None:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}, file)
     file.flush()
-
-
-def _read(file: IO[str]) -> dict[str, Any]:
-    file.seek(0)
-    try:
-        found: dict[str, Any] = read_json(file.read())
-    except ValueError:  # it has just been taken
-        return {}
-    return found
-
-
-def _holder_text(folder: Path, file: IO[str]) -> str:
-    by = _read(file)
-    if not by:
-        return f"{folder}: another process is writing this run"
-    here = f"kill {by['pid']}" if by["host"] == socket.gethostname() else f"on {by['host']}: kill {by['pid']}"
-    return (
-        f"{folder}: process {by['pid']} on {by['host']} has been writing this run since {by['since']} ({by['command']}). Wait "
-        f"for it, or end it ({here}; it then leaves a checkpoint), or choose another name: name={folder.name}-2"
-    )
 
 
 # The log

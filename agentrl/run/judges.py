@@ -24,7 +24,7 @@ from agentrl.reward import Context, Scorer
 from agentrl.reward.judge import PREFIX, JudgeFault, Verdict, VerdictCache, VerdictRequest, form_of, own_name, read_verdict
 from agentrl.reward.leaf import JudgeClient
 from agentrl.reward.nodes import LeafNode, walk
-from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, Generation, Processes, Sampling
+from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, Processes, Sampling
 from agentrl.run.digests import files_digest
 from agentrl.run.engine_choice import AUTO, maker_of
 from agentrl.trainer.pretrained import load_tokenizer, model_context, named_anywhere, unused_ids
@@ -134,11 +134,15 @@ class EngineJudge:
         return hashlib.sha256(asked.encode()).hexdigest()
 
     async def _answer(self, key: str, request: VerdictRequest) -> Verdict:
-        self._begin()
+        if not self._busy:
+            self._since = time.monotonic()
+        self._busy += 1
         try:
             value, why = await self._attempts(key, request)
         finally:
-            self._end()
+            self._busy -= 1
+            if not self._busy:
+                self.counted.busy_s += time.monotonic() - self._since
         if value is None:
             self.counted.failed += 1
             return Verdict(None, error=redact_said(f"{request.model}: {why}"))
@@ -176,9 +180,6 @@ class EngineJudge:
         self.counted.sampled_tokens += len(generation.token_ids)
         if generation.finish == "abort":
             raise EngineError("the request was aborted")
-        return await self._read(generation, request)
-
-    async def _read(self, generation: Generation, request: VerdictRequest) -> Json:
         said = await self._renderer.aparse(generation.token_ids, generation.finish)
         try:
             return read_verdict(said.content, request)
@@ -195,16 +196,6 @@ class EngineJudge:
         if key not in self._grammars:
             self._grammars[key] = grammar_of(self._engine, self._renderer, form, self._limits.reasoning)
         return self._grammars[key]
-
-    def _begin(self) -> None:
-        if not self._busy:
-            self._since = time.monotonic()
-        self._busy += 1
-
-    def _end(self) -> None:
-        self._busy -= 1
-        if not self._busy:
-            self.counted.busy_s += time.monotonic() - self._since
 
 
 def grammar_of(engine: Engine, renderer: Renderer, form: Mapping[str, Any], reasoning: bool) -> str | None:
@@ -338,7 +329,7 @@ class Judges:
         self._paid = self._paid or context.judge
         return replace(context, judge=_Either(self, self._paid) if self._config.reward.judge.engines else self._paid)
 
-    def asked(self, scorers: Iterable[Scorer]) -> None:
+    def expect(self, scorers: Iterable[Scorer]) -> None:
         """Specs that will ask: only their judges are started. Raises ConfigError for one that the config does not have."""
         scorers = list(scorers)
         check_names(scorers, self._config.reward.judge.engines)

@@ -91,7 +91,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         await run_log.writes.check()
         # Read once per step, for both the save and the end: Ctrl-C in between would end the loop without a checkpoint.
         done = step >= config.steps or reached or interrupt.requested
-        if done or step % config.checkpoint.every == 0 or session.saver.wanted(found):
+        if done or step % config.checkpoint.every == 0 or session.saver.deserves(found):
             with session.display.doing("checkpoint"):
                 await run_log.writes.wait()  # so that a resume from here finds the files of all earlier steps
                 await session.saver.save(found)

@@ -7,17 +7,13 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.group_ledger import alike, unscored_cause
 from agentrl.rollout.player import RunEnv
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 # Horizons
 
@@ -56,20 +52,14 @@ def labels_of(row: Mapping[str, Any], env: str | None = None) -> list[str]:
     return sorted({match[2] for match in found if match[1] == env}, key=order)
 
 
-def key_of(label: str, value: str, env: str | None = None) -> str:
-    """The key of a row's value by horizon; `env`: of this one of several environments."""
-    return f"{'' if env is None else f'env/{env}/'}horizon/{label}/{value}"
-
-
 def summary_of(rows: Sequence[Mapping[str, Any]], env: str | None = None) -> dict[str, dict[str, Any]]:
     """By horizon, of the held-out tasks before and after training: how many, success and reward, and how long their episodes were
     after it. Empty without horizons."""
     ends = {row["phase"]: row for row in rows if row["phase"] in ("before", "after")}
     found: dict[str, dict[str, Any]] = {}
     for label in sorted({label for row in ends.values() for label in labels_of(row, env)}, key=order):
-        before, after = (
-            {name: ends.get(phase, {}).get(key_of(label, name, env)) for name in VALUES} for phase in ("before", "after")
-        )
+        at = f"{'' if env is None else f'env/{env}/'}horizon/{label}"
+        before, after = ({name: ends.get(phase, {}).get(f"{at}/{name}") for name in VALUES} for phase in ("before", "after"))
         counts = [of[name] for of in (after, before) for name in ("scored", "unscored") if of[name] is not None][:2]
         found[label] = {
             "tasks": sum(counts),
@@ -256,29 +246,15 @@ TRAIN, EVALUATED = ("train",), ("before", "eval", "after")
 
 def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw success per step (on sampled training tasks, and on held-out tasks at evaluations) into a PNG; of several environments
-    a pair of lines each, and the mean of the evaluations. Where tasks differ in their number of calls, a panel below has a pair
-    of lines for each number."""
+    a pair of lines each, and the mean of the evaluations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names = env_names(rows)
-    envs: list[str | None] = [*names] if names else [None]
-    drawn = [row for row in rows if row["phase"] in (*TRAIN, *EVALUATED)]
-    found = {env: sorted({label for row in drawn for label in labels_of(row, env)}, key=order) for env in envs}
-    panels = {env: labels for env, labels in found.items() if len(labels) > 1}
-    figure = Figure(figsize=(8, 4.5 * (1 + len(panels))), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes, *below = figure.subplots(1 + len(panels), 1, squeeze=False)[:, 0]
-    _draw_all(axes, rows, names, title)
-    for part, (env, labels) in zip(below, panels.items(), strict=True):
-        _draw_horizons(part, rows, env, labels)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)  # a viewer never reads half an image
-
-
-def _draw_all(axes: Axes, rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str) -> None:
     train, held = points(rows, TRAIN, "success"), points(rows, EVALUATED, "success")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
     if train and not names:
         axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1.2, label="training tasks, sampled")
     for number, name in enumerate(names):
@@ -294,25 +270,9 @@ def _draw_all(axes: Axes, rows: Sequence[Mapping[str, Any]], names: Sequence[str
     axes.grid(alpha=0.3)
     if train or held:
         axes.legend(loc="lower right")
-
-
-def _draw_horizons(axes: Axes, rows: Sequence[Mapping[str, Any]], env: str | None, labels: Sequence[str]) -> None:
-    """Success by the number of calls: held-out tasks with dots, training tasks thin; from dark (short) to light (long)."""
-    from matplotlib import colormaps
-
-    for number, label in enumerate(labels):
-        color = colormaps["viridis"](0.9 * number / (len(labels) - 1))
-        if sampled := points(rows, TRAIN, key_of(label, "success", env)):
-            axes.plot(*zip(*sampled, strict=True), color=color, linewidth=0.7, alpha=0.5)
-        found = points(rows, EVALUATED, key_of(label, "success", env))
-        axes.plot(*zip(*found, strict=True), "o--", color=color, label=label) if found else axes.plot(
-            [], color=color, label=label
-        )
-    of = "" if env is None else f"{env}: "
-    axes.set(title=f"{of}by calls of the solution; dots: held-out tasks, thin: training tasks, sampled", xlabel="update")
-    axes.set(ylabel="success rate", ylim=(-0.02, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(title="calls", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(path)  # a viewer never reads half an image
 
 
 def points(rows: Sequence[Mapping[str, Any]], phases: Sequence[str], key: str) -> list[tuple[int, float]]:

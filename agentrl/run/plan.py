@@ -163,10 +163,6 @@ class RunPlan:
         """Bytes of checkpoints that are kept at once, with one that is being written, and of the final model."""
         return min(self.kept + 1, len(self.checkpoints)) * self.recomputed + self.model_bytes
 
-    def json(self) -> dict[str, Any]:
-        """The plan as JSON has it."""
-        return asdict(self)
-
 
 def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
     """The plan of a config whose packing is settled. Raises UserError as the parts do that it asks."""
@@ -367,7 +363,7 @@ class DryRun:
         places = {role: [{"node": one.node or one.address, "gpus": list(one.cards)} for one in found]
                   for role, found in self.locations.items()}  # fmt: skip
         return {
-            **self.plan.json(),
+            **asdict(self.plan),
             "nodes": self.nodes,
             "places": places,
             "memory": roles,
@@ -386,38 +382,33 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None, nodes: tuple[i
 
     Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold its parts.
     """
-    if gpu_memory is not None and (nodes is not None or not joins(config.cluster)):
-        with planned_elsewhere(nodes), shape_folder(config.model.path) as folder:
-            return _plan_elsewhere(config, folder, gpu_memory, nodes)
-    return _dry_run(config, gpu_memory)
-
-
-def _plan_elsewhere(config: TrainConfig, folder: str | None, gpu_memory: float, nodes: tuple[int, int] | None) -> DryRun:
-    """The plan for other machines, of a model that may be known by its shape alone, in `folder`."""
+    if gpu_memory is None or (nodes is None and joins(config.cluster)):
+        return _dry_run(config, gpu_memory)
     name = config.model.path
-    known = config if folder is None else config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
-    found = _dry_run(known, gpu_memory)
+    with planned_elsewhere(nodes), shape_folder(name) as folder:  # of a model that may be known by its shape alone
+        model = config.model if folder is None else config.model.model_copy(update={"path": folder})
+        found = _dry_run(config.model_copy(update={"model": model}), gpu_memory)
     used = {(one.address, card) for role in found.locations.values() for one in role for card in one.cards}
     if nodes is None:
         size = max(len(used), 1)
         where = f"planned for one node of {size} card{'s' if size > 1 else ''} (for others: --nodes {-(-size // 8)}x8):"
     else:
         where = f"planned for --nodes {nodes[0]}x{nodes[1]}, of whose {nodes[0] * nodes[1]} cards {len(used)} are used:"
-    notes = [*found.notes]
-    if folder is not None:
-        notes.append(
-            f"model.path = {name}: its shape is known here, and no file of it; prompts are counted with the packaged tokenizer"
-        )
+    shape = f"model.path = {name}: its shape is known here, and no file of it; prompts are counted with the packaged tokenizer"
+    notes = [*found.notes, *([] if folder is None else [shape])]
     return replace(found, plan=replace(found.plan, model=name or found.plan.model), notes=notes, nodes=where)
 
 
 def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
     here = not is_planned()
     suspicious = (check_train if here else check_config)(config_for_checks(config), planned=True)
-    check_architecture(config)
-    packing = packing_of(config)  # of the real model: `checked` may have put another in its place
+    # Of the real model, in whose place the checks may have had another: its routers, heads, experts and plans, and its cache.
+    check_router_replay(config)
+    check_train_engine(config)
+    mesh_of(config.model, config.cluster)
+    packing = packing_of(config)
     config = with_packing(config)
-    maker_of(engine_name(config), config).check()  # `checked` may have put a model with a smaller cache in its place
+    maker_of(engine_name(config), config).check()
     locations = locations_of_roles(config, engine_name(config))
     total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
     placed = memory_of(config, total)
@@ -465,10 +456,3 @@ def config_for_checks(config: TrainConfig) -> TrainConfig:
     plain = {"path": None, "init": init, "tensor_parallel": 1, "expert_parallel": 1}
     rollout = config.rollout.model_copy(update={"router_replay": False})
     return config.model_copy(update={"model": config.model.model_copy(update=plain), "rollout": rollout})
-
-
-def check_architecture(config: TrainConfig) -> None:
-    """The checks that depend on what `checked` may have put in the model's place: its routers, heads, experts and plans."""
-    check_router_replay(config)
-    check_train_engine(config)
-    mesh_of(config.model, config.cluster)

@@ -97,12 +97,6 @@ def _read_provenance(folder: RunFolder) -> dict[str, Identity] | None:
     return found
 
 
-def recorded_contents(folder: RunFolder) -> Identity:
-    """The digests of the files with which a run was started; empty if it was started by an older agentrl."""
-    recorded = _read_provenance(folder)
-    return {} if recorded is None else recorded["contents"]
-
-
 def origin_hint(folder: RunFolder) -> str:
     """From where to resume instead, if this is not the working folder in which the run was started."""
     recorded = _read_provenance(folder)
@@ -218,7 +212,9 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
 def _model_of(folder: RunFolder, which: str) -> RunModel:
     if which not in ("last", "best") and not which.isdigit():
         raise ConfigError(f"--checkpoint {which}: expected last, best or the number of a step, as in {folder.checkpoints}")
-    ends = _final_step(folder)
+    # The updates that the model in `final` has had; None without one, or if the run went on after it.
+    summary = folder.read_summary() if (folder.final / "config.json").is_file() else None
+    ends = None if summary is None or summary["status"] in ("failed", "interrupted") else int(summary["steps"])
     checkpoints = Checkpoints(folder.checkpoints, keep=1)
     if which == "best":
         top = checkpoints.best()
@@ -242,13 +238,6 @@ def _model_of(folder: RunFolder, which: str) -> RunModel:
     if step == 0 and not (folder.checkpoints / "step_000000").is_dir():
         return RunModel("start", start_model(folder.path, load_config(folder.config).model), 0)
     return RunModel(label, str(_export_path(folder, step)), step)
-
-
-def _final_step(folder: RunFolder) -> int | None:
-    """The updates that the model in `final` has had; else None, or the run went on after it."""
-    if not (folder.final / "config.json").is_file() or (summary := folder.read_summary()) is None:
-        return None
-    return None if summary["status"] in ("failed", "interrupted") else int(summary["steps"])
 
 
 def _export_path(folder: RunFolder, step: int) -> Path:
@@ -311,9 +300,11 @@ def changed_files(folder: RunFolder, config: TrainConfig) -> list[str]:
 
     Raises CatalogError or ConfigError, saying where the run began, if one of them is not found from here.
     """
-    then = recorded_contents(folder)
+    if (recorded := _read_provenance(folder)) is None:  # started by an older agentrl
+        return []
+    then = recorded["contents"]
     try:
-        now = contents_of(config, "eval") if then else {}
+        now = contents_of(config, "eval")
     except (CatalogError, ConfigError) as error:
         raise type(error)(f"{error}{origin_hint(folder)}") from None
     keys = [key for key in now if key in then and not key.startswith(_MODEL)]

@@ -7,10 +7,11 @@ import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,19 +70,16 @@ class RunRecord:
     def text(self) -> str:
         """config.toml as it is; "" without one. Raises RunFolderError if it cannot be read."""
         try:
-            return read_plain(self.folder.config, "replace")
+            with _name_damaged(self.folder.config):
+                return read_plain(self.folder.config, "replace")
         except FileNotFoundError:
             return ""
-        except OSError as problem:
-            raise RunFolderError(f"{self.folder.config}: damaged: {problem}") from None
 
     @cached_property
     def table(self) -> dict[str, Any]:
         """config.toml as a table, not validated: also that of another version. Raises RunFolderError if it is no TOML."""
-        try:
+        with _name_damaged(self.folder.config):
             return toml_table(self.text)
-        except ValueError as problem:
-            raise RunFolderError(f"{self.folder.config}: damaged: {problem}") from None
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -146,10 +144,8 @@ class RunRecord:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl; a last one that is being written is left out. Raises RunFolderError if it is damaged."""
-        try:
+        with _name_damaged(self.folder.metrics):
             rows, damaged, _ = self.folder.sorted_metrics()
-        except OSError as problem:
-            raise RunFolderError(f"{self.folder.metrics}: damaged: {problem}") from None
         if damaged:
             raise RunFolderError(f"{self.folder.metrics}: damaged: line {damaged[0]} is no row")
         return rows
@@ -162,8 +158,10 @@ class RunRecord:
         if kind is not None:
             path = self.path / "trajectories.jsonl"
             return [EpisodeFile("trajectories", path, kind, 0)] if path.is_file() else []
-        found = []
-        for path in self._list_files(self.folder.trajectories):
+        found, folder = [], self.folder.trajectories
+        with _name_damaged(folder):
+            paths = list(folder.iterdir()) if folder.exists() else []
+        for path in paths:
             named = _NAME.fullmatch(path.stem)
             if path.suffix == ".jsonl" and named is not None and named[1] in PHASES:
                 found.append(EpisodeFile(path.stem, path, PHASES[named[1]], int(named[2])))
@@ -173,26 +171,12 @@ class RunRecord:
         """The episodes in order of their files' steps, one at a time in memory. Raises RunFolderError for a damaged row."""
         for file in self.files:
             if phase in (None, file.phase) and step in (None, file.step):
-                with self._open_file(file.path) as lines:
+                with _name_damaged(file.path):
+                    opened = open_plain(file.path)
+                with opened as lines:
                     for number, line in enumerate(lines, 1):
                         if line.endswith(b"\n"):
                             yield episode_of(line, f"{file.path}:{number}")
-
-    @staticmethod
-    def _open_file(path: Path) -> BinaryIO:
-        try:
-            return open_plain(path)
-        except OSError as problem:
-            raise RunFolderError(f"{path}: damaged: {problem}") from None
-
-    @staticmethod
-    def _list_files(folder: Path) -> list[Path]:
-        try:
-            return list(folder.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as problem:
-            raise RunFolderError(f"{folder}: damaged: {problem}") from None
 
     @property
     def live(self) -> bool:
@@ -288,9 +272,19 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
 def _json(path: Path) -> Any:
     """A JSON file; else None. Raises RunFolderError if it is damaged."""
     try:
-        return read_json(read_plain(path))
+        with _name_damaged(path):
+            return read_json(read_plain(path))
     except FileNotFoundError:
         return None
+
+
+@contextmanager
+def _name_damaged(path: Path) -> Iterator[None]:
+    """Raise RunFolderError, with the path, for a file that is there and cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError) as problem:
         raise RunFolderError(f"{path}: damaged: {problem}") from None
 

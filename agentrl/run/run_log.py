@@ -582,7 +582,7 @@ class RunLog:
         for tracker in self.trackers if self._begun else []:
             tracker.rewind(step)
 
-    def ended(self, status: Status, summary: Mapping[str, Any]) -> None:
+    def end(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Tell the trackers the run's end; they are closed with this log."""
         self._ending = (status, summary)
         for tracker in self.trackers if self.folder.curve.is_file() else []:
@@ -605,7 +605,7 @@ class RunLog:
         for tracker in self.trackers:
             tracker.episodes(phase, step, sampled_rows(result.trajectories))
         await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
-        self.display.evaluated(step, result.success)
+        self.display.show_evaluation(step, result.success)
         self.display.say(
             f"[{phase}] held-out success {percent(result.success)} over {result.scored} tasks{_unscored_text(result)}"
         )

@@ -5,10 +5,11 @@ Demonstrations for an update, the checkpoints of all parts, the session, and the
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -77,7 +78,7 @@ class Demonstrations:
         self._failed: dict[int, TaskChoice] = {}
         self._said = False
 
-    def seen(self, group: Group, choice: TaskChoice) -> None:
+    def note_group(self, group: Group, choice: TaskChoice) -> None:
         """A group has ended, whose task is `choice`."""
         if success_rate(group.scored()) == 0.0:
             self._failed[group.index] = choice
@@ -98,18 +99,22 @@ class Demonstrations:
         for index in sorted(failed):
             if len(made) == self.episodes:
                 break
-            gold = await self._gold(index, failed[index])
-            if gold is None:
-                skipped += 1
-            else:
+            gold = await self._gold(failed[index])
+            if isinstance(gold, Trajectory):
                 made.append((index, gold))
+                continue
+            skipped += 1
+            if not self._said:  # the metric demonstrations/skipped counts them all
+                log.warning("algorithm.demonstrations: the task of group %d is left out: its gold solution %s", index, gold)
+            self._said = True
         metrics = {"demonstrations/episodes": float(len(made)), "demonstrations/skipped": float(skipped)}
         if not made:
             return None, metrics
         rows = demonstration_rows(collate([gold for _, gold in made], [index for index, _ in made], allow_unscored=True))
         return rows, metrics | {"demonstrations/tokens": float(sum(gold.sampled_tokens for _, gold in made))}
 
-    async def _gold(self, index: int, choice: TaskChoice) -> Trajectory | None:
+    async def _gold(self, choice: TaskChoice) -> Trajectory | str:
+        """The gold solution of a task, or what is wrong with it."""
         part = self.envs[choice.env]
         env = without_chance(part.env.with_params(choice.params)).build()
         policy, limit = part.policy, part.limits.episode_timeout
@@ -117,22 +122,14 @@ class Demonstrations:
             async with asyncio.timeout(limit):
                 gold = await gold_transcript(env, policy.renderer, choice.seed, "train", policy.context, part.limits)
         except TimeoutError:
-            self._say(index, f"its gold solution was not played within rollout.episode_timeout = {limit:g} s")
-            return None
+            return f"was not played within rollout.episode_timeout = {limit:g} s"
         except (NotImplementedError, EnvError) as fault:
-            self._say(index, f"its gold solution cannot be played: {fault}")
-            return None
+            return f"cannot be played: {fault}"
         longest = max(map(len, gold.ledgers))
         if longest > self.longest:
-            self._say(index, f"its gold solution has {longest} tokens, and a row may have {self.longest}")
-            return None
+            return f"has {longest} tokens, and a row may have {self.longest}"
         gold.member = MEMBER
         return gold
-
-    def _say(self, index: int, why: str) -> None:
-        if not self._said:  # the metric demonstrations/skipped counts them all
-            log.warning("algorithm.demonstrations: the task of group %d is left out: %s", index, why)
-        self._said = True
 
 
 # Checkpoints
@@ -232,7 +229,7 @@ class Saver:
         if score is not None:
             self._checkpoints.rate(self._collector.version, score)
 
-    def wanted(self, evaluated: Evaluation | None) -> bool:
+    def deserves(self, evaluated: Evaluation | None) -> bool:
         """Return True if these weights deserve a checkpoint of their own: better than all that are kept as best."""
         score, best = self._score(evaluated), self._checkpoints.best()
         return self._config.checkpoint.keep_best > 0 and score is not None and (best is None or score > best[1])
@@ -255,7 +252,9 @@ class Saver:
         try:
             await self._learner.load(newest)
             state = read_json((newest / DRIVER).read_text())
-            self._collector.load_json(state["ledger"], _read_groups(newest / GROUPS))
+            groups = newest / GROUPS  # an older checkpoint has none
+            with groups.open() if groups.exists() else io.StringIO() as file:  # one group at a time in memory
+                self._collector.load_json(state["ledger"], (Group.from_json(read_json(line)) for line in file))
             if self._demonstrations is not None:
                 self._demonstrations.load_json(state.get("demonstrations", []))  # an older checkpoint has none
         except _NOT_OURS as problem:  # sealed as it is, so not damaged on a disk
@@ -301,14 +300,6 @@ def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) 
     with naming(folder / GROUPS), (folder / GROUPS).open("w") as file:
         file.writelines(lines(groups))
     (folder / DRIVER).write_text(json_text(state))
-
-
-def _read_groups(path: Path) -> Iterator[Group]:
-    """The groups in a file, one at a time; none if an older checkpoint has no such file."""
-    if path.exists():
-        with path.open() as file:
-            for line in file:
-                yield Group.from_json(read_json(line))
 
 
 # The session
@@ -438,9 +429,9 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         asked = config.algorithm.demonstrations
         demonstrations = None if asked is None else Demonstrations(parts.envs, asked.episodes, longest_row(config))
 
-        async def seen(group: Group) -> None:
+        async def on_group(group: Group) -> None:
             if demonstrations is not None:
-                demonstrations.seen(group, collector.tasks.draw(group.index))  # drawn already: its task
+                demonstrations.note_group(group, collector.tasks.draw(group.index))  # drawn already: its task
             await watching.group(group)
 
         collector = Collector(
@@ -451,7 +442,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             seed=config.seed,
             greedy=[env.called for env in config.envs if needs_greedy(alone(config, env).algorithm.advantage)],
             accept=None if accept is None else Acceptance(accept),
-            on_group=seen,
+            on_group=on_group,
             say=display.warn,
         )
         opened.push_async_callback(collector.close)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.cluster.group import check_arrived
 from agentrl.config.envs import alone, warm_start_envs, weight_at
-from agentrl.config.schema import SftConfig
+from agentrl.config.schema import EnvConfig, SftConfig
 from agentrl.data.rows import Ragged, collate
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.data.trajectory import Trajectory
@@ -57,7 +57,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
                     session.display.step(step, {"loss": metrics["loss"], "gate": success})
                     run_log.row("sft", step, metrics)
         if _is_measured(step, config):
-            began, ended, watch = time.monotonic(), Count(sum(_tasks(session))), Watch()
+            began, ended, watch = time.monotonic(), Count(sum(one.gate_tasks for _, one in _taking_part(session))), Watch()
             with session.display.doing("gate", ended.__str__, watch.waiting):
                 found, shut = await _gate(session, ended, watch)
             success = found.success
@@ -129,23 +129,22 @@ def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
     """The transcripts of the environments that take part, by their weights at step 0 (equal, if all of these are 0)."""
     config, sources = session.config, {}
     parts = {part.name: part for part in session.envs}
-    for env in warm_start_envs(config.envs, config.sft):
-        own, part = alone(config, env).sft, parts[env.called]
-        assert own is not None
+    for env, own in _taking_part(session):
+        part = parts[env.called]
         ref = part.env.with_params(own.params)
         sources[env.called] = Transcripts(ref, part.policy.renderer, own.teacher, config.seed, longest_row(config))
     if len(sources) == 1:
         return next(iter(sources.values()))
-    weights = {env.called: weight_at(env.weight, 0) for env in warm_start_envs(config.envs, config.sft)}
+    weights = {env.called: weight_at(env.weight, 0) for env, _ in _taking_part(session)}
     return MixedTranscripts(sources, weights if any(weights.values()) else dict.fromkeys(weights, 1.0), config.seed)
 
 
-def _tasks(session: Session) -> Iterator[int]:
-    """Number of tasks of the gate, per environment."""
+def _taking_part(session: Session) -> Iterator[tuple[EnvConfig, SftConfig]]:
+    """The environments of the warm start, each with its section."""
     for env in warm_start_envs(session.config.envs, session.config.sft):
         own = alone(session.config, env).sft
         assert own is not None
-        yield own.gate_tasks
+        yield env, own
 
 
 async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluation, str]:
@@ -154,9 +153,7 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
     config, shut = session.config, list[str]()
     found: dict[str, Evaluation] = {}
     await session.publish()
-    for env in warm_start_envs(config.envs, config.sft):
-        own = alone(config, env).sft
-        assert own is not None
+    for env, own in _taking_part(session):
         playing = run_tasks(
             session.player,
             env.called,

@@ -262,18 +262,12 @@ class Traces:
 
     def __init__(self, model: str, engine: str) -> None:
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
         point, default = _exporter(), {"service.name": "agentrl"}
         named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         self._resource = Resource.create({} if named else default)
         self._processor = None if point is None else BatchSpanProcessor(point.load()())
-        self._span, self._context, self._flags = ReadableSpan, SpanContext, TraceFlags(TraceFlags.SAMPLED)
-        self._kinds, self._status, self._codes = SpanKind, Status, StatusCode
-        self._scope = InstrumentationScope("agentrl")
         self._common = {"gen_ai.request.model": model, "gen_ai.provider.name": engine}
         self._leave = add_listener(self._finish_span)
 
@@ -287,25 +281,26 @@ class Traces:
     def _finish_span(self, found: TraceSpan) -> None:
         if not found.sampled or self._processor is None:
             return
-        epoch = time.time_ns() - now()
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+        epoch, flags = time.time_ns() - now(), TraceFlags(TraceFlags.SAMPLED)
         error = found.error or found.values.get("error")
         self._processor.on_end(
-            self._span(
+            ReadableSpan(
                 name_of(found),
-                context=self._place(found.trace, found.id),
-                parent=self._place(found.trace, found.parent) if found.parent else None,
+                context=SpanContext(found.trace, found.id, is_remote=False, trace_flags=flags),
+                parent=SpanContext(found.trace, found.parent, is_remote=False, trace_flags=flags) if found.parent else None,
                 resource=self._resource,
                 attributes=attributes_of(found, self._common),
-                kind=self._kinds.CLIENT if found.kind == "generation" else self._kinds.INTERNAL,
-                instrumentation_scope=self._scope,
-                status=self._status(self._codes.ERROR, redact_said(str(error))) if error else self._status(),
+                kind=SpanKind.CLIENT if found.kind == "generation" else SpanKind.INTERNAL,
+                instrumentation_scope=InstrumentationScope("agentrl"),
+                status=Status(StatusCode.ERROR, redact_said(str(error))) if error else Status(),
                 start_time=found.begin + epoch,
                 end_time=found.end + epoch,
             )
         )
-
-    def _place(self, trace: int, span: int) -> Any:
-        return self._context(trace, span, is_remote=False, trace_flags=self._flags)
 
 
 def name_of(found: TraceSpan) -> str:

@@ -287,32 +287,28 @@ CHARACTERS = 4000
 def sampled_rows(trajectories: Sequence[Trajectory], most: int = EPISODES) -> list[dict[str, Cell]]:
     """At most `most` episodes, evenly spaced, so that evaluations of the same tasks show the same ones. Unknown values are
     None."""
-    step = max(len(trajectories) / most, 1.0)
-    chosen = [trajectories[int(place * step)] for place in range(min(most, len(trajectories)))]
-    return [_row(trajectory) for trajectory in chosen]
 
+    def line(message: Message) -> str:
+        calls = [f"{call.name}({json.dumps(call.arguments)})" for call in message.tool_calls]
+        return f"{message.role}: {' '.join([message.content, *calls]).strip()}"
 
-def _row(trajectory: Trajectory) -> dict[str, Cell]:
-    return {
-        "env": trajectory.env,
-        "task": trajectory.task.id,
-        "reward": trajectory.reward,
-        "success": None if trajectory.success is None else float(trajectory.success),
-        "stop": trajectory.stop.value,
-        "turns": float(len(trajectory.turns)),
-        "tokens": float(trajectory.sampled_tokens),
-        "transcript": _cut("\n".join(map(_said, trajectory.messages))),
-    }
-
-
-def _said(message: Message) -> str:
-    calls = [f"{call.name}({json.dumps(call.arguments)})" for call in message.tool_calls]
-    return f"{message.role}: {' '.join([message.content, *calls]).strip()}"
-
-
-def _cut(text: str) -> str:
-    half = CHARACTERS // 2
-    return text if len(text) <= CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
+    rows: list[dict[str, Cell]] = []
+    step, half = max(len(trajectories) / most, 1.0), CHARACTERS // 2
+    for one in (trajectories[int(place * step)] for place in range(min(most, len(trajectories)))):
+        text = "\n".join(map(line, one.messages))
+        rows.append(
+            {
+                "env": one.env,
+                "task": one.task.id,
+                "reward": one.reward,
+                "success": None if one.success is None else float(one.success),
+                "stop": one.stop.value,
+                "turns": float(len(one.turns)),
+                "tokens": float(one.sampled_tokens),
+                "transcript": text if len(text) <= CHARACTERS else f"{text[:half]} [...] {text[-half:]}",
+            }
+        )
+    return rows
 
 
 # jsonl

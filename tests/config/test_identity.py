@@ -128,7 +128,6 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "max_num_batched_tokens": 1,
         "enforce_eager": True,
     },
-    "next": "quickstart",
 }
 
 

@@ -69,7 +69,7 @@ async def test_the_gold_of_failed_groups_is_shown_up_to_so_many_episodes() -> No
     part: Any = Part()
     shows = Demonstrations([part], episodes=2, longest=2000)
     for index, successes in ((9, (False, False)), (3, (False, None)), (5, (False, True)), (1, (None, None)), (7, (False, False))):
-        shows.seen(group(index, *successes), choice(seed=100 + index, calls=2 + index % 4))
+        shows.note_group(group(index, *successes), choice(seed=100 + index, calls=2 + index % 4))
     rows, metrics = await shows.take()
     assert rows is not None
     assert rows["group"].tolist() == [3, 7] and set(rows["member"].tolist()) == {MEMBER} and set(rows[ORIGIN].tolist()) == {SHOWN}
@@ -90,7 +90,7 @@ async def test_tools_that_fail_by_chance_do_not_fail_in_a_gold_solution() -> Non
         part: Any = Part()
         part.env = replace(part.env, wrappers=wrappers)
         shows = Demonstrations([part], episodes=1, longest=2000)
-        shows.seen(group(0, False), choice(5, 4))
+        shows.note_group(group(0, False), choice(5, 4))
         rows, _ = await shows.take()
         assert rows is not None
         shown.append(rows["token_ids"][0].tolist())
@@ -104,8 +104,8 @@ async def test_what_does_not_fit_into_a_row_is_left_out_and_counted(caplog: pyte
         env = part.env.with_params({"calls": calls}).build()
         lengths[calls] = (await gold_transcript(env, part.policy.renderer, 5, "train")).tokens
     shows = Demonstrations([part], episodes=1, longest=lengths[6] - 1)
-    shows.seen(group(1, False), choice(5, 6))
-    shows.seen(group(2, False), choice(5, 2))
+    shows.note_group(group(1, False), choice(5, 6))
+    shows.note_group(group(2, False), choice(5, 2))
     rows, metrics = await shows.take()
     assert rows is not None and rows["group"].tolist() == [2] and metrics["demonstrations/skipped"] == 1
     assert f"the task of group 1 is left out: its gold solution has {lengths[6]} tokens" in caplog.text
@@ -124,8 +124,8 @@ async def test_a_gold_solution_that_hangs_is_left_out_when_an_episode_would_end(
 
     monkeypatch.setattr(ToolEnv, "astep", hangs)
     shows = Demonstrations([part], episodes=2, longest=2000)
-    shows.seen(group(0, False, False), choice(5, 6))
-    shows.seen(group(1, False, False), choice(6, 4))
+    shows.note_group(group(0, False, False), choice(5, 6))
+    shows.note_group(group(1, False, False), choice(6, 4))
     async with asyncio.timeout(20):
         rows, metrics = await shows.take()
     assert rows["group"].tolist() == [1] and metrics["demonstrations/skipped"] == 1

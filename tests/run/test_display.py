@@ -105,10 +105,10 @@ def test_no_line_of_a_frame_is_wider_than_the_terminal(width: int) -> None:
 def test_what_takes_long_says_what_it_waits_for_and_stops_when_something_moves() -> None:
     count = Count(8)
     activity = Activity("evaluation", 0.0, count.__str__, lambda: "episode heldout3.m0 for 20 s on the engine")
-    assert activity.told(1.0) == "evaluation 0/8 episodes  1 s"
-    assert activity.told(20.0) == "evaluation 0/8 episodes  20 s  waits: episode heldout3.m0 for 20 s on the engine"
+    assert activity.describe(1.0) == "evaluation 0/8 episodes  1 s"
+    assert activity.describe(20.0) == "evaluation 0/8 episodes  20 s  waits: episode heldout3.m0 for 20 s on the engine"
     count(None)
-    assert activity.told(21.0) == "evaluation 1/8 episodes  21 s"
+    assert activity.describe(21.0) == "evaluation 1/8 episodes  21 s"
 
 
 def plain(monkeypatch: pytest.MonkeyPatch) -> tuple[Display, Clock, io.StringIO]:
@@ -141,7 +141,7 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += 1
         display.step(2, {"success": 0.5})
         display.say("[eval] held-out success 50.0 %")
-        display.evaluated(2, 0.5)
+        display.show_evaluation(2, 0.5)
         with display.doing("evaluation"), display.doing("publish"):
             wait(5)
         display.step(3, {"success": 0.25})

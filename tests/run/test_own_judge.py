@@ -393,7 +393,7 @@ def test_a_judge_is_started_for_a_leaf_in_any_place_of_a_spec(place: str, judge:
     root = {"op": "gate", "if": DIGIT, "then": LEAF} if place == "root" else DIGIT
     config = config_of(tmp_path, "r", *words(tmp_path, judge, root=root, **more))
     judges = Judges(config)
-    judges.asked([scorer_of(config)])
+    judges.expect([scorer_of(config)])
     assert judges.names == ["strict"]
 
 
@@ -408,7 +408,7 @@ def test_a_judge_takes_what_its_model_its_config_and_vllm_all_take(judge: Path, 
 def test_who_asks_a_judge_that_did_not_start_hears_why_each_time(judge: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, "r", *words(tmp_path, judge))
     judges = Judges(config)
-    judges.asked([scorer_of(config)])
+    judges.expect([scorer_of(config)])
     broken = judge.with_name("model.aside")
     judge.rename(broken)
     try:

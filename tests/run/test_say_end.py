@@ -16,7 +16,6 @@ from agentrl.cli.eval import read_plans
 from agentrl.cli.main import _parse
 from agentrl.config.envs import alone
 from agentrl.config.load import config_from
-from agentrl.run.checks.rollout_checks import check_next
 from agentrl.run.driver import RunOutcome, _say_end
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import FILE, RunModel, model_of, run_folder
@@ -94,43 +93,6 @@ def test_a_run_that_was_longer_is_advised_more_updates_than_it_had(tmp_path: Pat
     rows = [{"phase": "train", "step": 12, "success": 0.5}, {"phase": "after", "step": 12, "success": 0.5}]
     words = commands(ended(tmp_path, {**TABLE, "steps": 5}, rows=rows)[1])
     assert words[3][-1] == "steps=24"
-
-
-@pytest.mark.parametrize(
-    ("success", "env", "advised"),
-    [
-        (0.95, "key_value", ["train", "long_horizon"]),
-        (0.94, "key_value", ["train", "--resume"]),
-        (None, "key_value", ["train", "--resume"]),
-        (1.0, "workspace", ["train", "--resume"]),  # it inherited the key from a base of another environment
-    ],
-)
-def test_a_solved_run_is_advised_the_config_that_its_own_names(
-    tmp_path: Path, success: float | None, env: str, advised: list[str]
-) -> None:
-    table = {**TABLE, "env": {"id": env}, "next": "long_horizon"}
-    words = commands(ended(tmp_path, table, rows=[{"phase": "after", "step": 1, "success": success}])[1])
-    assert next(command for command in words if command[0] == "train")[:2] == advised
-
-
-def test_a_next_config_that_is_not_there_is_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"^next: no config 'long_horizn': .*; did you mean 'long_horizon'"):
-        check_next(config_from({**TABLE, "next": "long_horizn"}).next)
-    check_next(config_from({**TABLE, "next": "long_horizon"}).next)
-
-
-def test_a_next_config_that_is_none_is_refused_before_the_run_and_not_advised_after_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Broken while the run went on: the run ends as well as it would have."""
-    broken = tmp_path / "harder.toml"
-    broken.write_text("steps = many")
-    table = {**TABLE, "next": str(broken)}
-    with pytest.raises(ConfigError, match=rf"^next: .*{re.escape(str(broken))}"):
-        check_next(config_from(table).next)
-    words = commands(ended(tmp_path, table, rows=[{"phase": "after", "step": 1, "success": 1.0}])[1])
-    assert next(command for command in words if command[0] == "train")[:2] == ["train", "--resume"]
-    assert "is not advised" in caplog.text and str(broken) in caplog.text
 
 
 def test_a_run_that_solves_nothing_is_told_where_to_look(tmp_path: Path) -> None:

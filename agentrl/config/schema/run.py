@@ -185,9 +185,6 @@ class TrainConfig(Frozen):
     stop_at_success: Fraction | None = None
     """The run ends early once an evaluation (`eval.every`) reaches this success; by default it never does. A resume of a run that
     has reached it makes more updates only with a higher one, or false."""
-    next: str | None = None
-    """The config that a run which ends solved (success of 0.95 on held-out tasks) says to try next, if it has the same
-    environments: a name on a shelf, or a path."""
     trajectories_every: Annotated[PositiveInt, Unit("updates")] = 1
     """Of how many updates the episodes of one are written to `trajectories/`; the last one's always are."""
     engine: str = "auto"

@@ -59,7 +59,7 @@ def data_of(data: DataConfig | None) -> DataConfig:
 
 def only_data(config: TrainConfig) -> TrainConfig:
     """The config with what training on data reads: no environment, no engine, and no roles but the one that learns."""
-    dropped = dict.fromkeys(("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile", "next"))
+    dropped = dict.fromkeys(("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile"))
     kept = {"engine": ENGINE, "engine_args": {}, "rollout": RolloutConfig(), "algorithm": AlgorithmConfig()}
     return config.model_copy(update={**dropped, **kept})
 
@@ -343,6 +343,6 @@ class DataRunKind(RunKind):
 
     check = staticmethod(check_data)
     prepare = staticmethod(write_data)
-    shown = staticmethod(only_data)
+    relevant_sections = staticmethod(only_data)
     train = staticmethod(train_on_data)
     summary = staticmethod(summary_of_data)

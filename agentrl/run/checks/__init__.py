@@ -1,10 +1,7 @@
 """All checks before a run, in the order in which they run. Each says which config keys it reads.
 
 A check raises a UserError that names the key, its value and the expected one; no folder is created and no process started
-before the last check. The checks are in the files of this folder (`agent`, `branch`, `model`, `capacity`, `data`, `judges`,
-`named`, `parts`, `plugins`, `remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`,
-`placement`, `workers`, `reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in
-`train/`, by the file that computes with it.
+before the last check. What only the trainer can know is checked in `trainer/`, by the file that computes with it.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from agentrl.run.checks.rollout_checks import (
     check_engine,
     check_held_out,
     check_model,
-    check_next,
     check_solvable,
     check_trainable,
     check_warm_start,
@@ -65,14 +61,25 @@ def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:
     suspicious without being wrong. `planned`: nothing will be started, so a model folder may lack its weights, and nothing that
     costs money is tried."""
     check_not_data(config.data)
-    _check_sources(config, planned)
-    check_capacity(config)
-    return _check_parts(config, planned)
+    return check_config(config, planned=planned, capacity=True)
 
 
-def check_config(config: TrainConfig, *, planned: bool = False) -> list[str]:
-    """All checks of a training config that do not depend on the machine's free resources; as `check_train`."""
-    _check_sources(config, planned)
+def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool = False) -> list[str]:
+    """As `check_train`, of a training config; `capacity`: of the machine's free resources too."""
+    quiet_libraries()  # the checks of a model trace it
+    check_references(config)
+    check_plugins(config, planned)
+    check_engine(config)
+    check_trackers(config)
+    check_callbacks(config.callbacks)
+    check_named(config)
+    check_traces(config.traces)
+    check_profile(config.steps, config.profile)
+    check_model(config.model)
+    check_models(config, True, planned)
+    check_vision(config)
+    if capacity:
+        check_capacity(config)
     return _check_parts(config, planned)
 
 
@@ -86,22 +93,6 @@ def check_not_data(data: DataConfig | None) -> None:
             "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
             "and go on from the result: data=false model.path=RUN/final"
         )
-
-
-def _check_sources(config: TrainConfig, planned: bool) -> None:
-    quiet_libraries()  # the checks of a model trace it
-    check_references(config)
-    check_plugins(config, planned)
-    check_engine(config)
-    check_trackers(config)
-    check_callbacks(config.callbacks)
-    check_named(config)
-    check_next(config.next)
-    check_traces(config.traces)
-    check_profile(config.steps, config.profile)
-    check_model(config.model)
-    check_models(config, True, planned)
-    check_vision(config)
 
 
 def _check_parts(config: TrainConfig, planned: bool) -> list[str]:

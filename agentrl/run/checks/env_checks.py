@@ -11,7 +11,7 @@ import httpx
 
 from agentrl.config.envs import alone, each, entry_name, trained_at_all, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
-from agentrl.config.schema import AgentConfig, BranchConfig, EnvConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import AgentConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.address import PROTOCOLS
@@ -64,18 +64,15 @@ def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, 
             try:
                 check_ref(EnvRef.of(alone(config, env)))
             except CatalogError as problem:
-                raise _with_key(config, problem, (*_at(config, number), *_key_of(problem, env)), number, origins) from problem
+                # A parameter that it needs and is not given stands nowhere.
+                name = problem.name if isinstance(problem, ParameterError) else None
+                own = name == "sandbox" and "sandbox" not in env.params
+                key = ("id",) if name is None else ("sandbox",) if own else ("params", name)
+                raise _with_key(config, problem, (*_at(config, number), *key), number, origins) from problem
 
 
 def _at(config: TrainConfig, number: int) -> Keys:
     return ("env", number) if isinstance(config.env, list) else ("env",)
-
-
-def _key_of(problem: CatalogError, env: EnvConfig) -> Keys:
-    """The key in the environment's entry that the problem is about."""
-    if not isinstance(problem, ParameterError) or problem.name is None:
-        return ("id",)  # a parameter that it needs and is not given stands nowhere
-    return ("sandbox",) if problem.name == "sandbox" and "sandbox" not in env.params else ("params", problem.name)
 
 
 def _with_key(
@@ -95,7 +92,6 @@ def _with_key(
 
 TASKS = 4
 """Tasks per set of parameters whose gold solution is tried."""
-NO_GOLD = "its tasks have no gold solution"
 
 
 def check_start(one: TrainConfig, ref: EnvRef) -> None:
@@ -103,33 +99,37 @@ def check_start(one: TrainConfig, ref: EnvRef) -> None:
 
     Reads: rollout.start, rollout.context, rollout.sampler, env, agent, seed.
     """
-    if one.rollout.start is not None and (why := _start_obstacle(one.seed, one.agent, one.rollout, ref)) is not None:
+    if one.rollout.start is None:
+        return
+    why = _gold_obstacle(
+        one,
+        ref,
+        "that plays by itself begins at the beginning",
+        "the policy would write summaries of turns that are not its own",
+        played=True,
+    )
+    if why is not None:
         raise ConfigError(f"rollout.start ({one.envs[0].called}): {why}; leave rollout.start out")
 
 
-def _start_obstacle(seed: int, agent: AgentConfig | None, rollout: RolloutConfig, ref: EnvRef) -> str | None:
-    if (why := elsewhere(ref)) is not None:
-        return why
-    if agent is not None:
-        return "[agent]: an agent that plays by itself begins at the beginning"
+def _gold_obstacle(one: TrainConfig, ref: EnvRef, agent: str, summaries: str, *, played: bool) -> str | None:
+    """Why gold solutions cannot be had, or (`played`) not be played by the run; `agent`, `summaries`: why with these two not."""
+    rollout = one.rollout
+    if ref.at is not None:
+        return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
+    if one.agent is not None:
+        return f"[agent]: an agent {agent}"
     if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
-        return f"rollout.context = {rollout.context.name!r}: the policy would write summaries of turns that are not its own"
-    for choice in ref.wrappers:
+        return f"rollout.context = {rollout.context.name!r}: {summaries}"
+    for choice in ref.wrappers if played else ():
         if "chance_faults" in WRAPPERS.entry(choice.name).traits:
             return f"env.wrappers: with {choice.name!r} tools fail at random, and gold calls with them"
     for env in each_env(rollout, ref):
-        if env.user_models():
+        if played and env.user_models():
             return "its user is a model, which would have to answer gold turns too"
-        if no_gold(seed, env):
-            return NO_GOLD
+        if all(env.horizon(env.make_task(fresh_seed(one.seed, n), "train")) is None for n in range(TASKS)):
+            return "its tasks have no gold solution"
     return None
-
-
-def elsewhere(ref: EnvRef) -> str | None:
-    """Why the gold solutions of an environment are not known here; None if it is here."""
-    if ref.at is None:
-        return None
-    return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
 
 
 def each_env(rollout: RolloutConfig, ref: EnvRef) -> Iterator[ToolEnv]:
@@ -137,11 +137,6 @@ def each_env(rollout: RolloutConfig, ref: EnvRef) -> Iterator[ToolEnv]:
     for params in make_sampler(rollout.sampler).variants():
         with closing(ref.with_params(params).build()) as env:
             yield env
-
-
-def no_gold(seed: int, env: ToolEnv) -> bool:
-    """Return True if none of its first tasks of training has a gold solution."""
-    return all(env.horizon(env.make_task(fresh_seed(seed, n), "train")) is None for n in range(TASKS))
 
 
 # Branches
@@ -174,20 +169,18 @@ def _sizes(rollout: RolloutConfig) -> str | None:
             f"a root and its branches are {1 + most} episodes at once, and rollout.max_episodes = {rollout.max_episodes}; "
             "raise it, or roots"
         )
-    return _turns(branch, most, rollout.max_turns)
-
-
-def _turns(branch: BranchConfig, branches: int, max_turns: int) -> str | None:
-    """Problem with `turns`, of roots that have at most this many branches."""
     if branch.turns and branch.at != "depth":
         return f'turns are read with at = "depth" alone, and at = "{branch.at}"; leave turns out, or set at = "depth"'
-    if branch.turns and max(branch.turns) >= max_turns:
-        return f"turns = {branch.turns} are counted from 0, and rollout.max_turns = {max_turns}: none is above {max_turns - 1}"
+    if branch.turns and max(branch.turns) >= rollout.max_turns:
+        return (
+            f"turns = {branch.turns} are counted from 0, and rollout.max_turns = {rollout.max_turns}: none is above "
+            f"{rollout.max_turns - 1}"
+        )
     if len(set(branch.turns)) < len(branch.turns):
         return f"turns = {branch.turns} names one twice; several branches of one turn are `width`"
-    if len(branch.turns) > (used := places(branch, branches)):
+    if len(branch.turns) > (used := places(branch, most)):
         return (
-            f"turns = {branch.turns}, and a root has {branches} branches, {branch.width} a turn, so only the first {used} are "
+            f"turns = {branch.turns}, and a root has {most} branches, {branch.width} a turn, so only the first {used} are "
             "used; take the others out, or raise rollout.group_size"
         )
     return None
@@ -234,13 +227,13 @@ def _branch_obstacle(seed: int, rollout: RolloutConfig, ref: EnvRef) -> str | No
         if env.user_models():
             return "its user is a model, of whose forks nothing is known before they are paid for; leave one of the two out"
         try:
-            run_sync(_check_forked(env, seed))
+            run_sync(_fork_once(env, seed))
         except (AgentrlError, TypeError, ValueError, RuntimeError) as fault:
             return f"environment {env.id} cannot be forked: {type(fault).__name__}: {fault}; leave rollout.branch out"
     return None
 
 
-async def _check_forked(env: ToolEnv, seed: int) -> None:
+async def _fork_once(env: ToolEnv, seed: int) -> None:
     await env.areset(seed=fresh_seed(seed, 0), options={"split": "train"})
     try:
         await env.fork().aclose()
@@ -258,18 +251,15 @@ def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
     """
     if one.algorithm.demonstrations is None or not trained_at_all(one.envs[0].weight):
         return
-    if (why := _demonstration_obstacle(one.seed, one.agent, one.rollout, ref)) is not None:
+    why = _gold_obstacle(
+        one,
+        ref,
+        "writes prompts of its own, which a gold solution does not have",
+        "a gold solution has no summaries, which the policy would write",
+        played=False,
+    )
+    if why is not None:
         raise ConfigError(f"algorithm.demonstrations ({one.envs[0].called}): {why}; leave algorithm.demonstrations out")
-
-
-def _demonstration_obstacle(seed: int, agent: AgentConfig | None, rollout: RolloutConfig, ref: EnvRef) -> str | None:
-    if (why := elsewhere(ref)) is not None:
-        return why
-    if agent is not None:
-        return "[agent]: an agent writes prompts of its own, which a gold solution does not have"
-    if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
-        return f"rollout.context = {rollout.context.name!r}: a gold solution has no summaries, which the policy would write"
-    return NO_GOLD if any(no_gold(seed, env) for env in each_env(rollout, ref)) else None
 
 
 # Remote environments
@@ -317,23 +307,24 @@ def check_remote(config: TrainConfig) -> None:
 
 def remote_lines(config: TrainConfig) -> list[str]:
     """Lines about the environment's server, for `--dry-run`; nothing for environments that are here."""
-    return [line for one in each(config) for line in _lines(EnvRef.of(one))]
-
-
-def _lines(ref: EnvRef) -> list[str]:
-    if ref.at is None:
-        return []
-    if not ref.at.ours:
-        return [PROTOCOLS[ref.at.protocol].describe(ref.at)]
-    card = ref.card()
-    assert card is not None
-    limits, tools = card["limits"], ", ".join(row["function"]["name"] for row in card["toolbox"]["rows"]) or "none"
-    has = " and ".join(name for name, there in (("gold solutions", card["gold"]), ("a teacher", card["teacher"])) if there)
-    return [
-        f"environment: {ref.at.url} (agentrl {card['agentrl']}) has {card['env']['id']}, with {has or 'no gold solutions'}",
-        f"  tools: {tools}",
-        f"  at most {limits['episodes']} episodes at once, each closed after {limits['idle']:g} s without a request",
-    ]
+    lines = []
+    for ref in map(EnvRef.of, each(config)):
+        if ref.at is not None and not ref.at.ours:
+            lines.append(PROTOCOLS[ref.at.protocol].describe(ref.at))
+        elif ref.at is not None:
+            card = ref.card()
+            assert card is not None
+            limits, tools = card["limits"], ", ".join(row["function"]["name"] for row in card["toolbox"]["rows"]) or "none"
+            has = " and ".join(
+                what for what, there in (("gold solutions", card["gold"]), ("a teacher", card["teacher"])) if there
+            )
+            lines += [
+                f"environment: {ref.at.url} (agentrl {card['agentrl']}) has {card['env']['id']}, with "
+                f"{has or 'no gold solutions'}",
+                f"  tools: {tools}",
+                f"  at most {limits['episodes']} episodes at once, each closed after {limits['idle']:g} s without a request",
+            ]
+    return lines
 
 
 # Suites
@@ -362,7 +353,13 @@ def check_agent(config: TrainConfig, env: EnvRef) -> None:
         return
     agents_of(config, read_inputs(config))
     if config.agent.url is not None:
-        _check_url(config.agent.url)
+        address = resolve_references(config.agent.url, "agent.url")
+        exempt_own(address)
+        try:
+            httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
+        except httpx.HTTPError as problem:
+            fault = f"{type(problem).__name__}: {problem}{through_proxy(address)}"
+            raise ResourceError(f"agent.url: {config.agent.url} does not answer: {fault}") from problem
     if config.rollout.context != RolloutConfig().context or config.rollout.summary_model is not None:
         raise ConfigError(
             f"rollout.context = {config.rollout.context.name!r}: with [agent] the agent itself decides what the policy sees; "
@@ -373,9 +370,7 @@ def check_agent(config: TrainConfig, env: EnvRef) -> None:
     built = env.build()
     try:
         _check_calls(built)
-        if built.has_user and not config.agent.user:
-            _refuse_user(built)
-        run_sync(_check_setup(config.agent, built))
+        run_sync(_check_user(config.agent, built))
     finally:
         built.close()
 
@@ -383,34 +378,28 @@ def check_agent(config: TrainConfig, env: EnvRef) -> None:
 def rehearse(config: TrainConfig) -> str:
     """One episode of the agent of a config with one environment, on a scripted policy, which plays the task's gold turns if
     there are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
-    return asyncio.run(_rehearse(config))
-
-
-async def _rehearse(config: TrainConfig) -> str:
-    inputs, ref = read_inputs(config), EnvRef.of(config)
-    agents, renderer = agents_of(config, inputs), renderer_of(config.model, inputs.tokenizer)
+    inputs, env = read_inputs(config), EnvRef.of(config).build()
+    agents, renderer, turns = agents_of(config, inputs), renderer_of(config.model, inputs.tokenizer), _gold(env)
     assert agents is not None
-    env = ref.build()
-    turns = _gold(env)
     policy = Policy(Scripted(renderer, turns), renderer)
     spec = EpisodeSpec(0, env.splits[0], config.seed, 0, "rehearsal")
     limits, began = Limits.of(config.rollout, inputs.context), time.monotonic()
-    try:
-        trajectory = await agents.play(env, policy, spec, limits, scorer_of(config, inputs.specs[0]), Watch())
-    finally:
-        await agents.close()
-    return _agent_line(trajectory, time.monotonic() - began, gold=len(turns) > 1)
 
+    async def play() -> Trajectory:
+        try:
+            return await agents.play(env, policy, spec, limits, scorer_of(config, inputs.specs[0]), Watch())
+        finally:
+            await agents.close()
 
-def _agent_line(trajectory: Trajectory, seconds: float, gold: bool) -> str:
+    trajectory = asyncio.run(play())
     if trajectory.stop.infrastructure:
         raise ConfigError(f"[agent]: a rehearsal of one episode ended with {trajectory.stop}: {trajectory.error}")
     calls = sum(1 for _, _, result in trajectory.calls() if result is not None)
-    played = "gold turns" if gold else "a turn without calls"
+    played = "gold turns" if len(turns) > 1 else "a turn without calls"
     error = f" ({trajectory.error})" if trajectory.error else ""
     return (
-        f"agent: a rehearsal on {played} ended with {trajectory.stop}{error} after {seconds:.1f} s: {len(trajectory.turns)} "
-        f"turns, {calls} tool calls, {len(trajectory.ledgers)} ledgers, reward {trajectory.reward}"
+        f"agent: a rehearsal on {played} ended with {trajectory.stop}{error} after {time.monotonic() - began:.1f} s: "
+        f"{len(trajectory.turns)} turns, {calls} tool calls, {len(trajectory.ledgers)} ledgers, reward {trajectory.reward}"
     )
 
 
@@ -442,17 +431,6 @@ class Scripted(Engine):
     async def close(self) -> None: ...
 
 
-def _check_url(url: str) -> None:
-    address = resolve_references(url, "agent.url")
-    exempt_own(address)
-    try:
-        httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
-    except httpx.HTTPError as problem:
-        raise ResourceError(
-            f"agent.url: {url} does not answer: {type(problem).__name__}: {problem}{through_proxy(address)}"
-        ) from problem
-
-
 def _check_calls(env: ToolEnv) -> None:
     """An agent makes its calls one by one, so what an environment does with whole steps would never happen."""
     layer = env
@@ -471,19 +449,15 @@ def _check_calls(env: ToolEnv) -> None:
         layer = layer.env
 
 
-async def _check_setup(agent: AgentConfig | None, env: ToolEnv) -> None:
+async def _check_user(agent: AgentConfig, env: ToolEnv) -> None:
     """Some environments have a user only once a task is set up."""
-    assert agent is not None
     try:
-        await env.areset(seed=0, options={"split": env.splits[0]})
+        if not env.has_user:
+            await env.areset(seed=0, options={"split": env.splits[0]})
         if env.has_user and not agent.user:
-            _refuse_user(env)
+            raise ConfigError(
+                f"[agent]: {env.id} has a user who answers, and an agent that is given a task does not hear it; set agent.user = "
+                "true if the agent talks with it (AGENTRL_USER_URL, docs/agents.md)"
+            )
     finally:
         await env.aclose()
-
-
-def _refuse_user(env: ToolEnv) -> None:
-    raise ConfigError(
-        f"[agent]: {env.id} has a user who answers, and an agent that is given a task does not hear it; set agent.user = true if "
-        "the agent talks with it (AGENTRL_USER_URL, docs/agents.md)"
-    )

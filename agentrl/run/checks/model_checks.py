@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,22 +187,18 @@ def longest_prompt(config: TrainConfig, env: EnvRef) -> tuple[int, int]:
     """The seed and the tokens of the longest opening prompt among the first training tasks, with the tools that its setup adds
     and what its user opens with, if a script says that (`ToolEnv.gold_user`); 0 tokens if no episode can be opened."""
     renderer, limit = renderer_of(config.model, tokenizer_of(config.model)), config.rollout.env_timeout
-    try:
-        openings = in_daemon_thread(lambda: _openings(env.scripted()), SEEDS * limit)
-    except TimeoutError:  # `check_success` says so
-        openings = {}
-    lengths = ((seed, len(renderer.start(*opening))) for seed, opening in openings.items())
+    openings: dict[int, Opening] = {}
+
+    def play() -> None:
+        with closing(env.scripted().build()) as built:
+            for seed in range(SEEDS):
+                with suppress(Exception):  # of the environment's own code, which `check_success` names
+                    openings[seed] = _opening(built, seed)
+
+    with suppress(TimeoutError):  # `check_success` says so
+        in_daemon_thread(play, SEEDS * limit)
+    lengths = ((seed, len(renderer.start(*opening))) for seed, opening in list(openings.items()))
     return max(lengths, key=lambda found: found[1], default=(0, 0))
-
-
-def _openings(env: EnvRef) -> dict[int, Opening]:
-    """By seed; without those that fail by the environment's own code, which `check_success` names."""
-    built, found = env.build(), {}
-    for seed in range(SEEDS):
-        with suppress(Exception):
-            found[seed] = _opening(built, seed)
-    built.close()
-    return found
 
 
 def _opening(env: ToolEnv, seed: int) -> Opening:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -139,47 +140,33 @@ def _tools(one: TrainConfig) -> list[dict[str, Json]]:
     ref = EnvRef.of(one)
     if ref.at is not None or one.agent is not None:
         return []
-    built = ref.build()
-    try:
+    with closing(ref.build()) as built:
         return built.toolbox.schemas()
-    finally:
-        built.close()
 
 
 def _users(config: TrainConfig) -> Iterator[ApiModel]:
     ref = EnvRef.of(config)
     if ref.at is not None:  # they are asked by its server
         return
-    built = ref.build()
-    try:
+    key, own = f"the user of environment {config.envs[0].called!r}", {"temperature": "the option `temperature` of its model"}
+    with closing(ref.build()) as built:
         for user in built.user_models():
-            key = f"the user of environment {config.envs[0].called!r}"
-            request = {**user_call(user.model, [QUESTION], user.options), **ONCE}
-            own = {"temperature": "the option `temperature` of its model"}
-            yield ApiModel(
-                key, "its api_base", user.options.get("api_base"), request, "the options of its model", user.options, own
-            )
-    finally:
-        built.close()
+            base, request = user.options.get("api_base"), {**user_call(user.model, [QUESTION], user.options), **ONCE}
+            yield ApiModel(key, "its api_base", base, request, "the options of its model", user.options, own)
 
 
 def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLeaf]:
     """The spec's judges behind an API; if `tasks` are all that there are, those that one of them asks by its `when`."""
-    found: list[JudgeLeaf] = []
 
-    def visit(node: Node, whens: Sequence[Mapping[str, Json]]) -> None:
+    def visit(node: Node, whens: Sequence[Mapping[str, Json]]) -> Iterator[JudgeLeaf]:
         whens = whens if node.mods.when is None else [*whens, node.mods.when]
-        if (
-            isinstance(node, LeafNode)
-            and isinstance(node.leaf, JudgeLeaf)
-            and (tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks))
-        ):
-            found.append(node.leaf)
+        asked = tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks)
+        if asked and isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf):
+            yield node.leaf
         for child in node.children():
-            visit(child, whens)
+            yield from visit(child, whens)
 
-    for top in scorer.tops:
-        visit(top, [])
+    found = (leaf for top in scorer.tops for leaf in visit(top, []))
     return [leaf for leaf in found if own_name(str(leaf.args["model"])) is None]
 
 

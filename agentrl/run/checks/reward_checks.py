@@ -10,16 +10,16 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import closing
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from agentrl.config.envs import each, the_env, trained_envs, weight_at
-from agentrl.config.schema import AgentConfig, EnvConfig, EvalConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import EnvConfig, EvalConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env.catalog import EnvRef, spec_word
-from agentrl.env.wrappers import WRAPPERS
 from agentrl.reward import Scorer
 from agentrl.reward.judge import own_name
 from agentrl.reward.leaf import Leaf, View, episode_view
@@ -40,6 +40,7 @@ from agentrl.reward.values import UnscorableError
 from agentrl.rollout.collector import largest
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
+from agentrl.rollout.warm_start import without_chance
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.utils.errors import ConfigError, UserError
 from agentrl.utils.files import shown_path
@@ -92,12 +93,9 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
             word,
             env.id,
         )
-    # A script cannot try again if a tool fails at random, as a policy can.
-    kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
-    sound = replace(env, wrappers=kept)
     try:
         split = "train" if trained_envs(config.envs) else config.eval.split
-        tasks = _tasks(config.seed, rollout, sound)
+        tasks = _tasks(config.seed, rollout, without_chance(env))
         fault = _first_fault(tasks, split, scorer, rollout.env_timeout + rollout.episode_timeout)
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
@@ -318,14 +316,11 @@ def _sure(scorer: Scorer) -> Iterator[LeafNode]:
 
 
 def _gold_tasks(env: EnvRef, splits: Iterable[str]) -> Iterator[Task]:
-    built = replace(env, wrappers=()).build()
-    try:
+    with closing(replace(env, wrappers=()).build()) as built:
         for name in splits:
             count = built.task_count(name)
             for seed in range(ENDLESS if count is None else min(count, MOST)):
                 yield built.make_task(seed, name)
-    finally:
-        built.close()
 
 
 # Lint
@@ -355,7 +350,9 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
     findings = lint_spec(scorer)
     word = spec_word(env, the_env(config.envs).reward, scorer)
     _refuse(scorer, f"{word} --env {env.id}", [item for item in findings if item.level == "error"])
-    why = _not_probed(config.agent, env, scorer)
+    why = None if env.at is None else f"the environment is at {env.at.url}"
+    if config.agent is not None and config.agent.tools == "own":
+        why = why or "the agent has tools of its own, which no script plays"
     if why is not None:
         return [*_lines(scorer, findings), f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
     try:
@@ -366,18 +363,8 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
     return _lines(scorer, [*findings, *probed])
 
 
-def _not_probed(agent: AgentConfig | None, env: EnvRef, scorer: Scorer) -> str | None:
-    if env.at is not None:
-        return f"the environment is at {env.at.url}"
-    if agent is not None and agent.tools == "own":
-        return "the agent has tools of its own, which no script plays"
-    return None
-
-
 def _probe_findings(rollout: RolloutConfig, env: EnvRef, scorer: Scorer) -> list[LintFinding]:
-    # A script cannot try again if a tool fails at random, as a policy can.
-    kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
-    sound, until = replace(env, wrappers=kept).scripted(), time.monotonic() + LINT_SECONDS
+    sound, until = without_chance(env), time.monotonic() + LINT_SECONDS
 
     def probe() -> list[LintFinding]:
         built = sound.build()

@@ -1,10 +1,9 @@
-"""Checks of episodes: held-out tasks, assembly, limits, the warm start, and the next config."""
+"""Checks of episodes: held-out tasks, assembly, limits, and the warm start."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import time
 from collections import Counter
@@ -17,11 +16,10 @@ import numpy as np
 
 from agentrl.config.envs import alone, check_temperatures, each, the_env, trained_at_all, warm_start_envs
 from agentrl.config.envs import trained_envs as trained
-from agentrl.config.load import load_config
 from agentrl.config.schema import EnvConfig, ModelConfig, RewardModelConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.env import ToolEnv
-from agentrl.env.catalog import EnvRef, find_config
+from agentrl.env.catalog import EnvRef
 from agentrl.env.wrappers import WRAPPERS
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer
@@ -36,7 +34,7 @@ from agentrl.run.checks.reward_checks import check_scoring_time, in_daemon_threa
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, resolve_engine
 from agentrl.run.outcomes import label_of
 from agentrl.trainer.publish import check_takes_weights
-from agentrl.utils.errors import AgentrlError, CatalogError, ConfigError, ModelError, RenderError, TaskDataError
+from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderError, TaskDataError
 
 # The held-out split
 
@@ -68,15 +66,13 @@ def check_held_out(config: TrainConfig) -> None:
         split = one.eval.split
         for task in () if split == TRAIN else _tasks(EnvRef.of(one), split, env.called):
             if (found := trained.get(_content(task))) is not None:
-                _refuse(env.called, split, task, *found)
-
-
-def _refuse(evaluated: str, split: str, task: Task, trains: str, other: Task) -> None:
-    where = "" if trains == evaluated else f" by {trains}"
-    raise ConfigError(
-        f"env ({evaluated}): task {task.id!r} of the split {split!r} is also trained on{where}, as {other.id!r}: the run would "
-        'be evaluated on what it trains on. Choose env.params that keep them apart, or eval.split = "train" if that is meant'
-    )
+                trains, other = found
+                where = "" if trains == env.called else f" by {trains}"
+                raise ConfigError(
+                    f"env ({env.called}): task {task.id!r} of the split {split!r} is also trained on{where}, as {other.id!r}: "
+                    "the run would be evaluated on what it trains on. Choose env.params that keep them apart, or eval.split = "
+                    '"train" if that is meant'
+                )
 
 
 def _trained_on(config: TrainConfig, env: EnvConfig) -> list[EnvRef]:
@@ -98,21 +94,17 @@ def _tasks(ref: EnvRef, split: str, called: str) -> Iterator[Task]:
     try:
         count = env.task_count(split)
         if count == 0:
-            _none_there(called, env, split)
+            try:
+                env.make_task(0, split)
+                said = ""
+            except TaskDataError as problem:
+                said = f": {problem}"
+            ways = "" if split == TRAIN else ', or eval.split = "train" if the run may be evaluated on what it trains on'
+            raise ConfigError(f"env ({called}): the split {split!r} has no task{said}. Choose other env.params{ways}")
         for seed in range(min(count or 0, MOST)):
             yield env.make_task(seed, split)
     finally:
         env.close()
-
-
-def _none_there(called: str, env: ToolEnv, split: str) -> None:
-    try:
-        env.make_task(0, split)
-        said = ""
-    except TaskDataError as problem:
-        said = f": {problem}"
-    ways = "" if split == TRAIN else ', or eval.split = "train" if the run may be evaluated on what it trains on'
-    raise ConfigError(f"env ({called}): the split {split!r} has no task{said}. Choose other env.params{ways}")
 
 
 def _content(task: Task) -> str:
@@ -369,7 +361,14 @@ def survey_of(one: TrainConfig) -> Survey:
 
 def _make_survey(one: TrainConfig) -> Survey:
     called = one.envs[0].called
-    if (why := _skip_reason(one)) is not None:
+    why = f"{OFF} = 0" if os.environ.get(OFF) == "0" else ""
+    if one.envs[0].url is not None:
+        why = why or f"the environment is at {one.envs[0].url}"
+    elif one.agent is not None:
+        why = why or "an agent plays, which renders its own prompts"
+    elif one.model.path is not None and "messages" in engine_of(one).traits:
+        why = why or "the engine takes messages, so nothing is known of its tokens"
+    if why:
         return Survey(called, {}, [], skipped=why)
     limits = limits_of(one)
     renderer, began = renderer_of(one.model, tokenizer_of(one.model)), time.monotonic()
@@ -386,20 +385,6 @@ def _make_survey(one: TrainConfig) -> Survey:
         why = next((why for part in parts for why in part.unplayed.values()), "there was no time for one")
         return Survey(called, {}, [], skipped=f"its gold cannot be played: {why}")
     return Survey(called, limits, parts, time.monotonic() - began)
-
-
-def _skip_reason(one: TrainConfig) -> str | None:
-    from agentrl.run.engine_choice import engine_of
-
-    if os.environ.get(OFF) == "0":
-        return f"{OFF} = 0"
-    if one.envs[0].url is not None:
-        return f"the environment is at {one.envs[0].url}"
-    if one.agent is not None:
-        return "an agent plays, which renders its own prompts"
-    if one.model.path is not None and "messages" in engine_of(one).traits:
-        return "the engine takes messages, so nothing is known of its tokens"
-    return None
 
 
 def limits_of(one: TrainConfig) -> dict[str, int]:
@@ -520,38 +505,3 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
     # In another thread, so that this can be called while an event loop is running (in a notebook).
     with ThreadPoolExecutor(max_workers=1) as pool:
         pool.submit(asyncio.run, source.take(0, sft.batch)).result()
-
-
-# The next config
-
-log = logging.getLogger(__name__)
-
-SOLVED = 0.95
-"""The held-out success from which a run is solved."""
-
-
-def check_next(next_config: str | None) -> None:
-    """Raise ConfigError if no config has this name, or if it is none.
-
-    Reads: next.
-    """
-    if next_config is None:
-        return
-    try:
-        load_config(find_config(next_config))
-    except (CatalogError, ConfigError) as problem:
-        raise ConfigError(f"next: {problem}") from None
-
-
-def harder(next_config: str | None, envs: tuple[EnvConfig, ...], success: float | None) -> str | None:
-    """The config that a run with this success at its end says to try next; None if it is not solved, or if that config is not of
-    this run's environments: `next` may be inherited from a base with others. One that was changed during the run and can no
-    longer be read is not advised: the run has ended well, whatever became of that file."""
-    if next_config is None or success is None or success < SOLVED:
-        return None
-    try:
-        known = {env.id for env in load_config(find_config(next_config)).envs}
-    except (CatalogError, ConfigError) as problem:
-        log.warning("next = %r is not advised: %s", next_config, problem)
-        return None
-    return next_config if known == {env.id for env in envs} else None

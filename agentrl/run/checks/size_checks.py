@@ -13,7 +13,6 @@ from typing import Any
 from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
 from agentrl.config import Choice, ClusterConfig, TrainConfig
 from agentrl.config.envs import longest_sample, other_models, trained_envs
-from agentrl.config.schema import PoolConfig
 from agentrl.data.trajectory import Message
 from agentrl.engines.weights.base import ROUTES
 from agentrl.render import make_renderer
@@ -61,20 +60,16 @@ def check_capacity(config: TrainConfig) -> None:
     Reads: out, engine, engine_args, model.path, cluster, rollout.colocate, rollout.workers, vllm,
     reward.judge.engines.
     """
-    _check_disk(Path(config.out))
-    _check_memory(config)
-    _check_cores(config)
-
-
-def _check_disk(out: Path) -> None:
-    folder = out.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    out = Path(config.out)
+    folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free >> 20
     if free < MIN_DISK_MIB:
         raise ResourceError(f"{out}: {free} MiB of disk are free, {MIN_DISK_MIB} MiB are needed; free some space or set out=DIR")
     if not os.access(folder, os.W_OK):
         raise ResourceError(f"{folder}: no permission to write; set out=DIR")
+    _check_memory(config)
+    if config.cluster.backend == "ray":
+        _check_cores(config)
 
 
 def _check_memory(config: TrainConfig) -> None:
@@ -96,10 +91,16 @@ def _check_memory(config: TrainConfig) -> None:
 
 
 def _check_cores(config: TrainConfig) -> None:
-    if config.cluster.backend != "ray":
-        return
-    if not joins(config.cluster):
-        _check_local_cores(config)
+    engine, cores = _engine(config), usable_cpus()
+    judges = sum(one.count for one in judge_processes(config).values())
+    need = config.cluster.actors + (engine.count if engine is not None else 0) + judges
+    # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
+    if not joins(config.cluster) and need > 2 * cores:
+        raise ResourceError(
+            f"{cores} cores cannot run {need} worker processes (cluster.actors={config.cluster.actors}"
+            f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}"
+            f"{f', judges: {judges}' if judges else ''}); at most {2 * cores} fit"
+        )
     check_room(config, engine_name(config))
     slots = sum(int(node.cpus) for node in nodes_of(config.cluster, "actor"))
     if "actor" not in config.cluster.roles and config.cluster.actors > slots:
@@ -107,20 +108,6 @@ def _check_cores(config: TrainConfig) -> None:
         raise ResourceError(
             f"cluster.actors = {config.cluster.actors}: each takes a CPU slot of its own, and {where} has {slots} of them; lower "
             "cluster.actors, or place the actors in a pool whose `cpus` is less than 1"
-        )
-
-
-def _check_local_cores(config: TrainConfig) -> None:
-    cores = usable_cpus()
-    engine = _engine(config)
-    judges = sum(one.count for one in judge_processes(config).values())
-    need = config.cluster.actors + (engine.count if engine is not None else 0) + judges
-    # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
-    if need > 2 * cores:
-        raise ResourceError(
-            f"{cores} cores cannot run {need} worker processes (cluster.actors={config.cluster.actors}"
-            f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}"
-            f"{f', judges: {judges}' if judges else ''}); at most {2 * cores} fit"
         )
 
 
@@ -380,8 +367,12 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
             continue
         if role not in ("actor", "rollout"):
             mesh_of(config.model, config.cluster, slots)
-        if role != "rollout":
-            _check_gpus(name, pool)
+        # A rank computes on one GPU; two of one role cannot share it, because NCCL refuses that.
+        if role != "rollout" and pool.gpus not in (0.0, 1.0) and not (pool.gpus < 1 and slots == 1):
+            raise ConfigError(
+                f"cluster.pools.{name}.gpus = {pool.gpus:g}: each rank trains on one GPU of its own, so set it to 1 (or to 0, to "
+                "train on CPUs), and per_node to the number of GPUs; only a pool of one process may use a part of one"
+            )
     if engine is not None and colocated and has_gpus(cluster, "actor"):
         _check_colocated(config.cluster, engine)
     elif "rollout" in pools and engine is not None:
@@ -462,15 +453,6 @@ def _check_judges(config: TrainConfig, name: str, others: list[str]) -> None:
                 f"cluster.pools.{name}.gpus = {pool.gpus:g}, but judge {judge} uses reward.judge.engines.{judge}."
                 f"{one.gpus_key} = {one.gpus} GPUs: set them equal"
             )
-
-
-def _check_gpus(name: str, pool: PoolConfig) -> None:
-    """A rank computes on one GPU; two of one role cannot share it, because NCCL refuses that."""
-    if pool.gpus not in (0.0, 1.0) and not (pool.gpus < 1 and pool.nodes * pool.per_node == 1):
-        raise ConfigError(
-            f"cluster.pools.{name}.gpus = {pool.gpus:g}: each rank trains on one GPU of its own, so set it to 1 (or to 0, to "
-            "train on CPUs), and per_node to the number of GPUs; only a pool of one process may use a part of one"
-        )
 
 
 def _check_colocated(cluster: ClusterConfig, engine: Processes) -> None:
