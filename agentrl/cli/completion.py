@@ -52,11 +52,6 @@ def models(prefix: str, args: argparse.Namespace) -> Iterator[str]:
     yield from paths(prefix, "/")
 
 
-def tests(prefix: str, args: argparse.Namespace) -> Iterator[str]:
-    """Python files, and folders."""
-    yield from paths(prefix, ".py")
-
-
 def keys(prefix: str, args: argparse.Namespace) -> Iterator[str]:
     """Sections and keys of the config."""
     from agentrl.config.keys import all_keys
@@ -124,7 +119,7 @@ COMPLETERS: dict[str, tuple[Completer, ...]] = {
     "env": (environments, overrides),
     "key": (keys,),
     "model": (models,),
-    "tests": (tests,),
+    "tests": (lambda prefix, args: paths(prefix, ".py"),),
     **dict.fromkeys(("resume", "run_folder", "folder", "folders", "runs"), (runs,)),
 }
 """What completes an argument, by its name."""

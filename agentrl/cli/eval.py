@@ -303,21 +303,15 @@ def _side_by_side(folders: Sequence[Path], console: Console) -> dict[str, Any]:
 def read_plans(args: argparse.Namespace) -> list[Plan]:
     """An evaluation for each model that the options name. Raises ConfigError, CatalogError or CheckpointError."""
     check_counts(args)
-    folder = _folder(args)
+    if args.run_folder is None and args.checkpoint:
+        raise ConfigError("--checkpoint names a model of a run: give --run RUN")
+    from agentrl.run.provenance import run_folder
+
+    folder = None if args.run_folder is None else run_folder(args.run_folder)
     models = _models(args, folder)
     if len({label for label, _, _ in models}) < len(models):
         models = [(f"{number}_{label}", path, about) for number, (label, path, about) in enumerate(models, 1)]
     return [_plan(args, folder, label, path, about, alone=len(models) == 1) for label, path, about in models]
-
-
-def _folder(args: argparse.Namespace) -> RunFolder | None:
-    if args.run_folder is None:
-        if args.checkpoint:
-            raise ConfigError("--checkpoint names a model of a run: give --run RUN")
-        return None
-    from agentrl.run.provenance import run_folder
-
-    return run_folder(args.run_folder)
 
 
 def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[str, str, dict[str, Any]]]:
@@ -343,7 +337,9 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
 
     args = argparse.Namespace(**{**vars(args), "model": path})
     config, several = _config(args, folder)
-    out = Path(args.out or f"{args.defaults['folder']}/{_name(config, args, folder)}") / ("" if args.out and alone else label)
+    name = config.name if args.config is not None else "_".join(env.called for env in config.envs)
+    name = name if folder is None else folder.path.name
+    out = Path(args.out or f"{args.defaults['folder']}/{name}") / ("" if args.out and alone else label)
     plan = Plan(label, config, _requests(args, config, out, folder, several), out, about)
     if folder is None:
         note = model_note(path, config)
@@ -376,13 +372,6 @@ def _other_tasks(args: argparse.Namespace, config: TrainConfig) -> tuple[list[st
         f"its tasks are not those of the run's own evaluations ({were}), so its figures are not paired with theirs; for that "
         f"leave {' and '.join(options)} out"
     ]
-
-
-def _name(config: TrainConfig, args: argparse.Namespace, folder: RunFolder | None) -> str:
-    """Name of the evaluated model, as a folder's name."""
-    if folder is not None:
-        return folder.path.name
-    return config.name if args.config is not None else "_".join(env.called for env in config.envs)
 
 
 def _requests(

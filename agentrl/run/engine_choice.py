@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
 from agentrl.config import ClusterConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.config.envs import widest
-from agentrl.engines.makers import API, api_name
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
 from agentrl.trainer.pretrained import model_context, named_anywhere
 from agentrl.utils.processor import threads_for
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
     from agentrl.engines.api_models import Transcript
 
-
-__all__ = ["API", "api_name"]
 
 AUTO = "auto"
 

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 from agentrl.cluster.ray_parent import has_parent, stop_signals
@@ -21,11 +21,9 @@ BLOCKED = 1.0
 """Seconds in which the event loop has to learn of a signal; else what blocks it is left, if there is no step to finish."""
 
 
-@contextmanager
-def ended_as_interrupted() -> Iterator[None]:
+def ended_as_interrupted() -> AbstractContextManager[None]:
     """Inside, every stop signal does what Ctrl-C does, KeyboardInterrupt, so that half-made files are removed."""
-    with _handling(signal.default_int_handler):
-        yield
+    return _handling(signal.default_int_handler)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from agentrl.rollout.collector import largest
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.run.checks import check_config, check_train
 from agentrl.run.checks.env_checks import rehearse, remote_lines
-from agentrl.run.checks.model_checks import check_router_replay, longest_prompt
+from agentrl.run.checks.model_checks import check_router_replay
 from agentrl.run.checks.reward_checks import evaluations_of
 from agentrl.run.checks.rollout_checks import survey_lines
 from agentrl.run.checks.size_checks import start_notes
@@ -176,7 +176,7 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
     return RunPlan(
         name=config.name,
         folder=str(folder),
-        environments=[_environment(one) for one in each(config)],
+        environments=_environments(config),
         algorithm=f"{config.algorithm.advantage.name}, {config.algorithm.loss.name}, {config.algorithm.aggregate}",
         engine=engine_name(config),
         model=config.model.path or "a tiny model of random weights ([model.init])",
@@ -257,7 +257,7 @@ def lines(plan: RunPlan) -> list[str]:
     early = "" if plan.stops_at is None else f", or until an evaluation finds {plan.stops_at:.0%} success"
     rows = [
         ("run", f"{plan.name}: {plan.updates:,} updates with {plan.algorithm}{early}"),
-        *(("environment", line) for line in plan.environments if len(plan.environments) == 1),
+        *(("environment", line) for line in plan.environments),
         ("model", f"{plan.model}, {computation_text(plan.dtype, plan.threads)}; engine {plan.engine}"),
         *(("trained", f"{one.role}: {one.trained:,} of {one.all:,} parameters") for one in plan.parameters),
         ("an update", f"{b.groups:,} groups x {b.group_size:,} = {b.episodes:,} episodes{more} -> {cut}{passes} -> "
@@ -294,11 +294,16 @@ def _size(count: int) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.0f} MiB"
 
 
-def _environment(one: TrainConfig) -> str:
-    ref, limits = EnvRef.of(one), one.rollout
-    reward = find_spec(ref, one.envs[0].reward)["name"]
-    turns = f"{_count(limits.max_turns, 'turn')} of {limits.max_turn_tokens} tokens"
-    return f"{one.envs[0].called} ({ref.entry.id}), reward {reward}, {turns}"
+def _environments(config: TrainConfig) -> list[str]:
+    """Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups."""
+    several, found = len(config.envs) > 1, []
+    shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
+    for env, one in zip(config.envs, each(config), strict=True):
+        ref, limits = EnvRef.of(one), one.rollout
+        turns = f"{_count(limits.max_turns, 'turn')} of {limits.max_turn_tokens} tokens"
+        share = f", {shares[env.called]:.1%} of the groups at first, {one.algorithm.advantage.name}" if several else ""
+        found.append(f"{env.called} ({ref.entry.id}), reward {find_spec(ref, env.reward)['name']}, {turns}{share}")
+    return found
 
 
 def _how(evaluation: EvalConfig) -> str:
@@ -340,7 +345,6 @@ class DryRun:
     it is planned for."""
 
     plan: RunPlan
-    several: list[str]
     locations: Mapping[str, Sequence[Location]]
     placed: list[RolePlacement]
     peaks: list[Peak]
@@ -355,7 +359,7 @@ class DryRun:
             table_of(self.placed),
             *map(memory_text, self.peaks),
         ]
-        return "\n".join([*lines(self.plan), "", *self.several, *memory, *self.notes])
+        return "\n".join([*lines(self.plan), "", *memory, *self.notes])
 
     def json(self) -> dict[str, Any]:
         """The plan, the memory of each role and the peak of each device in bytes, and the notes."""
@@ -423,26 +427,7 @@ def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
         *(f"warning: {line}" for line in (*suspicious, *start_notes(config))),
         *(rehearse(one) for one in each(config) if one.agent is not None and here),
     ]
-    return DryRun(plan_of(config, total is not None), environments(config), locations, placed, found, notes)
-
-
-def environments(config: TrainConfig) -> list[str]:
-    """Of several environments a line each: what it is, how its episodes are scored, its share of the first groups, the tokens of
-    its longest opening prompt, and its limits."""
-    if len(config.envs) == 1:
-        return []
-    shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares()
-    lines = [f"{len(config.envs)} environments, rollout.mixture = {config.rollout.mixture.name}:"]
-    for env, one in zip(config.envs, each(config), strict=True):
-        ref, limits = EnvRef.of(one), one.rollout
-        _, longest = longest_prompt(config_for_checks(one), ref)
-        reward, share = find_spec(ref, env.reward)["name"], shares[env.called]
-        lines.append(
-            f"  {env.called}: {ref.entry.id}, reward {reward}, {share:.1%} of the groups at first, prompts of at most {longest} "
-            f"tokens, {limits.max_turns} turns of {limits.max_turn_tokens} tokens and {limits.max_episode_tokens} in all, "
-            f"{one.algorithm.advantage.name}; evaluated on {one.eval.tasks} tasks of {one.eval.split}"
-        )
-    return [*lines, ""]
+    return DryRun(plan_of(config, total is not None), locations, placed, found, notes)
 
 
 def config_for_checks(config: TrainConfig) -> TrainConfig:

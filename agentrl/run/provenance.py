@@ -55,14 +55,15 @@ def check_resumable(
         raise type(error)(f"{error}{origin_hint(folder)}") from None
     now = contents_of(config, "train")
     if (recorded := _read_provenance(folder)) is None:
-        write_provenance(config, folder)
-        # Recorded from here on, so that the next resume can compare.
-        note = f"{folder.path}: started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
-        return (note, *notes, *_resume_notes(before, config, folder))
-    check_contents(config, folder)
-    # Code may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed.
-    changed = [key for key in code_of(config) if recorded["contents"].get(key) != now.get(key)]
-    said = [f"{key} have changed since the run began" for key in changed]
+        write_provenance(config, folder)  # so that the next resume can compare
+        said = [
+            f"{folder.path}: started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
+        ]
+    else:
+        check_contents(config, folder)
+        # Code may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed.
+        changed = [key for key in code_of(config) if recorded["contents"].get(key) != now.get(key)]
+        said = [f"{key} have changed since the run began" for key in changed]
     return (*said, *notes, *_resume_notes(before, config, folder))
 
 
@@ -136,22 +137,16 @@ def _resume_notes(before: TrainConfig, config: TrainConfig, folder: RunFolder) -
         notes.append(
             f"steps = {steps}, and the run has done {done} updates: it is over; continue with more, as steps={done + 10}"
         )
-    return (*notes, *_schedule_note(before, config, folder))
-
-
-def _schedule_note(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
-    """A note if the schedule of a decaying learning rate changes, because it ends with the run's number of steps."""
     optim = config.optim
-    if optim.schedule == "constant" or before.steps == config.steps:
-        return ()
-    done = updates_done(folder)
-    # Updates in which only the critic learns do not count for the policy's schedule.
-    past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
-    was, now = (rate(past, optim.warmup, optim.schedule, policy_updates(each)) for each in (before, config))
-    return (
-        f'optim.schedule = "{optim.schedule}" ends with the run, which has {config.steps} steps now and had {before.steps}: '
-        f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}",
-    )
+    if optim.schedule != "constant" and before.steps != steps:
+        # Updates in which only the critic learns do not count for the policy's schedule.
+        past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
+        was, now = (rate(past, optim.warmup, optim.schedule, policy_updates(each)) for each in (before, config))
+        notes.append(
+            f'optim.schedule = "{optim.schedule}" ends with the run, which has {steps} steps now and had {before.steps}: '
+            f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}"
+        )
+    return tuple(notes)
 
 
 # Models of a run

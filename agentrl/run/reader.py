@@ -69,11 +69,8 @@ class RunRecord:
     @cached_property
     def text(self) -> str:
         """config.toml as it is; "" without one. Raises RunFolderError if it cannot be read."""
-        try:
-            with _name_damaged(self.folder.config):
-                return read_plain(self.folder.config, "replace")
-        except FileNotFoundError:
-            return ""
+        with _name_damaged(self.folder.config):
+            return read_plain(self.folder.config, "replace") if self.folder.config.exists() else ""
 
     @cached_property
     def table(self) -> dict[str, Any]:
@@ -271,20 +268,15 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
 
 def _json(path: Path) -> Any:
     """A JSON file; else None. Raises RunFolderError if it is damaged."""
-    try:
-        with _name_damaged(path):
-            return read_json(read_plain(path))
-    except FileNotFoundError:
-        return None
+    with _name_damaged(path):
+        return read_json(read_plain(path)) if path.exists() else None
 
 
 @contextmanager
 def _name_damaged(path: Path) -> Iterator[None]:
-    """Raise RunFolderError, with the path, for a file that is there and cannot be read."""
+    """Raise RunFolderError, with the path, for what cannot be read."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except (OSError, ValueError) as problem:
         raise RunFolderError(f"{path}: damaged: {problem}") from None
 

@@ -141,17 +141,7 @@ def span(kind: Kind, name: str = "", *, track: str | None = None, root: bool = F
         return _NOTHING
     if kind == "episode" and place.sampled and place.episodes < 1.0 and _share(track or name) >= place.episodes:
         place = replace(place, sampled=False)
-    return _open_span(kind, name or kind, place, track) if place.sampled or _LISTENERS.all else _inside(place)
-
-
-@contextmanager
-def _inside(place: TracePlace) -> Iterator[None]:
-    """No span is made, and none inside either."""
-    token = _HERE.set(place)
-    try:
-        yield None
-    finally:
-        _HERE.reset(token)
+    return _open_span(kind, name or kind, place, track) if place.sampled or _LISTENERS.all else at(place)
 
 
 @contextmanager

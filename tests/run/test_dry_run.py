@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.config.load import config_from
-from agentrl.run.plan import dry_run, environments
+from agentrl.run.plan import dry_run, lines, plan_of
 from agentrl.run.role_placement import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting
 from agentrl.trainer import memory as by_size
 from agentrl.trainer.memory import RoleMemory
@@ -79,26 +78,20 @@ def test_adapters_leave_one_model_and_little_to_train(architecture: Path) -> Non
     assert (found["actor"].memory.optimizer, found["actor"].memory.gradients) == (8 * adapters, 4 * adapters)
 
 
-def test_each_of_several_environments_is_told() -> None:
-    """The second has half the weight, limits and a system message of its own, which its longest prompt holds."""
-    text = "count " * 40
+def test_each_of_several_environments_is_named() -> None:
+    """The second has half the weight, and limits and an estimator of its own."""
     envs = [
-        {"id": "key_value", "name": "a", "weight": 2.0, "params": {"calls": 2}},
-        {"id": "key_value", "name": "b", "params": {"calls": 2}, "system": text, "limits": {"max_turns": 3}, "eval": {"tasks": 7},
-         "advantage": {"name": "rloo"}},
-    ]  # fmt: skip
-    config = config_from({"env": envs, "engine": "embedded", "model": {"init": {}}})
-    first, one, other, _ = environments(config)
-    assert first == "2 environments, rollout.mixture = fixed:"
-    assert one.startswith("  a: agentrl/KeyValue-v0, reward key_value") and "66.7% of the groups" in one
-    assert (
-        "33.3% of the groups" in other
-        and "tokens, 3 turns of 2048" in other
-        and other.endswith("rloo; evaluated on 7 tasks of heldout")
-    )
-    tokens = [int(re.findall(r"prompts of at most (\d+) tokens", line)[0]) for line in (one, other)]
-    assert tokens[1] - tokens[0] >= 40
-    assert environments(config_from({"env": envs[0], "engine": "embedded", "model": {"init": {}}})) == []
+        {"id": "key_value", "name": "a", "weight": 2.0},
+        {"id": "key_value", "name": "b", "limits": {"max_turns": 3}, "eval": {"tasks": 7}, "advantage": {"name": "rloo"}},
+    ]
+    plan = plan_of(config_from({"env": envs, "engine": "embedded", "model": {"init": {}}}), False)
+    one, other = plan.environments
+    assert one.startswith("a (agentrl/KeyValue-v0), reward key_value") and "66.7% of the groups" in one
+    assert "33.3% of the groups" in other and "3 turns of 2048 tokens" in other and other.endswith("rloo")
+    text = "\n".join(lines(plan))
+    assert one in text and other in text and "b: 7 tasks of heldout" in text
+    (alone,) = plan_of(config_from({"env": envs[0], "engine": "embedded", "model": {"init": {}}}), False).environments
+    assert "of the groups" not in alone
 
 
 def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their_memory() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from agentrl.config.envs import alone, check_temperatures, each, the_env, trained_at_all, warm_start_envs
 from agentrl.config.envs import trained_envs as trained
-from agentrl.config.schema import EnvConfig, ModelConfig, RewardModelConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import EnvConfig, ModelConfig, TrainConfig
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef
@@ -131,36 +131,37 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             env.with_params(params).build().close()
         except AgentrlError as problem:
             raise ConfigError(f"rollout.sampler: with env.params = {dict(params)!r}: {problem}") from problem
-    if rollout.colocate:
-        _check_colocated(config)
+    if rollout.colocate and rollout.max_staleness > 0:
+        raise ConfigError("rollout.colocate: an engine that sleeps during updates needs rollout.max_staleness = 0")
+    if rollout.colocate and "sleeps" not in engine_of(config).traits:
+        raise ConfigError(f"rollout.colocate: only engine = {ENGINES.that_are('sleeps')} can free its memory")
+    if rollout.colocate and config.weights.lora == "adapter" and "keeps" not in engine_of(config).traits:
+        raise ConfigError(
+            'rollout.colocate: an engine that slept has lost the base weights of the adapter; use weights.lora = "merged", or '
+            f"engine = {ENGINES.that_are('keeps')}, which keeps them"
+        )
     if rollout.filter_zero_variance and config.reward_model is not None:
         raise ConfigError(
             "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
             "them, so it would drop groups that the reward model tells apart; unset one of the two"
         )
-    _check_grow(config.rollout, config.reward_model)
+    if rollout.grow > 1 and rollout.oversample_members > 1:
+        raise ConfigError(
+            "rollout.grow looks at the scores of all members of a group, and rollout.oversample_members drops the slowest of "
+            "them unseen; set one of the two to 1"
+        )
+    if rollout.grow > 1 and config.reward_model is not None:
+        raise ConfigError(
+            "rollout.grow gives groups more members by the spec's rewards, before [reward_model] has scored them; unset one "
+            "of the two"
+        )
+    if rollout.grow > 1 and rollout.group_size == 1:
+        raise ConfigError("rollout.grow: with rollout.group_size = 1 every group would grow; set it to 2 or more")
     make_context_policy(rollout.context)
     traits = CONTEXTS.entry(rollout.context.name).traits
     if rollout.summary_model is not None and "summarizes" not in traits:
         names = CONTEXTS.that_are("summarizes")
         raise ConfigError(f"rollout.summary_model: only rollout.context.name = {names} uses summaries")
-
-
-def _check_grow(rollout: RolloutConfig, reward_model: RewardModelConfig | None) -> None:
-    if rollout.grow == 1:
-        return
-    if rollout.oversample_members > 1:
-        raise ConfigError(
-            "rollout.grow looks at the scores of all members of a group, and rollout.oversample_members drops the slowest of "
-            "them unseen; set one of the two to 1"
-        )
-    if reward_model is not None:
-        raise ConfigError(
-            "rollout.grow gives groups more members by the spec's rewards, before [reward_model] has scored them; unset one "
-            "of the two"
-        )
-    if rollout.group_size == 1:
-        raise ConfigError("rollout.grow: with rollout.group_size = 1 every group would grow; set it to 2 or more")
 
 
 def check_trainable(config: TrainConfig) -> None:
@@ -180,18 +181,6 @@ def check_trainable(config: TrainConfig) -> None:
         raise ConfigError(
             f"env.wrappers: {choice.name} counts wall-clock time (queues and publishes too), and episodes that it cuts are "
             "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout"
-        )
-
-
-def _check_colocated(config: TrainConfig) -> None:
-    if config.rollout.max_staleness > 0:
-        raise ConfigError("rollout.colocate: an engine that sleeps during updates needs rollout.max_staleness = 0")
-    if "sleeps" not in engine_of(config).traits:
-        raise ConfigError(f"rollout.colocate: only engine = {ENGINES.that_are('sleeps')} can free its memory")
-    if config.weights.lora == "adapter" and "keeps" not in engine_of(config).traits:
-        raise ConfigError(
-            'rollout.colocate: an engine that slept has lost the base weights of the adapter; use weights.lora = "merged", or '
-            f"engine = {ENGINES.that_are('keeps')}, which keeps them"
         )
 
 
