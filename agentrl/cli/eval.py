@@ -354,7 +354,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
 
 
 def _other_tasks(args: argparse.Namespace, config: TrainConfig) -> tuple[list[str], list[str]]:
-    """What differs if the options choose other tasks than the run was evaluated on, and a note that says so: a reader may hold
+    """Differences if the options choose other tasks than the run was evaluated on, and a note that says so: a reader may hold
     the figures against the run's."""
     from agentrl.config.envs import alone
 

@@ -100,7 +100,7 @@ def load_profiler() -> None:
 
 
 def end_recording(write: bool = True) -> None:
-    """Record no more, and write what was recorded: nothing if another role of this process has asked before."""
+    """Record no more, and write the recorded calls, once for all roles of this process."""
     global _recording
     profiles, _recording = {} if _recording is None else _recording.profiles, None
     for path, profile in profiles.items() if write else ():

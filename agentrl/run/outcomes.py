@@ -18,7 +18,7 @@ from agentrl.rollout.player import RunEnv
 # Horizons
 
 VALUES = ("success", "reward", "scored", "unscored", "turns", "response_length")
-"""What a row has of each range of horizons, under `horizon/RANGE/`."""
+"""Values of a row for each range of horizons, under `horizon/RANGE/`."""
 KEY = re.compile(r"(?:env/([^/]+)/)?horizon/([^/]+)/success")
 """A success by horizon in a row: the environment's name, of several, and the range."""
 

@@ -114,7 +114,7 @@ class Demonstrations:
         return rows, metrics | {"demonstrations/tokens": float(sum(gold.sampled_tokens for _, gold in made))}
 
     async def _gold(self, choice: TaskChoice) -> Trajectory | str:
-        """The gold solution of a task, or what is wrong with it."""
+        """The gold solution of a task, or the reason why it cannot be shown."""
         part = self.envs[choice.env]
         env = without_chance(part.env.with_params(choice.params)).build()
         policy, limit = part.policy, part.limits.episode_timeout

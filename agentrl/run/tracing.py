@@ -72,16 +72,16 @@ class Timeline:
         # The shortest are left out: what they lie in is longer and stays.
         kept = heapq.nlargest(self._most, self._events, key=lambda one: one[1][1] - one[1][0])
         tracks: dict[Track, list[Event]] = defaultdict(list)
-        for track, event in kept:
-            tracks[track].append(event)
+        for place, event in kept:
+            tracks[place].append(event)
         rows, ids, threads = self._turns(), dict[str, int](), count(1)
         for process, track in sorted(tracks):
             if process not in ids:
                 ids[process] = len(ids) + 1
                 rows.append(_name("process_name", ids[process], 0, process))
-            for place, events in enumerate(lanes(tracks[process, track])):
+            for number, events in enumerate(lanes(tracks[process, track]), 1):
                 thread = next(threads)
-                rows.append(_name("thread_name", ids[process], thread, track if not place else f"{track} ({place + 1})"))
+                rows.append(_name("thread_name", ids[process], thread, track if number == 1 else f"{track} ({number})"))
                 for since, end, name, kind, values in events:
                     at = {"pid": ids[process], "tid": thread, "ts": (since - self._zero) / 1000, "dur": (end - since) / 1000}
                     rows.append({"ph": "X", **at, "name": name, "cat": kind, "args": values})
@@ -141,7 +141,7 @@ def check_profile(steps: int, profile: ProfileConfig | None) -> None:
 
 class Profile:
     """Listens before and during the steps of `profile.steps`, and writes a timeline for each; of the calls of its training roles
-    torch writes files of its own beside it."""
+    torch writes files of its own."""
 
     def __init__(
         self,
