@@ -295,11 +295,9 @@ def changed_files(folder: RunFolder, config: TrainConfig) -> list[str]:
 
     Raises CatalogError or ConfigError, saying where the run began, if one of them is not found from here.
     """
-    if (recorded := _read_provenance(folder)) is None:  # started by an older agentrl
-        return []
-    then = recorded["contents"]
+    then = (_read_provenance(folder) or {"contents": {}})["contents"]  # empty if it was started by an older agentrl
     try:
-        now = contents_of(config, "eval")
+        now = contents_of(config, "eval") if then else {}
     except (CatalogError, ConfigError) as error:
         raise type(error)(f"{error}{origin_hint(folder)}") from None
     keys = [key for key in now if key in then and not key.startswith(_MODEL)]

@@ -160,8 +160,11 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLe
 
     def visit(node: Node, whens: Sequence[Mapping[str, Json]]) -> Iterator[JudgeLeaf]:
         whens = whens if node.mods.when is None else [*whens, node.mods.when]
-        asked = tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks)
-        if asked and isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf):
+        if (
+            isinstance(node, LeafNode)
+            and isinstance(node.leaf, JudgeLeaf)
+            and (tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks))
+        ):
             yield node.leaf
         for child in node.children():
             yield from visit(child, whens)
