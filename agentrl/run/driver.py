@@ -206,36 +206,11 @@ async def _train(
     interrupt: Interrupt,
     callbacks: Sequence[Callback],
 ) -> None:
-    async def attempt() -> None:
-        then = f"continue with: {_resume_command(config.data, folder)}"
-        tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
-        if outcome.restarts:
-            check_contents(config, folder)  # the files are read again
-        if config.data is not None:
-            outcome.engine, outcome.status = "none", "interrupted"
-            if await RUN_KINDS[DATA].train(config, folder, display, run_log, interrupt):
-                outcome.status = "done"
-            return
-        try:
-            session = await open_session(config, folder, display, callbacks)
-        except ResourceError as error:
-            if not outcome.restarts or isinstance(error, DiskFullError):
-                raise
-            raise NoRoomLeftError(f"the remaining nodes have no room for the run: {error}") from error
-        outcome.engine = session.engine_name
-        run_log.live(session)
-        try:
-            with error_told():
-                await _phases(session, run_log, outcome, interrupt)
-        finally:
-            run_log.live(None)
-            await session.close()
-
     interrupt.install()
     while True:
         # Everything is closed and opened again, because torch.distributed groups do not survive the loss of a rank.
         try:
-            await while_ray_lives(attempt())
+            await while_ray_lives(_attempt(config, folder, display, run_log, outcome, interrupt, callbacks))
             return
         except (*LOSSES, NothingScoredError) as error:
             if isinstance(error, DiskFullError):
@@ -249,6 +224,40 @@ async def _train(
                 raise
             outcome.restarts += 1
             display.say(restarting(error, outcome.restarts, config.cluster.max_restarts))
+
+
+async def _attempt(
+    config: TrainConfig,
+    folder: RunFolder,
+    display: Display,
+    run_log: RunLog,
+    outcome: RunOutcome,
+    interrupt: Interrupt,
+    callbacks: Sequence[Callback],
+) -> None:
+    then = f"continue with: {_resume_command(config.data, folder)}"
+    tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
+    if outcome.restarts:
+        check_contents(config, folder)  # the files are read again
+    if config.data is not None:
+        outcome.engine, outcome.status = "none", "interrupted"
+        if await RUN_KINDS[DATA].train(config, folder, display, run_log, interrupt):
+            outcome.status = "done"
+        return
+    try:
+        session = await open_session(config, folder, display, callbacks)
+    except ResourceError as error:
+        if not outcome.restarts or isinstance(error, DiskFullError):
+            raise
+        raise NoRoomLeftError(f"the remaining nodes have no room for the run: {error}") from error
+    outcome.engine = session.engine_name
+    run_log.live(session)
+    try:
+        with error_told():
+            await _phases(session, run_log, outcome, interrupt)
+    finally:
+        run_log.live(None)
+        await session.close()
 
 
 async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interrupt: Interrupt) -> None:
