@@ -386,7 +386,7 @@ class Summer(Worker):
 @proof  # another start of torch's profiler takes half a minute; the timeline above holds one
 async def test_torch_says_what_ranks_record(tmp_path: Path) -> None:
     for torch_too in (True, False):
-        config = of(profile={"steps": [1], "torch": torch_too})
+        config = of(profile={"steps": [1], "torch": torch_too, "max_events": 1000})
         with launch(Summer, name="summer", backend="inline") as group:
             folder = tmp_path / str(torch_too)
             tracing = Tracing(config, "embedded", Profile(config, folder, lambda group=group: [group], "embedded", print))
