@@ -197,10 +197,10 @@ async def evaluated() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         session: Any = SimpleNamespace(start=nothing, parts=SimpleNamespace(env=SimpleNamespace(name="x"), player=None))
-        config = TrainConfig.model_validate({"name": "x", "env": {"id": "key_value"}, "rollout": {"slow_loop": 0}})
+        config = TrainConfig.model_validate({"name": "x", "env": {"id": "key_value"}})
         request: Any = SimpleNamespace(out=Path(folder), pairs=[], split="heldout", temperature=lambda _: None)
         display: Any = SimpleNamespace(step=lambda *a: None, warn=print)
-        with patch.object(run_rollout, "run_tasks", ran):
+        with patch.object(run_rollout, "run_tasks", ran), patch.object(run_rollout, "SLOW_LOOP", 0.0):
             await run_rollout._play(config, request, session, [], run_rollout.RolloutOutcome(), display)
 
 

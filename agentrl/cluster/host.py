@@ -110,9 +110,10 @@ def end_recording(write: bool = True) -> None:
 @contextmanager
 def record_call(worker: Worker, method: str) -> Iterator[None]:
     """Have torch record a call that computes on a batch, if this process records."""
-    from agentrl.cluster.group import Shard  # here: it loads torch, which a worker without batches does not need
-
     recording = _recording
+    if recording is not None:
+        from agentrl.cluster.group import Shard  # here: it loads torch, which a worker without batches does not need
+
     # Only a call that gets a part of a batch computes for long.
     if recording is None or not isinstance(type(worker).dispatch_table.get(method), Shard):
         yield

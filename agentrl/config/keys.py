@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from agentrl.config.schema import AgentConfig, Choice, EnvConfig, ToolsConfig, TrainConfig
+from agentrl.config.schema import AgentConfig, Choice, EnvConfig, ToolsConfig, TrainConfig, VllmConfig
 from agentrl.utils.errors import ConfigError, hint_text
 
 # Values as TOML
@@ -38,8 +38,8 @@ def bare(key: str) -> str:
 
 NAME = "NAME"
 """In a key: a name of the user's, as in `tools.mcp.NAME.command`."""
-SHARED = (AgentConfig, ToolsConfig)
-"""Sections that stand at the top level and in [env]; their keys are listed once, at the top level."""
+SHARED = (AgentConfig, ToolsConfig, VllmConfig)
+"""Sections that stand at the top level and below another section; their keys are listed once, at the top level."""
 UNSET, REQUIRED = "unset", "required"
 
 
@@ -70,9 +70,9 @@ def find_keys(name: str) -> list[Key]:
     Raises ConfigError with the nearest key without one.
     """
     name = name.strip("[]")
-    for shared in ("agent", "tools"):
-        if name.startswith(f"env.{shared}."):  # the same keys as the run's own section
-            return [replace(key, name=f"env.{key.name}") for key in find_keys(name.removeprefix("env."))]
+    if shared := re.match(r"(env\.)(?:agent|tools)\.|(reward\.judge\.engines\.[^.]+\.)vllm\.", name):
+        at = shared[1] or shared[2]  # the same keys as the run's own section
+        return [replace(key, name=f"{at}{key.name}") for key in find_keys(name.removeprefix(at))]
     keys = all_keys()
     found = [key for key in keys if _fits(key.name, name) or (_below(key.name, name) and not key.section)]
     if any(_fits(key.name, name) and key.section for key in keys):

@@ -35,6 +35,8 @@ from agentrl.utils.threads import DaemonThreads, in_thread
 # Requests that can be cancelled one by one
 
 T = TypeVar("T")
+MAX_WAIT = 60.0
+"""Seconds between two attempts; for a server that asks for more the call is given up."""
 
 
 class Calls:
@@ -181,7 +183,7 @@ class LiteLlmEngine(Engine):
     ) -> None:
         """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` are passed to litellm unchanged (`api_key`, ...).
         Between attempts it waits as long as the server's Retry-After says, or else `backoff` seconds, doubled each time; if
-        that is longer than `cfg.max_wait`, it gives up. Raises DependencyError without the extra."""
+        that is longer than `MAX_WAIT`, it gives up. Raises DependencyError without the extra."""
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
         self._model, self._cfg, self._backoff = model, cfg, backoff
@@ -272,7 +274,7 @@ class LiteLlmEngine(Engine):
             # litellm replaces the response; if the server sent headers, they are in this attribute.
             headers = vars(problem).get("litellm_response_headers") or problem.response.headers
             wait = max(wait, retry_after(headers) or 0.0)
-        return wait if wait <= self._cfg.max_wait else None
+        return wait if wait <= MAX_WAIT else None
 
     def _read(self, answer: Any, turn: int) -> Generation:
         if not answer.choices:

@@ -55,7 +55,7 @@ class Acceptance:
 async def call_user_function(what: str, function: Callable[..., Any], *args: Any) -> Any:
     """Result of a user's function, awaited if necessary. Raises CallbackError with `what` it is, if it raises.
 
-    A plain function is called on the event loop: one that takes long holds up episodes (`rollout.slow_loop` names it).
+    A plain function is called on the event loop: one that takes long holds up episodes (the log names it).
     """
     try:
         answer = function(*args)

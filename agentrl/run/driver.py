@@ -17,7 +17,7 @@ from agentrl.cluster.group import check_arrived
 from agentrl.cluster.ray_cluster import last_words, while_ray_lives
 from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
 from agentrl.config.origin import Origins
-from agentrl.config.schema import DataConfig, KeepConfig, TrainConfig
+from agentrl.config.schema import DataConfig, TrainConfig
 from agentrl.run.callbacks import Callback
 from agentrl.run.checks.rollout_checks import survey_lines
 from agentrl.run.checks.size_checks import start_notes
@@ -130,7 +130,7 @@ def execute(
     raise_gc_threshold()
     share_the_lock()
     outcome = RunOutcome(only_warm_start=only_warm_start, restarts=restarts)
-    log_file = _log_to(folder, config.keep)
+    log_file = _log_to(folder)
     with (
         full_disk_said(folder.path, f"continue with: {_resume_command(config.data, folder)}"),
         lock_folder(folder.path),
@@ -459,8 +459,8 @@ def _resume_command(data: DataConfig | None, folder: RunFolder) -> str:
 
 
 @contextmanager
-def _log_to(folder: RunFolder, keep: KeepConfig) -> Iterator[None]:
-    handler = LogFile(folder.log, keep)
+def _log_to(folder: RunFolder) -> Iterator[None]:
+    handler = LogFile(folder.log)
     logging.getLogger("agentrl").setLevel(logging.INFO)
     # An exporter of traces that finds no collector says so in the other.
     loggers = [logging.getLogger("agentrl"), logging.getLogger("opentelemetry")]

@@ -39,7 +39,7 @@ from agentrl.run.outcomes import by_label
 from agentrl.run.role_placement import engine_room
 from agentrl.run.rollout_workers import with_workers
 from agentrl.utils.errors import ConfigError, WorkerDiedError
-from agentrl.utils.event_loop import watch_loop
+from agentrl.utils.event_loop import SLOW_LOOP, watch_loop
 from agentrl.utils.files import atomic_write, naming
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.redaction import redact, redact_json
@@ -407,7 +407,7 @@ async def _play(
                 lost.append(fault_of(trajectory))
             display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
 
-        with watch_loop(config.rollout.slow_loop, display.warn), display.doing("episodes", waits=watch.waiting):
+        with watch_loop(SLOW_LOOP, display.warn), display.doing("episodes", waits=watch.waiting):
             await run_tasks(
                 parts.player,
                 the_env(config.envs).called,

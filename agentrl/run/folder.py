@@ -40,6 +40,8 @@ from agentrl.utils.terminal import safe
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
+LOG_BYTES, LOG_FILES = 64 << 20, 4
+"""Largest size of log.txt, and number of older ones that stay."""
 _NONE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -107,11 +109,11 @@ class SafeLines(logging.Formatter):
 
 
 class LogFile(RotatingFileHandler):
-    """Writes lines with time, level and name. Raises OSError if there is something else than a plain file: a pipe in its place
-    would be waited for."""
+    """Writes lines with time, level and name; at `LOG_BYTES` `log.txt` becomes `log.txt.1`, that one `log.txt.2`, ... Raises
+    OSError if there is something else than a plain file: a pipe in its place would be waited for."""
 
-    def __init__(self, path: Path, keep: KeepConfig) -> None:
-        super().__init__(path, maxBytes=max(int(keep.log_mib * 2**20), 1), backupCount=keep.log_files, encoding="utf-8")
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8")
         self.setFormatter(SafeLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -333,16 +335,14 @@ class RunFolder:
         """Remove the episodes, and what training made of their tokens, of updates and evaluations up to `step` that are more than
         `keep` says. Those of the newest step stay, and of "before" and "after". What lies beyond `step` an attempt left that was
         lost; it is written again."""
-        if not (keep.trajectories or keep.trajectories_mib):
+        if not keep.trajectories:
             return
         files: dict[int, list[Path]] = defaultdict(list)
         for path in (path for kind in _ROTATING for path in self.trajectories.glob(f"{kind}_*.jsonl")):
             files[int(path.stem.rpartition("_")[2])].append(path)
-        size, steps = 0.0, sorted((number for number in files if number <= step), reverse=True)
-        for place, number in enumerate(steps):
-            size += sum(path.stat().st_size for path in files[number]) / 2**20
-            many, large = 0 < keep.trajectories <= place, 0 < keep.trajectories_mib < size
-            for path in files[number] if place and (many or large) else ():
+        steps = sorted((number for number in files if number <= step), reverse=True)
+        for number in steps[keep.trajectories :]:
+            for path in files[number]:
                 (self.tokens / path.name).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
 

@@ -195,7 +195,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("engine/servers", "servers", "servers of SGLang that are alive"),
         MetricInfo("engine/calls", "calls", "calls of a policy that is a Python function, since the start"),
         MetricInfo("engine/attempts", "requests", "requests to an API, retries included, since the start"),
-        MetricInfo("loop/blocked_s", "s", "seconds in which the driver's event loop stood still (`rollout.slow_loop`)"),
+        MetricInfo("loop/blocked_s", "s", "seconds in which the driver's event loop stood still, blocks of 0.2 s and more"),
         MetricInfo("loop/longest_s", "s", "the longest such time"),
         MetricInfo("judge/<name>/verdicts", "verdicts", "asked of judge <name> on the run's own engine", _PLAYED),
         MetricInfo("judge/<name>/cached", "verdicts", "of these, known already, or being sampled for an equal question", _PLAYED),

@@ -293,9 +293,7 @@ def waiting(placed: list[RolePlacement]) -> list[str]:
         if one.rests and one.role != "rollout"
     ]
     always = [
-        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory a rank (model.cpu_offload)"
-        for one in placed
-        if one.memory.host
+        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory a rank (model.offload)" for one in placed if one.memory.host
     ]
     return between + always
 
@@ -509,11 +507,8 @@ def _smaller(model: ModelConfig, cluster: ClusterConfig, one: RolePlacement, pea
         (model.replicas > 1, f"lower model.replicas = {model.replicas}"),
         (cards and cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
         (model.lora is None, "train adapters ([model.lora])"),
-        (cards and not model.cpu_offload and model.offload == "never", "set model.cpu_offload = true"),
-        (
-            peak.role == PUBLISH and model.offload == "idle",
-            'set model.cpu_offload = true instead of model.offload = "idle"',
-        ),
+        (cards and model.offload == "never", 'set model.offload = "always"'),
+        (peak.role == PUBLISH and model.offload == "idle", 'set model.offload = "always" instead of "idle"'),
     )
     return ", or ".join(text for fits, text in ways if fits)
 

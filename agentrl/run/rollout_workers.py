@@ -18,12 +18,15 @@ from agentrl.rollout.workers.channel import Channel, Door
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
 from agentrl.run.assembly import Assembly, Inputs, assemble, tokenizer_of
+from agentrl.utils.event_loop import SLOW_LOOP
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.redaction import guard_process
 from agentrl.utils.search_path import pack_given, unpack, used_names
 from agentrl.utils.threads import in_thread, share_the_lock
 
 ENDED = "its process ended"
+HEARD_S, RESPAWNS = 60.0, 8
+"""Seconds without a word after which a worker counts as dead, and how many dead ones are replaced in a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class RolloutWorker:
         guard_process(recipe.config.model_dump(mode="json", exclude_none=True))
         raise_gc_threshold()
         share_the_lock()
-        await WorkerCore(name, recipe.build, recipe.config.rollout.slow_loop).run(door)
+        await WorkerCore(name, recipe.build, SLOW_LOOP).run(door)
         return ENDED
 
 
@@ -163,9 +166,9 @@ def with_workers(
         inside or ActorSeats(lambda: recipe(engine.connection()), joins(config.cluster)),
         count=rollout.workers,
         engine=engine,
-        timeout=rollout.worker_timeout,
+        timeout=HEARD_S,
         startup_timeout=config.cluster.startup_timeout,
-        respawns=rollout.worker_respawns,
+        respawns=RESPAWNS,
         say=say,
     )
     return replace(parts, player=pool)

@@ -48,7 +48,7 @@ from agentrl.trainer.pretrained import init_model, named_anywhere
 from agentrl.trainer.publish import Publisher
 from agentrl.trainer.train_engine import rests
 from agentrl.utils.errors import AgentrlError, CheckpointError, EnvError
-from agentrl.utils.event_loop import LoopWatchdog, OwnedTasks
+from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks
 from agentrl.utils.files import naming
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.search_path import pack_given, unpack
@@ -465,7 +465,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
                 profile = Profile(config, folder.path / FOLDER, roles, engine_name, display.warn)
             tracing = Tracing(config, engine_name, profile)
             opened.callback(tracing.close)
-        watchdog = LoopWatchdog(config.rollout.slow_loop, display.warn)
+        watchdog = LoopWatchdog(SLOW_LOOP, display.warn)
         opened.callback(watchdog.stop)
         watchdog.start()  # last: a start loads libraries on the loop, and no episode waits for it
         return Session(

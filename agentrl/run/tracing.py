@@ -128,6 +128,8 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 log = logging.getLogger(__name__)
 
 FOLDER = "profile"
+MAX_EVENTS = 500_000
+"""Of one timeline: the longest are kept, and the file counts the others."""
 
 
 def check_profile(steps: int, profile: ProfileConfig | None) -> None:
@@ -158,7 +160,7 @@ class Profile:
         self._found: list[TraceSpan] = []
         self._leave: Callable[[], None] | None = None
         self._step, self._begun = 0, 0
-        if self._cfg.torch and config.cluster.backend == "inline":
+        if config.cluster.backend == "inline":
             load_profiler()  # now, and not on the event loop while episodes wait for it
 
     @property
@@ -178,7 +180,7 @@ class Profile:
         self._step = step if step in self._cfg.steps else 0
         if self._step:
             self._folder.mkdir(exist_ok=True)
-            for group in self._groups() if self._cfg.torch else ():
+            for group in self._groups():
                 if not await group.in_processes(begin_recording, str(self._path())):
                     begin_recording(str(self._path()))  # its roles are in this process
             self._begun = now()
@@ -214,7 +216,7 @@ class Profile:
         self._found = []
 
     def _write(self, spans: list[TraceSpan], seconds: float) -> None:
-        timeline = Timeline(self._begun, self._engine, self._cfg.max_events)
+        timeline = Timeline(self._begun, self._engine, MAX_EVENTS)
         for found in spans:
             if found.end > self._begun:
                 timeline.span(found)
@@ -222,7 +224,7 @@ class Profile:
         timeline.write(Path(f"{self._path()}.json.gz"), {**about, "seconds": seconds})
 
     def _keep(self, found: TraceSpan) -> None:
-        if len(self._found) < 4 * self._cfg.max_events:
+        if len(self._found) < 4 * MAX_EVENTS:
             self._found.append(found)
 
 

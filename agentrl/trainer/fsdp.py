@@ -157,7 +157,7 @@ class FsdpEngine(BaseEngine):
                 self.module.kernels = compiled_head()
         if self.sharded:
             self._shard()
-        loader.fill(self.module, self.device, torch.device("cpu") if cfg.cpu_offload and self.sharded else None)
+        loader.fill(self.module, self.device, torch.device("cpu") if cfg.offload == "always" and self.sharded else None)
         self.module.train()
         self.optimizers = None
         self._offloaded = Offloaded()
@@ -170,7 +170,7 @@ class FsdpEngine(BaseEngine):
         if self.compute_dtype == torch.float32:
             policy = MixedPrecisionPolicy()
         options: dict[str, Any] = {"mp_policy": policy, "mesh": self.layout.fsdp}
-        if self.cfg.cpu_offload:
+        if self.cfg.offload == "always":
             options["offload_policy"] = CPUOffloadPolicy()
         # Layers first: the call for the root takes what they leave (embeddings, head, last norm). With the root alone, the
         # whole model would be gathered at once.
@@ -288,7 +288,7 @@ class FsdpEngine(BaseEngine):
             yield self.hf_name(name), self._cast(name, full)
 
     def resident(self) -> list[Tensor]:
-        if self._gathers or self.cfg.lora is not None or self.cfg.offload != "never":
+        if self._gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
             return []
         return [local(tensor) for _, tensor in self.named() if tensor.dtype == self.compute_dtype]
 
@@ -303,7 +303,10 @@ class FsdpEngine(BaseEngine):
     @classmethod
     def check(cls, cfg: ModelConfig, ranks: int) -> None:
         parallel = cfg.tensor_parallel * cfg.expert_parallel > 1
-        for key, given in (("compile = true", cfg.compile), ("cpu_offload = true", cfg.cpu_offload)):
+        for key, given in (
+            ("compile = true", cfg.compile),
+            ('offload = "always"', cfg.offload == "always"),
+        ):
             if parallel and given:
                 raise ConfigError(f"model.{key} does not work with model.tensor_parallel or model.expert_parallel")
         if cfg.replicas > 1 and cfg.expert_parallel > 1:

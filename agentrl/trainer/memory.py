@@ -213,7 +213,7 @@ class RoleMemory:
     """Bytes on one rank. `weights`, `optimizer` and an engine's `cache` stay between the role's turns; the others exist during
     a turn: `gathered` are unsharded layers and the buffers of their gradients' reduction, `activations` what a micro-batch
     keeps for its backward pass, and `working` the most of what comes and goes in it (logits of a chunk, a layer that is
-    computed again). `host`: of host memory, with `model.cpu_offload`. `checkpoints`: whether layers are."""
+    computed again). `host`: of host memory, with `model.offload` "always". `checkpoints`: whether layers are."""
 
     weights: int = 0
     optimizer: int = 0
@@ -266,7 +266,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
     sharded = MASTER * sum(held[id(p)].held for p in learning)
     whole = MASTER * _whole(learning, held)
     gathered = _gathered_bytes(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
-    if cfg.cpu_offload:
+    if cfg.offload == "always":
         # In host memory then; gathered layers, and gradients that are not sharded, are still on the device.
         own, sharded = {"host": sum(own.values()) + sharded}, 0
     _cut(module, held)

@@ -388,13 +388,17 @@ def check_kl(cfg: KlConfig) -> None:
     """Raise ConfigError for a penalty that would not do what its settings say."""
     if cfg.target is not None and cfg.coef == 0:
         raise ConfigError("algorithm.kl.target adapts algorithm.kl.coef, which must be above 0 at the start")
-    if cfg.where == "reward" and cfg.straight_through:
-        raise ConfigError('algorithm.kl.straight_through changes a gradient, and where = "reward" has none; use where = "loss"')
-    idle = "idle_gradient" in KL.entry(kl_kind(cfg)).traits
-    if cfg.coef > 0 and cfg.where == "loss" and idle and not cfg.straight_through:
+    kind = kl_kind(cfg)
+    if cfg.where == "reward" and kind.endswith("+"):
         raise ConfigError(
-            f'algorithm.kl.kind = "{kl_kind(cfg)}" in the loss has a gradient of mean 0 (that of log pi), so it does not '
-            f'restrain the policy; use {KL.that_are("idle_gradient", False)}, straight_through = true, or where = "reward"'
+            f'algorithm.kl.kind = "{kind}" changes a gradient, and where = "reward" has none; use "{kind[:-1]}", or '
+            'where = "loss"'
+        )
+    idle = not kind.endswith("+") and "idle_gradient" in KL.entry(kind).traits
+    if cfg.coef > 0 and cfg.where == "loss" and idle:
+        raise ConfigError(
+            f'algorithm.kl.kind = "{kind}" in the loss has a gradient of mean 0 (that of log pi), so it does not '
+            f'restrain the policy; use {KL.that_are("idle_gradient", False)}, "{kind}+", or where = "reward"'
         )
 
 

@@ -178,7 +178,7 @@ def policy_called(name: str) -> BaseEngine:
 def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig) -> None:
     """Raise ConfigError for a moving reference that has no policy to follow in its process.
 
-    Reads: algorithm.kl, model.lora, model.offload, model.cpu_offload, cluster.
+    Reads: algorithm.kl, model.lora, model.offload, cluster.
     """
     if not moves(algorithm):
         check_unread("algorithm.kl", algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
@@ -191,10 +191,10 @@ def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: Cluste
             f"{key}: with [model.lora] the reference is the actor's own model without its adapter, which does not move; remove "
             'one, or set algorithm.kl.reference = "start"'
         )
-    if model.offload != "never" or model.cpu_offload:
-        off = f'model.offload = "{model.offload}"' if model.offload != "never" else "model.cpu_offload = true"
+    if model.offload != "never":
         raise ConfigError(
-            f"{key}: both models must be in their device's memory after an update, and {off} takes them out; unset one"
+            f"{key}: both models must be in their device's memory after an update, and model.offload = "
+            f'"{model.offload}" takes them out; unset one'
         )
     pools = {str(role): pool for role, pool in cluster.roles.items()} if cluster.backend == "ray" else {}
     actor, own = pools.get("actor"), pools.get("reference", pools.get("actor"))

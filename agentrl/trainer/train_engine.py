@@ -240,7 +240,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "sequence_parallel": "model.sequence_parallel > 1",
         "tensor_parallel": "model.tensor_parallel > 1",
         "expert_parallel": "model.expert_parallel > 1",
-        "cpu_offload": "model.cpu_offload",
+        "cpu_offload": 'model.offload = "always"',
         "offload": 'model.offload = "idle"',
         "compile": "model.compile",
         "families": "computes transformers' own models, so all findings of train/families hold for it",
@@ -271,8 +271,8 @@ ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {
     "sequence_parallel": ("model.sequence_parallel > 1", lambda config: config.model.sequence_parallel > 1),
     "tensor_parallel": ("model.tensor_parallel > 1", lambda config: config.model.tensor_parallel > 1),
     "expert_parallel": ("model.expert_parallel > 1", lambda config: config.model.expert_parallel > 1),
-    "cpu_offload": ("model.cpu_offload", lambda config: config.model.cpu_offload),
-    "offload": ('model.offload = "idle"', lambda config: config.model.offload != "never"),
+    "cpu_offload": ('model.offload = "always"', lambda config: config.model.offload == "always"),
+    "offload": ('model.offload = "idle"', lambda config: config.model.offload == "idle"),
     "compile": ("model.compile", lambda config: config.model.compile),
     "families": ('model.packing = "one_row"', lambda config: config.model.packing.startswith("one_row")),
     "shard_gradients": ("model.shard_gradients = true", lambda config: config.model.shard_gradients is True),
@@ -312,9 +312,8 @@ def shares_prefixes(cfg: ModelConfig) -> bool:
 
 def check_on_host(cfg: ModelConfig) -> None:
     """Raise ConfigError for keys that free a GPU's memory, of a role that has no GPU."""
-    if cfg.cpu_offload or cfg.offload != "never":
-        key = "model.cpu_offload = true" if cfg.cpu_offload else f'model.offload = "{cfg.offload}"'
-        raise ConfigError(f"{key}: there is no GPU, so everything is in host memory already; unset it")
+    if cfg.offload != "never":
+        raise ConfigError(f'model.offload = "{cfg.offload}": there is no GPU, so everything is in host memory already; unset it')
 
 
 # Memory and speed
@@ -501,7 +500,7 @@ def separate_reference(model: ModelConfig, algorithm: AlgorithmConfig) -> bool:
 def rests(config: TrainConfig, role: str) -> bool:
     """Return True if a role gives its memory back between its turns: if the config asks for it, and another role, or a
     colocated engine, uses the same processes' devices."""
-    if config.model.offload == "never":
+    if config.model.offload != "idle":
         return False
     pools = {str(name): pool for name, pool in config.cluster.roles.items()} if config.cluster.backend == "ray" else {}
     present = {
@@ -517,18 +516,12 @@ def rests(config: TrainConfig, role: str) -> bool:
 
 
 def check_offload(config: TrainConfig) -> None:
-    """Raise ConfigError for a `model.offload` that could not free anything: nothing is left on the GPU, or no role waits.
+    """Raise ConfigError for a `model.offload` of "idle" that could not free anything, as no role waits.
 
-    Reads: model.offload, model.cpu_offload, rollout.colocate, critic, reward_model, algorithm.kl.coef, algorithm.distillation,
+    Reads: model.offload, rollout.colocate, critic, reward_model, algorithm.kl.coef, algorithm.distillation,
     model.lora, cluster.
     """
-    if config.model.offload == "never":
-        return
-    if config.model.cpu_offload:
-        raise ConfigError(
-            'model.offload = "idle": with model.cpu_offload weights and optimizer are in host memory anyway; unset one'
-        )
-    if not rests(config, "actor"):
+    if config.model.offload == "idle" and not rests(config, "actor"):
         raise ConfigError(
             'model.offload = "idle": the actor never waits for another role on its GPU (no [critic], [reward_model], '
             "algorithm.distillation or algorithm.kl.coef without a pool of its own, and the engine has other GPUs without "

@@ -309,7 +309,7 @@ class _Job:
         if "ref_logprobs" not in self.view:
             return torch.zeros_like(given.logprobs)
         kl = self.algorithm.kl
-        value = kl_estimate(kl_kind(kl), given.logprobs, piece.column("ref_logprobs"), kl.straight_through)
+        value = kl_estimate(kl_kind(kl), given.logprobs, piece.column("ref_logprobs"))
         self.meter.add("kl_reference", value, mask)
         return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
 

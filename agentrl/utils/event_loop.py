@@ -359,6 +359,10 @@ class _Looks:
         return LoopBlock(seconds, place, self.inner.get(place), episode, times / self.found.total())
 
 
+SLOW_LOOP = 0.2
+"""Seconds of silence from which on runs report a block of an event loop."""
+
+
 class LoopWatchdog:
     """Watches one event loop from a thread of its own. `start` it in the loop, `stop` it before the loop closes.
 

@@ -20,6 +20,7 @@ from agentrl.rollout.workers.channel import Channel, Door
 from agentrl.rollout.workers.rollout_worker import WorkerCore
 from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
 from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.event_loop import SLOW_LOOP
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.threads import share_the_lock
 
@@ -80,7 +81,7 @@ def serve(name: str, door: Door, config: RolloutConfig, steps: int) -> None:
     async def build(channel: Channel) -> Parts:
         return Parts(LocalPlayer([part(config, steps)], asks=False))
 
-    asyncio.run(WorkerCore(name, build, slow_loop=config.slow_loop).run(door))
+    asyncio.run(WorkerCore(name, build, slow_loop=SLOW_LOOP).run(door))
 
 
 class ProcessSeat(Seat):

@@ -37,7 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rollout.gro", {"rollout.groups=", "rollout.group_size=", "rollout.grow="}),
         ("ste", {"steps="}),
         ("algorithm.adv", {"algorithm.advantage.name="}),
-        ("model.offload=", {"model.offload=never", "model.offload=idle"}),
+        ("model.offload=", {f"model.offload={when}" for when in ("never", "idle", "always")}),
         ("model.compile=t", {"model.compile=true"}),
         ("algorithm.loss.name=gsp", {"algorithm.loss.name=gspo"}),
         ("env.advantage.name=gp", {"env.advantage.name=gpg"}),

@@ -141,7 +141,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"group": 3}}, "'group' was unexpected"),
     ({"rollout": {"groups": 0}}, "less than the minimum"),
     ({"rollout": False}, "not of type 'object'"),
-    ({"model": {"offload": "always"}}, "is not one of"),
+    ({"model": {"offload": "sometimes"}}, "is not one of"),
     ({"algorithm": {"loss": {"nam": "x"}}}, "'nam' was unexpected"),
     ({"steps": "many"}, "not of type 'integer'"),
 ]

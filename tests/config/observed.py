@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -253,7 +252,6 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         "most": None if engine._elastic is None else engine._elastic._most,
         "call_timeout": keeper._cfg.call_timeout,
         "startup_timeout": keeper._cfg.startup_timeout,
-        "keep_weights": engine._routes._keep,
         "gpus": keeper._cfg.tensor_parallel,
     }
 
@@ -413,32 +411,6 @@ class Course:
     def all(self, name: str) -> list[Any]:
         """What was noted of each call of this name."""
         return [value for called, value in self.calls if called == name]
-
-
-def blocks_told(config: TrainConfig, out: Path) -> int:
-    """Lines that `agentrl rollout` says of an environment whose setup keeps the loop from turning for 0.3 s."""
-    import time
-
-    from agentrl.run import evaluate as rollout
-
-    async def blocking(*args: Any, **kwargs: Any) -> list[Any]:
-        time.sleep(0.3)
-        await asyncio.sleep(0.1)
-        return []
-
-    async def nothing(*args: Any) -> None:
-        pass
-
-    said: list[str] = []
-    session: Any = SimpleNamespace(
-        start=nothing, parts=SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str)
-    )
-    request: Any = SimpleNamespace(out=out, pairs=[], split="heldout", temperature=lambda _: None)
-    display: Any = SimpleNamespace(warn=said.append, doing=lambda *_, **__: contextlib.nullcontext())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "run_tasks", blocking)
-        asyncio.run(rollout._play(config, request, session, [], rollout.RolloutOutcome(), display))
-    return len(said)
 
 
 def course_of(config: TrainConfig, out: Path) -> Course:

@@ -61,7 +61,7 @@ def test_every_key_stands_in_it_once_with_its_meaning_and_unit() -> None:
             inner = inner[part]
         first = key.meaning.split(". ")[0].rstrip(".")[:60]
         assert any(line.startswith(f"# {first[:40]}") for line in lines), key.name
-    assert "max_turns = 16  # turns" in text and "max_wait = 60.0  # seconds" in text
+    assert "max_turns = 16  # turns" in text and "retries = 3  # attempts" in text
     assert max(map(len, lines)) < 200
 
 

@@ -171,11 +171,6 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
         PLAY,
         {"rollout.retries=0": (2, 2), "rollout.retries=1": (4, 4), "rollout.retries=3": (8, 8)},
     ),
-    "RolloutConfig.slow_loop": (
-        see.blocks_told,
-        "",
-        {"rollout.slow_loop=0.05": 1, "rollout.slow_loop=2.0": 0, "rollout.slow_loop=0": 0},
-    ),
     "RolloutConfig.colocate": (see.at("rest"), LOOP, {"rollout.colocate=false": [], "rollout.colocate=true": [0, 1, 2, 3]}),
     "SglangConfig.servers": (
         sglang("servers"),
@@ -191,8 +186,11 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
         {"sglang.update=files": "FileUpdate in /w", "sglang.update=http": "HttpUpdate"},
     ),
     "SglangConfig.seeds": (sglang("refused"), "", {"sglang.seeds=true": "ignores seeds", "sglang.seeds=false": None}),
-    "SglangConfig.timeout": (sglang("timeout"), "", {"sglang.timeout=1.5": 1.5, "sglang.timeout=2.0": 2.0}),
-    "SglangConfig.load_timeout": (sglang("load"), "", {"sglang.load_timeout=1.5": 1.5, "sglang.load_timeout=2.0": 2.0}),
+    "SglangConfig.timeout": (
+        sglang("timeout", "load"),
+        "",
+        {"sglang.timeout=1.5": {"timeout": 1.5, "load": 7.5}, "sglang.timeout=2.0": {"timeout": 2.0, "load": 10.0}},
+    ),
     "SglangConfig.api_key_env": (
         sglang("key"),
         "",
@@ -202,17 +200,10 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "VllmConfig.max_replicas": (vllm("most"), "", {"vllm.replicas=1": None, "vllm.max_replicas=4": 4}),
     "VllmConfig.max_respawns": (vllm("respawns"), "", {"vllm.max_respawns=0": 0, "vllm.max_respawns=2": 2}),
     "VllmConfig.call_timeout": (vllm("call_timeout"), "", {"vllm.call_timeout=1.5": 1.5, "vllm.call_timeout=2.0": 2.0}),
-    "VllmConfig.keep_weights": (vllm("keep_weights"), "", {"vllm.keep_weights=true": True, "vllm.keep_weights=false": False}),
     "VllmConfig.startup_timeout": (
         vllm("startup_timeout"),
         "",
         {"vllm.startup_timeout=1.5": 1.5, "vllm.startup_timeout=2.0": 2.0},
-    ),
-    "VllmConfig.max_num_seqs": (vllm("max_num_seqs"), "", {"vllm.max_num_seqs=3": 3, "vllm.max_num_seqs=5": 5}),
-    "VllmConfig.max_num_batched_tokens": (
-        vllm("max_num_batched_tokens"),
-        "",  # on a CPU at least a whole prompt
-        {"vllm.max_num_batched_tokens=5000": 5000, "vllm.max_num_batched_tokens=6000": 6000},
     ),
     "VllmConfig.args": (vllm("block_size"), "", {"vllm.args={seed=1}": 32, "vllm.args={block_size=64}": 64}),
     "VllmConfig.tensor_parallel": (
@@ -233,7 +224,6 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
         "",  # the model's own is 4096
         {"vllm.max_model_len=64": 64, "vllm.max_model_len=9999": 4096},
     ),
-    "VllmConfig.enforce_eager": (vllm("enforce_eager"), "", {"vllm.enforce_eager=true": True, "vllm.enforce_eager=false": False}),
     "TrainConfig.steps": (see.at("update"), LOOP, {"steps=4": [0, 1, 2, 3], "steps=5": [0, 1, 2, 3, 4]}),
     "TrainConfig.stop_at_success": (
         see.at("update"),

@@ -64,8 +64,9 @@ async def run(model_folder: Any, tokenizer: Any, spawned: Any) -> Any:
     """`await run(replicas, ...)` -> engine and pool, started; both are closed after the test."""
     made: list[Any] = []
 
-    async def start(replicas: int, **options: Any) -> tuple[VllmEngine, WorkerPool]:
+    async def start(replicas: int, keep: bool = True, **options: Any) -> tuple[VllmEngine, WorkerPool]:
         engine = VllmEngine(model_folder, VllmConfig(**{"replicas": replicas, "max_respawns": 1, **options}))
+        engine._routes._keep &= keep
         await engine.start()
         made.append(engine)
         seats = engine.seats(replicas, lambda connection: Recipe(tokenizer, connection), lambda: "127.0.0.1")
@@ -211,7 +212,7 @@ async def test_replicas_that_join_bring_a_worker_and_take_it_with_them(
 async def test_without_a_copy_of_the_weights_a_successor_gets_its_worker_at_the_next_publish(
     run: Any, tokenizer: Any, model: Any, spawned: Any
 ) -> None:
-    engine, pool = await run(2, keep_weights=False)
+    engine, pool = await run(2, keep=False)
     await publish(engine, 1, parameters(model))
     spawned[0].dead = True
     await until(lambda: len(engine._replicas.alive()) == 2 and len(spawned) == 3)

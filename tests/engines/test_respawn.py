@@ -26,8 +26,10 @@ pytestmark = pytest.mark.asyncio
 SHORT = Sampling(max_tokens=2)
 
 
-async def started(model_folder, **options):
+async def started(model_folder, keep=True, **options):
+    """`keep`: as on a CPU, else as on GPUs."""
     engine = VllmEngine(model_folder, VllmConfig(**{"max_respawns": 0, **options}))
+    engine._routes._keep &= keep
     await engine.start()
     return engine
 
@@ -253,12 +255,12 @@ async def test_the_same_tokens_are_sampled_whatever_the_routing(model_folder, mo
     assert used == [1, 2, 3] and found[0] == found[1] == found[2]
 
 
-# -- no copies of the weights (vllm.keep_weights) -----------------------------------------------------
+# -- no copies of the weights, as on GPUs --------------------------------------------------------------
 
 
 async def test_without_a_copy_a_replacement_waits_for_the_next_publish(model_folder, model, spawned, caplog):
     caplog.set_level(logging.WARNING, logger="agentrl.engines")
-    engine = await started(model_folder, replicas=2, max_respawns=1, keep_weights=False)
+    engine = await started(model_folder, replicas=2, max_respawns=1, keep=False)
     assert engine.members() == ("0.1000.0", "1.1001.0")  # and no driver, which could not map a GPU's memory
     await publish(engine, 1, parameters(model))
     spawned[0].dead = True
@@ -266,7 +268,7 @@ async def test_without_a_copy_a_replacement_waits_for_the_next_publish(model_fol
     assert [one.versions for one in await asyncio.gather(*(engine.generate([5], SHORT, key) for key in keys))] == [[1, 1]] * 6
     await settle(engine, 2)
     assert set(engine.homes.values()) == {1} and "load" not in spawned[2].calls and "generate" not in spawned[2].calls
-    assert "waits for a publish (vllm.keep_weights is off)" in caplog.text
+    assert "and waits for a publish" in caplog.text
     await publish(engine, 2, parameters(model))
     found = await asyncio.gather(*(engine.generate([5], SHORT, f"new{i}") for i in range(6)))
     assert [one.versions for one in found] == [[2, 2]] * 6 and spawned[2].calls.count("generate") == 3
@@ -274,7 +276,7 @@ async def test_without_a_copy_a_replacement_waits_for_the_next_publish(model_fol
 
 
 async def test_requests_wait_if_no_replica_has_the_weights(model_folder, model, spawned):
-    engine = await started(model_folder, max_respawns=1, keep_weights=False)
+    engine = await started(model_folder, max_respawns=1, keep=False)
     await publish(engine, 1, parameters(model))
     spawned[0].dead = True
     waiting = asyncio.create_task(engine.generate([5], SHORT, "a"))
@@ -291,7 +293,7 @@ async def test_requests_wait_if_no_replica_has_the_weights(model_folder, model, 
 
 async def test_a_rollout_that_the_actors_wait_for_gets_the_same_weights_again(model_folder, model, spawned):
     """Under the same version, as often as it takes; and what the rollout raises is raised."""
-    engine = await started(model_folder, max_respawns=2, keep_weights=False)
+    engine = await started(model_folder, max_respawns=2, keep=False)
     await publish(engine, 7, parameters(model))
     sent = []
 
@@ -332,7 +334,7 @@ async def test_a_rollout_that_the_actors_wait_for_gets_the_same_weights_again(mo
 
 
 async def test_before_the_first_publish_a_replacement_has_the_models_own_weights(model_folder, spawned):
-    engine = await started(model_folder, max_respawns=1, keep_weights=False)
+    engine = await started(model_folder, max_respawns=1, keep=False)
     spawned[0].dead = True
     assert (await asyncio.wait_for(engine.generate([5], SHORT, "a"), 2)).versions == [0, 0]
     await engine.close()

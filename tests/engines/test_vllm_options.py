@@ -115,8 +115,8 @@ def test_a_gpu_too_small_for_one_sequence_beside_the_weights_is_refused(
 
 def test_what_is_given_is_given_on_either_device(cuda: bool, qwen3_8b: str) -> None:
     found = options_of(
-        qwen3_8b, "model.dtype=float32", "vllm.enforce_eager=false", "vllm.kv_cache_mib=5000", "vllm.max_num_seqs=7",
-        "vllm.max_num_batched_tokens=20000", "vllm.args={gpu_memory_utilization=0.5,block_size=16}",
+        qwen3_8b, "model.dtype=float32", "vllm.kv_cache_mib=5000",
+        "vllm.args={enforce_eager=false,max_num_seqs=7,max_num_batched_tokens=20000,gpu_memory_utilization=0.5,block_size=16}",
     )  # fmt: skip
     expected = {"dtype": "float32", "enforce_eager": False, "kv_cache_memory_bytes": 5000 << 20, "max_num_seqs": 7,
                 "max_num_batched_tokens": 20000, "gpu_memory_utilization": 0.5, "block_size": 16}  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_cpu_gets_what_its_sequences_take(qwen3_8b: str) -> None:
     one = -(-(1024 + 32) * 2 * 147_456 // 2**20)
     assert one == 297
     for many, mib in ((8, 8 * one), (64, 4096), (None, 4096)):
-        given = [] if many is None else [f"vllm.max_num_seqs={many}"]
+        given = [] if many is None else [f"vllm.args.max_num_seqs={many}"]
         found = options_of(qwen3_8b, "vllm.max_model_len=1024", *given)
         assert found["kv_cache_memory_bytes"] == mib << 20, many
 
@@ -172,13 +172,13 @@ def test_a_model_with_sliding_windows_needs_no_more_than_its_full_layers(monkeyp
 
 
 def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3_8b: str) -> None:
-    made = maker(qwen3_8b, "vllm.max_num_batched_tokens=16383")
+    made = maker(qwen3_8b, "vllm.args.max_num_batched_tokens=16383")
     if cuda:
         made.check()
         return
-    with pytest.raises(ConfigError, match=r"vllm.max_num_batched_tokens = 16383.* vllm.max_model_len = 16384"):
+    with pytest.raises(ConfigError, match=r"vllm.args.max_num_batched_tokens = 16383.* vllm.max_model_len = 16384"):
         made.check()
-    maker(qwen3_8b, "vllm.max_num_batched_tokens=16383", "vllm.max_model_len=16383").check()
+    maker(qwen3_8b, "vllm.args.max_num_batched_tokens=16383", "vllm.max_model_len=16383").check()
 
 
 def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:

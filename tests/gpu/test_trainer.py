@@ -147,7 +147,7 @@ def test_the_model_is_on_the_card(small: str, card: torch.device) -> None:
 def test_weights_in_host_memory_train_alike(small: str, card: torch.device) -> None:
     start = weights_of(started(small))
     plain, metrics = trained(small)
-    away, others = trained(small, cpu_offload=True)
+    away, others = trained(small, offload="always")
     assert others["loss"] == pytest.approx(metrics["loss"], rel=0.01)
     moves = [
         torch.cat([(tensor.float() - start[name].float()).reshape(-1) for name, tensor in weights_of(group).items()])

@@ -40,6 +40,7 @@ TASKS = ["health.preflight=false", "env.params.set_share=0", "env.params.calls=[
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("agentrl.run.checks.preflight.ANSWER_S", 5.0)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
 
 
@@ -224,7 +225,7 @@ def asked_by(server: Loopback, *keys: str) -> Any:
     return made
 
 
-async def test_every_key_of_the_api_section_is_kept_at_the_server() -> None:
+async def test_every_key_of_the_api_section_is_kept_at_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
     lock, now = threading.Lock(), 0
 
@@ -258,10 +259,11 @@ async def test_every_key_of_the_api_section_is_kept_at_the_server() -> None:
             await ask(asked_by(server, "api.retries=0", "api.timeout=0.3"))
         assert 0.3 <= time.monotonic() - began < 25
     busy = {"status": 429, "headers": {"Retry-After": "0.5"}}
-    for longest, attempts in ((0.4, 1), (0.6, 3)):  # a wait that is longer than max_wait is not begun
+    for longest, attempts in ((0.4, 1), (0.6, 3)):  # a wait that is longer than MAX_WAIT is not begun
+        monkeypatch.setattr("agentrl.engines.api_models.MAX_WAIT", longest)
         with Loopback(lambda body, number: busy) as server:
             with pytest.raises(EngineError, match=rf"\({attempts} attempts\)"):
-                await ask(asked_by(server, "api.retries=2", f"api.max_wait={longest}"))
+                await ask(asked_by(server, "api.retries=2"))
             assert len(server.requests) == attempts
 
 
@@ -328,7 +330,7 @@ def test_a_judge_without_a_key_is_refused_by_the_variable_and_asks_nobody(
 def test_a_judge_is_asked_once_for_a_few_tokens(tmp_path: Path, answer: Any, kind: type[Exception] | None, says: str) -> None:
     """An outage of the moment is no reason: the run has retries for that."""
     with Loopback(lambda body, number: answer) as server:
-        config = with_spec(tmp_path, MARK, reward={"judge": {"api_base": server.url}}, health={"preflight_timeout": 5.0})
+        config = with_spec(tmp_path, MARK, reward={"judge": {"api_base": server.url}})
         preflight(config, free=True)
         assert server.requests == []
         if kind is None:
@@ -404,7 +406,7 @@ def test_the_model_that_plays_the_user_is_asked_once_before_a_run(
 ) -> None:
     helped(tmp_path, monkeypatch)
     with Loopback(lambda body, number: answer) as server:
-        args = ["eval", "helped", "--model", "api:openai/x", *asks(server), "-n", "2", "health.preflight_timeout=5"]
+        args = ["eval", "helped", "--model", "api:openai/x", *asks(server), "-n", "2"]
         assert main([*args, f"api.base={server.url}", "health.preflight=false", "--out", "unasked"]) == 1
         rows = [json.loads(line) for line in Path("unasked/trajectories.jsonl").read_text().splitlines()]
         assert [(row["reward"], row["stop"]) for row in rows] == [(None, "env_error")] * 2

@@ -199,16 +199,6 @@ def test_of_the_newest_steps_so_many_keep_their_episodes(tmp_path: Path) -> None
     assert kept(folder) == ["after_000004", "before_000000", "step_000003", "step_000009"]
 
 
-def test_episodes_stay_up_to_a_size_and_the_newest_always(tmp_path: Path) -> None:
-    folder = RunFolder.create(config(tmp_path))
-    for step in range(1, 6):
-        write(folder, f"step_{step:06d}", 300 << 10)
-        folder.rotate(KeepConfig(trajectories_mib=1.0), step)
-        assert [int(name[-6:]) for name in kept(folder)] == list(range(max(step - 2, 1), step + 1))  # 3 x 300 KiB fit 1 MiB
-    folder.rotate(KeepConfig(trajectories_mib=0.1), 5)
-    assert kept(folder) == ["step_000005"]
-
-
 def test_readers_go_on_over_steps_that_are_gone(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", {f"step_{step:06d}": [episode(step)] for step in (1, 2, 3)})
     assert damage.command(["show", str(folder.path)]).code == 0
@@ -220,8 +210,10 @@ def test_readers_go_on_over_steps_that_are_gone(tmp_path: Path) -> None:
     assert [file["step"] for file in shown["steps"]] == [2, 3], "the index forgets what is gone"
 
 
-def test_the_log_begins_anew_at_its_size_and_so_many_older_ones_stay(tmp_path: Path) -> None:
-    handler = LogFile(tmp_path / "log.txt", KeepConfig(log_mib=0.001, log_files=2))  # 1048 bytes
+def test_the_log_begins_anew_at_its_size_and_so_many_older_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.run.folder.LOG_BYTES", 1048)
+    monkeypatch.setattr("agentrl.run.folder.LOG_FILES", 2)
+    handler = LogFile(tmp_path / "log.txt")
     for number in range(100):
         handler.handle(_record(f"line {number:02d} " + "x" * 60))
     handler.close()

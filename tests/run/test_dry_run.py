@@ -67,7 +67,7 @@ def test_gradients_are_kept_whole_or_sharded_and_layers_are_gathered(architectur
     # With replicas each has a whole model; in the driver's process nothing is sharded or gathered.
     assert placed(architecture, *many, "model.replicas=4")["actor"].memory.weights == 4 * ALL
     assert placed(architecture, "cluster.backend=inline", "model.dtype=float32")["actor"].memory.gathered == 0
-    assert placed(architecture, *many, "model.cpu_offload=true")["actor"].memory.held == 0
+    assert placed(architecture, *many, "model.offload=always")["actor"].memory.held == 0
 
 
 def test_adapters_leave_one_model_and_little_to_train(architecture: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
     idle = [RolePlacement("actor", "a", 2, RoleMemory(weights=GIB), True), RolePlacement("rollout", "a", 2, engine, True)]
     assert waiting(idle) == ["actor: 1.0 GiB of pinned host memory a rank between its turns"] and waiting(alone) == []
     away = [RolePlacement("actor", "a", 2, RoleMemory(host=3 * GIB), False)]
-    assert waiting(away) == ["actor: 3.0 GiB of host memory a rank (model.cpu_offload)"]
+    assert waiting(away) == ["actor: 3.0 GiB of host memory a rank (model.offload)"]
     [host] = peaks(alone, None)  # without cards all ranks of all roles are in one memory
     assert (host.device, host.size) == ("host memory", 2 * 42 + 3 * 33)
 
@@ -136,10 +136,10 @@ def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -
     thin = told("model.activation_checkpointing=true", "model.shard_gradients=true", 'model.offload="idle"', "critic.lr=1e-3")
     assert "checkpointing" not in thin and "shard_gradients" not in thin
     # A way that the run has taken already, or that its backend does not have, is none.
-    one = told("cluster.backend=inline", "model.lora.rank=8", "model.cpu_offload=true")
-    assert not any(way in one for way in ("cluster.actors", "model.lora", "cpu_offload"))
+    one = told("cluster.backend=inline", "model.lora.rank=8", "model.offload=always")
+    assert not any(way in one for way in ("cluster.actors", "model.lora", 'offload = "always"'))
     host = told("cluster.actors=2", card=None)
-    assert "cpu_offload" not in host and "cluster.actors" not in host and host.endswith("--gpu-memory GIB")
+    assert 'offload = "always"' not in host and "cluster.actors" not in host and host.endswith("--gpu-memory GIB")
     engine = ("engine=vllm", "vllm.replicas=2")
     with planned_elsewhere():
         assert told(*engine, place=1) == "lower vllm.args.gpu_memory_utilization = 0.92"
@@ -174,8 +174,8 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
     assert "vLLM is not installed" in capsys.readouterr().err
     assert main([*asked, "optim.micro_tokens=7"]) == 2  # the checks of a run
     assert "optim.micro_tokens = 7" in capsys.readouterr().err
-    assert main([*asked, "model.cpu_offload=true"]) == 2
-    assert "model.cpu_offload = true: there is no GPU" in capsys.readouterr().err
+    assert main([*asked, "model.offload=always"]) == 2
+    assert 'model.offload = "always": there is no GPU' in capsys.readouterr().err
     for none in ("0", "-3", "nan"):
         assert main([*asked, "--gpu-memory", none]) == 2
         assert f"--gpu-memory = {none}: GiB of a card are needed" in capsys.readouterr().err

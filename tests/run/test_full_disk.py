@@ -28,7 +28,7 @@ LAST = "summary.json"
 NO_SUMMARY = (*BEFORE_A_RUN, ".lock")
 SFT = "sft={max_steps=4,min_steps=4,gate_every=4,gate=0.0,gate_tasks=2,batch=2}"
 CONFIG = [*TINY, f"steps={STEPS}", "eval.tasks=2", "eval.every=2", "critic={}", "algorithm.advantage.name=gae", SFT]
-CONFIG += ["profile={steps=[2],torch=false}"]
+CONFIG += ["profile={steps=[2]}"]
 
 
 @pytest.fixture(scope="module")

@@ -60,10 +60,11 @@ def test_two_servers_with_one_tool_name_are_both_named(tmp_path: Path) -> None:
     preflight(with_spec(tmp_path, tools={"mcp": servers}))
 
 
-def test_a_server_that_does_not_answer_is_waited_for_as_long_as_the_key_says(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer_is_waited_for_for_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.run.checks.preflight.ANSWER_S", 0.3)
     slow = {"mcp": {"shop": {"command": ["sleep", "30"]}}}
     with pytest.raises(ConfigError, match=r"no answer within 0\.3 s"):
-        preflight(with_spec(tmp_path, tools=slow, health={"preflight_timeout": 0.3}))
+        preflight(with_spec(tmp_path, tools=slow))
 
 
 def test_a_judge_that_no_task_of_a_benchmark_asks_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

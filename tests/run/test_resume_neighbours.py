@@ -35,7 +35,7 @@ CASES: dict[str, list[str]] = {
     "user rounds": ROUNDS,
     # Users go on whatever is answered, so there are turns to branch at. Without the cache as below.
     "branches": [*ROUNDS, "rollout.branch={roots=2}", "algorithm.advantage={name='tree'}", "engine_args={cache=false}"],
-    "rotation": ["keep={trajectories=2,log_mib=0.0001,log_files=2}"],
+    "rotation": ["keep.trajectories=2"],
     "experience": [
         "algorithm.experience={rare=0.9,share=0.5,size=5,max_age=3}",
         "algorithm.demonstrations={}",

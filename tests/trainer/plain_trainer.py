@@ -149,9 +149,9 @@ class PlainActor(Trainer):
 
     def kl(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         """Schulman 2020: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d; straight through: the gradient of k2."""
-        d = logprobs - reference
-        value = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[self.algorithm.kl.kind or "k3"]
-        return value.detach() + d * d / 2 - (d * d / 2).detach() if self.algorithm.kl.straight_through else value
+        kind, d = self.algorithm.kl.kind or "k3", logprobs - reference
+        value = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kind.rstrip("+")]
+        return value.detach() + d * d / 2 - (d * d / 2).detach() if kind.endswith("+") else value
 
 
 class PlainCritic(Trainer):

@@ -146,7 +146,7 @@ def test_a_run_of_many_gpus_is_exported_by_one_process_without_any(run_folder: P
     """On the head node, say: how the ranks were used, what they computed in is theirs alone."""
     direct = weights(run_folder / "direct1")
     many = {"replicas": 2, "sequence_parallel": 2, "dtype": "bfloat16", "compile": True}
-    for number, memory in enumerate(({"cpu_offload": True}, {"offload": "idle"})):
+    for number, memory in enumerate(({"offload": "always"}, {"offload": "idle"})):
         config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny, **many, **memory))
         (run_folder / "config.toml").write_text(to_toml(config))
         export_run(run_folder, tmp_path / f"out{number}", 1)

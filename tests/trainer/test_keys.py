@@ -58,7 +58,7 @@ ALGORITHM: dict[str, dict[str, Any]] = {
     "proximal": {"proximal": "recompute"},
     "kl.coef": {"kl": KlConfig(coef=2.0)},
     "kl.kind": {"kl": KlConfig(coef=2.0, kind="k2")},
-    "kl.straight_through": {"kl": KlConfig(coef=2.0, straight_through=True)},
+    "kl.kind, straight": {"kl": KlConfig(coef=2.0, kind="k3+")},
     "kl.where": {"kl": KlConfig(coef=2.0, where="reward"), "proximal": "recompute"},
 }
 

@@ -84,7 +84,7 @@ def test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in(
 
 
 def test_a_group_on_gpus_carries_tensors_of_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `model.cpu_offload` shards lie on the host, and their norm is added up over the ranks there."""
+    """With `model.offload` "always" shards lie on the host, and their norm is added up over the ranks there."""
     asked: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))

@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "without a penalty": ({"algorithm": section(kl=KlConfig(reference="moving"))}, "algorithm.kl.coef = 0"),
     "adapters": ({"model": ModelConfig(lora=LoraSection())}, r"with \[model.lora\] the reference is the actor's own model"),
     "offloaded": ({"model": ModelConfig(offload="idle")}, 'model.offload = "idle" takes them out'),
-    "on the host": ({"model": ModelConfig(cpu_offload=True)}, "model.cpu_offload = true takes them out"),
+    "on the host": ({"model": ModelConfig(offload="always")}, 'model.offload = "always" takes them out'),
     "elsewhere": ({"cluster": APART}, "remove cluster.roles.reference"),
     "another engine": ({"model": ModelConfig(engine="titan")}, 'model.engine = "titan" does not support it'),
 }

@@ -227,8 +227,6 @@ def test_what_frees_nothing_is_refused(tiny: str) -> None:
         started(tiny)
     with pytest.raises(ConfigError, match=r"model.offload.*never waits"):
         check_learner(config_of(model=IDLE))
-    with pytest.raises(ConfigError, match=r"model.offload.*model.cpu_offload"):
-        check_learner(config_of(model=ModelConfig(offload="idle", cpu_offload=True), rollout={"colocate": True}))
     check_learner(config_of(model=IDLE, rollout={"colocate": True}))
     # Who has the processes of a pool to itself keeps its memory.
     apart = {"pools": {"a": {}, "b": {}}, "roles": {"actor": "a", "critic": "b"}}

@@ -128,7 +128,7 @@ def test_lora_save_and_resume(tiny: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be(tiny: str) -> None:
     with pytest.raises(ConfigError, match="no GPU"):
-        start(tiny, ModelConfig(cpu_offload=True))
+        start(tiny, ModelConfig(offload="always"))
     with pytest.raises(ConfigError, match="replicas = 2 does not divide"):
         start(tiny, ModelConfig(replicas=2))
     with pytest.raises(ConfigError, match="sequence_parallel = 3 does not divide"):

@@ -34,7 +34,7 @@ def run_of(folder: Path, family: str, sizes: dict[str, Any], *overrides: str) ->
         ("qwen3", DENSE, ["tensor_parallel=3", "sequence_parallel=6"], "sequence_parallel x model.tensor_parallel = 18 does not"),
         ("qwen3", DENSE, ["tensor_parallel=3", "replicas=12"], "replicas x model.tensor_parallel = 36 does not"),
         ("qwen3", DENSE, ["tensor_parallel=3", "compile=true"], "compile = true does not work with model.tensor_parallel"),
-        ("qwen3", DENSE, ["tensor_parallel=3", "cpu_offload=true"], "cpu_offload = true does not work"),
+        ("qwen3", DENSE, ["tensor_parallel=3", "offload=always"], 'offload = "always" does not work'),
         ("qwen3", DENSE, ["expert_parallel=2"], "no expert-parallel plan for the family 'qwen3'"),
         ("gpt2", {"n_embd": 48, "n_head": 6}, ["tensor_parallel=3"], "no tensor-parallel plan for the family 'gpt2'"),
         ("deepseek_v3", {}, ["tensor_parallel=2", "expert_parallel=2"], "'deepseek_v3': no test has shown .* families: arcee"),

@@ -331,7 +331,7 @@ def test_a_penalty_in_the_reward_is_steered_by_what_was_taken_off(tiny: str) -> 
     ("sections", "message"),
     [
         ({"kl": KlConfig(coef=0.1, kind="k1")}, "mean 0"),
-        ({"kl": KlConfig(coef=0.1, where="reward", straight_through=True)}, "straight_through"),
+        ({"kl": KlConfig(coef=0.1, where="reward", kind="k1+")}, "changes a gradient"),
         ({"length_norm": 5}, "it is not used"),
         ({"loss": Choice(name="decoupled_ppo"), "proximal": "recompute", "correction": Choice(name="truncated")}, "twice"),
     ],

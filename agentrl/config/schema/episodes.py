@@ -127,12 +127,8 @@ class EnvLimits(Frozen):
     """Instead of `rollout.max_turn_tokens`."""
     max_episode_tokens: Tokens | None = None
     """Instead of `rollout.max_episode_tokens`."""
-    turn_timeout: Seconds | None = None
-    """Instead of `rollout.turn_timeout`."""
     episode_timeout: Seconds | None = None
     """Instead of `rollout.episode_timeout`."""
-    env_timeout: Seconds | None = None
-    """Instead of `rollout.env_timeout`."""
 
 
 class EnvEval(Frozen):
@@ -238,31 +234,24 @@ class VllmConfig(Frozen):
     """Up to this many run as the cluster has room, on machines that join in mid-run too; those that leave with a machine do not
     count as respawns. By default always `replicas`."""
     max_respawns: Annotated[NotNegativeInt, Unit("replicas")] = 3
-    """How many dead replicas are replaced in a run, in total."""
+    """How many dead replicas are replaced in a run, in total. On a CPU one takes requests at once, with the newest weights from
+    Ray's object store (spilled to disk if that is full); on a GPU it waits for the actors to publish again, or, with
+    `rollout.max_staleness`, for their next update."""
     call_timeout: Seconds = 300.0
     """A replica that does not answer a call (other than to sample) for so long counts as dead."""
     startup_timeout: Seconds = 600.0
     """In which a replica must be up, with its model loaded and its CUDA graphs captured."""
-    keep_weights: bool | None = None
-    """The newest weights stay in Ray's object store (spilled to disk if that is full), so that a replacement takes requests at
-    once; else it waits for the actors to publish again, or, with `rollout.max_staleness`, for their next update. By default
-    only for replicas on CPUs, since no route from GPU to GPU brings weights to the driver, which keeps them."""
     tensor_parallel: GpusPerReplica = 1
     """GPUs of each replica, which split each matrix."""
     kv_cache_mib: Annotated[PositiveInt, Unit("MiB")] | None = None
     """Memory of the KV cache on each device; it must hold a sequence of `max_model_len` tokens. By default a GPU has vLLM's own
-    fraction of its memory (`args.gpu_memory_utilization`), and on a CPU it is what 64 sequences (or `max_num_seqs`) take, at
+    fraction of its memory (`args.gpu_memory_utilization`), and on a CPU it is what 64 sequences (or `args.max_num_seqs`) take, at
     most 4096 unless one needs more."""
     max_model_len: Tokens = 16384
     """The longest sequence; lowered to the model's context if that is less."""
-    max_num_seqs: Annotated[PositiveInt, Unit("sequences")] | None = None
-    """Of how many sequences one step computes tokens at most; by default vLLM's own limit."""
-    max_num_batched_tokens: Tokens | None = None
-    """How many tokens one step computes at most; by default vLLM's own limit."""
-    enforce_eager: bool | None = None
-    """No CUDA graphs; by default only on a CPU."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Any other argument of vLLM's AsyncEngineArgs, by name."""
+    """Any other argument of vLLM's AsyncEngineArgs, by name: `max_num_seqs`, `max_num_batched_tokens`, `enforce_eager` (no CUDA
+    graphs; by default only on a CPU), ..."""
 
 
 class SglangConfig(Frozen):
@@ -278,9 +267,8 @@ class SglangConfig(Frozen):
     """A server must draw with the seeds of its requests (`--enable-deterministic-inference`), without which no run can be
     repeated."""
     timeout: Seconds = 120.0
-    """A server that does not answer for so long counts as dead, and its requests go to another one."""
-    load_timeout: Seconds = 600.0
-    """The same while it loads weights."""
+    """A server that does not answer for so long (five times that while it loads weights) counts as dead, and its requests go to
+    another one."""
     api_key_env: str | None = None
     """The environment variable with the servers' API key."""
 
@@ -314,9 +302,8 @@ class ApiConfig(Frozen):
     timeout: Seconds = 120.0
     """Limit of each attempt."""
     retries: Annotated[NotNegativeInt, Unit("attempts")] = 3
-    """Further attempts after an outage or a rate limit, with growing waits, or what the server's Retry-After says."""
-    max_wait: Seconds = 60.0
-    """The longest wait between two attempts; if a server asks for more, the call is given up."""
+    """Further attempts after an outage or a rate limit, with growing waits, or what the server's Retry-After says; if that is
+    more than a minute, the call is given up."""
     usd_per_million: Prices | None = None
     """Prices of prompt and of sampled tokens, if litellm has none."""
 
@@ -468,11 +455,8 @@ class RolloutConfig(Frozen):
     """How many run at once; the others wait."""
     workers: Annotated[NotNegativeInt, Unit("processes")] = 0
     """This many processes on the run's nodes play the episodes (environment, tools, rendering, scoring), next to the driver;
-    0: the driver does. With vLLM, as many as `vllm.replicas` live in the replicas themselves."""
-    worker_timeout: Seconds = 60.0
-    """A worker that is not heard of for so long counts as dead; its episodes are played again elsewhere."""
-    worker_respawns: Annotated[NotNegativeInt, Unit("workers")] = 8
-    """This many dead workers are replaced, in total, before a run goes on with fewer."""
+    0: the driver does. With vLLM, as many as `vllm.replicas` live in the replicas themselves. One that is not heard of for a
+    minute counts as dead: its episodes are played again elsewhere, and up to 8 dead ones are replaced."""
     max_turns: Turns = 16
     """Turns of the policy in an episode."""
     max_turn_tokens: Tokens = 2048
@@ -510,5 +494,3 @@ class RolloutConfig(Frozen):
     accept: Choice | None = None
     """Which finished groups are trained: a function of the group, in `plugins/` or given in Python; those that it refuses are
     replaced (docs/python.md)."""
-    slow_loop: Annotated[NotNegative, Unit("seconds")] = 0.2
-    """A call that keeps the event loop from turning for longer is named (docs/rollouts.md); 0 looks for none."""

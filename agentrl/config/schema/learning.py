@@ -101,11 +101,9 @@ class ModelConfig(Frozen):
     """This many ranks split each matrix by the model's plan, and the attention heads with them."""
     expert_parallel: Ranks = 1
     """This many ranks have other experts each, to which tokens travel (docs/moe.md)."""
-    cpu_offload: bool = False
-    """Keep weights and optimizer in host memory (GPUs only)."""
-    offload: Literal["never", "idle"] = "never"
+    offload: Literal["never", "idle", "always"] = "never"
     """"idle" moves weights and optimizer to host memory while the role waits for others on its GPU: another role, or with
-    `rollout.colocate` the engine."""
+    `rollout.colocate` the engine; "always" keeps them there (GPUs only)."""
     compile: bool = False
     """Compile each layer, and the softmax of the head, by torch.compile, for GPUs (the first micro-batches take minutes)."""
     packing: Literal["auto", "packed", "one_row", "one_row_eager"] = "auto"
@@ -213,12 +211,11 @@ class KlConfig(Frozen):
 
     coef: Annotated[NotNegative, Unit("1")] = 0.0
     """What the divergence is multiplied by; 0 means no penalty, and no reference."""
-    kind: Literal["k1", "k2", "k3"] | None = None
-    """The estimator; by default k3 in the loss and k1 in the reward."""
+    kind: Literal["k1", "k2", "k3", "k1+", "k3+"] | None = None
+    """The estimator; by default k3 in the loss and k1 in the reward. With "+", which is for the loss, its value with the gradient
+    of k2."""
     where: Literal["loss", "reward"] = "loss"
     """In the loss, or subtracted from the token rewards before advantages are computed."""
-    straight_through: bool = False
-    """The estimator's value with the gradient of k2 (in the loss)."""
     target: Annotated[Positive, Unit("nats per token")] | None = None
     """The coefficient is controlled so that the KL stays near it; by default it stays as it is."""
     horizon: Annotated[PositiveInt, Unit("episodes")] | None = None

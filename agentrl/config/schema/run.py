@@ -100,10 +100,6 @@ class ProfileConfig(Frozen):
 
     steps: Annotated[list[PositiveInt], Field(min_length=1), Unit("updates")]
     """The updates, counted from 1. Each takes somewhat longer than it would."""
-    torch: bool = True
-    """Also record torch's operators and kernels on the ranks."""
-    max_events: Annotated[int, Field(ge=1000), Unit("events")] = 500_000
-    """The most events of the timeline: the longest are kept, and it counts the others."""
 
 
 class EvalConfig(Frozen):
@@ -141,12 +137,6 @@ class KeepConfig(Frozen):
     trajectories: Annotated[NotNegativeInt, Unit("steps")] = 0
     """Of this many of the newest steps the episodes of updates and evaluations stay in `trajectories/` and `tokens/`; 0: of all.
     Those before and after training always stay."""
-    trajectories_mib: Annotated[NotNegative, Unit("MiB")] = 0.0
-    """As many of the newest steps stay as fit this size of `trajectories/`, at least one; 0: any size."""
-    log_mib: Annotated[Positive, Unit("MiB")] = 64.0
-    """At this size `log.txt` becomes `log.txt.1`, that one `log.txt.2`, ..., and a new one is begun."""
-    log_files: Annotated[PositiveInt, Unit("files")] = 4
-    """This many of these older ones stay."""
 
 
 class HealthConfig(Frozen):
@@ -161,8 +151,6 @@ class HealthConfig(Frozen):
     """The largest share of tasks whose gold solution may need more turns or tokens than an episode has (`rollout.max_turns`,
     `max_turn_tokens`, `max_episode_tokens`, the model's context), with each set of parameters that is trained on, and of the
     held-out ones; a run with more does not start. 1: it starts, and says so."""
-    preflight_timeout: Seconds = 20.0
-    """In which each of them must answer."""
     idle_updates: Annotated[PositiveInt, Unit("updates")] = 5
     """After this many in a row that trained nothing the run says so, with the cause; one that ends so "trained nothing", with
     exit code 1, unless its episodes succeed more often than at first, or `stop_at_success` is reached."""

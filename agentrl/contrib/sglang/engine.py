@@ -250,6 +250,8 @@ def serialize_tensors(tensors: list[Named]) -> str:
 
 
 RETRIES = 3
+LOADING = 5
+"""A server may take this many times `sglang.timeout` to load weights."""
 """Times that a turn is sampled again, beyond once per server, since its connection broke."""
 
 
@@ -281,9 +283,9 @@ class SglangEngine(Engine, WeightTarget):
         self._servers = Servers(cfg, key)
         self._versions = Versions()
         self._update: Update = (
-            FileUpdate(self._servers, cfg.load_timeout, folder)
+            FileUpdate(self._servers, LOADING * cfg.timeout, folder)
             if cfg.update == "files"
-            else HttpUpdate(self._servers, cfg.load_timeout)
+            else HttpUpdate(self._servers, LOADING * cfg.timeout)
         )
         self._expected: Expected | None = None
         self._receiver: Receiver | None = None

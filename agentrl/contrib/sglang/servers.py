@@ -109,7 +109,7 @@ class Http:
     def _dead(self, route: str, problem: httpx.HTTPError, seconds: float) -> ServerDeadError:
         where = f"{self.address}{route}"
         if isinstance(problem, httpx.TimeoutException):
-            return ServerDeadError(f"{where}: no answer within {seconds:g} s (sglang.timeout, sglang.load_timeout)")
+            return ServerDeadError(f"{where}: no answer within {seconds:g} s (sglang.timeout)")
         return ServerDeadError(f"{where}: {problem or type(problem).__name__}")
 
     async def close(self) -> None:

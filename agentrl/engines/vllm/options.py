@@ -117,9 +117,6 @@ ELSEWHERE = {
     "pipeline_parallel_size": "vllm.tensor_parallel",
     "data_parallel_size": "vllm.replicas",
     "kv_cache_memory_bytes": "vllm.kv_cache_mib",
-    "enforce_eager": "vllm.enforce_eager",
-    "max_num_seqs": "vllm.max_num_seqs",
-    "max_num_batched_tokens": "vllm.max_num_batched_tokens",
     "enable_sleep_mode": "rollout.colocate",
     "weight_transfer_config": "weights.route",
     "enable_lora": "weights.lora",
@@ -309,15 +306,12 @@ def engine_options(
         "dtype": dtype,
         "tensor_parallel_size": cfg.tensor_parallel,
         "max_model_len": cfg.max_model_len,
-        "enforce_eager": not cuda if cfg.enforce_eager is None else cfg.enforce_eager,
+        "enforce_eager": not cuda,
         # vLLM's own Ray executor does not support CPUs, and a single process needs no executor.
         "distributed_executor_backend": "mp" if cfg.tensor_parallel > 1 else "uni",
     }
     if cfg.kv_cache_mib is not None:
         options["kv_cache_memory_bytes"] = cfg.kv_cache_mib << 20
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if (value := getattr(cfg, name)) is not None:
-            options[name] = value
     if not cuda:
         options |= _cpu_options(cfg)
     if sleeps:
@@ -330,10 +324,10 @@ def engine_options(
 
 
 def _cpu_options(cfg: VllmConfig) -> dict[str, Any]:
-    batched = cfg.max_num_batched_tokens or max(cfg.max_model_len, 4096)
+    batched = cfg.args.get("max_num_batched_tokens") or max(cfg.max_model_len, 4096)
     if batched < cfg.max_model_len:
         raise ConfigError(
-            f"vllm.max_num_batched_tokens = {batched}: on a CPU a prompt is computed in one step, which must hold "
+            f"vllm.args.max_num_batched_tokens = {batched}: on a CPU a prompt is computed in one step, which must hold "
             f"vllm.max_model_len = {cfg.max_model_len} tokens: set it to at least that"
         )
     return {

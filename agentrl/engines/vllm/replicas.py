@@ -298,7 +298,7 @@ class Replicas:
         if replica.current:
             log.warning("%s %s and takes requests", replica.name, how)
             return
-        log.warning("%s %s and waits for a publish (vllm.keep_weights is off)", replica.name, how)
+        log.warning("%s %s and waits for a publish", replica.name, how)
 
     def _spawn(self, number: int, placed: Mapping[str, Any] | None = None) -> Replica:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}

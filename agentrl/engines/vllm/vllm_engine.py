@@ -196,8 +196,8 @@ class VllmEngine(Engine, WeightTarget):
         self._paused = False
         self._version = 0
         self._newest: list[Kept] = []
-        keeps = not cuda if cfg.keep_weights is None else cfg.keep_weights
-        self._routes = VllmRoutes(self._replicas, cfg.tensor_parallel, keep=keeps and cfg.max_respawns > 0)
+        # No route from GPU to GPU brings weights to the driver, which keeps them.
+        self._routes = VllmRoutes(self._replicas, cfg.tensor_parallel, keep=not cuda and cfg.max_respawns > 0)
         self._published = False
         self._adapter: Adapter | None = None
 

@@ -29,7 +29,7 @@ from agentrl.utils.errors import ConfigError, DependencyError
 CPU_MIB = 4096
 """The most that a replica on a CPU gets if `vllm.kv_cache_mib` does not say, unless one sequence needs more."""
 CPU_SEQUENCES = 64
-"""Full sequences that this is meant to hold, if `vllm.max_num_seqs` does not say."""
+"""Full sequences that this is meant to hold, if `vllm.args.max_num_seqs` does not say."""
 BLOCK = 32
 """Tokens by which a sequence's share is rounded up at most (vLLM's blocks; see options.py)."""
 
@@ -94,7 +94,7 @@ def cpu_mib(config: TrainConfig, dtype: str) -> int:
     shape = CacheShape.of(config.model)
     if shape is None:
         return CPU_MIB
-    running = min(vllm.max_num_seqs or CPU_SEQUENCES, config.rollout.max_episodes)
+    running = min(vllm.args.get("max_num_seqs") or CPU_SEQUENCES, config.rollout.max_episodes)
     length = min(vllm.max_model_len, shape.positions) + BLOCK
     one = math.ceil(length * shape.token_bytes(vllm.tensor_parallel, itemsize(dtype, vllm.args)) / 2**20)
     # The lower bound wins over CPU_MIB: an engine that holds no sequence does not start.

@@ -411,13 +411,10 @@ class WorkerPool(Player):
             line += "; what it lived in is started again where that may be"
         elif self.respawned < self._respawns:
             self.respawned += 1
-            line += f", and it is started again ({self.respawned} of rollout.worker_respawns = {self._respawns})"
+            line += f", and it is started again ({self.respawned} of {self._respawns})"
             self._follow(self._begin(worker.number))
         else:
-            line += (
-                f"; {len(self.workers)} of {self._count} workers go on, and no more are started "
-                f"(rollout.worker_respawns = {self._respawns})"
-            )
+            line += f"; {len(self.workers)} of {self._count} workers go on, and no more are started (after {self._respawns})"
         self._warn(line)
 
     def _warn(self, line: str) -> None:
@@ -467,7 +464,7 @@ class WorkerPool(Player):
                     continue
                 worker.silent_s += passed
                 if worker.silent_s > self._timeout:
-                    worker.end(f"nothing was heard of it for {self._timeout:g} s (rollout.worker_timeout)")
+                    worker.end(f"nothing was heard of it for {self._timeout:g} s")
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -531,7 +528,7 @@ class WorkerPool(Player):
         """`rollout/workers`, `rollout/respawns`, `rollout/returned`: workers that play, dead ones replaced and episodes played
         again so far. Of each worker i since the last call: `rollout/worker_i/episodes` and `turns`; `turn_ms`: median time of
         a turn next to the engine's, `lag_ms`: the longest that its event loop did not listen, `blocked_s`: how long it stood
-        still in calls that took longer than rollout.slow_loop."""
+        still in calls that took longer than `SLOW_LOOP`."""
         found = {
             "rollout/workers": float(len(self.workers)),
             "rollout/respawns": float(self.respawned),

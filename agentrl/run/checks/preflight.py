@@ -40,6 +40,8 @@ from agentrl.utils.parsing import json_text
 if TYPE_CHECKING:
     import openai
 
+ANSWER_S = 20.0
+"""Seconds in which each server and model must answer."""
 
 QUESTION = {"role": "user", "content": "Answer with the word: ready"}
 Purpose = Literal["eval", "rollout"]
@@ -74,12 +76,11 @@ def check_preflight(config: TrainConfig, scorers: Mapping[str, Scorer], free: bo
     """
     if not config.health.preflight:
         return
-    seconds = config.health.preflight_timeout
     for number, one in enumerate(each(config)):
         at = f"{entry_name(number, one.envs[0].called)}.tools" if config.envs[number].tools is not None else "tools"
         owners: dict[str, str] = {}
         for name, server in {} if is_planned() else one.tools.mcp.items():
-            for tool in _start(f"{at}.mcp.{name}", name, server, seconds):
+            for tool in _start(f"{at}.mcp.{name}", name, server, ANSWER_S):
                 if (other := owners.setdefault(tool, name)) != name:
                     raise ConfigError(
                         f"{at}.mcp.{name}: its tool {tool!r} has the name of one of {at}.mcp.{other}. Set {at}.mcp.{name}.prefix"
@@ -90,7 +91,7 @@ def check_preflight(config: TrainConfig, scorers: Mapping[str, Scorer], free: bo
             asked.add(request)
             _check_key(model)
             if not free:
-                _ask(model, seconds)
+                _ask(model, ANSWER_S)
 
 
 def api_models(config: TrainConfig, scorers: Mapping[str, Scorer], purpose: Purpose = "eval") -> Iterator[ApiModel]:
@@ -251,7 +252,7 @@ def _ask(asked: ApiModel, seconds: float) -> None:
         if any(isinstance(link, openai.APIConnectionError) for link in causes(problem)):
             raise ResourceError(
                 f"{asked.key} ({asked.model}): {where} ({asked.base_key}) does not answer within {seconds:g} s "
-                f"(health.preflight_timeout): {said(problem)}"
+                f"(health.preflight = false does not ask): {said(problem)}"
             ) from problem
 
 

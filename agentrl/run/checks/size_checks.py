@@ -138,7 +138,7 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
     there are none.
 
     Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm,
-    model.trust_remote_code, model.cpu_offload, model.offload, critic, reward_model, algorithm.distillation,
+    model.trust_remote_code, model.offload, critic, reward_model, algorithm.distillation,
     cluster; and as `check_heads`.
     """
     check_heads(config, engine_name)

@@ -349,13 +349,13 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return torch.expm1(-d) + d
 
 
-def kl_estimate(name: str, logprobs: Tensor, reference: Tensor, straight_through: bool = False) -> Tensor:
-    """The estimator `name` on [T] columns; with `straight_through`, its value with the gradient of k2.
+def kl_estimate(name: str, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """The estimator `name` on [T] columns; with "+" behind the name, its value with the gradient of k2.
 
     Raises ConfigError for an unknown name.
     """
-    value = KL.entry(name).make(logprobs, reference)
-    if not straight_through:
+    value = KL.entry(name.removesuffix("+")).make(logprobs, reference)
+    if not name.endswith("+"):
         return value
     proxy = k2(logprobs, reference)
     return value.detach() + proxy - proxy.detach()  # the proxy cancels in the value, up to rounding, and leaves its gradient

@@ -213,10 +213,11 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("settings", "message"), UNFIT, ids=[message[:24] for _, message in UNFIT])
-async def test_a_server_that_cannot_be_used_is_named_at_the_start(model_folder, settings, message):
+async def test_a_server_that_cannot_be_used_is_named_at_the_start(model_folder, settings, message, monkeypatch):
+    monkeypatch.setattr("agentrl.contrib.sglang.engine.LOADING", 0.3 / 120)
     with StandIn(model_folder, settings) as server:
         with pytest.raises(EngineError, match=message) as refused:
-            async with client(model_folder, server, load_timeout=0.3):
+            async with client(model_folder, server):
                 raise AssertionError("it started")
         assert server.address in str(refused.value)
 

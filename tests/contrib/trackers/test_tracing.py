@@ -385,24 +385,22 @@ class Summer(Worker):
 
 @proof  # another start of torch's profiler takes half a minute; the timeline above holds one
 async def test_torch_says_what_ranks_record(tmp_path: Path) -> None:
-    for torch_too in (True, False):
-        config = of(profile={"steps": [1], "torch": torch_too, "max_events": 1000})
-        with launch(Summer, name="summer", backend="inline") as group:
-            folder = tmp_path / str(torch_too)
-            tracing = Tracing(config, "embedded", Profile(config, folder, lambda group=group: [group], "embedded", print))
-            await tracing.begin(1)
-            for _ in range(3):
-                await group.arun(Summer.total, TensorDict({"x": torch.ones(4, 2)}, [4]))
-            assert await group.arun(Summer.name) == "summer"
-            await tracing.end()
-            tracing.close()
-        recorded = sorted(folder.glob("step_000001.summer.0.*"))
-        assert [path.name.split(".")[3:5] for path in recorded] == [[str(n), "total"] for n in range(1, 4)][: 3 * torch_too]
-        for path in recorded:
-            events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-            assert sum(event["name"] == "aten::matmul" for event in events) == 400
-        calls = read(folder / "step_000001.json.gz").of("driver")
-        assert Counter(event["name"] for event in calls if event["cat"] == "call") == {"summer: total": 3, "summer: name": 1}
+    config = of(profile={"steps": [1]})
+    with launch(Summer, name="summer", backend="inline") as group:
+        tracing = Tracing(config, "embedded", Profile(config, tmp_path, lambda group=group: [group], "embedded", print))
+        await tracing.begin(1)
+        for _ in range(3):
+            await group.arun(Summer.total, TensorDict({"x": torch.ones(4, 2)}, [4]))
+        assert await group.arun(Summer.name) == "summer"
+        await tracing.end()
+        tracing.close()
+    recorded = sorted(tmp_path.glob("step_000001.summer.0.*"))
+    assert [path.name.split(".")[3:5] for path in recorded] == [[str(n), "total"] for n in range(1, 4)]
+    for path in recorded:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        assert sum(event["name"] == "aten::matmul" for event in events) == 400
+    calls = read(tmp_path / "step_000001.json.gz").of("driver")
+    assert Counter(event["name"] for event in calls if event["cat"] == "call") == {"summer: total": 3, "summer: name": 1}
 
 
 # -- refused -----------------------------------------------------------------------------------------
