@@ -9,18 +9,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from hashlib import blake2b
 from typing import Any, Self
 
-from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
-from agentrl.env.authoring import Opening, Teacher
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Turn
+from agentrl.env.authoring import Opening
 from agentrl.env.base import StepResult, ToolEnv
 from agentrl.env.call_options import nearest
 from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, estimate_tokens, fit
-from agentrl.env.tools import Tool, ToolSet, ToolSource
-from agentrl.env.users import GOLD, User, UserModel
+from agentrl.env.toolbox import CountTokens, estimate_tokens, fit
+from agentrl.env.tools import Tool
+from agentrl.env.users import GOLD, UserModel
 from agentrl.utils.child_process import Child
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.registry import Registry
@@ -40,7 +41,8 @@ WRAPPERS: Registry[Callable[..., ToolEnv]] = Registry(
 
 
 class ToolWrapper(ToolEnv):
-    """Base class of wrappers: everything is delegated to `env`; a subclass changes `areset`, `astep` or both.
+    """Base class of wrappers: everything is delegated to `env` (`_METHODS`, `_ATTRIBUTES`); a subclass changes `areset`, `astep`
+    or both.
 
     A wrapper's own episode state is in attributes other than `env`; forks and snapshots copy those, so they
     must be copyable.
@@ -56,173 +58,11 @@ class ToolWrapper(ToolEnv):
         self.metadata = env.metadata
         self.render_mode = env.render_mode
 
-    # -- delegated to `env` -------------------------------------------------------------------------
-
     @property
     def unwrapped(self) -> ToolEnv:
         inner = self.env.unwrapped
         assert isinstance(inner, ToolEnv)
         return inner
-
-    @property
-    def toolbox(self) -> Toolbox:  # type: ignore[override]
-        return self.env.toolbox
-
-    @property
-    def user_toolbox(self) -> Toolbox:  # type: ignore[override]
-        return self.env.user_toolbox
-
-    @property
-    def waiting(self) -> Sequence[Waiting]:
-        return self.env.waiting
-
-    @property
-    def scorer(self) -> Any:  # type: ignore[override]
-        return self.env.scorer
-
-    @property
-    def initial_seed(self) -> int | None:  # type: ignore[override]
-        return self.env.initial_seed
-
-    @initial_seed.setter
-    def initial_seed(self, seed: int | None) -> None:
-        self.env.initial_seed = seed
-
-    @property
-    def teardown_timeout(self) -> float:  # type: ignore[override]
-        return self.env.teardown_timeout
-
-    @teardown_timeout.setter
-    def teardown_timeout(self, seconds: float) -> None:
-        self.env.teardown_timeout = seconds
-
-    @property
-    def opening_timeout(self) -> float:  # type: ignore[override]
-        return self.env.opening_timeout
-
-    @opening_timeout.setter
-    def opening_timeout(self, seconds: float) -> None:
-        self.env.opening_timeout = seconds
-
-    @property
-    def trajectory(self) -> Trajectory:
-        return self.env.trajectory
-
-    @property
-    def is_open(self) -> bool:
-        return self.env.is_open
-
-    @property
-    def task(self) -> Task:
-        return self.env.task
-
-    @property
-    def np_random(self) -> Any:  # type: ignore[override]
-        return self.env.np_random
-
-    @np_random.setter
-    def np_random(self, value: Any) -> None:
-        self.env.np_random = value
-
-    @property
-    def _np_random(self) -> Any:  # type: ignore[override]
-        return self.env._np_random
-
-    def make_task(self, rng_seed: int, split: str) -> Task:
-        return self.env.make_task(rng_seed, split)
-
-    def task_count(self, split: str) -> int | None:
-        return self.env.task_count(split)
-
-    def prompt(self, task: Task) -> Opening:
-        return self.env.prompt(task)
-
-    def state(self) -> Json:
-        return self.env.state()
-
-    @property
-    def queued(self) -> str:
-        return self.env.queued
-
-    @property
-    def has_sources(self) -> bool:
-        return self.env.has_sources
-
-    def add_source(self, source: ToolSource) -> None:
-        self.env.add_source(source)
-
-    def family(self, task: Task) -> str:
-        return self.env.family(task)
-
-    def add_set(self, make: Callable[[], ToolSet]) -> None:
-        self.env.add_set(make)
-
-    def tool_set(self, name: str) -> ToolSet:
-        return self.env.tool_set(name)
-
-    def user_models(self) -> Sequence[UserModel]:
-        return self.env.user_models()
-
-    def gold_turns(self, task: Task) -> list[Message]:
-        return self.env.gold_turns(task)
-
-    def horizon(self, task: Task) -> int | None:
-        return self.env.horizon(task)
-
-    def gold_user(self, task: Task) -> User | None:
-        return self.env.gold_user(task)
-
-    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
-        return self.env.teacher(task, rng, **params)
-
-    def finish(self) -> None:
-        self.env.finish()
-
-    def limit_output(self, tokens: int) -> None:
-        self.env.limit_output(tokens)
-
-    def cut(self, stop: StopReason) -> None:
-        self.env.cut(stop)
-
-    def render(self) -> Any:
-        return self.env.render()
-
-    async def areset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
-        return await self.env.areset(seed=seed, options=options)
-
-    async def astep(self, action: Action) -> StepResult:
-        return await self.env.astep(action)
-
-    def record_turn(self, turn: Turn) -> None:
-        self.env.record_turn(turn)
-
-    async def acall(self, turn: Turn, call: ToolCall) -> ToolResult:
-        return await self.env.acall(turn, call)
-
-    async def areply(self, turn: Turn) -> Observation | None:
-        return await self.env.areply(turn)
-
-    async def auser_call(self, call: ToolCall) -> ToolResult:
-        return await self.env.auser_call(call)
-
-    @property
-    def has_user(self) -> bool:
-        return self.env.has_user
-
-    @property
-    def has_finished(self) -> bool:
-        return self.env.has_finished
-
-    async def aend(self, stop: StopReason, error: str | None = None) -> float:
-        return await self.env.aend(stop, error)
-
-    async def aclose(self) -> None:
-        await self.env.aclose()
-
-    def close(self) -> None:
-        self.env.close()
 
     # -- snapshots ---------------------------------------------------------------------------------
 
@@ -249,10 +89,6 @@ class ToolWrapper(ToolEnv):
         return forked
 
     @property
-    def user_repeats(self) -> bool:
-        return self.env.user_repeats
-
-    @property
     def holds(self) -> bool:
         return self.env.holds or type(self).aclose is not ToolWrapper.aclose
 
@@ -263,6 +99,35 @@ class ToolWrapper(ToolEnv):
         observation, _, _, _, info = result
         reward = await self.env.aend(stop)
         return observation, reward, False, True, {**info, "stop": stop.value}
+
+
+_METHODS = (
+    "make_task", "task_count", "prompt", "state", "add_source", "family", "add_set", "tool_set", "user_models", "gold_turns",
+    "horizon", "gold_user", "teacher", "finish", "limit_output", "cut", "render", "areset", "astep", "record_turn", "acall",
+    "areply", "auser_call", "aend", "aclose", "close",
+)  # fmt: skip
+_ATTRIBUTES = (
+    "toolbox", "user_toolbox", "waiting", "scorer", "initial_seed", "teardown_timeout", "opening_timeout", "trajectory",
+    "is_open", "task", "np_random", "_np_random", "queued", "has_sources", "has_user", "has_finished", "user_repeats",
+)  # fmt: skip
+
+
+def _method_of_inner(name: str) -> Any:
+    @wraps(getattr(ToolEnv, name))
+    def call(self: ToolWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.env, name)(*args, **kwargs)
+
+    return call
+
+
+def _attribute_of_inner(name: str) -> property:
+    return property(lambda self: getattr(self.env, name), lambda self, value: setattr(self.env, name, value))
+
+
+for _name in _METHODS:
+    setattr(ToolWrapper, _name, _method_of_inner(_name))
+for _name in _ATTRIBUTES:
+    setattr(ToolWrapper, _name, _attribute_of_inner(_name))
 
 
 def text_size(message: Message, count: CountTokens) -> int:
