@@ -82,7 +82,6 @@ def test_calls_paired_by_hash_earn_what_the_best_assignment_earns(at_once: bool,
     with pytest.MonkeyPatch.context() as patch:
         if at_once:
             patch.setattr(calls_match, "MANY", 0)
-            patch.setattr(assign, "_LARGE", 0)
         for how in ("optimal", "greedy"):
             assert scored(made, want, credit="matched", assign=how, strings=strings) == pytest.approx(by_trying(made, want, full))
         assert scored(made, want, credit="partial", strings=strings) == pytest.approx(by_trying(made, want, part))
@@ -151,25 +150,8 @@ def test_bfcl_s_quick_look_at_the_first_possible_value_decides_nothing_else() ->
     assert [bfcl.value_fits(value, ["a b", ""], {"type": "string"}) for value in ("a b", "A-B", "ab c")] == [True, True, False]
 
 
-def test_the_assignment_on_arrays_is_as_good_as_that_on_lists() -> None:
-    rng = random.Random(3)
-    draws = [lambda: rng.random(), lambda: rng.choice([0, 0.5, 1]), lambda: rng.randint(0, 9) / 9, lambda: 0.0]
-    for trial in range(120):
-        n, m = rng.randint(1, 12), rng.randint(1, 12)
-        draw = draws[trial % len(draws)]
-        weights = [[draw() for _ in range(m)] for _ in range(n)]
-        lists = assign.optimal(weights)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(assign, "_LARGE", 0)
-            arrays = assign.optimal(weights)
-        for pairs in (lists, arrays):
-            assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
-        assert sum(weights[i][j] for i, j in arrays) == pytest.approx(sum(weights[i][j] for i, j in lists))
-        assert all(weights[i][j] > 0 for i, j in arrays)
-
-
 def test_200_calls_of_one_name_are_scored_as_by_the_pairwise_credits() -> None:
-    """As large as the aim: the value against the old road, every credit by itself and the assignment on lists."""
+    """As large as the aim: the value against every credit by itself."""
     rng = random.Random(200)
 
     def arguments() -> dict[str, Any]:
@@ -179,6 +161,5 @@ def test_200_calls_of_one_name_are_scored_as_by_the_pairwise_credits() -> None:
     want = [{"name": "f", "arguments": arguments()} for _ in range(200)]
     gold, rule = gold_calls(want, "literal"), CallRule()
     weights = [[rule.part(call, other) for other in gold] for call in made]
-    row_of = assign._augment(weights, 200)
-    best = sum(weights[row][column] for column, row in enumerate(row_of) if row >= 0)
+    best = sum(weights[row][column] for row, column in assign.optimal(weights))
     assert scored(made, want, credit="partial") == pytest.approx(best / 200)

@@ -382,11 +382,14 @@ class CallsMatch(Leaf):
             return _best_parts(calls, gold, rule), credit
         if _by_key(rule, gold):  # a full match is then equality: pairs of equal calls are all there are, in any order
             return equal_pairs(calls, gold, rule.values), match
-        rows = assign.by_name([call.name for call in calls])
-        choices = [rows.get(call.name, []) for call in gold]
         if self.assign == "greedy":
-            return assign.greedy_pairs(match, choices), match
-        return assign.maximum(match, choices), match
+            rows = assign.by_name([call.name for call in calls])
+            return assign.greedy_pairs(match, [rows.get(call.name, []) for call in gold]), match
+
+        def matches(some: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
+            return [[float(full(call, other)) for other in wanted] for call in some]
+
+        return assign.pair_rest(calls, gold, [], matches), match
 
 
 def _calls_from_data(value: Json, view: View) -> Sequence[Made]:
