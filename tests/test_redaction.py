@@ -34,8 +34,7 @@ from agentrl.env.mcp import McpSource
 from agentrl.env.sandbox import SANDBOXES
 from agentrl.env.users import ModelUser, user_call
 from agentrl.render.litellm_calls import load_litellm
-from agentrl.reward.compile import judge_settings
-from agentrl.reward.judge import Judge, VerdictRequest
+from agentrl.reward.judge import Judge, VerdictRequest, judge_call
 from agentrl.rollout.engine import Sampling
 from agentrl.run.checks.preflight import ApiModel, _ask
 from agentrl.run.folder import RunFolder
@@ -257,7 +256,10 @@ def _sandbox(value: str) -> object:
 @pytest.mark.parametrize(
     ("key", "used"),
     [
-        ("reward.judge.api_base", lambda value: judge_settings(JudgeConfig(api_base=value)).api_base),
+        (
+            "reward.judge.api_base",
+            lambda value: judge_call(JudgeConfig(api_base=value), VerdictRequest("openai/m", (), {}, 1))["api_base"],
+        ),
         ("api.base", _api),
         ("agent.url", _agent),
         ("trackers.planted.args.token", _tracker),
@@ -369,7 +371,7 @@ async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypa
         engine = LiteLlmEngine("openai/x", ApiConfig(base=base, retries=0))
         ids = engine.renderer.start([Message("user", "go")], [])
         assert len((await engine.generate(ids, Sampling(max_tokens=4), "one")).token_ids) == 1
-        judge = Judge(judge_settings(JudgeConfig(api_base=base)))
+        judge = Judge(JudgeConfig(api_base=base))
         judge._complete(load_litellm(), VerdictRequest("openai/x", ({"role": "user", "content": "a"},), {"type": "object"}, 4))
         user = ModelUser("tea", model="openai/x", api_base=base)
         assert await user.reply([Message("assistant", "hello")]) == "hi"

@@ -8,9 +8,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agentrl.config.schema import JudgeConfig, RewardConfig
+from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Json
-from agentrl.reward.judge import Judge, JudgeSettings
+from agentrl.reward.judge import Judge
 from agentrl.reward.leaf import LEAVES, SCOPES, Context, Leaf, View
 from agentrl.reward.nodes import GROUP_LEAVES, LINEAR, ConstantNode, GateNode, LeafNode, Mods, Node, OpNode, walk
 from agentrl.reward.replays import MakeEnv
@@ -18,7 +18,6 @@ from agentrl.reward.score import Scorer, SuccessRule, ids_of, success_rule
 from agentrl.reward.spec import load_spec
 from agentrl.reward.values import Absent, UnscorableError, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError
-from agentrl.utils.redaction import resolve_references
 from agentrl.utils.search_path import PREFIX, function_named, given_object, names
 
 _NARROW = ("round", "turn", "call")
@@ -260,7 +259,7 @@ def make_context(config: RewardConfig, *, replay_env: MakeEnv | None = None) -> 
     # Whoever gave a function in Python has allowed it; under its own name a config allows it like any other.
     python |= {name: given_object(name, "env.reward").value for name in names()}
     python = {name: as_leaf(function) for name, function in python.items() if inspect.isroutine(function)}
-    return Context(replay_env=replay_env, python=python, judge=Judge(judge_settings(config.judge)))
+    return Context(replay_env=replay_env, python=python, judge=Judge(config.judge))
 
 
 def given_spec(name: str) -> dict[str, Any]:
@@ -282,18 +281,3 @@ def as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
         return float(found) if isinstance(found, bool) else found
 
     return leaf
-
-
-def judge_settings(config: JudgeConfig) -> JudgeSettings:
-    """The config section as the judge's settings."""
-    return JudgeSettings(
-        api_base=resolve_references(config.api_base, "reward.judge.api_base"),
-        args=config.args,
-        cache=None if config.cache is None else Path(config.cache),
-        calls=config.calls,
-        usd=config.usd,
-        usd_per_million=config.usd_per_million,
-        concurrency=config.concurrency,
-        timeout=config.timeout,
-        retries=config.retries,
-    )

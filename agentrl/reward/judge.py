@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from agentrl.config.schema import JudgeConfig
 from agentrl.data.trajectory import Json
 from agentrl.render.litellm_calls import ONCE, load_litellm, request_of, said_of
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, PendingError, Reading, View, object_schema
@@ -160,27 +161,6 @@ _CHARACTERS_PER_TOKEN = 2  # low on purpose, for an upper bound on a prompt's co
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeSettings:
-    """A run's settings for its judges; a spec decides only model, prompt and verdict.
-
-    `args`: further arguments of litellm's. `calls`, `usd`: budgets for the whole run (None: no limit). `usd_per_million`:
-    (prompt, sampled) prices for models whose price litellm does not know. Times in seconds.
-    """
-
-    api_base: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    args: Mapping[str, Any] = field(default_factory=dict)
-    cache: Path | None = None
-    calls: int | None = 10_000
-    usd: float | None = None
-    usd_per_million: tuple[float, float] | None = None
-    concurrency: int = 8
-    timeout: float = 60.0
-    retries: int = 3
-    backoff: float = 0.5
-
-
-@dataclass(frozen=True, slots=True)
 class VerdictRequest:
     """A request to a judge: everything that the verdict depends on, and therefore the cache key."""
 
@@ -216,9 +196,11 @@ class Judge:
     """A client for all judge leaves of a run: cache, budget, retries, and at most `concurrency` requests at
     a time. Equal requests made at the same time share one call."""
 
-    def __init__(self, settings: JudgeSettings | None = None) -> None:
-        self.settings = settings or JudgeSettings()
-        self.cache = VerdictCache(self.settings.cache)
+    def __init__(self, settings: JudgeConfig | None = None, *, api_key: str | None = None, backoff: float = 0.5) -> None:
+        """`settings`: the section `reward.judge`, by default its defaults. `api_key`: by default of the variable that litellm
+        reads. `backoff`: seconds before the second attempt, doubled for each later one."""
+        self.settings, self._api_key, self._backoff = settings or JudgeConfig(), api_key, backoff
+        self.cache = VerdictCache(None if self.settings.cache is None else Path(self.settings.cache))
         self.budget = Budget(self.settings.calls, self.settings.usd)
         self._pool = threads(self.settings.concurrency, "agentrl-judge")
         self._begin()
@@ -267,7 +249,7 @@ class Judge:
         why = ""
         for attempt in range(self.settings.retries + 1):
             if attempt:
-                time.sleep(self.settings.backoff * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+                time.sleep(self._backoff * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
             try:
                 value = self._attempt(request)
             except JudgeFault as fault:
@@ -281,21 +263,25 @@ class Judge:
 
     def _attempt(self, request: VerdictRequest) -> Json:
         litellm = load_litellm()
-        reserved = self._most(litellm, request)
+        prices, reserved = self._prices(litellm, request.model), None
+        if prices is not None:
+            characters = sum(len(message["content"].encode()) for message in request.messages)
+            reserved = characters / _CHARACTERS_PER_TOKEN * prices[0] + request.max_tokens * prices[1]
         refusal = self.budget.reserve(reserved)
         if refusal is not None:
             raise JudgeBudgetError(refusal)
         used = 0.0
         try:
             response = self._complete(litellm, request)
-            used = self._cost(litellm, request, response)
+            if prices is not None and (usage := response.usage) is not None:
+                used = float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
             return read_verdict(response.choices[0].message.content if response.choices else None, request)
         finally:
             self.budget.settle(reserved, used)
 
     def _complete(self, litellm: Any, request: VerdictRequest) -> Any:
         errors = importlib.import_module("openai")
-        asked = judge_call(self.settings, request)
+        asked = judge_call(self.settings, request, self._api_key)
         base = asked.get("api_base")
         try:
             return litellm.completion(**asked)
@@ -314,22 +300,8 @@ class Judge:
             return None
         return float(known["input_cost_per_token"]), float(known.get("output_cost_per_token", 0.0))
 
-    def _most(self, litellm: Any, request: VerdictRequest) -> float | None:
-        prices = self._prices(litellm, request.model)
-        if prices is None:
-            return None
-        characters = sum(len(message["content"].encode()) for message in request.messages)
-        return characters / _CHARACTERS_PER_TOKEN * prices[0] + request.max_tokens * prices[1]
 
-    def _cost(self, litellm: Any, request: VerdictRequest, response: Any) -> float:
-        prices = self._prices(litellm, request.model)
-        usage = response.usage
-        if prices is None or usage is None:
-            return 0.0
-        return float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
-
-
-def judge_call(settings: JudgeSettings, request: VerdictRequest) -> dict[str, Any]:
+def judge_call(settings: JudgeConfig, request: VerdictRequest, api_key: str | None = None) -> dict[str, Any]:
     """The keyword arguments of a judge's call of litellm's: what a model does not take is left out."""
     form = {"name": "verdict", "schema": dict(request.schema), "strict": True}
     own = {
@@ -342,7 +314,7 @@ def judge_call(settings: JudgeSettings, request: VerdictRequest) -> dict[str, An
         "response_format": {"type": "json_schema", "json_schema": form},
         "drop_params": True,
         "caching": False,
-        **({} if settings.api_key is None else {"api_key": settings.api_key}),
+        **({} if api_key is None else {"api_key": api_key}),
     }
     keys = {"args_key": "reward.judge.args", "base_key": "reward.judge.api_base"}
     return request_of(own, settings.args, settings.api_base, **keys)

@@ -9,8 +9,6 @@ import pytest
 
 from agentrl.config.schema import JudgeConfig, RewardConfig
 from agentrl.reward import compile_spec, make_context
-from agentrl.reward.compile import judge_settings
-from agentrl.reward.judge import JudgeSettings
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests.reward.reward_episodes import Counter, episode, gold, leaf, spec
 
@@ -49,10 +47,9 @@ def test_every_judge_key_reaches_the_judge():
         "concurrency": 3, "timeout": 9.0, "retries": 1,
     }  # fmt: skip
     assert set(changed) == set(JudgeConfig.model_fields) - {"engines"}  # who these are: tests/run/test_own_judge.py
-    settings = judge_settings(JudgeConfig(**changed))
-    assert settings == JudgeSettings(**{**changed, "cache": Path("verdicts")})
-    context = make_context(RewardConfig(judge=JudgeConfig(concurrency=3)))
-    assert context.judge.settings.concurrency == 3
+    judge = make_context(RewardConfig(judge=JudgeConfig(**changed))).judge
+    assert {name: getattr(judge.settings, name) for name in changed} == changed
+    assert (judge.cache.folder, judge.budget.limit_calls, judge.budget.limit_usd) == (Path("verdicts"), 7, 0.5)
 
 
 def test_the_replay_environment_of_the_run_is_used_for_replays():

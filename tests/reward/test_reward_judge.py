@@ -15,7 +15,6 @@ import pytest
 from agentrl.config.schema import JudgeConfig
 from agentrl.render import litellm_calls
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.compile import judge_settings
 from agentrl.reward.judge import Judge, VerdictRequest
 from agentrl.utils.errors import JudgeBudgetError, RewardSpecError
 from tests.reward.reward_episodes import SHELF, call, episode, leaf, spec
@@ -81,7 +80,7 @@ def judge(server, **keys):
     if "cache" in keys:
         keys["cache"] = str(keys["cache"])
     config = JudgeConfig(**{"api_base": server.url, "timeout": 10.0, "retries": 2, **keys})
-    return Judge(replace(judge_settings(config), api_key="none", backoff=0.01))
+    return Judge(config, api_key="none", backoff=0.01)
 
 
 def scorer(client, **args):

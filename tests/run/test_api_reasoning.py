@@ -16,7 +16,6 @@ from agentrl.config.schema import ApiConfig
 from agentrl.data.trajectory import Message
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env.users import ModelUser
-from agentrl.reward.compile import judge_settings
 from agentrl.reward.judge import Judge, VerdictRequest
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import ConfigError, EnvError
@@ -262,7 +261,7 @@ def test_a_judge_has_arguments_too_and_is_asked_with_them_before_a_run(tmp_path:
         config = with_spec(tmp_path, MARK, reward={"judge": judge})
         server.requests.clear()
         preflight(config)
-        asking = Judge(judge_settings(config.reward.judge))
+        asking = Judge(config.reward.judge)
         schema = {"type": "object", "required": ["score"], "properties": {"score": {"type": "number"}}}
         request = VerdictRequest("openai/j-2026-01-01", ({"role": "user", "content": "q"},), schema, 50)
         assert asking.ask(request.key(), request).value == {"score": 1, "reason": "r"}
@@ -278,7 +277,7 @@ def test_verdicts_are_kept_by_the_arguments(tmp_path: Path) -> None:
 
         def ask(**args: Any) -> Any:
             table = {"env": {"id": "key_value"}, "reward": {"judge": {"api_base": server.url, "cache": "kept", "args": args}}}
-            return Judge(judge_settings(config_from(table, []).reward.judge)).ask(request.key(), request).value
+            return Judge(config_from(table, []).reward.judge).ask(request.key(), request).value
 
         assert [ask(), ask(reasoning_effort="low"), ask(), ask(reasoning_effort="low"), ask(reasoning_effort="high")] == [
             {"score": 0}, {"score": 1}, {"score": 0}, {"score": 1}, {"score": 2}

@@ -27,7 +27,6 @@ from agentrl.env.suites import WHOLE
 from agentrl.env.users import user_call
 from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
 from agentrl.reward import Scorer
-from agentrl.reward.compile import judge_settings
 from agentrl.reward.judge import JudgeLeaf, VerdictRequest, judge_call, own_name
 from agentrl.reward.nodes import LeafNode, Node
 from agentrl.reward.values import decide, follow, parse_pointer, references
@@ -40,9 +39,9 @@ from agentrl.utils.parsing import json_text
 if TYPE_CHECKING:
     import openai
 
+
 ANSWER_S = 20.0
 """Seconds in which each server and model must answer."""
-
 QUESTION = {"role": "user", "content": "Answer with the word: ready"}
 Purpose = Literal["eval", "rollout"]
 
@@ -111,7 +110,7 @@ def api_models(config: TrainConfig, scorers: Mapping[str, Scorer], purpose: Purp
                 f"the judge of reward spec {scorer.name!r}",
                 "reward.judge.api_base",
                 judge.api_base,
-                judge_call(judge_settings(judge), verdict),
+                judge_call(judge, verdict),
                 "reward.judge.args",
                 judge.args,
                 {"temperature": "reward.judge.args.temperature"},
