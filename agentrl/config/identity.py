@@ -292,14 +292,14 @@ def changes(before: Identity, now: Identity) -> list[str]:
 def later_changes(before: TrainConfig, now: TrainConfig) -> list[str]:
     """Changes of keys that steer later updates, one text per key."""
     then, since = (
-        {key: value for key, value in _leaves("", without_secrets(config)) if any(_within(key, part) for part in LATER)}
+        {
+            key: value
+            for key, value in _leaves("", without_secrets(config))
+            if any(f"{key}.".startswith(f"{part}.") for part in LATER)
+        }
         for config in (before, now)
     )
     return changes(then, since)
-
-
-def _within(key: str, part: str) -> bool:
-    return key == part or key.startswith(f"{part}.")
 
 
 def check_same_identity(before: Identity | None, now: Identity, of: str, folder: Path) -> None:

@@ -14,7 +14,7 @@ from agentrl.reward.judge import Judge
 from agentrl.reward.leaf import LEAVES, SCOPES, Context, Leaf, View
 from agentrl.reward.nodes import GROUP_LEAVES, LINEAR, ConstantNode, GateNode, LeafNode, Mods, Node, OpNode, walk
 from agentrl.reward.replays import MakeEnv
-from agentrl.reward.score import Scorer, SuccessRule, ids_of, success_rule
+from agentrl.reward.score import Scorer, ids_of, success_rule
 from agentrl.reward.spec import load_spec
 from agentrl.reward.values import Absent, UnscorableError, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError
@@ -37,7 +37,8 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
         build.node(node, f"/metrics/{index}", "episode", "a metric emits nothing")
         for index, node in enumerate(valid.get("metrics", []))
     ]
-    rule = build.success(valid, root, metrics)
+    build.check_success(valid)
+    rule = success_rule(valid, root, metrics)
     success = None if rule is None else build.node(rule.node, "/success", "episode", "success emits nothing")
     return Scorer(valid, root, metrics, build.blocking, build.context.judge, rule, success, timeout)
 
@@ -53,14 +54,13 @@ class _Builder:
     def fail(self, pointer: str, message: str) -> NoReturn:
         raise RewardSpecError(f"reward spec {self.name!r}: at {pointer}: {message}")
 
-    def success(self, spec: Mapping[str, Any], root: Node, metrics: list[Node]) -> SuccessRule | None:
+    def check_success(self, spec: Mapping[str, Any]) -> None:
         wanted = spec.get("success", {})
         if "id" in wanted and not {"use", "op"} & set(wanted):
             known = {name for name, (_, inside) in ids_of(spec).items() if not inside}
             if wanted["id"] not in known:
                 there = ", ".join(sorted(known)) or "none"
                 self.fail("/success/id", f"no node outside of a narrower scope has the id {wanted['id']!r}; known: {there}")
-        return success_rule(spec, root, metrics)
 
     def node(self, node: Mapping[str, Any], pointer: str, scope: str, mute: str | None) -> Node:
         mods = _mods(node)
@@ -80,7 +80,7 @@ class _Builder:
             # With a negative weight a mean can leave the range of its children, which is the range that it promises.
             if min(weights) < 0 or sum(weights) <= 0:
                 self.fail(join(pointer, "of"), f"the weights of a mean must be >= 0 and not all 0, not {weights}")
-        return OpNode(pointer, mods, read_ref, node["op"], children)
+        return OpNode(pointer, mods, node["op"], children)
 
     def _scope(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str, mute: str | None) -> str:
         own = mods.scope or scope
@@ -126,11 +126,11 @@ class _Builder:
         test = self.node(node["if"], join(pointer, "if"), scope, f"it decides the gate {pointer}")
         then = self._branch(node["then"], join(pointer, "then"), scope, mute)
         otherwise = self._branch(node.get("else", 0), join(pointer, "else"), scope, mute)
-        return GateNode(pointer, mods, read_ref, float(node.get("gte", 1.0)), (test, then, otherwise))
+        return GateNode(pointer, mods, float(node.get("gte", 1.0)), (test, then, otherwise))
 
     def _branch(self, branch: Any, pointer: str, scope: str, mute: str | None) -> Node:
         if isinstance(branch, (int, float)):
-            return ConstantNode(pointer, float(branch), read_ref)
+            return ConstantNode(pointer, float(branch))
         return self.node(branch, pointer, scope, mute)
 
     def _leaf(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str) -> Node:
@@ -145,7 +145,7 @@ class _Builder:
             of = self.node(args["of"], place, scope, f"{kind} compares totals")
             if any(isinstance(below, tuple(GROUP_LEAVES.values())) for below in walk(of)):
                 self.fail(place, "a group leaf cannot contain another group leaf")
-            return GROUP_LEAVES[kind](pointer, mods, read_ref, of, args)
+            return GROUP_LEAVES[kind](pointer, mods, of, args)
         cls = LEAVES[kind]
         if scope not in cls.scopes:
             self.fail(pointer, f"{kind} sees {' or '.join(cls.scopes)}, not a {scope}")
@@ -157,7 +157,7 @@ class _Builder:
             self.fail(join(pointer, "args"), str(error))
         # One such leaf sends the whole spec to a thread: a pass over the tree is not divided.
         self.blocking = self.blocking or leaf.blocks()
-        return LeafNode(pointer, mods, read_ref, leaf, _resolver(args, cls.optional))
+        return LeafNode(pointer, mods, leaf, _resolver(args, cls.optional))
 
     def _reachable(self, value: Json, pointer: str, scope: str) -> None:
         """References to a turn or a call need the scope of a turn or a call."""
@@ -194,11 +194,6 @@ def _mods(node: Mapping[str, Any]) -> Mods:
         emit=node.get("emit", "terminal"),
         when=node.get("when"),
     )
-
-
-def read_ref(view: View, ref: Mapping[str, Json]) -> Json | Absent:
-    """The value that a reference points to in a view, or ABSENT."""
-    return view.read(parse_pointer(str(ref["$"])), ref.get("at"))
 
 
 def _has_ref(value: Json) -> bool:

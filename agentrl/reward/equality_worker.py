@@ -104,7 +104,7 @@ class Read:
     def is_number(self) -> bool:
         return isinstance(self.value, sympy.Expr) and bool(self.value.is_number or _only_i(self.value))
 
-    def written(self) -> str:
+    def as_text(self) -> str:
         """Text from which it was read."""
         try:
             return str(self.value if self.number is None else f"{self.number.value}{'%' * self.number.percent}")[:200]
@@ -459,7 +459,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if found is None:
             return {"unread": text}
         wanted.append(found)
-    shown = [one.written() for one in wanted]
+    shown = [one.as_text() for one in wanted]
     if request["answer"] is None:
         return {"right": False, "wanted": shown}
     if request["boxed"] and not _BOX.search(request["answer"]):
@@ -468,7 +468,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if text is None or not text.strip():
         return {"right": False, "wanted": shown, "why": "no mathematics in it" if text is None else "an empty \\boxed{}"}
     said = read(text)
-    reply = {"wanted": shown, "said": text[:400], "as": None if said is None else said.written()}
+    reply = {"wanted": shown, "said": text[:400], "as": None if said is None else said.as_text()}
     if said is None:
         return {**reply, "right": False, "why": "it could not be read as a whole"}
     if any(right(one, text, request["strict"]) for one in wanted):

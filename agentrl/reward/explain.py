@@ -251,20 +251,20 @@ def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json
 def _scores(scorer: Scorer, trajectories: list[Trajectory]) -> list[Score]:
     """Scores; rows beyond the judge's budget are unscored with that reason, since earlier ones are already paid for."""
 
-    def unscored(error: JudgeBudgetError) -> Score:
+    def over_budget(error: JudgeBudgetError) -> Score:
         return Score(None, evidence={"spec": scorer.name, "value": None, "unscored": str(error)})
 
     if scorer.compares:
         try:
             return scorer.score_group(trajectories)
         except JudgeBudgetError as error:
-            return [unscored(error)] * len(trajectories)
+            return [over_budget(error)] * len(trajectories)
     scores: list[Score] = []
     for trajectory in trajectories:
         try:
             scores.append(scorer.score(trajectory))
         except JudgeBudgetError as error:
-            scores.append(unscored(error))
+            scores.append(over_budget(error))
     return scores
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from agentrl.config.schema import JudgeConfig
 from agentrl.data.trajectory import Json
@@ -25,6 +25,7 @@ from agentrl.render.litellm_calls import ONCE, load_litellm, request_of, said_of
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, PendingError, Reading, View, object_schema
 from agentrl.reward.values import UnscorableError, brief
 from agentrl.utils.errors import ConfigError, JudgeBudgetError
+from agentrl.utils.network import strict_json
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import redact_json, redact_said
 from agentrl.utils.schemas import first_fault, validator
@@ -328,17 +329,13 @@ def read_verdict(text: Any, request: VerdictRequest) -> Json:
     if body.startswith("```"):
         body = body.strip("`").removeprefix("json").strip()
     try:
-        verdict = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        verdict = strict_json(body)
+    except ValueError as error:
         raise JudgeFault(f"the judge's answer is not JSON: {text[:120]!r}", again=True) from error
     fault = first_fault(validator(request.schema), verdict)
     if fault is not None:
         raise JudgeFault(f"the judge's verdict does not fit its schema: {fault.message[:200]}", again=True)
     return redact_json(verdict)
-
-
-def _no_constant(token: str) -> NoReturn:
-    raise ValueError(f"{token} is not JSON")
 
 
 # Judges with a constant verdict

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward.replays import MakeEnv, Replays
-from agentrl.reward.values import ABSENT, Absent, EpisodeRounds, course_of, follow
+from agentrl.reward.values import ABSENT, Absent, EpisodeRounds, course_of, follow, parse_pointer
 from agentrl.utils.registry import Registry
 
 # The view of an episode
@@ -161,22 +161,23 @@ class View:
             return ABSENT
         return value[position]
 
+    def value_at(self, ref: Mapping[str, Json]) -> Json | Absent:
+        """The value that a reference of a spec points to, or ABSENT."""
+        return self.read(parse_pointer(str(ref["$"])), ref.get("at"))
+
     def _root(self, tokens: tuple[str, ...]) -> Json | Absent:
         part = tokens[0]
         if part == "task":
-            return self._of_task(tokens[1:])
+            task, names = self.trajectory.task, FIELDS["task"]
+            if len(tokens) == 1:
+                return {name: getattr(task, name) for name in names}
+            return follow(getattr(task, tokens[1]), tokens[2:]) if tokens[1] in names else ABSENT
         if part == "episode" and len(tokens) > 1 and tokens[1] == "state":
             return follow(self.trajectory.state, tokens[2:])
         if part not in self._documents:
             build = {"episode": self._episode, "turn": self._turn, "call": self._call}[part]
             self._documents[part] = build()
         return follow(self._documents[part], tokens[1:])
-
-    def _of_task(self, tokens: tuple[str, ...]) -> Json | Absent:
-        task = self.trajectory.task
-        if not tokens:
-            return {name: getattr(task, name) for name in FIELDS["task"]}
-        return follow(getattr(task, tokens[0]), tokens[1:]) if tokens[0] in FIELDS["task"] else ABSENT
 
     def _episode(self) -> Json:
         whole = self.trajectory

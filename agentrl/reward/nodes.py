@@ -11,15 +11,13 @@ from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json
 from agentrl.reward.leaf import Leaf, PendingError, View, object_schema
-from agentrl.reward.values import ABSENT, Absent, UnscorableError, decider, references
+from agentrl.reward.values import ABSENT, UnscorableError, decider, references
 from agentrl.utils.errors import AgentrlError
 
 # Nodes
 
 TRUE = 1.0 - 1e-9
 """A value from here on counts as 1 for `all`, `any` and a gate, so that 1/3 + 1/3 + 1/3 does."""
-
-ReadViewRef = Callable[[View], "Json | Absent"]
 
 
 @dataclass(slots=True)
@@ -64,10 +62,9 @@ class Node(ABC):
 
     label: str
 
-    def __init__(self, pointer: str, mods: Mods, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]) -> None:
+    def __init__(self, pointer: str, mods: Mods) -> None:
         self.pointer = pointer
         self.mods = mods
-        self._read_ref = read_ref
         self._decide = None if mods.when is None else decider(mods.when)
         self._marks: dict[str, Json] = {} if mods.id is None else {"id": mods.id}
         if mods.weight != 1.0:
@@ -119,9 +116,9 @@ class Node(ABC):
 
     def _one(self, view: View, frame: Frame) -> Result:
         if self._decide is not None and self.mods.when is not None:
-            decided = self._decide(lambda ref: self._read_ref(view, ref))
+            decided = self._decide(view.value_at)
             if decided is None:
-                absent = [ref for ref in references(self.mods.when) if self._read_ref(view, ref) is ABSENT]
+                absent = [ref for ref in references(self.mods.when) if view.value_at(ref) is ABSENT]
                 pointers = " and ".join(dict.fromkeys(str(ref["$"]) for ref in absent))
                 return self._finish(Result(None, {"unscored": f"`when` reads {pointers}, which does not exist"}))
             if not decided:
@@ -214,15 +211,8 @@ def _reduce_values(how: str, values: Sequence[float]) -> tuple[float, list[float
 class LeafNode(Node):
     """A leaf with its arguments; references are followed for each view."""
 
-    def __init__(
-        self,
-        pointer: str,
-        mods: Mods,
-        read_ref: Callable[[View, Mapping[str, Json]], Json | Absent],
-        leaf: Leaf,
-        resolve: Callable[[View], Mapping[str, Any]] | None,
-    ) -> None:
-        super().__init__(pointer, mods, read_ref)
+    def __init__(self, pointer: str, mods: Mods, leaf: Leaf, resolve: Callable[[View], Mapping[str, Any]] | None) -> None:
+        super().__init__(pointer, mods)
         self.leaf = leaf
         self.label = leaf.kind
         self._resolve = resolve
@@ -266,8 +256,8 @@ class ConstantNode(Node):
 
     label = "constant"
 
-    def __init__(self, pointer: str, value: float, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]) -> None:
-        super().__init__(pointer, Mods(), read_ref)
+    def __init__(self, pointer: str, value: float) -> None:
+        super().__init__(pointer, Mods())
         self.value = value
 
     def raw_range(self) -> tuple[float, float]:
@@ -282,7 +272,6 @@ class ConstantNode(Node):
 # An aggregate has no value if one of its children could not be scored, regardless of the others; skipped children
 # (`when` is false, or `missing: skip`) are left out; without any children left it has no value.
 
-ReadRef = Callable[[View, Mapping[str, Json]], "Json | Absent"]
 Weighted = Sequence[tuple[float, float]]
 
 
@@ -311,8 +300,8 @@ LINEAR = frozenset({"sum", "mean"})
 class OpNode(Node):
     """An aggregate of its children."""
 
-    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, op: str, of: list[Node]) -> None:
-        super().__init__(pointer, mods, read_ref)
+    def __init__(self, pointer: str, mods: Mods, op: str, of: list[Node]) -> None:
+        super().__init__(pointer, mods)
         self.label = op
         self.of = of
 
@@ -331,7 +320,11 @@ class OpNode(Node):
             highs = [max(a, b, 0.0) if skip else max(a, b) for a, b, skip in ends]
             return sum(lows), sum(highs)
         if self.label == "product":
-            return _product_range([(low, high, skip) for _, low, high, skip in bounds])
+            least, most = 1.0, 1.0
+            for _, low, high, skip in bounds:
+                ends_of = [_times(x, y) for x in (least, most) for y in (low, high)] + ([least, most] if skip else [])
+                least, most = min(ends_of), max(ends_of)
+            return least, most
         if self.label == "mean":
             return -_highest_mean([(w, -low, skip) for w, low, _, skip in bounds]), _highest_mean(
                 [(w, h, s) for w, _, h, s in bounds]
@@ -373,8 +366,8 @@ class GateNode(Node):
 
     label = "gate"
 
-    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, gte: float, branches: tuple[Node, Node, Node]) -> None:
-        super().__init__(pointer, mods, read_ref)
+    def __init__(self, pointer: str, mods: Mods, gte: float, branches: tuple[Node, Node, Node]) -> None:
+        super().__init__(pointer, mods)
         self.gte = gte
         self.test, self.then, self.otherwise = branches
 
@@ -415,14 +408,6 @@ def _times(weight: float, value: float) -> float:
     return 0.0 if weight == 0.0 or value == 0.0 else weight * value
 
 
-def _product_range(bounds: Sequence[tuple[float, float, bool]]) -> tuple[float, float]:
-    low, high = 1.0, 1.0
-    for a, b, skip in bounds:
-        ends = [_times(x, y) for x in (low, high) for y in (a, b)] + ([low, high] if skip else [])
-        low, high = min(ends), max(ends)
-    return low, high
-
-
 # Comparisons with the group
 
 
@@ -437,8 +422,8 @@ class GroupNode(Node):
     schema: ClassVar[dict[str, Any]]
     example: ClassVar[dict[str, Any]]
 
-    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, of: Node, args: Mapping[str, Any]) -> None:
-        super().__init__(pointer, mods, read_ref)
+    def __init__(self, pointer: str, mods: Mods, of: Node, args: Mapping[str, Any]) -> None:
+        super().__init__(pointer, mods)
         self.label = self.kind
         self.of = of
         self.args = args

@@ -135,10 +135,12 @@ def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
 
 def _truth(item: Spec, node: Node, flipped: bool) -> Grown | None:
     """A leaf, or a node that is already true or false: without scale and clip."""
-    kept = _without_groups(item, node)
-    if kept is None or not _asks(node):
+    if not isinstance(node, LeafNode):  # without the parts that compare members
+        of = [child for child, below in zip(item["of"], node.children(), strict=True) if not _compares(below)]
+        item = {**item, "of": of}
+    if item.get("of") == [] or not _asks(node):
         return None
-    grown = {key: value for key, value in _plain(kept).items() if key not in ("scale", "clip")}
+    grown = {key: value for key, value in _plain(item).items() if key not in ("scale", "clip")}
     return {**grown, "scale": [1, 0]} if flipped else grown
 
 
@@ -183,14 +185,6 @@ def _join_parts(op: str, parts: list[Grown], own: Spec) -> Grown | None:
     if len(parts) == 1 and not own:
         return parts[0]
     return {"op": op, "of": parts, **copy.deepcopy(dict(own))}
-
-
-def _without_groups(item: Spec, node: Node) -> Spec | None:
-    """`all` or `any` without the parts that compare members; a leaf as it is."""
-    if isinstance(node, LeafNode):
-        return item
-    kept = [child for child, below in zip(item["of"], node.children(), strict=True) if not _compares(below)]
-    return {**item, "of": kept} if kept else None
 
 
 def _compares(node: Node) -> bool:

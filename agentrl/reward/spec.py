@@ -275,7 +275,7 @@ class _Check:
         self._against(self._choice(node, pointer), node, pointer)
         self._mods(node, pointer)
         if "op" in node:
-            for child, place in _children(node, pointer):
+            for child, place in _inner_nodes(node, pointer):
                 self.node(child, place, depth + 1)
             return
         args = node.get("args", {})
@@ -289,7 +289,8 @@ class _Check:
         """The schema in the grammar that applies to a node."""
         if ("use" in node) == ("op" in node):
             both = "both" if "use" in node else "neither"
-            near = _near(node, ("use", "op")) if both == "neither" else ""
+            hints = [(key, did_you_mean(key, ("use", "op"))) for key in node] if both == "neither" else []
+            near = next((f" ({key!r}: {hint})" for key, hint in hints if hint), "")
             self.fail(pointer, f'a node has either "use" (a leaf) or "op" (a combinator); this one has {both}{near}')
         key, known = ("use", kinds()) if "use" in node else ("op", [*AGGREGATES, "gate"])
         name = node[key]
@@ -299,9 +300,8 @@ class _Check:
         return name if key == "use" or name == "gate" else "op"
 
     def _mods(self, node: Mapping[str, Any], pointer: str) -> None:
-        for key in ("scale", "clip"):
-            if key in node and node[key][0] > node[key][1] and key == "clip":
-                self.fail(join(pointer, key), f"the lower bound {node[key][0]} is above the upper bound {node[key][1]}")
+        if "clip" in node and node["clip"][0] > node["clip"][1]:
+            self.fail(join(pointer, "clip"), f"the lower bound {node['clip'][0]} is above the upper bound {node['clip'][1]}")
         if "id" in node:
             if node["id"] in self.ids:
                 self.fail(join(pointer, "id"), f"{node['id']!r} is also the id of {self.ids[node['id']]}")
@@ -360,7 +360,7 @@ class _Check:
         self.fail(*_explain_error(error, place, instance))
 
 
-def _children(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:
+def _inner_nodes(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:
     if node["op"] != "gate":
         for index, child in enumerate(node["of"]):
             yield child, join(pointer, "of", index)
@@ -435,13 +435,6 @@ def _kind(value: Any) -> str:
 def _short(value: Any, limit: int = 80) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
-
-
-def _near(node: Mapping[str, Any], keys: Iterable[str]) -> str:
-    for key in node:
-        if hint := did_you_mean(key, keys):
-            return f" ({key!r}: {hint})"
-    return ""
 
 
 def _suggest(name: Any, known: Iterable[Any]) -> str:

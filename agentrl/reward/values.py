@@ -102,6 +102,11 @@ class EqualityRule:
         """True if numbers have no tolerance: equality is then an equivalence relation, with `canonical` as its key."""
         return self.absolute == 0.0 and self.relative == 0.0
 
+    @classmethod
+    def of(cls, args: Mapping[str, Any], strings: str = "exact") -> EqualityRule:
+        """The rule of a leaf's arguments `abs`, `rel` and `strings` (by default the normalizer `strings`)."""
+        return cls(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), NORMALIZERS[args.get("strings", strings)])
+
 
 LITERAL = EqualityRule()
 _SURE = frozenset({str, int, float})
@@ -181,7 +186,7 @@ def leaves_of(value: Json, path: str = "", kinds: str = "") -> Iterator[tuple[tu
     """((JSON Pointer, "l" or "o" for each step into a list or an object), scalar or empty container) for every leaf, in order."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from leaves_of(item, f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}", f"{kinds}o")
+            yield from leaves_of(item, join(path, key), f"{kinds}o")
     elif isinstance(value, (list, tuple)) and value:
         for index, item in enumerate(value):
             yield from leaves_of(item, f"{path}/{index}", f"{kinds}l")

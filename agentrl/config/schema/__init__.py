@@ -4,7 +4,7 @@ Defaults suit a real model at `model.path` (docs/hyperparameters.md has their so
 with `[model.init]` carry its values themselves.
 """
 
-from agentrl.config.schema.base import Choice, Frozen, Weight
+from agentrl.config.schema.base import Choice, Frozen
 from agentrl.config.schema.episodes import (
     ONE,
     SEVERAL,
@@ -27,7 +27,6 @@ from agentrl.config.schema.episodes import (
     Steps,
     ToolsConfig,
     VllmConfig,
-    WeightAt,
     WeightsConfig,
 )
 from agentrl.config.schema.learning import (
@@ -53,7 +52,6 @@ from agentrl.config.schema.run import (
     PoolConfig,
     ProfileConfig,
     PrometheusConfig,
-    Role,
     TracesConfig,
     TrainConfig,
 )
@@ -94,7 +92,6 @@ __all__ = [
     "PrometheusConfig",
     "RewardConfig",
     "RewardModelConfig",
-    "Role",
     "RolloutConfig",
     "SandboxConfig",
     "SftConfig",
@@ -105,7 +102,5 @@ __all__ = [
     "TracesConfig",
     "TrainConfig",
     "VllmConfig",
-    "Weight",
-    "WeightAt",
     "WeightsConfig",
 ]

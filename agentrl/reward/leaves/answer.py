@@ -332,11 +332,11 @@ class _Cost(Leaf):
             raise ValueError(f"free ({args['free']}) must be below max ({args['max']})")
 
     def read(self, view: View, args: Args) -> Reading:
-        used, free = self.used(view, args), float(args.get("free", 0.0))
+        used, free = self.amount(view, args), float(args.get("free", 0.0))
         share = (used - free) / (float(args["max"]) - free)
         return Reading(min(1.0, max(0.0, share)), {"used": used, "free": free, "max": args["max"]})
 
-    def used(self, view: View, args: Args) -> float:
+    def amount(self, view: View, args: Args) -> float:
         raise NotImplementedError
 
 
@@ -346,7 +346,7 @@ class CostTurns(_Cost):
 
     kind: ClassVar[str] = "cost.turns"
 
-    def used(self, view: View, args: Args) -> float:
+    def amount(self, view: View, args: Args) -> float:
         return float(len(view.turns))
 
 
@@ -356,7 +356,7 @@ class CostCalls(_Cost):
 
     kind: ClassVar[str] = "cost.calls"
 
-    def used(self, view: View, args: Args) -> float:
+    def amount(self, view: View, args: Args) -> float:
         return float(len(view.calls))
 
 
@@ -366,7 +366,7 @@ class CostTokens(_Cost):
 
     kind: ClassVar[str] = "cost.tokens"
 
-    def used(self, view: View, args: Args) -> float:
+    def amount(self, view: View, args: Args) -> float:
         return float(sum(turn.sampled_tokens for turn in view.turns))
 
 
@@ -376,7 +376,7 @@ class CostSeconds(_Cost):
 
     kind: ClassVar[str] = "cost.seconds"
 
-    def used(self, view: View, args: Args) -> float:
+    def amount(self, view: View, args: Args) -> float:
         return float(sum(result.seconds for turn in view.turns for result in turn.results))
 
 
@@ -399,7 +399,7 @@ class CostUsd(_Cost):
     )
     example: ClassVar[dict[str, Any]] = {"max": 0.05, "per_million_prompt": 0.4, "per_million_sampled": 1.6}
 
-    def used(self, view: View, args: Args) -> float:
+    def amount(self, view: View, args: Args) -> float:
         prompt = sum(turn.prompt_tokens for turn in view.turns)
         sampled = sum(turn.sampled_tokens for turn in view.turns)
         return float(prompt * args["per_million_prompt"] + sampled * args["per_million_sampled"]) / 1e6

@@ -296,8 +296,7 @@ class CallsMatch(Leaf):
         self.assign = str(args.get("assign", "optimal"))
         self.credit = str(args.get("credit", "all"))
         self.by = str(args.get("by", "assistant"))
-        strings = str(args.get("strings", "bfcl" if self.form == "bfcl" else "exact"))
-        values = EqualityRule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), NORMALIZERS[strings])
+        values = EqualityRule.of(args, "bfcl" if self.form == "bfcl" else "exact")
         self.rule = CallRule(self.form, str(args.get("arguments", "exact")), values)
         self.rules = {language: replace(self.rule, language=language) for language in _LANGUAGES}
         if self.form != "bfcl" and ("declared" in args or "language" in args):
@@ -326,7 +325,9 @@ class CallsMatch(Leaf):
         made = _calls_from_data(args["made"], view) if "made" in args else view.made(self.by)
         if self.credit == "toolrl":
             return grade_calls([item.call for item in made], gold, self.rule.values, self.assign)
-        pairs, credit = self._pair(made, gold, self._rule(args))
+        if (language := args.get("language", "python")) not in self.rules:
+            raise UnscorableError(f"language must be one of {', '.join(self.rules)}, not {brief(language, 80)!r}")
+        pairs, credit = self._pair(made, gold, self.rules[language])
         credits = [credit(i, j) for i, j in pairs]
         size = {"exact": max(len(made), len(gold)), "superset": len(gold), "subset": len(made)}[self.compare]
         # No calls made earn nothing unless none were expected.
@@ -336,12 +337,6 @@ class CallsMatch(Leaf):
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
         shares = _shares(view, made, pairs, credits, size) if size and self.spreads(self.args) else None
         return Reading(value, _evidence(made, gold, pairs, credits), shares)
-
-    def _rule(self, args: Args) -> CallRule:
-        language = args.get("language", "python")
-        if language not in self.rules:
-            raise UnscorableError(f"language must be one of {', '.join(self.rules)}, not {brief(language, 80)!r}")
-        return self.rules[language]
 
     def _gold(self, view: View, expect: Json, functions: Json = None) -> list[GoldCall]:
         """The gold calls, read once for all parts of an episode that share them."""

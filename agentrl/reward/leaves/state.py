@@ -215,8 +215,7 @@ class StateMatch(Leaf):
         self.path = parse_pointer(args.get("path", ""))
         self.ignore = [parse_pointer(pointer) for pointer in args.get("ignore", [])]
         self.cut = (self.path, tuple(self.ignore)) if self.path or self.ignore else None
-        normalize = NORMALIZERS[args.get("strings", "exact")]
-        self.rule = EqualityRule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), normalize)
+        self.rule = EqualityRule.of(args)
 
     def blocks(self) -> bool:
         return "replay" in self.args
@@ -305,8 +304,7 @@ class StateAssert(Leaf):
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
         self.path = parse_pointer(args["path"])
-        normalize = NORMALIZERS[args.get("strings", "exact")]
-        self.rule = EqualityRule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), normalize)
+        self.rule = EqualityRule.of(args)
 
     def read(self, view: View, args: Args) -> Reading:
         if view.trajectory.state is None:
