@@ -48,7 +48,7 @@ def test_calls_beyond_the_abandoned_ones_are_refused_by_name(monkeypatch: pytest
         assert len(begun) == 2, "at once: it was not begun"
         assert (await box.call(ToolCall("fine", {}))).value == 1
         release.set()
-        while TOOLS.count_abandoned("stuck"):
+        while TOOLS._abandoned["stuck"]:
             await asyncio.sleep(0.01)
         return str((await box.call(ToolCall("stuck", {}))).value)
 

@@ -127,6 +127,7 @@ class OwnReward:
 
 log = logging.getLogger(__name__)
 
+ResetResult = tuple[Observation, dict[str, Any]]
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
 
@@ -249,7 +250,7 @@ class ToolEnv(Forkable):
     def action_space(self) -> ToolCallSpace:  # type: ignore[override]
         return ToolCallSpace(self.toolbox)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> ResetResult:
         """`areset`, blocking."""
         return run_sync(self.areset(seed=seed, options=options))
 
@@ -270,9 +271,7 @@ class ToolEnv(Forkable):
 
     # -- an episode --------------------------------------------------------------------------------
 
-    async def areset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         """Start an episode; returns the opening messages.
 
         `seed` names the task; without it the next one is drawn. `options`: "split"; "task" for an existing Task; "user", who

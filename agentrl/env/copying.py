@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from agentrl.data.trajectory import Json, Message, ToolCall, Trajectory
 from agentrl.env.users import RecordedUser
 from agentrl.reward.replays import FrozenState, Replay, RoundEnd, RoundTurns
-from agentrl.reward.values import UnscorableError, brief
+from agentrl.reward.values import UnscorableError, brief, join
 from agentrl.utils.parsing import in_json
 from agentrl.utils.threads import fork_safe
 
@@ -290,15 +290,11 @@ def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
         item = dict.__getitem__(now, key)  # past the methods, which would copy what is only compared
         if key not in base:
             new += 1
-            found["set"][_below(place, key)] = in_json(item)
+            found["set"][join(place, key)] = in_json(item)
         elif (old := dict.__getitem__(base, key)) is not item:
-            _compare(_parts(old), _parts(item), _below(place, key), found)
+            _compare(_parts(old), _parts(item), join(place, key), found)
     if len(now) - new < len(base):
-        found["removed"] += [_below(place, key) for key in base if key not in now]
-
-
-def _below(place: str, key: Any) -> str:
-    return f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}"
+        found["removed"] += [join(place, key) for key in base if key not in now]
 
 
 def _parts(value: Any) -> Any:

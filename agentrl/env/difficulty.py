@@ -17,6 +17,7 @@ from agentrl.env.base import ToolEnv
 from agentrl.env.check import Floor, floors, share_interval
 from agentrl.env.check_tools import Subject
 from agentrl.env.suites import WHOLE, SuiteEnv
+from agentrl.reward.values import join
 from agentrl.utils.errors import AgentrlError
 
 # Difficulty by gold solutions
@@ -95,11 +96,8 @@ def changed_paths(before: Json, after: Json, path: str = "") -> list[str]:
         return [] if before == after and isinstance(before, bool) == isinstance(after, bool) else [path or "/"]
     found: list[str] = []
     for name, there, still in pairs:
-        inner = f"{path}/{str(name).replace('~', '~0').replace('/', '~1')}"
-        if there and still:
-            found += changed_paths(before[name], after[name], inner)  # type: ignore[index]
-        else:
-            found.append(inner)
+        inner = join(path, name)
+        found += changed_paths(before[name], after[name], inner) if there and still else [inner]  # type: ignore[index]
     return found
 
 
@@ -123,9 +121,7 @@ class DifficultyReport:
 
     def counts(self) -> dict[str, int]:
         """The number of tasks of each family."""
-        found: dict[str, int] = defaultdict(int)
-        for task in self.tasks:
-            found[task.family] += 1
+        found = Counter(task.family for task in self.tasks)
         return {**dict(sorted(found.items())), "all": len(self.tasks)}
 
     def to_json(self) -> dict[str, Any]:
@@ -187,7 +183,8 @@ def measure(subject: Subject, split: str | None = None, most: int | None = None)
     scorer."""
     env = subject.build()
     tasks = counted_tasks(env, split, most)
-    inner = _unwrap_env(env)
+    inner = env.unwrapped
+    assert isinstance(inner, ToolEnv)
     made = [env.make_task(seed, tasks.split) for seed in range(tasks.count)]
     families = Counter(inner.family(task) for task in made)
     found = list(floors(subject, env, tasks.split, range(tasks.count)))
@@ -202,12 +199,6 @@ def measure(subject: Subject, split: str | None = None, most: int | None = None)
         "agents": {floor.agent: _report_row(floor, inner, families) for floor in found},
         "any": _share(len(every), tasks.count),
     }
-
-
-def _unwrap_env(env: ToolEnv) -> ToolEnv:
-    inner = env.unwrapped
-    assert isinstance(inner, ToolEnv)
-    return inner
 
 
 def _report_row(floor: Floor, env: ToolEnv, families: Counter[str]) -> dict[str, Any]:

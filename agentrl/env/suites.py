@@ -352,7 +352,7 @@ class SuiteEnv(ToolEnv):
         return folder, _checked_version(cls, folder)
 
     @classmethod
-    def counted(cls, folder: Path) -> dict[str, dict[str, int]]:
+    def task_counts(cls, folder: Path) -> dict[str, dict[str, int]]:
         """The number of tasks of the benchmark at a folder by split and family, for the record of its installation."""
         env = cls(source=str(folder), scorer=None)
         found: dict[str, dict[str, int]] = {}
@@ -493,7 +493,7 @@ def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> Install
     suite = next(iter(classes.values()))
     folder, _ = find_source(suite.suite, given, suite.module, obtain=suite.obtain, called="--from")
     version = suite.locate(str(folder))[1]
-    tasks = {env_id: one.counted(folder) for env_id, one in classes.items()}
+    tasks = {env_id: one.task_counts(folder) for env_id, one in classes.items()}
     files = read_files(folder, suite.files)
     if not files:
         raise ConfigError(f"{suite.suite}: no file of {folder} matches {', '.join(suite.files)}")

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Turn
 from agentrl.env.authoring import Opening
-from agentrl.env.base import StepResult, ToolEnv
+from agentrl.env.base import ResetResult, StepResult, ToolEnv
 from agentrl.env.call_options import nearest
 from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
@@ -189,9 +189,7 @@ class TokenLimit(ToolWrapper):
         self.count = count
         self.used = 0
 
-    async def areset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         observation, info = await self.env.areset(seed=seed, options=options)
         self.used = sum(text_size(message, self.count) for message in observation)
         return observation, info
@@ -218,9 +216,7 @@ class TimeBudget(ToolWrapper):
         self.seconds = seconds
         self.deadline = 0.0
 
-    async def areset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         self.deadline = time.monotonic() + self.seconds
         return await self.env.areset(seed=seed, options=options)
 
@@ -243,9 +239,7 @@ class TimeBudget(ToolWrapper):
 class _ChangesTools(ToolWrapper):
     """Base class of wrappers that change the tools of every episode, right after its reset."""
 
-    async def areset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         observation, info = await self.env.areset(seed=seed, options=options)
         self._change_tools()
         # The record was made with the environment's own tools, and a spec checks calls against what it says.
@@ -382,9 +376,7 @@ class SystemPrompt(ToolWrapper):
 
         return later()
 
-    async def areset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         observation, info = await self.env.areset(seed=seed, options=options)
         opening = self._with(observation)
         self.trajectory.messages[: len(observation)] = opening
@@ -404,9 +396,7 @@ class GoldUser(ToolWrapper):
     def __init__(self, env: ToolEnv) -> None:
         super().__init__(env)
 
-    async def areset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         return await self.env.areset(seed=seed, options={"user": GOLD, **(options or {})})
 
     def user_models(self) -> Sequence[UserModel]:

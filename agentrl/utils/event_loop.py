@@ -251,23 +251,17 @@ def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
         return runner.run(work)
     finally:
         loop = runner.get_loop()
-        if _end_tasks(loop, grace):
-            runner.close()
-        else:  # without what waits: the runner's own close would, for all of them
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, tasks = loop.run_until_complete(asyncio.wait(tasks, timeout=grace))
+        if tasks:  # without what waits: the runner's own close would, for all of them
+            log.warning("%d tasks did not end within %g s of being cancelled and are abandoned", len(tasks), grace)
             asyncio.set_event_loop(None)
             loop.close()
-
-
-def _end_tasks(loop: asyncio.AbstractEventLoop, grace: float) -> bool:
-    """Cancel the remaining tasks of a stopped loop; return True if all have ended."""
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        _, tasks = loop.run_until_complete(asyncio.wait(tasks, timeout=grace))
-    if tasks:
-        log.warning("%d tasks did not end within %g s of being cancelled and are abandoned", len(tasks), grace)
-    return not tasks
+        else:
+            runner.close()
 
 
 # A watchdog for event loops: it says what kept one from turning, while it does.
@@ -448,7 +442,7 @@ class LoopWatchdog:
             if (passed := time.monotonic() - since) > still:
                 log.warning("%s has stood still for %s, and still does", self._name, looks.block(passed))
                 still *= 10
-        seconds = self._answered - since - processor.waited()
+        seconds = self._answered - since - processor.waiting_time()
         if self._over.is_set() or seconds < self.limit:
             return
         block = looks.block(seconds)
@@ -498,7 +492,7 @@ class _Processor:
         """Count from here."""
         self._before = self._read()
 
-    def waited(self) -> float:
+    def waiting_time(self) -> float:
         """Seconds since `begin`, of the thread that waited longest."""
         return max((now - then for now, then in zip(self._read(), self._before, strict=True)), default=0.0)
 

@@ -92,7 +92,7 @@ def guard_requests(app: Any, host: str, names: Collection[str] = (), max_body: i
     may have a name that leads here. What a browser sends for another site is refused everywhere."""
     allowed = {*LOOPBACK, host, *names} if is_loopback(host) else None
 
-    async def served(scope: Any, receive: Any, send: Any) -> None:
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
         reason = None if scope["type"] == "lifespan" else _stranger(scope["headers"], allowed)
         if scope["type"] == "websocket" and reason is not None:
             await send({"type": "websocket.close", "code": 1008, "reason": reason})
@@ -103,7 +103,7 @@ def guard_requests(app: Any, host: str, names: Collection[str] = (), max_body: i
         else:
             await app(scope, receive, send)
 
-    return served
+    return serve
 
 
 async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any) -> None:
@@ -117,7 +117,7 @@ async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any
         if not answered:
             await _refuse(send, 413, "request_too_large", f"the body has more than {most} bytes")
 
-    async def received() -> Any:
+    async def receive_some() -> Any:
         nonlocal size
         message = {"type": "http.disconnect"} if refused else await receive()
         size += len(message.get("body", b""))
@@ -125,7 +125,7 @@ async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any
             await refuse()
         return {"type": "http.disconnect"} if refused else message
 
-    async def sent(message: Any) -> None:
+    async def send_once(message: Any) -> None:
         nonlocal answered
         answered = True
         if not refused:
@@ -135,7 +135,7 @@ async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any
         await refuse()
         return
     try:
-        await app(scope, received, sent)
+        await app(scope, receive_some, send_once)
     except Exception:
         if not refused:  # else it is how the app takes a client that went away
             raise

@@ -179,7 +179,7 @@ def guard_logs() -> None:
     if getattr(before, "redacts", False):
         return
 
-    def made(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    def make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = before(*args, **kwargs)
         try:
             record.msg, record.args = safe(redact_said(record.getMessage())), ()
@@ -189,8 +189,8 @@ def guard_logs() -> None:
             record.exc_text = safe(redact_said(logging.Formatter().formatException(record.exc_info)))
         return record
 
-    made.redacts = True  # type: ignore[attr-defined]
-    logging.setLogRecordFactory(made)
+    make_record.redacts = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(make_record)
 
 
 class _Stream:

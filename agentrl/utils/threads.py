@@ -180,10 +180,6 @@ class DaemonThreads:
             self._semaphores[loop] = asyncio.Semaphore(self.most)
         return self._semaphores[loop]
 
-    def count_abandoned(self, name: str) -> int:
-        """Number of calls of that name that still run although nobody waits for them."""
-        return self._abandoned[name]
-
     async def call(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`function(*args, **kwargs)` with the caller's context variables. Raises what the function raises, and
         HungError if `MOST_ABANDONED` calls of that name hang."""

@@ -94,7 +94,7 @@ class Harbor(SuiteEnv):
         return "own tasks" if folder == Path(__file__).with_name("tasks") else checkout_version(folder)
 
     @classmethod
-    def counted(cls, folder: Path) -> dict[str, dict[str, int]]:
+    def task_counts(cls, folder: Path) -> dict[str, dict[str, int]]:
         # Without an environment, which refuses what cannot run here: that is another question than what there is.
         pools = by_split(cls.suite, [_row(task, True) for task in read_tasks(folder)])
         return {split: dict(Counter(row.family for row in pools[split])) for split in cls.splits}
