@@ -282,10 +282,9 @@ class SglangEngine(Engine, WeightTarget):
         self._trust, self._unused = trust, frozenset(unused)
         self._servers = Servers(cfg, key)
         self._versions = Versions()
+        load_s = LOADING * cfg.timeout
         self._update: Update = (
-            FileUpdate(self._servers, LOADING * cfg.timeout, folder)
-            if cfg.update == "files"
-            else HttpUpdate(self._servers, LOADING * cfg.timeout)
+            FileUpdate(self._servers, load_s, folder) if cfg.update == "files" else HttpUpdate(self._servers, load_s)
         )
         self._expected: Expected | None = None
         self._receiver: Receiver | None = None
