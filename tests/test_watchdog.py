@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +202,29 @@ def test_whose_line_is_named() -> None:
     assert watchdog._owner(watchdog.__file__) == "package"
     assert watchdog._owner(str(watchdog._PACKAGE / "_shelf" / "envs" / "sql" / "env.py")) == "user"
     assert watchdog._owner(__file__) == "user" and watchdog._owner("<string>") == "library"
+
+
+@pytest.mark.parametrize(("limit", "lines"), [(0.05, 1), (2.0, 0)])
+def test_a_rollout_names_what_blocks_its_loop(limit: float, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an environment whose setup keeps the loop from turning for 0.3 s."""
+    from agentrl.config.load import config_from
+    from agentrl.run import evaluate as rollout
+
+    async def blocking(*args: Any, **kwargs: Any) -> list[Any]:
+        time.sleep(0.3)
+        await asyncio.sleep(0.1)
+        return []
+
+    async def nothing(*args: Any) -> None:
+        pass
+
+    said: list[str] = []
+    parts = SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str)
+    session: Any = SimpleNamespace(start=nothing, parts=parts)
+    request: Any = SimpleNamespace(out=tmp_path, pairs=[], split="heldout", temperature=lambda _: None)
+    display: Any = SimpleNamespace(warn=said.append, doing=lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(rollout, "run_tasks", blocking)
+    monkeypatch.setattr(rollout, "SLOW_LOOP", limit)
+    config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, [])
+    asyncio.run(rollout._play(config, request, session, [], rollout.RolloutOutcome(), display))
+    assert len(said) == lines
