@@ -221,7 +221,12 @@ class McpSession:
             try:
                 result = await client.call_tool(item.name, arguments)
             except MCPError as problem:
-                if not _is_answer(problem, self.server.url is not None):
+                # The SDK's own errors for a lost connection, and late answers of a server behind, are no answers.
+                late = problem.code == -32001 and "timed out" in problem.message.lower()
+                made = self.server.url is not None and any(
+                    problem.code == code and problem.message.startswith(words) for code, words in _NO_ANSWER
+                )
+                if late or made or (problem.code, problem.message) == _CLOSED:
                     raise self._fault(item.name, problem) from problem
                 details = "" if problem.data is None else f": {as_text(item.name, problem.data)}"
                 raise ToolError(f"{problem}{details}") from problem
@@ -265,13 +270,6 @@ class McpSession:
 
     def _fault(self, tool: str, fault: Exception) -> EnvError:
         return EnvError(redact_said(f"tool {tool} of {self} failed: {_cause(fault)}{self._wrote()}"))
-
-
-def _is_answer(problem: Any, over_http: bool) -> bool:
-    """Tell a server's error answer from the SDK's own error for a lost connection, and from a late answer of a server behind."""
-    late = problem.code == -32001 and "timed out" in problem.message.lower()
-    made = over_http and any(problem.code == code and problem.message.startswith(words) for code, words in _NO_ANSWER)
-    return not late and not made and (problem.code, problem.message) != _CLOSED
 
 
 async def _accept(name: str, result: Any) -> None:

@@ -146,7 +146,13 @@ def load_tasks(
         for where, raw in _read(file):
             plain = _settle_rows(raw, schema, file.suffix != ".jsonl", settle)
             row = _row(where, plain, validator, to_task, split_column, named)
-            rows.append(row if family_column is None else replace(row, family=_family(where, raw, family_column)))
+            if family_column is not None:
+                named_family = raw.get(family_column)
+                if not isinstance(named_family, str) or not named_family:
+                    expected = "expected the name of the task's family"
+                    raise TaskDataError(f"{where}: field {family_column}: {expected}, got {named_family!r}")
+                row = replace(row, family=named_family)
+            rows.append(row)
     if not rows:
         raise TaskDataError(f"{place}: no rows")
     if family_column is not None:
@@ -266,12 +272,6 @@ def _content_id(row: Row) -> str:
 
 def _content(row: Row) -> str:
     return json.dumps([row.data, row.gold], sort_keys=True, default=str)
-
-
-def _family(where: str, raw: Mapping[str, Any], column: str) -> str:
-    if not isinstance(raw.get(column), str) or not raw[column]:
-        raise TaskDataError(f"{where}: field {column}: expected the name of the task's family, got {raw.get(column)!r}")
-    return str(raw[column])
 
 
 def _split_by_family(rows: Sequence[Row]) -> list[Row]:

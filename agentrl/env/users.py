@@ -195,7 +195,10 @@ class ModelUser:
         answer = await self._complete(await self.shown(conversation))
         said = answer if isinstance(answer, Message) else Message("user", answer)
         if self.leaves(said):
-            return self._parting_of(said.content)
+            text = said.content
+            for stop in self.stops:
+                text = text.replace(stop, "")
+            return Parting(text.strip()) if text.strip() else None
         if said.tool_calls:
             return said
         if not said.content.strip():
@@ -210,11 +213,6 @@ class ModelUser:
     def leaves(self, said: Message) -> bool:
         """Return True if a message ends the conversation."""
         return not said.tool_calls and any(stop in said.content for stop in self.stops)
-
-    def _parting_of(self, text: str) -> Parting | None:
-        for stop in self.stops:
-            text = text.replace(stop, "")
-        return Parting(text.strip()) if text.strip() else None
 
     async def _complete(self, messages: Sequence[Mapping[str, Any]]) -> str | Message:
         if self.complete is not None:

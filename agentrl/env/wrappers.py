@@ -424,15 +424,11 @@ class ToolSchedule(ToolWrapper):
                 self.toolbox.add(item)
             for name in removed:
                 self.toolbox.remove(name)
-            notice = _notice(added, removed)
+            lines = [f"New tool: {json.dumps(item.schema['function'], ensure_ascii=False)}" for item in added]
+            lines += [f"The tool {name} is gone." for name in removed]
+            notice = Message("user", "\n".join(lines))
             record.messages.append(notice)
             # Removed ones stay: the calls that were made of them are checked against their schemas.
             record.tools += [item.schema for item in added]
             observation = [*observation, notice]
         return observation, reward, terminated, truncated, info
-
-
-def _notice(added: Sequence[Tool], removed: Sequence[str]) -> Message:
-    lines = [f"New tool: {json.dumps(item.schema['function'], ensure_ascii=False)}" for item in added]
-    lines += [f"The tool {name} is gone." for name in removed]
-    return Message("user", "\n".join(lines))

@@ -340,7 +340,10 @@ def _among(value: Json, allowed: Sequence[Any], inner: type | None, normalize: N
     if isinstance(value, dict):
         return any(_object_fits(value, option, normalize) for option in allowed)
     if isinstance(value, list) and (inner is dict or (inner is None and any(isinstance(item, dict) for item in value))):
-        return any(_objects_fit(value, option, normalize) for option in allowed)
+        same_size = [option for option in allowed if isinstance(option, list | str) and len(option) == len(value)]
+        return any(
+            all(_object_fits(item, wanted, normalize) for item, wanted in zip(value, option, strict=True)) for option in same_size
+        )
     if isinstance(value, str):
         folded = normalize(value)
         return any(isinstance(option, str) and (option == value or normalize(option) == folded) for option in allowed)
@@ -368,12 +371,6 @@ def _object_fits(made: Json, option: Any, normalize: Normalizer) -> bool:
         if value not in _fold_values(values, normalize):
             return False
     return all(key in made or (isinstance(values, list | str) and "" in values) for key, values in option.items())
-
-
-def _objects_fit(made: Sequence[Json], option: Any, normalize: Normalizer) -> bool:
-    if not isinstance(option, list | str) or len(option) != len(made):
-        return False
-    return all(_object_fits(item, wanted, normalize) for item, wanted in zip(made, option, strict=True))
 
 
 # Possible answers

@@ -410,7 +410,9 @@ def _explain_error(error: jsonschema.ValidationError, place: str, instance: Mapp
     if rule == "const":
         return place, f"must be {wanted!r}, not {_short(found)}"
     if rule == "type":
-        return place, f"must be {_types(wanted)}, not {_kind(found)}"
+        names = [wanted] if isinstance(wanted, str) else wanted
+        expected = " or ".join(f"{'an' if name[0] in 'aio' else 'a'} {name}" for name in names)
+        return place, f"must be {expected}, not {_kind(found)}"
     if rule == "pattern" and place.endswith("/$"):
         roots = ("task", "episode", "turn", "call")
         first, *rest = str(found).lstrip("/").split("/")
@@ -420,11 +422,6 @@ def _explain_error(error: jsonschema.ValidationError, place: str, instance: Mapp
             f"{_short(found)!r} is no pointer of a spec, which begins with /{', /'.join(roots[:-1])} or /{roots[-1]}{hint}",
         )
     return place, _short(error.message, 300)
-
-
-def _types(wanted: str | list[str]) -> str:
-    names = [wanted] if isinstance(wanted, str) else wanted
-    return " or ".join(f"{'an' if name[0] in 'aio' else 'a'} {name}" for name in names)
 
 
 def _kind(value: Any) -> str:
