@@ -104,8 +104,7 @@ def cards_shown(args: tuple[str, ...], driver: bool, given: str | None = None) -
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers inherit it
-        # A session of simulated cards has its own from the scheduler.
-        given = None if "AGENTRL_SIMULATED_CARDS" in os.environ else os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        given = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         shown = cards_shown(config.invocation_params.args, Path("/dev/nvidiactl").exists(), given)
         if shown is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = shown

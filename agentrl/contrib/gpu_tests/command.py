@@ -8,15 +8,14 @@ from pathlib import Path
 
 from agentrl.cli.arguments import COMMANDS
 from agentrl.utils.errors import DependencyError
-from agentrl.utils.processor import usable_cpus
 
+OUT = Path(".pytest_cache") / "agentrl"
 EPILOG = """examples:
   agentrl test                                   the folder tests, on all cards that are free
   agentrl test tests/gpu --cards 0,1             only on these two
   agentrl test tests/gpu -- -k engine -x         what stands behind -- goes to pytest
   agentrl test tests/gpu/test_engine.py::test_sleep_frees_the_memory
   agentrl test --failed                          tests that failed, were interrupted or were not run last time
-  agentrl test tests/gpu --simulate 4            with four made-up cards
   agentrl test tests/gpu --json > results.json   one JSON object; lines go to stderr
 
 A file says what it needs with `pytestmark = pytest.mark.gpus(2)`, or gpus(2, timeout=900) for a limit of its own; without that it
@@ -30,33 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Run test files, each on the GPUs that it declares."""
     parser.epilog = EPILOG
     parser.add_argument("tests", nargs="*", metavar="TEST", help="files, folders, or FILE::TEST (default: tests)")
-    cards = parser.add_mutually_exclusive_group()
-    cards.add_argument(
+    parser.add_argument(
         "--cards", type=_numbers, metavar="N,N", help="use only these (default: all that CUDA_VISIBLE_DEVICES leaves)"
     )
-    cards.add_argument("--simulate", type=_whole, metavar="N", help="N made-up cards, whose memory is kept in files")
     parser.add_argument(
         "--slots", type=_whole, metavar="N", help="files without cards at the same time (default: half the cores)"
     )
     parser.add_argument("--timeout", type=_seconds, default=1800.0, metavar="S", help="seconds for one file (default 1800)")
-    parser.add_argument(
-        "--collect-timeout", type=_seconds, default=120.0, metavar="S", help="until its tests are known (default 120)"
-    )
-    parser.add_argument("--wait", type=_seconds, default=300.0, metavar="S", help="for cards that others use (default 300)")
-    parser.add_argument(
-        "--settle", type=_seconds, default=20.0, metavar="S", help="for a card's memory to come back (default 20)"
-    )
+    parser.add_argument("--wait", type=_seconds, default=300.0, metavar="S", help="for cards that are not free (default 300)")
     parser.add_argument(
         "--in-use-mib", type=_whole, default=256, metavar="M", help="a card with more in use is not free (default 256)"
     )
-    parser.add_argument(
-        "--heartbeat", type=_seconds, default=30.0, metavar="S", help="between two lines on what runs (default 30)"
-    )
     parser.add_argument("--failed", action="store_true", help="only tests that did not pass last time")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="logs and records (default: .pytest_cache/agentrl)")
-    parser.add_argument(
-        "--junit-xml", type=Path, metavar="FILE", help="where to write the JUnit XML (default: junit.xml in --out)"
-    )
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"logs and records (default: {OUT})")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
     parser.set_defaults(run=run, passed_on=[])
 
@@ -65,17 +50,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the tests; returns 0, 1 if one failed or was not run, 130 after Ctrl-C."""
     if importlib.util.find_spec("pytest") is None:
         raise DependencyError("agentrl test needs pytest: pip install 'agentrl[testing]'")
-    from agentrl.contrib.gpu_tests.run import OUT, TestRun, run_tests
+    from agentrl.contrib.gpu_tests.run import run_tests
 
-    return run_tests(
-        TestRun(
-            words=args.tests, args=args.passed_on, cards=args.cards, simulate=args.simulate,
-            slots=args.slots or max(usable_cpus() // 2, 1),
-            timeout=args.timeout, collect_timeout=args.collect_timeout, wait=args.wait, settle=args.settle,
-            in_use_mib=args.in_use_mib, heartbeat=args.heartbeat, failed=args.failed,
-            out=args.out or OUT, junit_xml=args.junit_xml, as_json=args.json,
-        )
-    )  # fmt: skip
+    return run_tests(args)
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,36 +1,29 @@
-"""The pytest plugin: the mark `gpus`, and what a session that `agentrl test` started tells its scheduler.
+"""The pytest plugin: the mark `gpus`, and the journal of a session that `agentrl test` started.
 
 A scheduled session appends one JSON object per line to its journal (`--agentrl-journal`): it began (with its process id), what
-was collected, each test's start and reports. So all that is known of a session survives its death. On the signal `DUMP` it
-writes where each of its threads is into the file next to the journal, also while it is stuck in C code.
+was collected, each test's start and reports. So all that is known of a session survives its death.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import signal
-from collections.abc import Sequence
+import resource
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-DUMP = signal.SIGRTMAX - 3
-"""The signal on which a session says where it is."""
 MARK = (
     "gpus(count, timeout=None): the GPUs that this file needs, and the seconds that it may take in all; `agentrl test` reads it"
 )
-MOST_TEXT = 20_000
-"""Characters of a failure, or of one captured output, that are passed on."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options that a scheduler passes."""
+    """The option that a scheduler passes."""
     group = parser.getgroup("agentrl test", "what `agentrl test` passes to the sessions that it starts")
     group.addoption("--agentrl-journal", metavar="FILE", help="where to write what happens")
-    group.addoption("--agentrl-gpus", type=int, default=0, metavar="N", help="how many cards the scheduler gave")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,79 +37,87 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     known = early_config.known_args_namespace
     # A worker of pytest-xdist has its session's options, and its reports arrive in that session.
     if known.agentrl_journal is not None and "PYTEST_XDIST_WORKER" not in os.environ:
-        early_config.pluginmanager.register(Teller(Path(known.agentrl_journal), known.agentrl_gpus), "agentrl-teller")
+        early_config.pluginmanager.register(JournalWriter(Path(known.agentrl_journal)), "agentrl-journal")
 
 
-def dump_file(journal: Path) -> Path:
-    """File in which the session of a journal records its stacks."""
-    return journal.with_suffix(".stacks")
+def declared(item: pytest.Item) -> tuple[int, float | None]:
+    """The cards and the time limit of a test's marks. Raises ValueError for a mark with other arguments."""
+    gpus, limit = 0, None
+    for mark in item.iter_markers("gpus"):
+        if len(mark.args) > 1 or mark.kwargs.keys() - {"count", "timeout"}:
+            raise ValueError(f"gpus{mark.args}, {mark.kwargs}: expected gpus(COUNT, timeout=SECONDS)")
+        count, timeout = mark.args[0] if mark.args else mark.kwargs.get("count"), mark.kwargs.get("timeout")
+        if type(count) is not int or count < 0:
+            raise ValueError(f"gpus needs a whole number of cards, 0 or more, not {count!r}")
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+            raise ValueError(f"gpus: timeout needs seconds, more than 0, not {timeout!r}")
+        gpus, limit = max(gpus, count), limit if timeout is None else max(limit or 0.0, timeout)
+    return gpus, limit
 
 
-class Teller:
+class JournalWriter:
     """Writes the journal of this process's session."""
 
-    def __init__(self, journal: Path, gpus: int) -> None:
-        self._pid, self._gpus = os.getpid(), gpus
+    def __init__(self, journal: Path) -> None:
+        self._pid = os.getpid()
         self._file = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._stacks = dump_file(journal).open("w", encoding="utf-8")
-        faulthandler.register(DUMP, file=self._stacks, all_threads=True)
-        self._tell("began", pid=self._pid)
+        # The scheduler ends a session that hangs by SIGABRT, at which pytest writes its stacks; no core is needed.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        self._write("began", pid=self._pid)
 
-    def _tell(self, event: str, **fields: Any) -> None:
+    def _write(self, event: str, **fields: Any) -> None:
         if os.getpid() == self._pid:  # not in a process that a test forked
             os.write(self._file, json.dumps({"event": event, **fields}).encode() + b"\n")
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
         """A file that cannot be collected, or that skips itself."""
-        if report.failed:
-            self._tell("collect_failed", text=_cut(report.longreprtext))
-        elif report.skipped:
-            self._tell("collect_skipped", reason=_reason(report))
+        report = yield
+        if report.outcome != "passed":
+            reason = _last_line(report.longreprtext) if report.failed else _skip_reason(report)
+            self._write("collection", file=str(collector.path), outcome=report.outcome, reason=reason)
+        return report
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """The tests that will run. Raises UsageError if a mark says other than the scheduler read."""
+        """The tests that will run, with the cards that each needs."""
+        tests = []
         for item in session.items:
-            mark = item.get_closest_marker("gpus")
-            asked = mark.args[0] if mark is not None and mark.args else mark.kwargs.get("count") if mark is not None else None
-            if asked is not None and asked != self._gpus:
-                told = f"{item.nodeid} has the mark gpus({asked}), which the scheduler could not read and gave {self._gpus}"
-                self._tell("refused", reason=f"{told}: write `pytestmark = pytest.mark.gpus({asked})` in the file itself")
-                raise pytest.UsageError(told)
-        self._tell("collected", tests=[item.nodeid for item in session.items])
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, node: object, ids: Sequence[str]) -> None:
-        """The same of pytest-xdist, whose workers collect."""
-        self._tell("collected", tests=list(ids))
+            try:
+                gpus, timeout = declared(item)
+            except ValueError as problem:
+                self._write("collection", file=str(item.path), outcome="failed", reason=f"{item.name}: {problem}")
+            else:
+                tests.append({"file": str(item.path), "name": _name(item.nodeid), "gpus": gpus, "timeout": timeout})
+        self._write("collected", tests=tests)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins."""
-        self._tell("start", test=nodeid)
+        self._write("start", test=_name(nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One of its phases has ended: setup, call, teardown."""
-        fields: dict[str, Any] = {"when": report.when, "outcome": report.outcome, "seconds": report.duration}
+        fields: dict[str, Any] = {"when": report.when, "outcome": report.outcome, "seconds": report.duration, "reason": ""}
         if hasattr(report, "wasxfail"):
             fields["xfail"] = str(report.wasxfail)
         if report.skipped:
-            fields["reason"] = _reason(report)
-        if report.failed:
+            fields["reason"] = _skip_reason(report)
+        elif report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             fields["reason"] = str(crash.message).splitlines()[0] if crash is not None and crash.message else ""
-            fields["text"] = _cut(report.longreprtext)
-            fields["output"] = [[name, _cut(content)] for name, content in report.sections if content]
-        if report.when == "teardown" and report.user_properties:
-            fields["properties"] = [[str(name), str(value)] for name, value in report.user_properties]
-        self._tell("report", test=report.nodeid, **fields)
+        self._write("report", test=_name(report.nodeid), **fields)
 
 
-def _cut(text: str) -> str:
-    """The end of a long text, which names the fault."""
-    return text if len(text) <= MOST_TEXT else f"[{len(text) - MOST_TEXT} characters left out]\n{text[-MOST_TEXT:]}"
+def _name(nodeid: str) -> str:
+    return nodeid.partition("::")[2] or nodeid
 
 
-def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
-    """Why something was skipped."""
+def _last_line(text: str) -> str:
+    """The error at the end of a traceback."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("E").strip() if lines else ""
+
+
+def _skip_reason(report: pytest.CollectReport | pytest.TestReport) -> str:
     if isinstance(report.longrepr, tuple):  # file, line, reason
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     return report.longreprtext

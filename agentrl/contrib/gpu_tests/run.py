@@ -1,168 +1,99 @@
-"""A run of `agentrl test` from its options to its exit code."""
+"""A run of `agentrl test` from its options to its report and exit code."""
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import json
 import os
-import shutil
+import re
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
 
-from agentrl.contrib.gpu_tests.cards import (
-    IN_USE_MIB,
-    SETTLE_S,
-    VISIBLE,
-    CardLocks,
-    CardPool,
-    CardReader,
-    NvidiaSmi,
-    SimulatedCards,
-    choose_cards,
-)
-from agentrl.contrib.gpu_tests.declare import (
-    Earlier,
-    FolderLock,
-    failed_before,
-    find_files,
-    listed_tests,
-    local_folder,
-    read_declaration,
-    recall,
-    remember,
-)
-from agentrl.contrib.gpu_tests.report import HEARTBEAT_S, Lines, as_json, junit, report
-from agentrl.contrib.gpu_tests.scheduler import RunLimits, Scheduler, exit_code
-from agentrl.contrib.gpu_tests.session import FileJob, FileSession, SessionOptions
-from agentrl.contrib.gpu_tests.verdict import Case, FileResult
-from agentrl.utils.errors import ConfigError, ResourceError
+from agentrl.contrib.gpu_tests.cards import VISIBLE, CardPool, choose_cards, read_cards
+from agentrl.contrib.gpu_tests.scheduler import Scheduler, clock, on_cards
+from agentrl.contrib.gpu_tests.session import NOT_PASSED, OUTCOMES, Case, FileResult, FileSession, collect
+from agentrl.utils.errors import ResourceError, RunFolderError, UserError, did_you_mean
 from agentrl.utils.files import atomic_write
+from agentrl.utils.processor import usable_cpus
 from agentrl.utils.terminal import say
 
-OUT = Path(".pytest_cache") / "agentrl"
 
+def run_tests(options: argparse.Namespace) -> int:
+    """Run test files on cards and slots; returns the exit code. Raises UserError for what cannot be right."""
+    began, out = time.monotonic(), options.out
+    stream = sys.stderr if options.json else sys.stdout
 
-@dataclass(frozen=True)
-class TestRun:
-    """The options of `agentrl test`; times in seconds. `words`: files, folders, `FILE::TEST`. `cards`: their numbers, None for
-    all. `simulate`: this many made-up cards instead. `args`: for pytest. `junit_xml`: None for `junit.xml` in `out`."""
+    def line(text: str) -> None:
+        say(f"[{clock(time.monotonic() - began)}] {text}", file=stream, flush=True)
 
-    __test__ = False  # no class of tests, whatever pytest thinks of its name
+    def ended(result: FileResult) -> None:
+        took = f", {clock(result.seconds)}" if result.seconds is not None else ""
+        problem = f": {result.problem}" if result.problem is not None else ""
+        line(f"{verdict(result):<7} {result.file}: {count_text(result.counts)}{took}{problem}")
 
-    words: Sequence[str] = ()
-    args: Sequence[str] = ()
-    cards: Sequence[int] | None = None
-    simulate: int | None = None
-    slots: int = 1
-    timeout: float = 1800.0
-    collect_timeout: float = 120.0
-    wait: float = 300.0
-    settle: float = SETTLE_S
-    in_use_mib: int = IN_USE_MIB
-    heartbeat: float = HEARTBEAT_S
-    failed: bool = False
-    out: Path = OUT
-    junit_xml: Path | None = None
-    as_json: bool = False
-
-
-def run_tests(options: TestRun) -> int:
-    """Run test files on cards and slots; returns the code of `scheduler.exit_code`. Raises UserError for what cannot be right."""
-    began, date = time.monotonic(), datetime.now().astimezone()
-    found = find_files(options.words)
-    with folder_lock(options.out):
-        known = recall(options.out)
-        found = failed_before(found, known) if options.failed else found
-        stream = sys.stderr if options.as_json else sys.stdout
-        lines = Lines(lambda line: say(line, file=stream, flush=True), began, options.heartbeat)
-        jobs, unreadable = read_jobs(found, known, options.timeout)
-        for result in unreadable:
-            lines.ended(result, time.monotonic())
-        reader: CardReader = NvidiaSmi() if options.simulate is None else SimulatedCards(options.out / "cards", options.simulate)
-        pool = make_pool(reader, options, lines, needed=any(job.gpus for job in jobs))
-        with temporary_folder(lines) as env:
-            of_all = SessionOptions(options.out, {**reader.env, **env}, options.args, options.collect_timeout)
-            limits = RunLimits(options.slots, options.wait)
-            scheduler = Scheduler(jobs, pool, limits, lambda job, cards, now: FileSession(job, cards, of_all, now), lines)
-            with signals_to(scheduler):
-                results = [*unreadable, *scheduler.run()]
+    words = options.tests or ["tests"]
+    for word in words:
+        path = Path(word.partition("::")[0])
+        if not path.exists():
+            near = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
+            raise UserError(
+                f"{path}: there is no such file or folder; {did_you_mean(str(path), near, 'name test files or folders')}"
+            )
+    with locked(out):
+        words = failed_before(out, words) if options.failed else words
+        jobs, results = collect(words, options.passed_on, out, options.timeout)
+        if not jobs and not results:
+            raise UserError(f"no test in {', '.join(words)}")
+        for result in results:
+            ended(result)
+        pool = make_pool(options, needed=any(job.gpus for job in jobs))
+        scheduler = Scheduler(
+            jobs, pool, lambda job, cards, now: FileSession(job, cards, out, options.passed_on, now),
+            slots=options.slots or max(usable_cpus() // 2, 1), wait=options.wait, say=line, ended=ended,
+        )  # fmt: skip
+        with signals_to(scheduler):
+            results += scheduler.run()
         code = exit_code(results, scheduler.interrupted)
-        remember(options.out, results)
-        atomic_write(options.junit_xml or options.out / "junit.xml", junit(results, date))
-        told = as_json(results, pool.out, time.monotonic() - began, code)
-        atomic_write(options.out / "results.json", json.dumps(told, indent=1))
-        say(json.dumps(told) if options.as_json else report(results, pool.out, told["seconds"]), flush=True)
+        remember(out, results)
+        told = as_json(results, time.monotonic() - began, code)
+        atomic_write(out / "results.json", json.dumps(told, indent=1))
+        atomic_write(out / "junit.xml", junit(results))
+        say(json.dumps(told) if options.json else report(results, told["seconds"]), flush=True)
     return code
 
 
-def read_jobs(
-    found: Mapping[str, tuple[str, ...]], known: Mapping[str, Earlier], timeout: float
-) -> tuple[list[FileJob], list[FileResult]]:
-    """Jobs, as each file declares them; a file that cannot be read has its result at once, and the others are run."""
-    jobs, unreadable = [], []
-    for file, targets in found.items():
-        try:
-            said = read_declaration(Path(file), file)
-        except ConfigError as error:
-            cases = tuple(Case(name, "not run", reason=str(error)) for name in listed_tests(Path(file)))
-            unreadable.append(FileResult(file, cases, problem=f"not run: {error}"))
-            continue
-        listed = said.tests if targets == (file,) else tuple(target.partition("::")[2] for target in targets)
-        earlier = known.get(file, Earlier()).seconds
-        jobs.append(FileJob(file, targets, said.gpus, said.timeout or timeout, earlier, listed))
-    return jobs, unreadable
-
-
-def make_pool(reader: CardReader, options: TestRun, lines: Lines, needed: bool) -> CardPool:
+def make_pool(options: argparse.Namespace, needed: bool) -> CardPool:
     """The cards of a run; none if no file needs one. Raises ResourceError for `--cards` that are not there."""
-    numbers: list[int] = []
-    uuids: dict[int, str] = {}
-    missing = ""
-    if needed:
-        # Made-up cards are numbered by themselves; what hides real ones says nothing of them.
-        visible = os.environ.get(VISIBLE) if options.simulate is None else None
-        try:
-            cards = reader.read()
-            numbers, uuids = choose_cards(cards, options.cards, visible), {card.number: card.uuid for card in cards}
-            missing = f"{VISIBLE}={visible} hides all" if cards and not numbers else ""
-        except ResourceError as error:
-            if options.cards is not None:
-                raise
-            missing = str(error)
-    locks = CardLocks(reader.locks, uuids)
-    return CardPool(reader, numbers, locks, lines.say, options.in_use_mib, options.settle, missing)
+    visible = os.environ.get(VISIBLE)
+    try:
+        cards = read_cards() if needed or options.cards is not None else []
+        chosen = choose_cards(cards, options.cards, visible)
+        missing = f"{VISIBLE}={visible} hides all" if cards and not chosen else ""
+    except ResourceError as error:
+        if options.cards is not None:
+            raise
+        chosen, missing = [], str(error)
+    return CardPool(chosen, options.in_use_mib, missing)
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """The folder of logs and records for this run alone. Raises UserError if another one has it."""
-    lock = FolderLock(folder)
-    try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another `agentrl test` uses {folder}: wait for it, or give this one its own with --out") from None
         yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def temporary_folder(lines: Lines) -> Iterator[dict[str, str]]:
-    """The environment for temporary files: as it is if they are local, else with a local folder, which is removed at the end."""
-    current = Path(tempfile.gettempdir())
-    place, network = local_folder(current)
-    if network is None:
-        yield {}
-        return
-    folder = tempfile.mkdtemp(prefix="agentrl-test-", dir=place)
-    lines.say(f"{current} is on a network mount ({network}): temporary files of the tests go to {folder}")
-    try:
-        yield {"TMPDIR": folder}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -175,3 +106,134 @@ def signals_to(scheduler: Scheduler) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_code(results: Sequence[FileResult], interrupted: bool) -> int:
+    """0: every test that was asked for ran, and none failed. 130: interrupted. 1: anything else, also no test at all."""
+    if interrupted:
+        return 130
+    whole = all(not result.failed and not result.counts["not run"] for result in results)
+    return 0 if whole and any(result.cases for result in results) else 1
+
+
+# What has not passed, for --failed
+
+
+def failed_before(out: Path, words: Sequence[str]) -> list[str]:
+    """Tests and files below the words that did not pass when they last ran. Raises UserError if there is none."""
+    asked = [(word, Path(word).resolve()) for word in words]
+    left = [
+        target
+        for target in _left(out)
+        if (file := Path(target.partition("::")[0]).resolve()).exists()
+        and any(target == word or file.is_relative_to(path) for word, path in asked)
+    ]
+    if not left:
+        raise UserError("--failed: nothing of this has failed, was interrupted or was not run when it was last asked for")
+    return left
+
+
+def remember(out: Path, results: Sequence[FileResult]) -> None:
+    """Add what a run found out to what earlier ones did."""
+    left = _left(out)
+    for result in results:
+        ran = {f"{result.file}::{case.name}" for case in result.cases}
+        left = [old for old in left if old not in ran and (result.part or old.partition("::")[0] != result.file)]
+        named = [f"{result.file}::{case.name}" for case in result.cases if case.outcome in NOT_PASSED]
+        left += [result.file] if result.problem is not None else named
+    atomic_write(out / "failed.json", json.dumps(sorted(set(left)), indent=1))
+
+
+def _left(out: Path) -> list[str]:
+    path = out / "failed.json"
+    try:
+        return list(map(str, json.loads(path.read_text())))
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}): delete it; failures of earlier runs are then not known") from error
+
+
+# The report
+
+
+def verdict(result: FileResult) -> str:
+    """One word on a file."""
+    if result.failed and result.seconds is not None:
+        return "FAILED"
+    if result.counts["interrupted"] or (result.counts["not run"] and result.seconds is not None):
+        return "stopped"
+    if result.problem is not None or result.counts["not run"]:
+        return "not run"
+    return "passed" if result.counts["passed"] or result.counts["xpassed"] else "skipped" if result.cases else "empty"
+
+
+def report(results: Sequence[FileResult], seconds: float) -> str:
+    """The end of a run: every test that did not pass, with why; every problem of a file; the totals."""
+    worth = [one for one in results if one.problem is not None or any(case.outcome in NOT_PASSED for case in one.cases)]
+    lines = ["", "== did not pass =="] if worth else [""]
+    for result in sorted(worth, key=lambda one: one.file):
+        log = f"  ({result.log})" if result.log else ""
+        lines.append(f"{result.file}{on_cards(result.cards)}: {count_text(result.counts)}{log}")
+        lines += [f"    {result.problem}"] if result.problem is not None else []
+        for case in result.cases:
+            if case.outcome in NOT_PASSED:
+                where = f" in {case.phase}" if case.phase in ("setup", "teardown") else ""
+                known = case.reason and case.reason in (result.problem or "")  # said in the line above
+                lines.append(f"    {case.outcome}{where}  {case.name}{'' if known else f': {case.reason}'}")
+    files = f"{len(results)} file{'s' if len(results) != 1 else ''}"
+    lines.append(f"== {files} in {clock(seconds)}: {count_text(_totals(results))} ==")
+    return "\n".join(lines)
+
+
+def as_json(results: Sequence[FileResult], seconds: float, code: int) -> dict[str, Any]:
+    """The same for a program."""
+    files = [
+        {
+            "file": result.file, "verdict": verdict(result).lower(), "gpus": result.gpus, "cards": list(result.cards),
+            "seconds": result.seconds, "problem": result.problem, "log": result.log,
+            "tests": [
+                {"name": case.name, "outcome": case.outcome, "seconds": case.seconds, "reason": case.reason}
+                for case in result.cases
+            ],
+        }
+        for result in sorted(results, key=lambda one: one.file)
+    ]  # fmt: skip
+    return {"exit_code": code, "seconds": seconds, "counts": _totals(results), "files": files}
+
+
+def junit(results: Sequence[FileResult]) -> str:
+    """JUnit XML for CI. "interrupted" and "not run", which the format lacks, are errors: as skipped they would look well."""
+    root = ET.Element("testsuites", name="agentrl test")
+    for result in results:
+        own = [] if result.problem is None else [Case("[file]", "not run", reason=result.problem)]
+        suite = ET.SubElement(root, "testsuite", name=_xml(result.file), time=f"{result.seconds or 0.0:.3f}")
+        tags: Counter[str] = Counter()
+        for case in (*result.cases, *own):
+            found = ET.SubElement(
+                suite, "testcase", classname=_xml(result.file), name=_xml(case.name), time=f"{case.seconds:.3f}"
+            )
+            if case.outcome not in ("passed", "xpassed"):
+                tag = "failure" if case.phase == "call" else "skipped" if case.outcome in ("skipped", "xfailed") else "error"
+                ET.SubElement(found, tag, type=case.outcome, message=_xml(case.reason))
+                tags[tag] += 1
+        for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            suite.set(name, str(tags[tag]))
+        suite.set("tests", str(len(result.cases) + len(own)))
+    ET.indent(root)
+    return str(ET.tostring(root, encoding="unicode")) + "\n"
+
+
+def _xml(text: str) -> str:
+    """Without characters that no XML may have, which terminals' colours are full of."""
+    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def count_text(counts: dict[str, int]) -> str:
+    """ "3 passed, 1 failed" """
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts.get(outcome)) or "no tests"
+
+
+def _totals(results: Sequence[FileResult]) -> dict[str, int]:
+    """Number of tests per outcome, over all files."""
+    return dict(sum((result.counts for result in results), Counter[str]()))

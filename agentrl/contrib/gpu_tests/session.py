@@ -1,4 +1,4 @@
-"""One test file's pytest session: its processes, its environment, its end.
+"""A pytest session of its own for each test file: its processes, its limits, its end, and the outcome of each test.
 
 The session is started by `agentrl.utils.keeper`, which adopts everything that the session leaves behind, double forks
 included, and ends all of it when the session ends, on request, and when the scheduler dies in whatever way.
@@ -6,30 +6,35 @@ included, and ends all of it when the session ends, on request, and when the sch
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from agentrl.contrib.gpu_tests.cards import VISIBLE
-from agentrl.contrib.gpu_tests.plugin import DUMP, dump_file
-from agentrl.contrib.gpu_tests.verdict import Ending, FileResult, JournalReader, Stacks, conclude
+from agentrl.contrib.gpu_tests.cards import ENV, VISIBLE
 from agentrl.utils import keeper
+from agentrl.utils.errors import UserError
 from agentrl.utils.files import shown_path
 
+OUTCOMES = ("passed", "failed", "skipped", "xfailed", "xpassed", "interrupted", "not run")
+NOT_PASSED = ("failed", "interrupted", "not run")
+COLLECT_S = 300.0
+"""Seconds until all test files are collected."""
 _DUMP_S = 2.0
-"""Seconds to wait for a session to say where it is."""
-_TAIL = 4096
+"""Seconds that a session has to write its stacks before it is ended."""
+_NO_TESTS = 5
+"""pytest's exit code of a session without tests."""
+_END = 1_000_000
 """Bytes at the end of a log that are looked at."""
-_MOST_STACKS = 1_000_000
-"""Bytes of a log in which a crash's stacks are looked for, at its end."""
 NOT_FOR_CHILDREN = (
     "RAY_ADDRESS",
     "PYTEST_XDIST_WORKER",
@@ -41,186 +46,324 @@ NOT_FOR_CHILDREN = (
 
 
 @dataclass(frozen=True)
+class Case:
+    """One test. `name`: as pytest has it behind the file, "[file]" for a file whose tests are not known. `seconds`: of all its
+    phases. `phase`: the one that failed."""
+
+    name: str
+    outcome: str
+    seconds: float = 0.0
+    reason: str = ""
+    phase: str = ""
+
+
+@dataclass(frozen=True)
 class FileJob:
-    """One file to run. `targets`: what pytest gets, the file or some of its tests. `timeout`: seconds for all of it. `known`: the
-    seconds that it took last time. `listed`: its tests as read from the file."""
+    """One file to run. `targets`: what pytest gets, the file or some of its tests. `timeout`: seconds for all of it. `tests`:
+    the names that were collected."""
 
     file: str
     targets: tuple[str, ...]
     gpus: int
     timeout: float
-    known: float | None = None
-    listed: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class SessionOptions:
-    """Options of all sessions. `folder`: where logs, journals and caches go, a name per file. `env`: added to the scheduler's
-    environment. `args`: for pytest. `collect_timeout`: seconds from the start until the tests are known."""
+class FileResult:
+    """One file. `problem`: the fault of the file as a whole, or None. `seconds`: from its start to the end of its last process;
+    None if it was not started. `part`: whether only some of its tests were asked for."""
 
-    folder: Path
-    env: Mapping[str, str]
-    args: Sequence[str]
-    collect_timeout: float
+    file: str
+    cases: tuple[Case, ...]
+    gpus: int = 0
+    cards: tuple[int, ...] = ()
+    seconds: float | None = None
+    problem: str | None = None
+    log: str | None = None
+    part: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """True if it is to blame: a test failed, or the file as a whole."""
+        return self.problem is not None or any(case.outcome == "failed" for case in self.cases)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of tests per outcome."""
+        return Counter(case.outcome for case in self.cases)
 
 
-class FileSession:
-    """A started file. `tick` is called again and again until it gives the result."""
+class Journal:
+    """Reader of a session's journal. `running`: tests that have begun and not ended: one, but for pytest-xdist. `collected`:
+    rows of tests, None before they are known. `uncollected`: files and parts of them that failed or skipped themselves."""
 
-    def __init__(self, job: FileJob, cards: tuple[int, ...], options: SessionOptions, now: float) -> None:
-        self.job, self.cards, self.began = job, cards, now
-        self._options = options
-        self._log, self._journal, cache = (own_path(options.folder, kind, job.file) for kind in ("logs", "journals", "caches"))
-        for path in (self._log, self._journal):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._journal.unlink(missing_ok=True)
-        self.said = JournalReader(self._journal)
-        self._why: Literal["by itself", "timeout", "collect timeout", "interrupted"] = "by itself"
-        self._limit, self._stacks = 0.0, Stacks()
-        self._ending_since: float | None = None
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "agentrl.contrib.gpu_tests.plugin",
-            f"--agentrl-journal={self._journal.resolve()}",
-        ]
-        command += [f"--agentrl-gpus={job.gpus}", "-o", f"cache_dir={cache.resolve()}"]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", keeper.__file__, *command, *options.args, *job.targets],
-                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                env=child_env(os.environ, options.env, cards),
+    def __init__(self, path: Path) -> None:
+        self._path, self._rest, self._offset = path, b"", 0
+        self.pid: int | None = None
+        self.collected: list[dict[str, Any]] | None = None
+        self.uncollected: list[dict[str, Any]] = []
+        self.running: dict[str, None] = {}
+        self.cases: dict[str, Case] = {}
+
+    def read(self) -> None:
+        """Read new lines; an incomplete line is left for later."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        for line in lines:
+            self._take(json.loads(line))
+
+    def _take(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "began":
+                self.pid = event["pid"]
+            case "collection":
+                self.uncollected.append(event)
+            case "collected":
+                self.collected = event["tests"]
+            case "start":
+                self.running[event["test"]] = None
+            case "report":
+                self._report(event["test"], event)
+
+    def _report(self, name: str, event: dict[str, Any]) -> None:
+        case = self.cases.get(name)
+        if case is None or event["when"] == "setup":
+            case = Case(name, "passed")  # also of a test that is run again
+        case = replace(case, seconds=case.seconds + event["seconds"])
+        outcome, xfail = event["outcome"], event.get("xfail")
+        if outcome == "failed" and case.outcome != "failed":
+            case = replace(case, outcome="failed", phase=event["when"], reason=event["reason"])
+        elif outcome == "skipped":
+            case = replace(case, outcome="skipped" if xfail is None else "xfailed", reason=xfail or event["reason"])
+        elif outcome == "passed" and xfail is not None and event["when"] == "call":
+            case = replace(case, outcome="xpassed", reason=xfail)
+        if event["when"] == "teardown":
+            self.running.pop(name, None)
+        self.cases[name] = case
+
+
+class Session:
+    """A pytest process and all that it starts. `folder` has its log, its journal and pytest's cache."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log, journal = folder / "log.txt", folder / "journal.jsonl"
+        journal.unlink(missing_ok=True)
+        self.journal = Journal(journal)
+        command = [sys.executable, "-m", "pytest", "-p", "agentrl.contrib.gpu_tests.plugin"]
+        command += [f"--agentrl-journal={journal.resolve()}", "-o", f"cache_dir={(folder / 'cache').resolve()}", *arguments]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__, *command],
+                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env,
                 start_new_session=True,  # away from the terminal's Ctrl-C: the scheduler passes it on
             )  # fmt: skip
 
+    def signal(self, number: int) -> bool:
+        """Signal the pytest process itself; False if it has not begun or has ended."""
+        pid = self.journal.pid
+        with suppress(ProcessLookupError):
+            if pid is not None and keeper.parent_of(pid) == self.process.pid:
+                os.kill(pid, number)
+                return True
+        return False
+
+    def close(self) -> None:
+        """End all its processes, SIGTERM and then SIGKILL; idempotent. `process.poll` tells when that is done."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()  # tells the keeper
+
+    def last_line(self) -> str:
+        """The last line of the log that says something."""
+        lines = [line.strip() for line in self._end_of_log().splitlines() if line.strip(" =-\r")]
+        return lines[-1] if lines else ""
+
+    def place(self, file: str) -> str:
+        """Place of a crash, or of a test that was stopped, by the stacks that pytest's faulthandler wrote: in the current thread
+        the innermost line of the file, else of any file; "" if not known."""
+        _, crashed, report = self._end_of_log().rpartition("Fatal Python error: ")
+        thread = re.search(r"^Current thread [^\n]*\n((?:  .*\n?)*)", report, re.MULTILINE) if crashed else None
+        frames = re.findall(r'^\s*File "(.+)", line (\d+) in (.+)$', thread[1], re.MULTILINE) if thread else []
+        own = [frame for frame in frames if Path(frame[0]) == Path(file).resolve()]
+        return next((f", at {shown_path(path)}:{line} in {name}" for path, line, name in own or frames), "")
+
+    def _end_of_log(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(max(self.log.stat().st_size - _END, 0))
+            return file.read().decode(errors="replace")
+
+
+class FileSession:
+    """A started file. `tick` is called again and again until it gives the result. `ending_since`: since when it is being ended,
+    on the caller's clock."""
+
+    def __init__(self, job: FileJob, cards: tuple[int, ...], out: Path, args: Sequence[str], now: float) -> None:
+        self.job, self.cards, self.began = job, cards, now
+        self._part = job.targets != (job.file,) or bool(args)
+        self._session = Session(file_folder(out, job.file), [*args, *job.targets], child_env(os.environ, cards))
+        self._why: Literal["by itself", "timeout", "interrupted", "stuck"] = "by itself"
+        self._stopped_at = 0.0
+        self.ending_since: float | None = None
+
     @property
-    def stuck_for(self) -> float | None:
-        """Since when it is being ended, on the caller's clock; None if it is not."""
-        return self._ending_since
+    def current(self) -> str:
+        """The test that runs, or ""."""
+        return next(reversed(self._session.journal.running), "")
 
     def tick(self, now: float) -> FileResult | None:
-        """Look how far it is, and end it if a limit has passed. The result, once none of its processes is left."""
-        code = self._process.poll()
-        self.said.read()
+        """Look how far it is, and end it if its time is over. The result, once none of its processes is left."""
+        code = self._session.process.poll()
+        self._session.journal.read()
         if code is not None:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._session.close()
             return self._result(now, code)
-        if self._ending_since is None and self._why == "by itself":
-            passed, of_collection = now - self.began, self._options.collect_timeout
-            if not self.said.collected and of_collection < passed:
-                self._stop(now, "collect timeout", of_collection)
-            elif self.job.timeout < passed:
-                self._stop(now, "timeout", self.job.timeout)
+        if self._why == "by itself" and now - self.began > self.job.timeout:
+            self._why, self._stopped_at = "timeout", now
+            if not self._session.signal(signal.SIGABRT):  # it writes where it is
+                self.end(now)
+        elif self._why == "timeout" and now - self._stopped_at > _DUMP_S:
+            self.end(now)
         return None
 
     def interrupt(self, now: float) -> None:
         """Pass Ctrl-C on: pytest ends the running test, tears its fixtures down, and ends."""
         if self._why == "by itself":
             self._why = "interrupted"
-            if not self._signal(signal.SIGINT):
+            if not self._session.signal(signal.SIGINT):
                 self.end(now)
 
     def end(self, now: float) -> None:
-        """End all its processes, SIGTERM and then SIGKILL; idempotent. `tick` tells when that is done."""
+        """End all its processes; idempotent."""
         self._why = "interrupted" if self._why == "by itself" else self._why
-        if self._ending_since is None:
-            self._ending_since = now
-            assert self._process.stdin is not None
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()  # tells the keeper
+        self.ending_since = self.ending_since if self.ending_since is not None else now
+        self._session.close()
 
     def abandon(self, now: float) -> FileResult:
         """The result of a session whose processes do not end, as one that is stuck in the kernel. Its keeper goes on."""
-        return self._result(now, None)
+        self._why = "stuck"
+        return self._result(now, 0)
 
-    def _stop(self, now: float, why: Literal["timeout", "collect timeout"], limit: float) -> None:
-        self._why, self._limit = why, limit
-        self._stacks = self._dump_stacks()
-        self.end(now)
+    def _result(self, now: float, code: int) -> FileResult:
+        self._session.journal.read()
+        cases, problem = self._conclude(code)
+        seconds, log = now - self.began, str(self._session.log)
+        return FileResult(self.job.file, tuple(cases), self.job.gpus, self.cards, seconds, problem, log, self._part)
 
-    def _signal(self, number: int) -> bool:
-        """Signal the pytest process itself; False if it has not begun or has ended."""
-        pid = self.said.pid
-        if pid is None or keeper.parent_of(pid) != self._process.pid:
-            return False
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-            return True
-        return False
+    def _conclude(self, code: int) -> tuple[list[Case], str | None]:
+        """Every test of the file with its outcome, and the fault of the file as a whole (None: nothing)."""
+        said, how = self._session.journal, self._how(code)
+        at = self._session.place(self.job.file) if self._why == "timeout" or code > 128 else ""
+        names = self.job.tests if said.collected is None else [row["name"] for row in said.collected]
+        if said.uncollected and not names:
+            names = self.job.tests
+        problems = [event["reason"] for event in said.uncollected if event["outcome"] == "failed"]
+        skipped = [event["reason"] for event in said.uncollected if event["outcome"] == "skipped"]
+        cases, stopped_in = [], ""
+        for name in dict.fromkeys([*names, *said.cases, *said.running]):
+            if name in said.running:
+                stopped_in = f" in {name}"
+                stopped = self._why == "interrupted"
+                reason = "Ctrl-C" if stopped else f"the file {how} in this test{at}"
+                seconds = said.cases[name].seconds if name in said.cases else 0.0
+                cases.append(Case(name, "interrupted" if stopped else "failed", seconds, reason, "" if stopped else "call"))
+            elif name in said.cases:
+                cases.append(said.cases[name])
+            elif skipped and not problems and code in (0, _NO_TESTS):
+                cases.append(Case(name, "skipped", reason=skipped[0]))
+            else:
+                cases.append(Case(name, "not run", reason=f"its file {how}{stopped_in}"))
+        if self._why == "stuck":
+            return cases, how
+        if self._why == "interrupted" or said.running:
+            return cases, None  # the test says it
+        if problems:
+            return cases, f"cannot be collected: {problems[0]}"
+        if self._why == "timeout" or code not in (0, 1, _NO_TESTS):
+            return cases, f"{how} outside of its tests{at or f': {self._session.last_line()}'}"
+        if code == 1 and not any(case.outcome == "failed" for case in cases):
+            return cases, f"{how} although no test failed: {self._session.last_line()}"
+        return cases, None
 
-    def _dump_stacks(self) -> Stacks:
-        """Ask the session where it is."""
-        if not self._signal(DUMP):
-            return Stacks()
-        path, text, until = dump_file(self._journal), "", time.monotonic() + _DUMP_S
-        while time.monotonic() < until:
-            before, text = text, path.read_text(errors="replace") if path.exists() else ""
-            if text and text == before:
-                break
-            time.sleep(0.02)
-        return stacks_of(text, Path(self.job.file))
-
-    def _result(self, now: float, code: int | None) -> FileResult:
-        self.said.read()
-        stacks, tail = self._stacks, _tail(self._log)
-        if self._why == "by itself" and code is not None and code > 128:
-            stacks = stacks_of(_crash(self._log), Path(self.job.file))
-        why = self._why if code is not None else "stuck"
-        cases, problem = conclude(self.said, Ending(code, why, self._limit), self.job.listed, stacks, tail)
-        return FileResult(
-            self.job.file, tuple(cases), self.job.gpus, self.cards, now - self.began, problem, stacks.text, str(self._log),
-            collected=bool(self.said.cases), part=self.job.targets != (self.job.file,) or bool(self._options.args),
-        )  # fmt: skip
+    def _how(self, code: int) -> str:
+        """Describe the session's end, for the file's report."""
+        if self._why == "interrupted":
+            return "was interrupted"
+        if self._why == "timeout":
+            return f"did not end within {self.job.timeout:g} s"
+        if self._why == "stuck":
+            return "could not be ended"
+        if code > 128:
+            with suppress(ValueError):
+                return f"was ended by {signal.Signals(code - 128).name}"
+        return f"ended with exit code {code}"
 
 
-def own_path(folder: Path, kind: Literal["logs", "journals", "caches"], file: str) -> Path:
-    """Path to which a file's session writes: below `folder` as the file is below the working directory, so that no two have one
-    place."""
+def file_folder(out: Path, file: str) -> Path:
+    """Folder of a file's session, below `out` as the file is below the working directory: no two files have one place."""
     path = Path(file)
-    place = folder / kind / (Path("elsewhere", *path.parts[1:]) if path.is_absolute() else path)
-    return place.with_name(place.name.removesuffix(".py") + {"logs": ".log", "journals": ".jsonl", "caches": ""}[kind])
+    return out / "files" / (Path("elsewhere", *path.parts[1:]) if path.is_absolute() else path)
 
 
-def child_env(outer: Mapping[str, str], added: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
-    """The environment of a file's session that has these cards alone."""
+def child_env(outer: Mapping[str, str], cards: Sequence[int] | None = None) -> dict[str, str]:
+    """The environment of a file's session that has these cards alone, None: those that the scheduler sees."""
     kept = {name: value for name, value in outer.items() if name not in NOT_FOR_CHILDREN}
-    return {**kept, **added, VISIBLE: ",".join(map(str, cards)), "PYTHONUNBUFFERED": "1"}
+    shown = {} if cards is None else {VISIBLE: ",".join(map(str, cards))}
+    return {**kept, **ENV, **shown, "PYTHONUNBUFFERED": "1"}
 
 
-def stacks_of(text: str, file: Path) -> Stacks:
-    """Stacks that faulthandler wrote: all of it, and the innermost line of `file` in which its current thread is, else of any
-    file."""
-    inside = False
-    frames: list[re.Match[str]] = []
-    for line in text.splitlines():
-        if line.startswith(("Current thread", "Thread")):
-            inside = line.startswith("Current thread")
-            frames = [] if inside else frames  # asked twice, the last answer counts
-        elif inside and (found := _FRAME.match(line)):
-            frames.append(found)
-    own = [frame for frame in frames if Path(frame["file"]) == file.resolve()]
-    return Stacks(next((f"{shown_path(frame['file'])}:{frame['line']} in {frame['name']}" for frame in own or frames), ""), text)
+def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout: float) -> tuple[list[FileJob], list[FileResult]]:
+    """Collect the tests in one pytest session: the files to run, and the results of those that failed or skipped themselves.
+
+    `timeout`: for a file whose mark has none. Raises UserError if pytest cannot collect at all.
+    """
+    until = time.monotonic() + COLLECT_S
+    session = Session(out / "collection", ["--collect-only", "-q", *args, *words], child_env(os.environ))
+    try:
+        while (code := session.process.poll()) is None:
+            if time.monotonic() > until:
+                session.signal(signal.SIGABRT)
+                time.sleep(_DUMP_S)
+                at = session.place("")
+                raise UserError(f"the tests were not collected within {COLLECT_S:g} s{at} ({session.log})")
+            time.sleep(0.02)
+            session.journal.read()
+    finally:
+        session.close()
+        session.process.wait()
+    session.journal.read()
+    rows = session.journal.collected
+    if rows is None or (code not in (0, 1, 2, _NO_TESTS) and not rows):
+        lines = [line for line in session._end_of_log().splitlines() if line.startswith("ERROR: ")]
+        raise UserError(f"{lines[-1][7:] if lines else session.last_line()} ({session.log})")
+    by_file: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_file.setdefault(shown_path(row["file"]), []).append(row)
+    results: dict[str, FileResult] = {}
+    for event in session.journal.uncollected:
+        file, failed = shown_path(event["file"]), event["outcome"] == "failed"
+        if failed or file not in by_file:
+            by_file.pop(file, None)
+            outcome, problem = ("not run", f"cannot be collected: {event['reason']}") if failed else ("skipped", None)
+            results.setdefault(file, FileResult(file, (Case("[file]", outcome, reason=event["reason"]),), problem=problem))
+    jobs = []
+    for file, tests in by_file.items():
+        limit = max((row["timeout"] for row in tests if row["timeout"] is not None), default=timeout)
+        names = tuple(row["name"] for row in tests)
+        jobs.append(FileJob(file, _targets(file, words), max(row["gpus"] for row in tests), limit, names))
+    return jobs, list(results.values())
 
 
-_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
-
-
-def _tail(log: Path) -> str:
-    """The last line of a log that says something."""
-    lines = [line.strip() for line in _end_of_file(log, _TAIL).splitlines() if line.strip(" =-\r")]
-    return lines[-1] if lines else ""
-
-
-def _crash(log: Path) -> str:
-    """Faulthandler's report of a crash, at the end of a log."""
-    _, found, rest = _end_of_file(log, _MOST_STACKS).rpartition("Fatal Python error: ")
-    return found + rest
-
-
-def _end_of_file(path: Path, most: int) -> str:
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - most, 0))
-        return file.read().decode(errors="replace")
+def _targets(file: str, words: Sequence[str]) -> tuple[str, ...]:
+    """What pytest gets of a file: the tests of it that are named, or the file if it is named as a whole."""
+    path = Path(file).resolve()
+    whole = any("::" not in word and path.is_relative_to(Path(word).resolve()) for word in words)
+    named = [word for word in words if "::" in word and Path(word.partition("::")[0]).resolve() == path]
+    return (file,) if whole or not named else tuple(dict.fromkeys(named))

@@ -1,4 +1,4 @@
-"""`agentrl test` as a user types it. The long ones, on the files that go wrong, are of `make proofs`."""
+"""`agentrl test` as a user types it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,36 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from agentrl.cli.main import _parse, main
+from agentrl.contrib.gpu_tests.run import as_json, exit_code, failed_before, junit, locked, remember, report
+from agentrl.contrib.gpu_tests.scheduler import clock
+from agentrl.contrib.gpu_tests.session import Case, FileResult
+from agentrl.utils.errors import RunFolderError, UserError
 from tests.conftest import proof
+from tests.contrib.gpu_tests.conftest import Smi
 
-ROOT = Path(__file__).resolve().parents[3]
 WELL = """import os, pytest
 pytestmark = pytest.mark.gpus(1)
 def test_card(): assert os.environ["CUDA_VISIBLE_DEVICES"] in ("0", "1")
 @pytest.mark.parametrize("even", [0, 1])
 def test_even(even): assert not even
 """
+HANGS = "import pytest, time\npytestmark = pytest.mark.gpus(1)\ndef test_a(): pass\ndef test_hangs(): time.sleep(1000)\n"
+WHY = "needs 3 cards, and 2 can be used"
+RESULTS = [
+    FileResult(
+        "tests/a/test_x.py",
+        (
+            Case("test_ok", "passed", 1.25),
+            Case("TestY::test_bad[a::b]", "failed", 0.5, "assert \x1b[31m1 == 2\x00", "call"),
+            Case("test_setup", "failed", 0.1, "boom", "setup"),
+            Case("test_skip", "skipped", 0.0, "no card"),
+            Case("test_cut", "interrupted", 2.0, "Ctrl-C"),
+            Case("test_never", "not run", 0.0, "its file was interrupted"),
+        ),
+        2, (0, 3), 9.5, None, "out/x.log",
+    ),
+    FileResult("tests/b/test_z.py", (Case("test_z", "not run", reason=WHY),), 3, problem=f"not run: {WHY}"),
+]  # fmt: skip
 
 
 def test_what_stands_behind_the_dashes_goes_to_pytest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,8 +52,8 @@ def test_what_stands_behind_the_dashes_goes_to_pytest(capsys: pytest.CaptureFixt
     assert (args.tests, args.cards, args.passed_on, args.json) == (["tests/gpu"], [0, 3], ["-k", "x", "--", "--json"], False)
     assert _parse(["test", "--"]).passed_on == _parse(["test"]).passed_on == []
     for words, told in (
-        (["--cards", "0", "--simulate", "2"], "not allowed with argument"), (["--cards", "a"], "'a' is no whole number"),
-        (["--timeout", "-1"], "'-1' are no seconds"), (["--timeuot", "1"], "did you mean '--timeout'?"),
+        (["--cards", "a"], "'a' is no whole number"), (["--timeout", "-1"], "'-1' are no seconds"),
+        (["--timeuot", "1"], "did you mean '--timeout'?"),
     ):  # fmt: skip
         with pytest.raises(SystemExit) as end:
             _parse(["test", *words])
@@ -40,139 +61,139 @@ def test_what_stands_behind_the_dashes_goes_to_pytest(capsys: pytest.CaptureFixt
 
 
 def test_a_run_fails_then_only_what_failed_is_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One run with a card and one without, then `--failed` with one test left."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_well.py").write_text(WELL)
     (tmp_path / "tests" / "test_many.py").write_text("import pytest\npytestmark = pytest.mark.gpus(3)\ndef test_a(): ...\n")
-    assert main(["test", "--simulate", "2", "--json"]) == 1
+    assert main(["test", "--cards", "0,1", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["counts"] == {"passed": 2, "failed": 1, "not run": 1} and told["exit_code"] == 1
     many, well = told["files"]
     assert well["cards"] == [0] and [test["outcome"] for test in well["tests"]] == ["passed", "passed", "failed"]
-    assert many["problem"] == "not run: needs 3 cards, and 2 can be used"
-    out = tmp_path / ".pytest_cache" / "agentrl"
-    assert ET.parse(out / "junit.xml").getroot().get("tests") == "5"
-    text = (tmp_path / "tests" / "test_well.py").read_text()
-    (tmp_path / "tests" / "test_well.py").write_text(text.replace("not even", "even in (0, 1)"))
-    assert main(["test", "--simulate", "3", "--failed", "tests/test_well.py"]) == 0
+    assert many["problem"] == f"not run: {WHY}"
+    assert json.loads((tmp_path / ".pytest_cache" / "agentrl" / "results.json").read_text()) == told
+    assert ET.parse(tmp_path / ".pytest_cache" / "agentrl" / "junit.xml").getroot().tag == "testsuites"
+    (tmp_path / "tests" / "test_well.py").write_text(WELL.replace("not even", "even in (0, 1)"))
+    assert main(["test", "--failed", "tests/test_well.py"]) == 0
     said = capsys.readouterr().out
     assert "1 passed, 0:0" in said and "== 1 file in 0:0" in said
     assert main(["test", "--failed", "tests/test_well.py"]) == 2  # nothing is left
     assert main(["test", "--cards", "7", "tests/test_well.py"]) == 2
-    assert "nvidia-smi" in capsys.readouterr().err
+    assert "there is no card 7; there are 0, 1, 2" in capsys.readouterr().err
+    assert main(["test", "tests/test_wel.py"]) == 2
+    assert "did you mean 'tests/test_well.py'" in capsys.readouterr().err
 
 
-def run(*words: str, **more: float) -> tuple[subprocess.Popen[str], float]:
-    command = [sys.executable, "-m", "agentrl", "test", *words]
+@proof
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kills", [False, True])
+def test_ctrl_c_ends_a_run_with_every_outcome_and_a_killed_one_leaves_no_process(smi: Smi, tmp_path: Path, kills: bool) -> None:
+    for name in ("test_hangs.py", "test_later.py"):
+        (tmp_path / name).write_text(HANGS)
+    command = [sys.executable, "-m", "agentrl", "test", str(tmp_path), "--cards", "0", "--out", str(tmp_path / "out")]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True), time.monotonic()
-
-
-@proof
-@pytest.mark.timeout(600)
-def test_the_files_that_go_wrong_are_reported_one_by_one(tmp_path: Path) -> None:
-    words = [
-        "tests/contrib/gpu_tests/bad",
-        "--simulate",
-        "2",
-        "--collect-timeout",
-        "20",
-        "--settle",
-        "3",
-        "--heartbeat",
-        "10",
-        "--slots",
-        "1",
-    ]
-    process, _ = run(*words, "--out", str(tmp_path))
-    said, _ = process.communicate()
-    assert process.returncode == 1, said
-    told = json.loads((tmp_path / "results.json").read_text())
-    files = {Path(file["file"]).stem: file for file in told["files"]}
-    outcomes = {name: " ".join(test["outcome"] for test in file["tests"]) for name, file in files.items()}
-    assert outcomes == {
-        "test_exits": "passed failed not run",
-        "test_fails": "passed failed",
-        "test_hangs": "passed failed not run",
-        "test_hangs_in_collection": "not run",
-        "test_leaks": "passed",
-        "test_leaves_processes": "passed",
-        "test_needs_two": "not run",
-        "test_segfaults": "failed not run",
-        "test_unreadable": "not run",
-    }
-    assert told["counts"] == {"passed": 5, "failed": 4, "not run": 6}
-    assert (
-        list(told["out_of_service"]) == ["1"]
-        and "s after tests/contrib/gpu_tests/bad/test_leaks.py ended: 4096 MiB" in told["out_of_service"]["1"]
-    )
-    assert "at tests/contrib/gpu_tests/bad/test_hangs.py:" in files["test_hangs"]["tests"][1]["reason"]
-    assert files["test_needs_two"]["problem"].startswith("not run: needs 2 cards, and 1 can be used; card 1 is out of service")
-    assert files["test_leaves_processes"]["cards"] == [0]
-    # Largest first: both files with two cards, one after the other, before any with one.
-    starts = [line.split("start   tests/contrib/gpu_tests/bad/")[1] for line in said.splitlines() if "start   " in line]
-    assert [line for line in starts if " on " in line][:2] == ["test_hangs.py on cards 0,1", "test_leaks.py on cards 0,1"]
-    assert "running: tests/contrib/gpu_tests/bad/test_hangs.py on cards 0,1 for 0:" in said
-    root = ET.parse(tmp_path / "junit.xml").getroot()
-    assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("18", "4", "9")  # 15 tests, 3 files by themselves
-    assert left_over() == []
-
-
-def left_over() -> list[str]:
-    """Processes of the files that go wrong."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            words = (folder / "cmdline").read_text().replace("\0", " ") if folder.name.isdigit() else ""
-        except OSError:
-            continue
-        if "tests/contrib/gpu_tests/bad/" in words and "-m pytest -p agentrl.contrib.gpu_tests.plugin" in words:
-            found.append(words)
-    return found
-
-
-@proof
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("signals", "hung"), [(1, "test_hangs"), (2, "test_hangs")])
-def test_ctrl_c_ends_a_run_and_reports_every_test(tmp_path: Path, signals: int, hung: str) -> None:
-    process, began = run("tests/contrib/gpu_tests/bad", "--simulate", "2", "--out", str(tmp_path))
-    journal = tmp_path / "journals" / "tests" / "contrib" / "gpu_tests" / "bad" / "test_hangs.jsonl"
-    while not (journal.exists() and "test_hangs.py::test_hangs" in journal.read_text().split('"start"')[-1]):
-        assert time.monotonic() - began < 120
+    pipe, began = subprocess.PIPE, time.monotonic()
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    journal = tmp_path / "out" / "files" / "test_hangs.py" / "journal.jsonl"
+    while not (journal.exists() and '"start", "test": "test_hangs"' in journal.read_text()):
+        assert time.monotonic() - began < 120 and process.poll() is None
         time.sleep(0.1)
-    for number in range(signals):
-        time.sleep(0.3 * number)
-        process.send_signal(signal.SIGINT)
+    pid = json.loads(journal.read_text().splitlines()[0])["pid"]
+    process.send_signal(signal.SIGKILL if kills else signal.SIGINT)
     said, _ = process.communicate()
-    assert process.returncode == 130, said
-    told = json.loads((tmp_path / "results.json").read_text())
-    outcomes = {
-        test["name"]: test["outcome"]
-        for file in told["files"]
-        if file["file"].endswith("/test_hangs.py")
-        for test in file["tests"]
-    }
-    assert outcomes == {"test_begins": "passed", hung: "interrupted", "test_comes_after": "not run"}
-    assert sum(told["counts"].values()) == 15 and {file["seconds"] is None for file in told["files"]} == {True, False}
-    assert "interrupted (Ctrl-C) before its file began" in said and left_over() == []
-
-
-@proof
-@pytest.mark.timeout(300)
-def test_a_scheduler_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
-    process, began = run("tests/contrib/gpu_tests/bad/test_hangs.py", "--simulate", "2", "--out", str(tmp_path))
-    journal = tmp_path / "journals" / "tests" / "contrib" / "gpu_tests" / "bad" / "test_hangs.jsonl"
-    while not (journal.exists() and '"test": "tests/contrib/gpu_tests/bad/test_hangs.py::test_hangs"' in journal.read_text()):
-        assert time.monotonic() - began < 120
-        time.sleep(0.1)
-    process.kill()
-    process.communicate()
     until = time.monotonic() + 30
-    while left_over() and time.monotonic() < until:
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.1)
-    assert left_over() == []
+    assert not Path(f"/proc/{pid}").exists()
+    if not kills:
+        assert process.returncode == 130, said
+        files = json.loads((tmp_path / "out" / "results.json").read_text())["files"]
+        outcomes = {file["file"]: [test["outcome"] for test in file["tests"]] for file in files}
+        assert outcomes == {"test_hangs.py": ["passed", "interrupted"], "test_later.py": ["not run", "not run"]}
+        assert "interrupted (Ctrl-C) before its file began" in said
+
+
+def test_the_report_names_every_test_that_did_not_pass_once() -> None:
+    text = report(RESULTS, 75.0)
+    assert (
+        text.replace("\x1b[31m", "").replace("\x00", "")
+        == f"""
+== did not pass ==
+tests/a/test_x.py on cards 0,3: 1 passed, 2 failed, 1 skipped, 1 interrupted, 1 not run  (out/x.log)
+    failed  TestY::test_bad[a::b]: assert 1 == 2
+    failed in setup  test_setup: boom
+    interrupted  test_cut: Ctrl-C
+    not run  test_never: its file was interrupted
+tests/b/test_z.py: 1 not run
+    not run: {WHY}
+    not run  test_z
+== 2 files in 1:15: 1 passed, 2 failed, 1 skipped, 1 interrupted, 2 not run =="""
+    )
+    told = json.loads(json.dumps(as_json(RESULTS, 75.0, 1)))
+    assert told["counts"] == {"passed": 1, "failed": 2, "skipped": 1, "interrupted": 1, "not run": 2} and told["exit_code"] == 1
+    assert [(file["verdict"], len(file["tests"])) for file in told["files"]] == [("failed", 6), ("not run", 1)]
+    assert [clock(seconds) for seconds in (0.4, 61, 3600, 3725)] == ["0:00", "1:01", "1:00:00", "1:02:05"]
+
+
+def test_the_xml_has_every_test_with_its_outcome() -> None:
+    root = ET.fromstring(junit(RESULTS))
+    assert [{name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")} for suite in root] == [
+        {"tests": "6", "failures": "1", "errors": "3", "skipped": "1"},
+        {"tests": "2", "failures": "0", "errors": "2", "skipped": "0"},
+    ]
+    told = {case.get("name"): [(one.tag, one.get("type"), one.get("message")) for one in case] for case in root.iter("testcase")}
+    assert told == {
+        "test_ok": [],
+        "TestY::test_bad[a::b]": [("failure", "failed", "assert \\x1b[31m1 == 2\\x00")],
+        "test_setup": [("error", "failed", "boom")],
+        "test_skip": [("skipped", "skipped", "no card")],
+        "test_cut": [("error", "interrupted", "Ctrl-C")],
+        "test_never": [("error", "not run", "its file was interrupted")],
+        "test_z": [("error", "not run", WHY)],
+        "[file]": [("error", "not run", f"not run: {WHY}")],
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "problem", "interrupted", "code"),
+    [
+        (["passed", "skipped", "xfailed", "xpassed"], None, False, 0), (["passed", "failed"], None, False, 1),
+        (["passed", "not run"], None, False, 1), (["passed"], "ended with exit code 3", False, 1),
+        (["passed"], None, True, 130), ([], None, False, 1),
+    ],
+)  # fmt: skip
+def test_exit_codes(outcomes: list[str], problem: str | None, interrupted: bool, code: int) -> None:
+    cases = tuple(Case(str(number), outcome) for number, outcome in enumerate(outcomes))
+    assert exit_code([FileResult("a.py", cases, seconds=1.0, problem=problem)], interrupted) == code
+
+
+def test_what_has_not_passed_is_remembered_until_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for result in RESULTS:
+        Path(result.file).parent.mkdir(parents=True)
+        Path(result.file).touch()
+    remember(tmp_path, [*RESULTS, FileResult("ok.py", (Case("test_a", "passed"),), seconds=3.0)])
+    x = [f"tests/a/test_x.py::{name}" for name in ("TestY::test_bad[a::b]", "test_cut", "test_never", "test_setup")]
+    assert failed_before(tmp_path, ["tests"]) == [*x, "tests/b/test_z.py"]
+    assert failed_before(tmp_path, [x[1], "tests/b"]) == [x[1], "tests/b/test_z.py"]
+    # A run of a part: one is mended, one is not, two were not asked for.
+    part = (Case("test_setup", "passed"), Case("test_cut", "failed"))
+    remember(tmp_path, [FileResult("tests/a/test_x.py", part, seconds=1.0, part=True)])
+    assert failed_before(tmp_path, ["tests/a"]) == x[:3]
+    remember(tmp_path, [FileResult("tests/a/test_x.py", part[:1], seconds=1.0)])
+    with pytest.raises(UserError, match="--failed: nothing of this has failed"):
+        failed_before(tmp_path, ["tests/a"])
+    (tmp_path / "failed.json").write_text("[")
+    with pytest.raises(RunFolderError, match=r"failed.json is damaged .*: delete it"):
+        failed_before(tmp_path, ["tests"])
+
+
+def test_a_second_scheduler_is_kept_out_of_the_folder(tmp_path: Path) -> None:
+    told = r"another `agentrl test` uses .*: wait for it, or give this one its own with --out"
+    with locked(tmp_path), pytest.raises(UserError, match=told), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass

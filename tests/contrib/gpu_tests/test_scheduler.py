@@ -1,110 +1,159 @@
-"""The scheduler's loop on made-up cards and a made-up clock."""
+"""The scheduler's loop with made-up sessions and a made-up clock, so that hours of scheduling take milliseconds."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.contrib.gpu_tests.scheduler import Scheduler, exit_code
-from tests.contrib.gpu_tests.made_up import World, job
+from agentrl.contrib.gpu_tests import cards as card_module
+from agentrl.contrib.gpu_tests.cards import CardMemory, CardPool
+from agentrl.contrib.gpu_tests.run import exit_code
+from agentrl.contrib.gpu_tests.scheduler import Scheduler
+from agentrl.contrib.gpu_tests.session import Case, FileJob, FileResult
 
 
-def test_large_files_first_small_ones_beside_them_and_slots_besides() -> None:
+def job(name: str, gpus: int = 0, timeout: float = 1000.0) -> FileJob:
+    return FileJob(name, (name,), gpus, timeout, (f"test_{name}",))
+
+
+@dataclass
+class MadeUpSession:
+    """Runs for `seconds`; asked to end, it takes 0.3 s. Its test passes if it comes to its own end."""
+
+    job: FileJob
+    cards: tuple[int, ...]
+    began: float
+    seconds: float
+    ended: Callable[[tuple[int, ...]], None]
+    stuck: bool = False
+    ending_since: float | None = None
+    interrupted: bool = False
+    current: str = "test_x"
+
+    def tick(self, now: float) -> FileResult | None:
+        if self.ending_since is None and now - self.began > self.job.timeout:
+            self.end(now)
+        if self.ending_since is None:
+            return self.abandon(now) if now - self.began >= self.seconds else None
+        return self.abandon(now) if not self.stuck and now - self.ending_since >= 0.3 else None
+
+    def interrupt(self, now: float) -> None:
+        self.interrupted = True
+        if not self.stuck:
+            self.end(now)
+
+    def end(self, now: float) -> None:
+        self.ending_since = self.ending_since if self.ending_since is not None else now
+
+    def abandon(self, now: float) -> FileResult:
+        self.ended(self.cards)
+        outcome = "passed" if self.ending_since is None else "interrupted" if self.interrupted else "failed"
+        return FileResult(self.job.file, (Case(self.job.tests[0], outcome),), self.job.gpus, self.cards, now - self.began)
+
+
+class World:
+    """A scheduler over made-up cards. `lengths`: seconds of each file (10 for others). `used`: MiB in use by others."""
+
+    def __init__(
+        self, jobs: list[FileJob], cards: int, locks: Path, lengths: Mapping[str, float] | None = None, *, slots: int = 1,
+        wait: float = 60.0, leaks: tuple[str, ...] = (), stuck: tuple[str, ...] = (),
+        used: Callable[[int, float], int] = lambda card, now: 0,
+    ) -> None:  # fmt: skip
+        self.now, self.lines, self.starts, self.ends = 0.0, list[str](), list[tuple[float, str, tuple[int, ...]]](), list[str]()
+        self.each: Callable[[Scheduler, float], None] = lambda scheduler, now: None
+        self.held: dict[int, int] = {}
+
+        def read() -> list[CardMemory]:
+            return [
+                CardMemory(n, f"made-up-{n}", "made up", used(n, self.now) + self.held.get(n, 0), 80_000) for n in range(cards)
+            ]
+
+        def start(one: FileJob, cards: tuple[int, ...], now: float) -> MadeUpSession:
+            self.starts.append((now, one.file, cards))
+            self.held |= dict.fromkeys(cards, 3000)
+            left = 4000 if one.file in leaks else 0
+            seconds = (lengths or {}).get(one.file, 10.0)
+            return MadeUpSession(
+                one, cards, now, seconds, lambda cards: self.held.update(dict.fromkeys(cards, left)), one.file in stuck
+            )
+
+        self.read, self.pool = read, CardPool(read(), locks=locks)
+        self.scheduler = Scheduler(
+            jobs, self.pool, start, slots=slots, wait=wait, say=self.lines.append,  # type: ignore[arg-type]
+            ended=lambda result: self.ends.append(result.file), clock=lambda: self.now, sleep=self._sleep,
+        )  # fmt: skip
+
+    def _sleep(self, seconds: float) -> None:
+        self.each(self.scheduler, self.now)
+        self.now += 0.5
+
+    def run(self) -> dict[str, FileResult]:
+        before, card_module.read_cards = card_module.read_cards, self.read
+        try:
+            return {result.file: result for result in self.scheduler.run()}
+        finally:
+            card_module.read_cards = before
+
+
+def test_large_files_first_small_ones_beside_them_and_slots_besides(tmp_path: Path) -> None:
     jobs = [job("one"), job("two"), job("a", 1), job("b", 2), job("c", 3)]
-    world = World(jobs, cards=4, lengths={"c": 20.0, "one": 7.0}, slots=1)
+    world = World(jobs, 4, tmp_path, {"c": 40.0, "one": 7.0})
     results = world.run()
-    assert {name: counts.counts["passed"] for name, counts in results.items()} == dict.fromkeys(["one", "two", "a", "b", "c"], 1)
-    starts = {name: (began, cards) for began, name, cards in world.noted.starts}
-    assert starts == {"c": (0.0, (0, 1, 2)), "a": (0.0, (3,)), "one": (0.0, ()), "two": (7.0, ()), "b": (20.0, (0, 1))}
-    assert world.locks.ours == set() and exit_code(list(results.values()), False) == 0
+    assert {name: one.counts["passed"] for name, one in results.items()} == dict.fromkeys(["one", "two", "a", "b", "c"], 1)
+    starts = {name: (began, cards) for began, name, cards in world.starts}
+    assert starts == {"c": (0.0, (0, 1, 2)), "a": (0.0, (3,)), "one": (0.0, ()), "two": (7.0, ()), "b": (40.0, (0, 1))}
+    assert exit_code(list(results.values()), False) == 0
+    assert "running: c on cards 0,1,2 for 0:30 (test_x); waiting: 1" in world.lines
 
 
-def test_a_card_whose_memory_does_not_come_back_is_out_of_service_and_the_rest_goes_on() -> None:
-    jobs = [job("leaks", 2), job("needs_two", 2), job("small", 1), job("tiny", 1)]
-    world = World(jobs, cards=3, lengths={"small": 3.0, "tiny": 30.0}, leaks=("leaks",))
-    results = world.run()
-    assert sorted(world.pool.out) == [0, 1] and world.pool.in_service == [2]
-    assert world.pool.out[0] == "5 s after leaks ended: 4000 MiB in use (free: at most 256)"
-    assert results["needs_two"].cases[0].outcome == "not run"
-    assert results["needs_two"].problem.startswith(
-        "not run: needs 2 cards, and 1 can be used; card 0 is out of service: 5 s after leaks"
-    )
-    assert [results[name].cards for name in ("small", "tiny")] == [(2,), (2,)]
-    assert exit_code(list(results.values()), False) == 1
-
-
-def test_a_card_is_free_again_by_a_new_reading_alone_and_never_once_it_is_out_of_service() -> None:
-    world = World([], cards=2)
-    pool, held = world.pool, world.cards.held
-
-    def free(now: float) -> list[int]:
-        world.now = now
-        pool.refresh(now)
-        return pool.free()
-
-    assert free(0.0) == [0, 1] and pool.take([0], "a")
-    held[0] = 3000
-    pool.give_back([0], 1.0)
-    assert pool.free() == [1], "the last reading is from before the file had it"
-    assert free(2.0) == [1]
-    held[0] = 100
-    assert free(3.0) == [0, 1] and pool.take([0], "b")
-    held[0] = 3000
-    pool.give_back([0], 4.0)
-    assert free(9.0) == [1] and list(pool.out) == [0]
-    held[0] = 0
-    assert free(10.0) == [1] and world.locks.ours == set()
-
-
-def test_cards_that_others_use_are_not_given_and_waited_for_so_long() -> None:
-    # Card 1 is somebody else's until second 30.
-    world = World([job("two", 2), job("one", 1)], cards=2, used=lambda card, now: 900 if card == 1 and now < 30 else 200)
-    results = world.run()
-    assert [(began, name) for began, name, _ in world.noted.starts] == [(0.0, "one"), (30.0, "two")]
-    waited = "waiting up to 60 s for cards that are not free: card 1: 900 MiB in use (free: at most 256), held by pid 77 (other)"
-    assert world.noted.lines == [waited] and not results["two"].failed
-    world = World([job("two", 2), job("one", 1)], cards=2, used=lambda card, now: 900 if card == 1 else 0, wait=7.0)
-    results = world.run()
-    assert results["one"].cases[0].outcome == "passed"
-    assert (
-        results["two"].cases[0].reason.startswith("needs 2 cards, 1 free after 7 s; card 1: 900 MiB in use") and world.now == 17.0
-    )
-
-
-def test_a_card_that_another_scheduler_has_locked_is_not_free() -> None:
-    world = World([job("one", 1), job("two", 2)], cards=2, wait=3.0)
-    world.locks.others = {0}
-    results = world.run()
-    assert results["two"].cases[0].reason.endswith("card 0: taken by another `agentrl test`")
-    assert results["one"].cards == (1,)
-
-
-def test_a_file_ends_with_its_limit_and_its_cards_go_on() -> None:
-    world = World([job("hangs", 1, timeout=20.0), job("next", 1)], cards=1, lengths={"hangs": 1e9})
-    results = world.run()
-    assert results["hangs"].cases[0].outcome == "failed" and results["next"].cases[0].outcome == "passed"
-    assert [(began, name) for began, name, _ in world.noted.starts] == [(0.0, "hangs"), (21.0, "next")]
-
-
-def test_processes_that_do_not_end_cost_their_card_and_not_the_run() -> None:
-    world = World([job("stuck", 1, timeout=20.0), job("next", 1)], cards=2, lengths={"stuck": 1e9}, stuck=("stuck",))
+def test_smaller_files_take_only_what_a_larger_one_leaves_over(tmp_path: Path) -> None:
+    """Six cards: the file with four waits for the first one's three, so one of the two that are free is over."""
+    jobs = [job("five", 5), job("four", 4), *(job(f"small{number}", 1) for number in range(6))]
+    world = World(jobs, 6, tmp_path, {"small0": 100.0})
     world.run()
-    assert world.pool.out == {1: "the processes of stuck could not be ended"} and world.now == pytest.approx(51.0)
+    starts = {name: began for began, name, _ in world.starts}
+    assert (starts["five"], starts["small0"], starts["four"]) == (0.0, 0.0, 10.0)
+    assert sorted(starts[f"small{number}"] for number in range(1, 6)) == [10.0, 20.0, 20.0, 20.0, 20.0]
 
 
-@pytest.mark.parametrize(("stuck", "again", "ended"), [(False, False, 13.0), (True, False, 58.5), (True, True, 44.5)])
-def test_ctrl_c_reports_every_test(stuck: bool, again: bool, ended: float) -> None:
+def test_cards_that_are_not_free_are_waited_for_so_long(tmp_path: Path) -> None:
+    # Card 1 is somebody else's until second 30; meanwhile the smaller file is not held up.
+    world = World([job("two", 2), job("one", 1)], 2, tmp_path, used=lambda card, now: 900 if card == 1 and now < 30 else 200)
+    results = world.run()
+    assert [(began, name) for began, name, _ in world.starts] == [(0.0, "one"), (30.0, "two")] and not results["two"].failed
+    world = World([job("leaks", 2), job("two", 2), job("one", 1), job("many", 3)], 2, tmp_path, wait=7.0, leaks=("leaks",))
+    results = world.run()
+    facts = "card 0: 4000 MiB in use (free: at most 256), last given to leaks; card 1: 4000 MiB"
+    assert results["two"].cases[0].reason.startswith(f"needs 2 cards, 0 free after 7 s; {facts}")
+    assert results["one"].problem.startswith("not run: needs 1 card, 0 free") and exit_code(list(results.values()), False) == 1
+    assert results["many"].problem == "not run: needs 3 cards, and 2 can be used"
+
+
+def test_processes_that_do_not_end_cost_their_card_and_not_the_run(tmp_path: Path) -> None:
+    jobs = [job("hangs", 1, timeout=20.0), job("next", 1), job("stuck", 1, timeout=20.0)]
+    world = World(jobs, 1, tmp_path, {"hangs": 1e9, "stuck": 1e9}, stuck=("stuck",))
+    results = world.run()
+    assert [results[name].cases[0].outcome for name in ("hangs", "next", "stuck")] == ["failed", "passed", "failed"]
+    assert [(began, name) for began, name, _ in world.starts] == [(0.0, "hangs"), (21.0, "next"), (31.0, "stuck")]
+    assert world.now == pytest.approx(82.0) and world.pool.free() == []
+
+
+@pytest.mark.parametrize(("stuck", "again", "ended"), [(False, False, 12.5), (True, False, 58.0), (True, True, 44.0)])
+def test_ctrl_c_reports_every_test(stuck: bool, again: bool, ended: float, tmp_path: Path) -> None:
     """Once: what runs is interrupted; a file that ignores it is ended 15 s later and given up 30 s after that. Twice: now."""
-    jobs = [job("done", 1, known=3.0), job("long", 1, known=2.0), job("waits", 1, known=1.0), job("without")]
-    world = World(jobs, cards=1, lengths={"done": 5.0, "long": 1e9}, stuck=("long",) if stuck else ())
-    world.noted.each = lambda scheduler, now: scheduler.stop() if now in ((12.0, 13.5) if again else (12.0,)) else None
+    jobs = [job("done", 1), job("long", 1), job("waits", 1), job("without")]
+    world = World(jobs, 1, tmp_path, {"done": 5.0, "long": 1e9}, stuck=("long",) if stuck else ())
+    world.each = lambda scheduler, now: scheduler.stop() if now in ((11.5, 13.0) if again else (11.5,)) else None
     results = world.run()
     outcomes = {name: one.cases[0].outcome for name, one in results.items()}
     assert outcomes == {"done": "passed", "without": "passed", "long": "interrupted", "waits": "not run"}
     assert results["waits"].cases[0].reason == "interrupted (Ctrl-C) before its file began" and not results["waits"].failed
     assert (world.now, world.scheduler.interrupted, exit_code(list(results.values()), True)) == (ended, True, 130)
-    assert world.noted.lines[0] == "stopping: 1 file interrupted, with 15 s to end (Ctrl-C again: none); 1 file will not be run"
 
 
 KINDS = ["well", "leaks", "hangs", "stuck"]
@@ -117,13 +166,14 @@ KINDS = ["well", "leaks", "hangs", "stuck"]
     foreign=st.sets(st.integers(0, 3)),
 )  # fmt: skip
 def test_every_file_runs_once_or_is_reported(
-    sizes: list[tuple[int, int, str]], cards: int, slots: int, stop: int | None, foreign: set[int]
-) -> None:
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[int, int, str]], cards: int, slots: int, stop: int | None,
+    foreign: set[int],
+) -> None:  # fmt: skip
     names = [f"f{number}" for number in range(len(sizes))]
     kinds = dict(zip(names, (kind for _, _, kind in sizes), strict=True))
     world = World(
-        [job(name, gpus, timeout=40.0) for name, (gpus, _, _) in zip(names, sizes, strict=True)],
-        cards,
+        [job(name, gpus, timeout=40.0) for name, (gpus, _, _) in zip(names, sizes, strict=True)], cards,
+        tmp_path_factory.mktemp("locks"),
         {name: 1e9 if kind in ("hangs", "stuck") else seconds for name, (_, seconds, kind) in zip(names, sizes, strict=True)},
         slots=slots, leaks=tuple(name for name in names if kinds[name] == "leaks"),
         stuck=tuple(name for name in names if kinds[name] == "stuck"), used=lambda card, now: 5000 * (card in foreign),
@@ -131,20 +181,18 @@ def test_every_file_runs_once_or_is_reported(
 
     def looked(scheduler: Scheduler, now: float) -> None:
         held = [card for session in scheduler.running.values() for card in session.cards]
-        assert len(held) == len(set(held)) and not set(held) & (foreign | set(world.pool.out))
+        assert len(held) == len(set(held)) and not set(held) & foreign
         assert sum(not session.cards for session in scheduler.running.values()) <= slots
-        assert set(held) <= world.locks.ours
         if stop is not None and now >= stop:
             scheduler.stop()
 
-    world.noted.each = looked
+    world.each = looked
     results = world.run()
-    started = [name for _, name, _ in world.noted.starts]
-    assert sorted(results) == sorted(names) == sorted(name for _, name in world.noted.ends)
+    started = [name for _, name, _ in world.starts]
+    assert sorted(results) == sorted(names) == sorted(world.ends)
     assert len(started) == len(set(started))
     assert all((one.cases[0].outcome == "not run") == (name not in started) for name, one in results.items())
     usable = cards - len({card for card in foreign if card < cards})
     faultless = stop is None and all(kind == "well" for kind in kinds.values())
     fits = {name for name, (gpus, _, _) in zip(names, sizes, strict=True) if gpus <= usable}
     assert set(started) <= fits and (set(started) == fits or not faultless)
-    assert world.locks.ours == set()

@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agentrl.contrib.gpu_tests.cards import SimulatedCards
-from agentrl.contrib.gpu_tests.plugin import DUMP
-from agentrl.contrib.gpu_tests.session import FileJob, FileSession, SessionOptions, child_env, stacks_of
-from agentrl.contrib.gpu_tests.verdict import FileResult
+from agentrl.contrib.gpu_tests.session import FileJob, FileResult, FileSession, Journal, child_env, collect, file_folder
+from agentrl.utils.errors import UserError
 from tests.conftest import proof
 
-BAD = Path("tests/contrib/gpu_tests/bad")
-ROOT = Path(__file__).resolve().parents[3]
 HOUR = 3600.0
+ARGS = ["-p", "no:cacheprovider", "-o", "asyncio_mode="]
+HANGS = """
+import os, signal, threading, time
+
+def test_begins():
+    if os.fork() == 0:  # a process that leaves its parent, its session and its group, and that SIGTERM does not end
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            open('orphan', 'w').write(str(os.getpid()))
+            time.sleep(1000)
+        os._exit(0)
+    while not os.path.exists('orphan'):
+        time.sleep(0.01)
+
+def test_hangs():
+    threading.Event().wait()
+
+def test_comes_after(): pass
+"""
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FileSession]:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # it takes longer than all the rest
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
 
-    def begin(name: str, cards: tuple[int, ...] = (), gpus: int | None = None, **env: str) -> FileSession:
-        path = name if "/" in name else str(BAD / name)
-        one = FileJob(path, (path,), len(cards) if gpus is None else gpus, HOUR, None, ("test_listed",))
-        options = SessionOptions(tmp_path, env, ["-p", "no:cacheprovider", "-o", "asyncio_mode="], HOUR)
-        return FileSession(one, cards, options, 0.0)
+    def begin(name: str, text: str, cards: tuple[int, ...] = ()) -> FileSession:
+        Path(name).write_text(text)
+        return FileSession(FileJob(name, (name,), len(cards), HOUR, ("test_listed",)), cards, Path("out"), ARGS, 0.0)
 
     return begin
 
@@ -50,106 +63,152 @@ def ended(session: FileSession, now: float = 1.0) -> FileResult:
     return results[0]
 
 
-def test_a_timeout_ends_also_what_left_the_group_and_says_where_the_test_was(
-    start: Callable[..., FileSession], tmp_path: Path
-) -> None:
-    cards = SimulatedCards(tmp_path / "cards", 2)
-    session = start("test_hangs.py", (0, 1), **cards.env)
-    until(lambda: session.tick(1.0) is not None or "test_hangs" in session.said.running)
-    assert [card.used for card in cards.read()] == [3000, 3000]
+def test_a_timeout_ends_also_what_left_the_group_and_says_where_the_test_was(start: Callable[..., FileSession]) -> None:
+    session = start("test_hangs.py", HANGS, (0, 1))
+    until(lambda: session.tick(1.0) is not None or session.current == "test_hangs")
     time.sleep(0.1)  # from its report into its wait
-    assert session.tick(HOUR + 1) is None  # the limit: it is asked where it is, and told to end
+    orphan = Path("/proc", Path("orphan").read_text())
+    assert orphan.exists()
+    assert session.tick(HOUR + 1) is None  # the limit: it is asked where it is, and ends
     result = ended(session, HOUR + 2)
-    assert [card.used for card in cards.read()] == [0, 0]
+    assert not orphan.exists()
     assert [(case.name, case.outcome) for case in result.cases] == [
         ("test_begins", "passed"), ("test_hangs", "failed"), ("test_comes_after", "not run"),
     ]  # fmt: skip
-    line = 1 + (ROOT / BAD / "test_hangs.py").read_text().splitlines().index("    threading.Event().wait()")
-    where = f"the file did not end within 3600 s in this test, at tests/contrib/gpu_tests/bad/test_hangs.py:{line} in test_hangs"
-    assert result.cases[1].reason == where and "threading.py" in result.cases[1].text
+    line = 1 + HANGS.splitlines().index("    threading.Event().wait()")
+    where = f"the file did not end within 3600 s in this test, at test_hangs.py:{line} in test_hangs"
+    assert result.cases[1].reason == where and result.cases[1].phase == "call" and result.problem is None
     assert result.cases[2].reason == "its file did not end within 3600 s in test_hangs"
-    assert result.seconds == HOUR + 2 and result.cards == (0, 1)
+    assert result.seconds == HOUR + 2 and result.cards == (0, 1) and result.failed
 
 
 @proof
-def test_a_collection_that_hangs_is_an_error_by_name_with_its_line(start: Callable[..., FileSession]) -> None:
-    session = start("test_hangs_in_collection.py", (0,))
-    until(lambda: session.said.pid is not None or session.tick(1.0) is not None)
-    line = 1 + (ROOT / BAD / "test_hangs_in_collection.py").read_text().splitlines().index("time.sleep(100_000)")
-    until(lambda: session._dump_stacks().where.endswith(f"hangs_in_collection.py:{line} in <module>"))
-    session.tick(HOUR + 1)
-    result = ended(session, HOUR + 2)
-    told = f"was not collected within 3600 s, at tests/contrib/gpu_tests/bad/test_hangs_in_collection.py:{line} in <module>"
-    assert result.problem == told and "Current thread" in result.at
-    assert [(case.name, case.outcome) for case in result.cases] == [("test_listed", "not run")]
-
-
-@proof
-def test_a_crash_is_the_fault_of_the_test_in_which_it_came(start: Callable[..., FileSession], tmp_path: Path) -> None:
-    cards = SimulatedCards(tmp_path / "cards", 1)
-    crashes, exits = start("test_segfaults.py", (0,), **cards.env), start("test_exits.py")
-    crashed = ended(crashes)
-    line = 1 + (ROOT / BAD / "test_segfaults.py").read_text().splitlines().index("        ctypes.string_at(0)")
-    first, second = crashed.cases
-    told = (
-        f"the file was ended by SIGSEGV in this test, at tests/contrib/gpu_tests/bad/test_segfaults.py:{line} in test_segfaults"
-    )
-    assert (first.outcome, first.reason) == ("failed", told) and "Segmentation fault" in first.text
-    assert (second.outcome, second.reason) == ("not run", "its file was ended by SIGSEGV in test_segfaults")
-    assert [card.used for card in cards.read()] == [0]
+def test_a_crash_is_the_fault_of_the_test_in_which_it_came(start: Callable[..., FileSession]) -> None:
+    text = "import ctypes, os\ndef test_passes(): pass\ndef test_ends():\n    {}\ndef test_after(): pass\n"
+    crashes = start("test_segfaults.py", text.format("ctypes.string_at(0)"))
+    exits = start("test_exits.py", text.format("os._exit(3)"))
+    told = "the file was ended by SIGSEGV in this test, at test_segfaults.py:4 in test_ends"
+    assert [(case.name, case.outcome, case.reason) for case in ended(crashes).cases] == [
+        ("test_passes", "passed", ""), ("test_ends", "failed", told),
+        ("test_after", "not run", "its file was ended by SIGSEGV in test_ends"),
+    ]  # fmt: skip
     assert [(case.name, case.outcome, case.reason) for case in ended(exits).cases] == [
-        ("test_passes", "passed", ""), ("test_exits", "failed", "the file ended with exit code 3 in this test"),
-        ("test_comes_after", "not run", "its file ended with exit code 3 in test_exits"),
+        ("test_passes", "passed", ""), ("test_ends", "failed", "the file ended with exit code 3 in this test"),
+        ("test_after", "not run", "its file ended with exit code 3 in test_ends"),
     ]  # fmt: skip
 
 
-def test_ctrl_c_lets_a_session_tear_down_and_each_test_has_its_outcome(start: Callable[..., FileSession], tmp_path: Path) -> None:
-    (tmp_path / "test_waits.py").write_text(
-        "import os, time, pytest\n"
-        "@pytest.fixture\ndef made(tmp_path_factory):\n    yield\n"
-        "    told = os.environ['CUDA_VISIBLE_DEVICES'] + str('RAY_ADDRESS' in os.environ)\n"
-        f"    open({str(tmp_path / 'torn_down')!r}, 'w').write(told)\n"
-        "def test_passes(record_property):\n    record_property('size', 3)\n    print('told')\n"
-        "def test_waits(made):\n    time.sleep(1000)\n"
-        "def test_after(): pass\n"
-    )
-    session = start(f"{tmp_path}/test_waits.py", (5, 3))
-    until(lambda: session.tick(1.0) is not None or "test_waits" in session.said.running)
+@proof
+def test_a_session_that_ends_outside_of_its_tests_is_a_problem_of_the_file(start: Callable[..., FileSession]) -> None:
+    hangs = start("test_a.py", "import time\nopen('importing', 'w')\ntime.sleep(1000)\n")
+    exits = start("test_b.py", "import atexit, os\ndef test_b(): atexit.register(os._exit, 7)\n")
+    skips = start("test_c.py", "import pytest\npytest.skip('no card', allow_module_level=True)\n")
+    broken = start("test_d.py", "import module_that_is_not_there\n")
+    until(lambda: hangs.tick(1.0) is not None or Path("importing").exists())
+    hangs.tick(HOUR + 1)
+    result = ended(hangs, HOUR + 2)
+    assert result.problem == "did not end within 3600 s outside of its tests, at test_a.py:3 in <module>"
+    assert [(case.name, case.outcome) for case in result.cases] == [("test_listed", "not run")]
+    result = ended(exits)
+    assert result.problem.startswith("ended with exit code 7 outside of its tests: ") and result.counts["passed"] == 1
+    result = ended(skips)
+    assert [(case.outcome, case.reason) for case in result.cases] == [("skipped", "no card")] and not result.failed
+    assert ended(broken).problem == "cannot be collected: ModuleNotFoundError: No module named 'module_that_is_not_there'"
+
+
+def test_ctrl_c_lets_a_session_tear_down_and_each_test_has_its_outcome(start: Callable[..., FileSession]) -> None:
+    text = """
+import os, time, pytest
+
+@pytest.fixture
+def made():
+    yield
+    open('torn_down', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'] + str('RAY_ADDRESS' in os.environ))
+
+def test_passes(): pass
+@pytest.mark.xfail(reason='known')
+def test_known(): assert False
+def test_waits(made): time.sleep(1000)
+def test_after(): pass
+"""
+    session = start("test_waits.py", text, (5, 3))
+    until(lambda: session.tick(1.0) is not None or session.current == "test_waits")
     time.sleep(0.2)
     session.interrupt(2.0)
     result = ended(session, 3.0)
     assert [(case.name, case.outcome) for case in result.cases] == [
-        ("test_passes", "passed"), ("test_waits", "interrupted"), ("test_after", "not run"),
+        ("test_passes", "passed"), ("test_known", "xfailed"), ("test_waits", "interrupted"), ("test_after", "not run"),
     ]  # fmt: skip
-    assert result.cases[0].properties == (("size", "3"),) and result.problem is None and not result.failed
-    assert (tmp_path / "torn_down").read_text() == "5,3False"
+    assert result.problem is None and not result.failed and Path("torn_down").read_text() == "5,3False"
 
 
-def test_a_mark_that_came_from_elsewhere_is_refused(start: Callable[..., FileSession], tmp_path: Path) -> None:
-    (tmp_path / "test_x.py").write_text(
-        "import pytest\nmarks = getattr(pytest.mark, 'gpus')(2)\npytestmark = marks\ndef test_a(): pass\n"
-    )
-    result = ended(start(f"{tmp_path}/test_x.py", ()))
-    assert "test_x.py::test_a has the mark gpus(2), which the scheduler could not read and gave 0: write" in result.problem
-    assert [case.outcome for case in result.cases] == ["not run"]
+def test_what_files_declare_is_collected_and_what_cannot_be_run_has_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    head = "import pytest\nfrom pytest import mark\n"
+    for name, text in {
+        "two": "pytestmark = [mark.slow, mark.gpus(2, timeout=90)]\n@mark.parametrize('n', ['a::b', 1])\ndef test_a(n): ...\n",
+        "some": "@mark.gpus(count=3)\ndef test_b(): ...\nclass TestC:\n    def test_c(self): ...\n",
+        "none": "def test_d(): ...\ndef test_e(): ...\n",
+        "wrong": "pytestmark = mark.gpus(-1)\ndef test_f(): ...\n",
+        "odd": "pytestmark = mark.gpus(1, timeuot=2)\ndef test_g(): ...\n",
+        "broken": "def broken(:\n",
+        "skipped": "pytest.skip('not here', allow_module_level=True)\n",
+    }.items():
+        (tmp_path / "tests").mkdir(exist_ok=True)
+        (tmp_path / "tests" / f"test_{name}.py").write_text(head + text)
+    jobs, results = collect(["tests"], ARGS, tmp_path / "out", 99.0)
+    assert {job.file: (job.targets, job.gpus, job.timeout, job.tests) for job in jobs} == {
+        "tests/test_two.py": (("tests/test_two.py",), 2, 90, ("test_a[a::b]", "test_a[1]")),
+        "tests/test_some.py": (("tests/test_some.py",), 3, 99.0, ("test_b", "TestC::test_c")),
+        "tests/test_none.py": (("tests/test_none.py",), 0, 99.0, ("test_d", "test_e")),
+    }
+    assert {(one.file, one.problem, one.cases[0].outcome, one.cases[0].reason) for one in results} == {
+        (f"tests/test_{name}.py", f"cannot be collected: {why}", "not run", why)
+        for name, why in {
+            "wrong": "test_f: gpus needs a whole number of cards, 0 or more, not -1",
+            "odd": "test_g: gpus(1,), {'timeuot': 2}: expected gpus(COUNT, timeout=SECONDS)",
+            "broken": "SyntaxError: invalid syntax",
+        }.items()
+    } | {("tests/test_skipped.py", None, "skipped", "not here")}
+    [job], [] = collect(["tests/test_none.py::test_e"], ARGS, tmp_path / "out", 99.0)
+    assert (job.targets, job.tests) == (("tests/test_none.py::test_e",), ("test_e",))
+    with pytest.raises(UserError, match=r"not found: .*test_none.py::test_x"):
+        collect(["tests/test_none.py::test_x"], ARGS, tmp_path / "out", 99.0)
+
+
+def test_a_test_that_is_run_again_is_what_it_was_last_and_a_failure_is_the_first_of_its_phases(tmp_path: Path) -> None:
+    said = Journal(tmp_path / "journal")
+
+    def told(*phases: tuple[str, str, str]) -> tuple[str, str, str, float]:
+        for when, outcome, reason in phases:
+            said._take({"event": "report", "test": "a", "when": when, "outcome": outcome, "seconds": 1.0, "reason": reason})
+        case = said.cases["a"]
+        return case.outcome, case.phase, case.reason, case.seconds
+
+    assert told(("setup", "passed", ""), ("call", "failed", "flaky")) == ("failed", "call", "flaky", 2.0)
+    assert told(("teardown", "failed", "no socket")) == ("failed", "call", "flaky", 3.0)
+    assert told(("setup", "passed", ""), ("call", "passed", ""), ("teardown", "passed", "")) == ("passed", "", "", 3.0)
+    (tmp_path / "journal").write_text('{"event": "began", "pid": 7}\n{"event": "sta')
+    said.read()
+    assert (said.pid, list(said.running)) == (7, [])
+    with (tmp_path / "journal").open("a") as file:
+        file.write('rt", "test": "b"}\n')
+    said.read()
+    assert list(said.running) == ["b"]
 
 
 def test_what_a_session_gets_of_the_environment() -> None:
     outer = {"RAY_ADDRESS": "x", "PYTEST_XDIST_WORKER": "gw0", "CUDA_VISIBLE_DEVICES": "0,1,2", "HOME": "/me"}
-    kept = {"HOME": "/me", "PYTHONUNBUFFERED": "1"}
-    assert child_env(outer, {"TMPDIR": "/t"}, (2, 1)) == {**kept, "TMPDIR": "/t", "CUDA_VISIBLE_DEVICES": "2,1"}
-    assert child_env(outer, {}, ()) == {**kept, "CUDA_VISIBLE_DEVICES": ""}
+    kept = {"HOME": "/me", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert child_env(outer, (2, 1)) == {**kept, "CUDA_VISIBLE_DEVICES": "2,1"}
+    assert child_env(outer, ()) == {**kept, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_where_is_the_innermost_line_of_the_file_in_the_thread_that_answers(tmp_path: Path) -> None:
-    frames = [
-        '  File "/lib/socket.py", line 7 in accept',
-        f'  File "{tmp_path}/t.py", line 5 in inner',
-        f'  File "{tmp_path}/t.py", line 9 in x',
-    ]
-    text = "\n".join(["Thread 0x1 (most recent call first):", f'  File "{tmp_path}/t.py", line 1 in other', "",
-                      "Current thread 0x2 [python] (most recent call first):", *frames])  # fmt: skip
-    assert stacks_of(text, tmp_path / "t.py").where == f"{tmp_path}/t.py:5 in inner"
-    assert stacks_of(text, tmp_path / "u.py").where == "/lib/socket.py:7 in accept"
-    assert stacks_of("", tmp_path / "t.py").where == ""
-    assert signal.SIGRTMIN < DUMP <= signal.SIGRTMAX and os.name == "posix"
+def test_no_two_files_write_to_one_place(tmp_path: Path) -> None:
+    """Of two that did, each would read the other's tests as its own."""
+    files = ("a/b_test.py", "a_b_test.py", "a/b/test.py", "/a/b_test.py", "/a_b_test.py", "test x.py", "test_x.py", "a.py.py")
+    places = {file_folder(tmp_path, file) for file in files}
+    assert len(places) == len(files) and all(place.is_relative_to(tmp_path / "files") for place in places) and os.sep == "/"
