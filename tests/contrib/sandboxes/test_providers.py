@@ -105,10 +105,3 @@ class TestPodman(Containers):
 @needs("docker")
 class TestDocker(Containers):
     provider_name = "docker"
-
-
-@proof
-@needs("e2b")
-class TestE2b(Contract):
-    provider_name = "e2b"
-    refused: ClassVar[list[dict[str, Any]]] = [{"build": Path("x")}, {"memory": 1 << 30}, {"cpus": 1.0}, {"disk": 1 << 20}]
