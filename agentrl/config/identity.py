@@ -130,7 +130,6 @@ _ANYWHERE = {
     "vllm.call_timeout": _FAULT,
     "vllm.startup_timeout": _FAULT,
     "sglang.servers": "says where the same model is served",
-    "sglang.update": "brings the same weights another way",
     "sglang.seeds": "says whether a server that ignores seeds is refused",
     "sglang.timeout": _FAULT,
     "sglang.api_key_env": "says where a password is",

@@ -269,14 +269,12 @@ def sglang_client(config: TrainConfig, out: Path) -> Any:
         engine: Any = engines.make_engine("sglang", str(out), config.model_copy(update={"sglang": given}))
     refused = None
     try:
-        check(Facts("http://a:1", "0", None, 1, 1, 1, False, False, ()), config.sglang, None)
+        check(Facts("http://a:1", "0", None, 1, False, False, ()), config.sglang, None)
     except EngineError as problem:
         refused = "ignores seeds" if "ignores seeds" in str(problem) else str(problem)
     clients = [server.http._client for server in engine._servers.all]
-    folder = getattr(engine._update, "_parent", None)
     return {
         "servers": [server.address for server in engine._servers.all],
-        "update": type(engine._update).__name__ + ("" if folder is None else f" in {folder}"),
         "load": engine._update._seconds,
         "timeout": clients[0].timeout.read,
         "key": clients[0].headers.get("authorization"),

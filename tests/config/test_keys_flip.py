@@ -180,11 +180,6 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
             'sglang.servers=["http://a:1/","http://b:2"]': ["http://a:1", "http://b:2"],
         },
     ),
-    "SglangConfig.update": (
-        sglang("update"),
-        "weights.folder=/w",
-        {"sglang.update=files": "FileUpdate in /w", "sglang.update=http": "HttpUpdate"},
-    ),
     "SglangConfig.seeds": (sglang("refused"), "", {"sglang.seeds=true": "ignores seeds", "sglang.seeds=false": None}),
     "SglangConfig.timeout": (
         sglang("timeout", "load"),

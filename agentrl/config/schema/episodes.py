@@ -256,13 +256,10 @@ class VllmConfig(Frozen):
 
 class SglangConfig(Frozen):
     """SGLang servers that are already running (`engine = "sglang"`). All serve the run's model; they load its weights when the
-    run starts, and new ones after each update."""
+    run starts, and new ones after each update, from files in `weights.folder`, which they must see under the same path."""
 
     servers: list[str] = Field(default_factory=list)
     """Their addresses: `["http://10.0.0.5:30000"]`."""
-    update: Literal["files", "http"] = "files"
-    """How they get weights: "files" (they read files in `weights.folder`, which they must see under the same path, as the model's
-    folder) or "http" (in the bodies of requests, which takes no common folder)."""
     seeds: bool = True
     """A server must draw with the seeds of its requests (`--enable-deterministic-inference`), without which no run can be
     repeated."""

@@ -16,7 +16,6 @@ import httpx
 from safetensors import safe_open
 
 from agentrl.config.schema import SglangConfig
-from agentrl.engines.weights.base import Named
 from agentrl.engines.weights.parameters import Expected
 from agentrl.rollout.engine import Finish, Generation, Sampling
 from agentrl.utils.errors import EngineError, ModelError
@@ -154,16 +153,13 @@ MODEL, SERVER = "/model_info", "/server_info"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`context`: tokens that a prompt and its turn may have together; `workers`: the tensor-parallel ranks; `replicas`: its
-    data-parallel copies of the model; `incremental`: whether the parts of a streamed answer have the new tokens only; `seeds`:
-    whether its noise takes seeds."""
+    """`context`: tokens that a prompt and its turn may have together; `incremental`: whether the parts of a streamed answer have
+    the new tokens only; `seeds`: whether its noise takes seeds."""
 
     address: str
     version: str
     model_type: str | None
     context: int
-    workers: int
-    replicas: int
     incremental: bool
     seeds: bool
     refused: tuple[str, ...]
@@ -178,8 +174,6 @@ class Facts:
                 model_type=model.get("model_type"),
                 # A prompt must be shorter, and SGLang keeps a few more tokens for itself: below this all is within its limits.
                 context=int(server["max_req_input_len"]),
-                workers=int(server["tp_size"]),
-                replicas=int(server["dp_size"]),
                 incremental=bool(server["incremental_streaming_output"]),
                 seeds=bool(server["enable_deterministic_inference"]),
                 refused=tuple(_refusals(model, server)),
@@ -208,10 +202,6 @@ def check(facts: Facts, cfg: SglangConfig, model_type: str | None) -> None:
         raise EngineError(f"{where} cannot be used: {'; '.join(facts.refused)}")
     if model_type is not None and facts.model_type != model_type:
         raise EngineError(f"{where} serves a model of type {facts.model_type!r}, and the run's is {model_type!r}")
-    if cfg.update == "http" and facts.replicas > 1:
-        raise EngineError(
-            f'{where} has --dp-size {facts.replicas}, with which it takes no weights in requests: use sglang.update = "files"'
-        )
     if cfg.seeds and not facts.seeds:
         raise EngineError(
             f"{where} ignores seeds, so no run could be repeated: start it with --enable-deterministic-inference, or set "
@@ -250,23 +240,6 @@ def weight_files(model: str) -> list[Path]:
     if not files:
         raise ModelError(f"{model} has no safetensors files, which SGLang's servers would load")
     return files
-
-
-def tensors_of(files: list[Path], size: int) -> Iterator[list[Named]]:
-    """All tensors in lists of at most `size` bytes, or of one."""
-    part: list[Named] = []
-    used = 0
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is not a mapping
-                tensor = file.get_tensor(name)
-                if part and used + tensor.nbytes > size:
-                    yield part
-                    part, used = [], 0
-                part.append((name, tensor))
-                used += tensor.nbytes
-    if part:
-        yield part
 
 
 def check_names(files: list[Path], expected: Expected) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import SglangConfig
-from agentrl.contrib.sglang.engine import SglangEngine, serialize_tensors
+from agentrl.contrib.sglang.engine import SglangEngine
 from agentrl.contrib.sglang.servers import Facts, TurnRequests, Versions, check_names
 from agentrl.engines.weights.parameters import expected_parameters
 from agentrl.rollout.engine import Sampling
@@ -158,24 +158,6 @@ async def test_a_turn_moves_when_its_server_dies_and_a_server_that_is_back_gets_
                 with pytest.raises(EngineError, match="no SGLang server is alive") as dead:
                     await engine.generate(prompt, sampling, "last")
                 assert two.address in str(dead.value) and back.address in str(dead.value)
-
-
-async def test_weights_in_requests_need_no_common_folder(model_folder, model):
-    """`update = "http"`: in several requests, of which the last names the version; a copy for each rank."""
-    with StandIn(model_folder, Settings({"tp_size": 2})) as server:
-        server.session = True  # left open by a run that was killed
-        async with client(model_folder, server, update="http") as engine:
-            new = changed(model, seed=1)
-            await publish(engine, 5, new, bucket_mib=0.2)
-            turn = await engine.generate(prompt_of(9), Sampling(max_tokens=9, seed=1), "a")
-        assert set(turn.versions) == {5} and off(load(model_folder), prompt_of(9), turn, weights=new) < 1e-5
-        assert not server.session
-        sent = server.posts("/update_weights_from_tensor")
-        assert len(sent) > 3 and not server.posts("/update_weights_from_disk")
-        assert all(len(body["serialized_named_tensors"]) == 2 for body in sent)
-        named = [body["weight_version"] is not None for body in sent]
-        assert named == [body["flush_cache"] for body in sent] == [True, *[False] * (len(sent) - 2), True]
-        assert not server.refused
 
 
 async def test_files_of_weights_go_when_the_next_ones_are_loaded(model_folder, model, tmp_path):
@@ -328,9 +310,6 @@ async def test_bodies_are_held_against_the_packages_request_classes():
     ]:
         with pytest.raises(BadRequestError, match=name):
             known.build(name, body)
-    tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
-    [(name, read)] = known.tensors(serialize_tensors([("a", tensor)]))
-    assert name == "a" and read.dtype == torch.bfloat16 and torch.equal(read, tensor)
     arguments = json.loads(FROZEN.read_text())["server_args"]
     assert set(DEFAULTS) <= set(arguments)
 

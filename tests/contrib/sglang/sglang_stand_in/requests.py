@@ -7,18 +7,14 @@ A server of the package ignores fields that it does not know; here they are refu
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import importlib.util
-import io
 import json
-import pickle
 import typing
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import torch
 
 VERSION = "0.5.23"
 FROZEN = Path(__file__).with_name("requests.json")
@@ -29,9 +25,6 @@ CLASSES = {
     "/pause_generation": "PauseGenerationReqInput",
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
-    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
-    "/begin_weight_update": "BeginWeightUpdateReqInput",
-    "/end_weight_update": "EndWeightUpdateReqInput",
 }
 """The class of the body that each route takes."""
 SAMPLING = "SamplingParams"
@@ -55,20 +48,6 @@ class Frozen:
             raise BadRequestError(f"{name}: {problem.json_path}: {problem.message}")
         return {field: one["default"] for field, one in self.table["classes"][name]["properties"].items()} | body
 
-    def tensors(self, data: str) -> Any:
-        """What was serialized for a rank. Raises BadRequestError for a type that the package does not allow."""
-        allowed = {tuple(pair) for pair in self.table["pickled"]}
-
-        class Careful(pickle.Unpickler):
-            def find_class(self, module: str, name: str) -> Any:
-                if (module, name) == ("torch.storage", "_load_from_bytes"):
-                    return lambda data: torch.load(io.BytesIO(data), weights_only=True)  # as the package has it
-                if (module, name) not in allowed:
-                    raise BadRequestError(f"{module}.{name} may not be pickled")
-                return super().find_class(module, name)
-
-        return Careful(io.BytesIO(base64.b64decode(data, validate=True))).load()
-
 
 class Package:
     """The installed package's own classes."""
@@ -89,9 +68,7 @@ class Package:
                 made.normalize_batch_and_arguments()
         except (ValidationError, ValueError, TypeError) as problem:
             raise BadRequestError(f"{name}: {problem}") from problem
-        return {field: getattr(made, field) for field in _fields(kind)} | {
-            key: value for key, value in body.items() if key == "serialized_named_tensors"
-        }
+        return {field: getattr(made, field) for field in _fields(kind)}
 
     @staticmethod
     def _sampling(kind: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -112,13 +89,6 @@ class Package:
 
         if (error := generate_contract_error(body)) is not None:
             raise BadRequestError(f"/generate: {error}")
-
-    def tensors(self, data: str) -> Any:
-        """As `Frozen.tensors`."""
-        from sglang.srt.utils.common import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
-
-        [raw] = normalize_serialized_named_tensor_payloads([data])
-        return MultiprocessingSerializer.deserialize(raw)
 
 
 def requests() -> Frozen | Package:
@@ -181,13 +151,11 @@ def describe(name: str) -> dict[str, Any]:
 def frozen() -> dict[str, Any]:
     """The description of the installed package."""
     from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
-    from sglang.srt.utils.common import SafeUnpickler
 
     return {
         "version": VERSION,
         "classes": {name: describe(name) for name in [*CLASSES.values(), SAMPLING]},
         "server_args": list(POSITIONAL_FIELD_ORDER),
-        "pickled": sorted(map(list, SafeUnpickler.ALLOWED_GLOBALS)),
     }
 
 

@@ -63,7 +63,6 @@ class StandIn:
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.refused: list[str] = []
         self.paused: str | None = None
-        self.session = False
         self.model_path = folder
         self._known = requests()
         self._streams: dict[str, Request] = {}
@@ -134,9 +133,6 @@ class StandIn:
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
             "/update_weights_from_disk": self._from_disk,
-            "/update_weights_from_tensor": self._from_tensor,
-            "/begin_weight_update": self._begin,
-            "/end_weight_update": self._end,
         }
         gets = {"/model_info": self._model_info, "/server_info": self._server_info}
         routes = [Route(path, self._posted(path, handler), methods=["POST"]) for path, handler in posts.items()]
@@ -290,28 +286,6 @@ class StandIn:
         if not problem:
             self.model_path = body["model_path"]
         return self._updated(problem, body)
-
-    async def _from_tensor(self, body: dict[str, Any]) -> Response:
-        if not self.session:
-            return self._updated(
-                "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()", body
-            )
-        copies = body["serialized_named_tensors"]
-        if len(copies) < self._args["tp_size"]:
-            return self._updated("list index out of range", body)
-        return self._updated(await self.model.load(dict(self._known.tensors(copies[0])), body["weight_version"]), body)
-
-    async def _begin(self, body: dict[str, Any]) -> Response:
-        return self._session(True, "a weight-update session is already open; call end_weight_update() first")
-
-    async def _end(self, body: dict[str, Any]) -> Response:
-        return self._session(False, "no weight-update session is open; call begin_weight_update() first")
-
-    def _session(self, wanted: bool, problem: str) -> Response:
-        if self.session is wanted:
-            return JSONResponse({"success": False, "message": problem}, 400)
-        self.session = wanted
-        return JSONResponse({"success": True, "message": "Success"})
 
     def _updated(self, problem: str, body: dict[str, Any]) -> Response:
         if not problem and body["flush_cache"] and self.model.requests and self.paused != "retract":
