@@ -227,7 +227,7 @@ def _app() -> tuple[Any, asyncio.AbstractEventLoop]:
 def env_server(text: str) -> None:
     """Whatever the body, no answer of the environment server is its own error."""
     app, loop = _app()
-    kind = ("/v1/describe", "/v1/ask", "/v1/sessions/s/step", "/v1/sessions/s/reset", "/openenv/e/reset")[len(text) % 5]
+    kind = ("/v1/describe", "/v1/ask", "/v1/sessions/s/step", "/v1/sessions/s/reset")[len(text) % 4]
     headers = [(b"authorization", b"Bearer a-token-of-the-tests-only"), (b"content-type", b"application/json")]
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
     "path": kind, "raw_path": kind.encode(),

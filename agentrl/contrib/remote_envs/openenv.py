@@ -7,14 +7,14 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from agentrl.contrib.remote_envs import wire
-from agentrl.contrib.remote_envs.sessions import RefusedError, SessionLimits
+from agentrl.contrib.remote_envs.sessions import RefusedError, Secret, SessionLimits
 from agentrl.contrib.toolkit.chat_forms import declarations
 from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.authoring import SPLITS
@@ -56,14 +56,6 @@ STATE: dict[str, Json] = {
     "properties": {"episode_id": _TEXT, "step_count": {"type": "integer"}, "env_id": _TEXT},
 }
 _check_action = compile_validator("action", ACTION)
-
-
-class PlayerGuard(Protocol):
-    """Checks the token in an address."""
-
-    def check_player(self, shown: str) -> None:
-        """Raises RefusedError for another one."""
-        ...
 
 
 class PlaySession:
@@ -122,7 +114,7 @@ class OpenEnvFace:
     """The routes over environments that `build` makes, which score themselves."""
 
     def __init__(
-        self, build: Callable[[], ToolEnv], name: str, summary: str, limits: SessionLimits, player: PlayerGuard | None
+        self, build: Callable[[], ToolEnv], name: str, summary: str, limits: SessionLimits, player: Secret | None
     ) -> None:
         self._build, self._name, self._summary, self._limits, self._player = build, name, summary, limits, player
         self._running = 0
@@ -131,70 +123,26 @@ class OpenEnvFace:
         """Starlette's routes; with a `player` the prefix has the token as `{player}`."""
         from starlette.routing import Route, WebSocketRoute
 
-        return [
-            Route(f"{prefix}/health", self._health),
-            Route(f"{prefix}/metadata", self._metadata),
-            Route(f"{prefix}/schema", self._schema),
-            Route(f"{prefix}/reset", self._one_reset, methods=["POST"]),
-            Route(f"{prefix}/step", self._one_step, methods=["POST"]),
-            WebSocketRoute(f"{prefix}/ws", self._ws),
-        ]
+        answers: dict[str, Json] = {
+            "health": {"status": "healthy"},
+            "metadata": {"name": self._name, "description": self._summary},
+            "schema": {"action": ACTION, "observation": OBSERVATION, "state": STATE},
+        }
+        told = [Route(f"{prefix}/{name}", partial(self._answer, body)) for name, body in answers.items()]
+        return [*told, WebSocketRoute(f"{prefix}/ws", self._ws)]
 
     def _guard(self, path: Mapping[str, Any]) -> None:
         if self._player is not None:
             self._player.check_player(str(path["player"]))
 
-    def _json(self, request: Request, body: Callable[[], Json], status: int = 200) -> Response:
+    async def _answer(self, body: Json, request: Request) -> Response:
         from starlette.responses import Response
 
         try:
             self._guard(request.path_params)
         except RefusedError as refused:
             return Response(wire.dumps({"detail": str(refused)}), refused.status, media_type="application/json")
-        return Response(wire.dumps(body()), status, media_type="application/json")
-
-    async def _health(self, request: Request) -> Response:
-        return self._json(request, lambda: {"status": "healthy"})
-
-    async def _metadata(self, request: Request) -> Response:
-        return self._json(request, lambda: {"name": self._name, "description": self._summary})
-
-    async def _schema(self, request: Request) -> Response:
-        return self._json(request, lambda: {"action": ACTION, "observation": OBSERVATION, "state": STATE})
-
-    async def _one_reset(self, request: Request) -> Response:
-        """As openenv-core: over plain HTTP a reset is an episode that ends at once, since requests belong to no session."""
-        try:
-            self._guard(request.path_params)
-        except RefusedError:
-            return self._json(request, dict)  # which says so
-        if self._running >= self._limits.episodes:
-            return self._json(request, lambda: {"detail": "Server at capacity"}, 503)
-        self._running += 1
-        session = None
-        try:
-            data = strict_json(await self._body(request) or b"{}")
-            session = PlaySession(self._build())
-            answer = await session.answer({"type": "reset", "data": data})
-        except (_InvalidError, ValueError, AgentrlError) as problem:
-            text = str(problem)
-            return self._json(request, lambda: {"detail": text}, 422)
-        finally:
-            self._running -= 1
-            if session is not None:
-                await session.env.aclose()
-        return self._json(request, lambda: answer["data"])
-
-    async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._limits.body:
-                raise _InvalidError(f"a request of more than {self._limits.body} bytes (--max-body)")
-        return bytes(body)
-
-    async def _one_step(self, request: Request) -> Response:
-        return self._json(request, lambda: {"detail": "a step over plain HTTP belongs to no episode; connect to /ws"}, 409)
+        return Response(wire.dumps(body), media_type="application/json")
 
     async def _ws(self, socket: WebSocket) -> None:
         from starlette.websockets import WebSocketDisconnect
