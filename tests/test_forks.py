@@ -77,7 +77,6 @@ LOCKS = {
     "litellm": lambda: litellm_calls._IMPORTING,
     "redaction": lambda: redaction._lock,
     "equality": lambda: equality._STARTING,
-    "remote": lambda: link._LOOP._lock,
 }
 
 
@@ -121,7 +120,7 @@ def test_the_loops_of_a_thread_of_their_own() -> None:
 
     def both() -> None:
         assert asyncio.run_coroutine_threadsafe(pid(), background_loop.background().loop).result(10) == os.getpid()
-        assert link._LOOP.submit(pid()).result(10) == os.getpid()
+        assert link._submit(pid()).result(10) == os.getpid()
 
     both()
     assert forked(both)

@@ -322,13 +322,13 @@ class LoopThread:
 
 
 _lock = fork_safe(threading.Lock())
-_held: list[LoopThread] = []
+_held: dict[str, LoopThread] = {}
 os.register_at_fork(after_in_child=_held.clear)
 
 
-def background() -> LoopThread:
-    """The loop of this process, started with its first work."""
+def background(purpose: str = "") -> LoopThread:
+    """The loop of this process for a purpose, started with its first work."""
     with _lock:
-        if not _held:
-            _held.append(LoopThread())
-        return _held[0]
+        if purpose not in _held:
+            _held[purpose] = LoopThread()
+        return _held[purpose]

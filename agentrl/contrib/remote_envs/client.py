@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import ssl
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,7 +40,7 @@ from agentrl.env.tools import Tool, ToolSet, ToolSource
 from agentrl.env.users import GOLD, RecordedUser
 from agentrl.utils.errors import ConfigError, EnvError, RemoteEnvError, UserError
 from agentrl.utils.parsing import read_json
-from agentrl.utils.threads import after_fork
+from agentrl.utils.threads import after_fork, background
 
 T = TypeVar("T")
 Watching = Callable[[list[dict[str, Json]] | str], None]
@@ -58,27 +57,9 @@ POOLS = 64
 """Pools of connections to a server, between which requests are spread."""
 
 
-class _Loop:
-    """An event loop in a thread of its own, for the callers of any loop and of none."""
-
-    def __init__(self) -> None:
-        self._begin()
-        after_fork(self, _Loop._begin)
-
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """The work's result, of the loop."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True, name="agentrl-remote").start()
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-
-_LOOP = _Loop()
+def _submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """The work's result, of a loop in a thread of its own, for the callers of any loop and of none."""
+    return asyncio.run_coroutine_threadsafe(work, background("remote").loop)
 
 
 class _Pool:
@@ -127,11 +108,11 @@ class Link:
     async def ask(self, route: str, body: Mapping[str, Json], watch: Watching, method: str = "POST") -> Json:
         """The answer. Raises RemoteEnvError if the server is not there or does not know the session, and what it refuses as
         `fault_of` says. Cancelling gives the request up; the server may still do it."""
-        return await asyncio.wrap_future(_LOOP.submit(self._ask(route, body, watch, method, PATIENCE)))
+        return await asyncio.wrap_future(_submit(self._ask(route, body, watch, method, PATIENCE)))
 
     def ask_now(self, route: str, body: Mapping[str, Json], patience: float = PATIENCE) -> Json:
         """The same, blocking."""
-        return _LOOP.submit(self._ask(route, body, lambda seen: None, "POST", patience)).result()
+        return _submit(self._ask(route, body, lambda seen: None, "POST", patience)).result()
 
     async def _send(self, method: str, route: str, content: bytes) -> httpx.Response:
         # The least busy one. httpx looks through all connections of a pool at each request, so one with a thousand would take

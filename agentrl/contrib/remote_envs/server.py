@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from agentrl import __version__
 from agentrl.contrib.remote_envs import wire
@@ -18,7 +18,7 @@ from agentrl.contrib.remote_envs.openenv import OpenEnvFace
 from agentrl.contrib.remote_envs.sessions import KINDS, EnvSessions, RefusedError, Secret, SessionLimits
 from agentrl.data.trajectory import Json, Task
 from agentrl.env.address import Asked
-from agentrl.env.base import ToolEnv, plain_prompt
+from agentrl.env.base import plain_prompt
 from agentrl.utils.errors import ConfigError, DependencyError, EnvError, UserError
 from agentrl.utils.network import strict_json, uvicorn_config
 
@@ -26,42 +26,17 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from agentrl.contrib.remote_envs.offer import EnvOffer
 
 log = logging.getLogger(__name__)
 MOST_CONTAINERS, MOST_DEPTH = 4_000_000, 512
 """Of a trainer's request: what a policy wrote is in it, as Python writes JSON."""
 
 
-class EnvProvider(Protocol):
-    """The served environment."""
-
-    @property
-    def name(self) -> str:
-        """The environment's id."""
-        ...
-
-    @property
-    def summary(self) -> str:
-        """Summary in one line."""
-        ...
-
-    def play(self) -> ToolEnv:
-        """A new environment as it is, which scores its own episodes."""
-        ...
-
-    def build(self, asked: Asked) -> ToolEnv:
-        """A new environment, as a client asks for it. Raises UserError if it cannot be had here."""
-        ...
-
-    def card(self, asked: Asked) -> dict[str, Json]:
-        """Facts that a client must know of such an environment before an episode, as JSON."""
-        ...
-
-
 class EnvApp:
     """An ASGI app over one offer. `boot` names this start of the server: sessions do not outlive it."""
 
-    def __init__(self, offer: EnvProvider, secret: Secret, limits: SessionLimits | None = None) -> None:
+    def __init__(self, offer: EnvOffer, secret: Secret, limits: SessionLimits | None = None) -> None:
         self.offer, self.secret, self.limits = offer, secret, limits or SessionLimits()
         self.boot = wire.new_id()
         self.sessions = EnvSessions(offer.build, self.limits, self.boot)
