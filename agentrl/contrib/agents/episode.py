@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.endpoint import Endpoint
@@ -50,16 +50,10 @@ from agentrl.utils.threads import in_thread
 Ask = Callable[[Sampling], Awaitable[Generation]]
 
 
-class Samples(Protocol):
-    """An episode, as its engine sees it."""
-
-    async def sample(self, ask: Ask, token_ids: Sequence[int], sampling: Sampling, key: str) -> Generation: ...
-
-
 class EpisodeEngine(Engine):
     """Every turn is asked through the episode, which bounds it, gives it its seed, and notes its outcome."""
 
-    def __init__(self, engine: Engine, episode: Samples) -> None:
+    def __init__(self, engine: Engine, episode: AgentEpisode) -> None:
         self._engine, self._episode = engine, episode
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:

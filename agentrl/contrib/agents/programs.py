@@ -9,15 +9,17 @@ import os
 import shutil
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.record import Brief, Outcome, after_a_cut, before_a_cut, text_of
-from agentrl.data.trajectory import Json, ToolResult
+from agentrl.contrib.agents.tools import ServedEpisode
+from agentrl.data.trajectory import Json
 from agentrl.utils import keeper
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.network import exempt, exempt_own, through_proxy
@@ -123,25 +125,17 @@ MAX_ANSWER = 16 << 20
 """Bytes of the answer of an agent behind a URL."""
 
 
-class Doors(Protocol):
-    """The episode's services for an agent that runs in this process."""
-
-    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult: ...
-
-    async def say(self, text: str) -> list[str] | None: ...
-
-
-class Program(Protocol):
+class Program(ABC):
     """An agent that plays one episode at a time, many side by side."""
 
-    async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
+    @abstractmethod
+    async def run(self, brief: Brief, doors: ServedEpisode, record: dict[str, Json]) -> Outcome:
         """Play an episode to the agent's own end. Cancelled, it ends the agent and all its processes; `record` then also has
         what it wrote so far."""
-        ...
 
     async def close(self) -> None:
         """Free everything; idempotent."""
-        ...
+        return None
 
 
 def program_of(config: AgentConfig) -> Program:
@@ -155,7 +149,7 @@ def program_of(config: AgentConfig) -> Program:
     return Function(config.python) if config.python else Remote(config.url or "")
 
 
-class Command:
+class Command(Program):
     """A program that is started for each episode."""
 
     def __init__(self, config: AgentConfig) -> None:
@@ -171,7 +165,7 @@ class Command:
             raise ConfigError(f"agent.env, agent.pass_env: {taken[0]} is set for each episode; choose another name")
         self._passed = [*ALWAYS_PASSED, *config.pass_env]
 
-    async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, doors: ServedEpisode, record: dict[str, Json]) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True) as folder:
             process = await AgentProcess.start(
                 resolve_references(self._command, "agent.command"), self._variables(brief, Path(folder))
@@ -198,14 +192,11 @@ class Command:
         exempt(host, environ=found)
         return found
 
-    async def close(self) -> None:
-        return None
-
 
 class Episode:
     """The only argument of an agent that is an async function."""
 
-    def __init__(self, brief: Brief, doors: Doors) -> None:
+    def __init__(self, brief: Brief, doors: ServedEpisode) -> None:
         self.task = brief.task()
         self.prompt, self.messages, self.tools = brief.prompt, self.task["messages"], self.task["tools"]
         self.model, self.api_key = brief.to_json()["model"], brief.key
@@ -221,7 +212,7 @@ class Episode:
         return await self._doors.say(text)
 
 
-class Function:
+class Function(Program):
     """An async function in this process: cheap, but what blocks in it blocks everything."""
 
     def __init__(self, target: str) -> None:
@@ -236,7 +227,7 @@ class Function:
             )
         self._function: Callable[[Episode], Awaitable[Any]] = function
 
-    async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, doors: ServedEpisode, record: dict[str, Json]) -> Outcome:
         task = asyncio.current_task()
         try:
             answer = await self._function(Episode(brief, doors))
@@ -253,11 +244,8 @@ class Function:
             return Outcome(None, f"it returned {type(answer).__name__}, expected text or None", record)
         return Outcome(None if answer is None else text_of(answer, brief.key), None, record)
 
-    async def close(self) -> None:
-        return None
 
-
-class Remote:
+class Remote(Program):
     """An agent behind a URL: it gets a POST per episode and answers it with JSON when it is done."""
 
     def __init__(self, url: str) -> None:
@@ -268,7 +256,7 @@ class Remote:
         learn({"url": url})
         self._client: httpx.AsyncClient | None = None
 
-    async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
+    async def run(self, brief: Brief, doors: ServedEpisode, record: dict[str, Json]) -> Outcome:
         if self._client is None:
             exempt_own(resolve_references(self._url, "agent.url"))
             # Without limits of its own: the episode's are kept by who waits for this.

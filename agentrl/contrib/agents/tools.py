@@ -27,7 +27,7 @@ def load_server() -> None:
 
 
 class ServedEpisode(Protocol):
-    """An episode, as the server of its tools sees it."""
+    """The services of an episode for its agent."""
 
     def schemas(self) -> list[dict[str, Json]]: ...
 

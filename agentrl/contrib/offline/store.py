@@ -279,11 +279,6 @@ class RowStore:
             for episode in range(int(example) * self.about.each, (int(example) + 1) * self.about.each)
         ]
 
-    def lengths(self, examples: Iterable[int]) -> list[int]:
-        """The tokens of each example."""
-        ends, each = np.concatenate([[0], self._ends]), self.about.each
-        return [int(ends[self._first[(int(n) + 1) * each]] - ends[self._first[int(n) * each]]) for n in examples]
-
     def _ledger(self, at: int) -> TokenLedger:
         begin, end = (0 if at == 0 else int(self._ends[at - 1])), int(self._ends[at])
         ids, sampled = self._ids[begin:end], self._sampled[begin:end]

@@ -68,8 +68,6 @@ class SandboxPool:
         self.provider, self.warm, self.limit = provider, warm, limit
         self.running = 0
         """Sandboxes that are started or being started: those held, and the warm ones."""
-        self.started = 0
-        """Sandboxes that the provider has been asked for so far."""
         self._idle: deque[tuple[str, Sandbox]] = deque()
         self._queue: deque[asyncio.Future[None]] = deque()
         self._refills: set[asyncio.Task[None]] = set()
@@ -81,10 +79,6 @@ class SandboxPool:
     def idle(self) -> int:
         return len(self._idle)
 
-    @property
-    def queued(self) -> int:
-        return len(self._queue)
-
     async def acquire(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
         """A started sandbox with the spec's files (or a snapshot's), to be given back with `release`. Raises SandboxError if
         it does not start."""
@@ -93,7 +87,6 @@ class SandboxPool:
         if taken is None:
             await self._slot()
             try:
-                self.started += 1
                 taken = await self.provider.start(spec, snapshot)
             except BaseException:
                 self._free()
@@ -180,7 +173,6 @@ class SandboxPool:
 
     async def _start_ahead(self, key: str, spec: SandboxSpec) -> None:
         try:
-            self.started += 1
             sandbox = await self.provider.start(spec)
         except EnvError as fault:
             self._free()
