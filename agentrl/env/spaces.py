@@ -121,6 +121,8 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
     """
     if not isinstance(schema, Mapping) or not schema:
         return int(rng.integers(0, 10))
+    if schema.get("nullable") is True and (depth > _MAX_DEPTH or rng.integers(4) == 0):
+        return None
     if "$ref" in schema:
         return sample_value(resolve_reference(str(schema["$ref"]), root), rng, root, depth + 1)
     if "const" in schema:

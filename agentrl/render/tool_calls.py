@@ -448,12 +448,13 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
 def _types(schema: Json, root: Mapping[str, Any]) -> set[str]:
     """The JSON types that a schema allows, by name."""
     found: set[str] = set()
-    for part in schema_parts(schema, root):
+    parts = schema_parts(schema, root)
+    for part in parts:
         kind = part.get("type")
         found.update([kind] if isinstance(kind, str) else [item for item in kind or () if isinstance(item, str)])
         values = [*(part.get("enum") or ()), *([part["const"]] if "const" in part else ())]
         found.update(_NAMES[type(value)] for value in values)
-    return found
+    return found | {"null"} if found and any(part.get("nullable") is True for part in parts) else found
 
 
 def _null(text: str) -> None:

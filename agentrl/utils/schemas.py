@@ -535,6 +535,8 @@ def _timed_keyword(keyword: Keyword) -> Keyword:
         if QUICK.get() and next(_LEFT.get(), None) is None:
             raise TooLongError
         _in_time()
+        if instance is None and schema.get("nullable") is True:  # OpenAPI 3.0's way to say that null fits as well
+            return ()
         return keyword(validator, value, instance, schema)
 
     return check

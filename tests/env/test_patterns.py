@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import Field, TypeAdapter
 
 from agentrl.env import Tool
+from agentrl.env.call_options import compile_validator
 from agentrl.env.spaces import Unsupported, sample_arguments, sample_pattern, sample_value
 from agentrl.env.taskdata import load_tasks
 from agentrl.render.tool_calls import typed_value
@@ -129,3 +130,31 @@ def test_every_reader_of_a_schema_reads_it_by_its_draft(schema: dict[str, Any], 
 def test_a_draft_that_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"tool act: .*/\$schema: 'http://a\.example/mine' is no draft from 4 to 2020-12"):
         Tool.from_schema("act", "", {"$schema": "http://a.example/mine", "type": "object"}, dict)
+
+
+NULLABLE = {
+    "type": "object",
+    "properties": {
+        "kind": {"type": "string", "enum": ["a", "b"], "nullable": True},
+        "to": {"$ref": "#/$defs/to", "nullable": True},
+        "of": {"type": "integer", "nullable": True, "minimum": 3},
+        "not": {"type": "string", "nullable": False},
+    },
+    "required": ["kind", "to", "of", "not"],
+    "$defs": {"to": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+}
+
+
+def test_null_fits_what_is_nullable_as_openapi_has_it_and_nothing_else() -> None:
+    """Documented tools of web services say so; null was refused, never sampled, and in untyped syntaxes the word "null"."""
+    check = compile_validator("send", NULLABLE)
+    nulls = {"kind": None, "to": None, "of": None, "not": "x"}
+    assert check(nulls) is None and check({"kind": "a", "to": {"x": 1}, "of": 3, "not": "x"}) is None
+    for name, wrong in (("kind", "c"), ("to", {}), ("of", 2), ("of", "3"), ("not", None)):
+        assert check({**nulls, name: wrong}) is not None, name
+    made = [sample_arguments(NULLABLE, np.random.default_rng(seed)) for seed in range(200)]
+    assert all(check(one) is None for one in made)
+    assert {name for one in made for name, value in one.items() if value is None} == {"kind", "to", "of"}
+    assert {name for one in made for name, value in one.items() if value is not None} == set(NULLABLE["properties"])
+    for name, schema in NULLABLE["properties"].items():
+        assert (typed_value("null", schema, NULLABLE) is None) == (name != "not")
