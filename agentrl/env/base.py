@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
+from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.env.authoring import Forkable
 from agentrl.env.copying import play_again
@@ -295,7 +296,8 @@ class ToolEnv(Forkable):
             if self.user is not None and "user" in options:
                 self.user = self._gold_user(task) if options["user"] == GOLD else options["user"]
             self._record.horizon = self.horizon(task)
-            self._last = await self._opening(task)
+            # Templates that write no ids show a result without its call's name as another's.
+            self._last = list(pair_results(await self._opening(task), strict=False))
         self._record.messages.extend(self._last)
         self._record.tools = self.toolbox.schemas()
         return list(self._last), self._info()

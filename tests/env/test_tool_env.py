@@ -66,6 +66,23 @@ def test_an_episode_and_its_record() -> None:
     assert Trajectory.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
+class Begun(Notes):
+    """Opens with a turn of two calls, whose results have neither names nor the calls' order."""
+
+    def prompt(self, task: Task) -> list[Message]:
+        calls = (ToolCall("write", {"text": "a"}, id="x"), ToolCall("wrote", {}, id="y"))
+        results = [Message("tool", "second", tool_call_id="y"), Message("tool", "first", tool_call_id="x")]
+        return [Message("user", "go"), Message("assistant", "", calls), *results]
+
+
+def test_results_in_an_opening_have_the_names_of_their_calls() -> None:
+    """A chat template that writes no ids showed the model one as another's."""
+    env = Begun()
+    observation, _ = env.reset(seed=0)
+    shown = [Message("tool", "first", tool_call_id="x", name="write"), Message("tool", "second", tool_call_id="y", name="wrote")]
+    assert observation[2:] == shown and env.trajectory.messages == observation
+
+
 def test_text_actions_are_parsed_and_malformed_ones_are_answered() -> None:
     env = Notes()
     env.reset(seed=0)

@@ -199,7 +199,7 @@ class VerifiersEnv(ToolEnv):
         step["full"] = [*step["full"], *answers]
         names = {call.id: call.name for call in turn.message.tool_calls}
         ours = [replace(one, name=names.get(one.tool_call_id or "")) for one in map(_to_ours, answers)]
-        turn.results = [ToolResult(m.tool_call_id or "", "", m.content) for m in ours if m.role == "tool"]
+        turn.results = [ToolResult(m.tool_call_id or "", m.name or "", m.content) for m in ours if m.role == "tool"]
         if await self.theirs.is_completed(state):
             return await self._score(ours)
         return ours, False
