@@ -92,12 +92,12 @@ class TemplateRenderer(Renderer):
         return bound
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Raises RenderError if the template refuses the messages or does not support tools."""
+        """Raises RenderError if the template refuses the messages, drops text of them or does not support tools."""
         if tools and self.no_tools:
             raise RenderError(self.no_tools)
         if tools and self.tools_need_system and all(message.role != "system" for message in messages):
             raise RenderError("the chat template shows tools only with a system message. Begin the prompt with one")
-        text = self._text.render(messages, tools, generate=True)
+        text = self._turns.prompt(messages, tools)
         if tools and tools[0]["function"]["name"] not in text:
             raise RenderError(f"the chat template ignores tools; {self._what_to_do}")
         for tool in tools:
@@ -105,14 +105,12 @@ class TemplateRenderer(Renderer):
         return self._with_images(self._text.encode(text, Place.START), messages)
 
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
-        answers = False
-        for message in messages:
-            if message.role == "assistant":
-                raise RenderError("an assistant turn is sampled, never appended as a message")
-            if message.role == "tool" and self.no_tools:
-                raise RenderError(self.no_tools)
-            answers = answers or message.role == "tool"
-        stop = self._turns.stop_after(answers)
+        roles = {message.role for message in messages}
+        if "assistant" in roles:
+            raise RenderError("an assistant turn is sampled, never appended as a message")
+        if "tool" in roles and self.no_tools:
+            raise RenderError(self.no_tools)
+        stop = self._turns.stop_after("tool" in roles)
         # Where several tokens end a turn, another one may have been sampled than the one that these messages follow.
         ended = finish == "stop" and (last is None or last == self._text.codec.added[stop])
         suffix = self._turns.suffix(messages)
@@ -206,7 +204,10 @@ class TemplateRenderer(Renderer):
         return kept
 
     def _appends(self, shape: Skeleton, tools: bool) -> bool:
-        return self._turns.ledger_text(shape, tools) == self._turns.whole(shape, tools)
+        try:
+            return self._turns.ledger_text(shape, tools) == self._turns.whole(shape, tools)
+        except RenderError:  # it drops something, if only a policy's text next to a call: `start` decides
+            return False
 
     def _find_syntax(self, parser: Parser | ForTools | Syntax | None) -> tuple[str, str]:
         """The name of the tool-call syntax, and why tools cannot be used ("" if they can)."""

@@ -165,7 +165,7 @@ class TemplateText:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids. What only looks like a control token is hidden in it, if any such is there."""
         text = self.codec.decode(ids)
-        if self._spells_nothing(ids, text):
+        if self.spells_nothing(ids, text):
             return text
         control = {self.codec.added[content] for content in self.control}
         parts: list[str] = []
@@ -182,12 +182,10 @@ class TemplateText:
                 run = [number]
         return "".join(parts)
 
-    def spells_nothing(self, ids: Sequence[int]) -> bool:
-        """Return True if all that looks like a control token in the text of sampled ids is one."""
-        return self._spells_nothing(ids, self.codec.decode(ids))
-
-    def _spells_nothing(self, ids: Sequence[int], text: str) -> bool:
+    def spells_nothing(self, ids: Sequence[int], text: str | None = None) -> bool:
+        """Return True if all that looks like a control token in the text of sampled ids is one. `text`: theirs, if known."""
         control = {self.codec.added[content] for content in self.control}
+        text = self.codec.decode(ids) if text is None else text
         return sum(1 for i in ids if i in control) == sum(1 for _ in self._pattern.finditer(text))
 
     def shown(self, value: Any) -> Any:
@@ -378,9 +376,39 @@ def _probe(item: tuple[_Turn, tuple[str, ...]]) -> Round:
     return turn, tuple(answers)
 
 
+def _first_lost(messages: Sequence[Message], sort: str, write: Callable[[Sequence[Message]], str]) -> int | None:
+    """Number of the first message that `write` does not show in its place, by marks instead of its texts, since templates trim
+    and escape these; None if all are shown."""
+    probes = [
+        replace(message, content=message.content and f"Qsaid{number}q", images=(), tool_calls=tuple(
+            call if call.arguments is None else replace(call, arguments={"key": f"Qcall{number}x{place}q"})
+            for place, call in enumerate(message.tool_calls)
+        ))
+        for number, message in enumerate(messages)
+    ]  # fmt: skip
+    text, at, begun = write(probes), 0, sort == "suffix"
+    for number, probe in enumerate(probes):
+        begun = begun or probe.role != "system"  # what opens a conversation may stand anywhere: in Mistral's with the last user
+        # Of a single turn the parser says which calls are in it.
+        calls = [call.arguments["key"] for call in probe.tool_calls if call.arguments is not None and sort != "turn"]
+        if sort != "turn" and any(call.raw for call in probe.tool_calls):
+            continue
+        for mark in filter(None, (probe.content, *calls)):
+            found = text.find(mark, at)
+            if found < 0 and (mark not in text or (probe.role == "system" and begun)):
+                return number
+            at = max(at, found) if begun else at
+    return None
+
+
 # Turns of a template
 
 _THOUGHT = "Qthoughtq"
+_SHAPES_CHECKED = 4096
+_INSTEAD = {
+    "assistant": "Leave out what it says next to a call, and let it make one call a turn",
+    "system": "Put it into the first system message or a user's",
+}
 _ASKED = Message("assistant", MARK)
 _CALLED = Message("assistant", "", (CALL,))
 _FIELDS = ("reasoning_content", "reasoning", "thinking", "chunk")
@@ -391,6 +419,7 @@ class TurnText:
 
     def __init__(self, text: TemplateText) -> None:
         self._text = text
+        self._lost: dict[tuple[Any, ...], int | None] = {}
         self.tools_need_system = False
         try:
             text.render([QUESTION], generate=True)
@@ -431,8 +460,12 @@ class TurnText:
     def turn(self, message: Message) -> str:
         """The turn as a policy would sample it after the opening, with its stop token.
 
-        Raises RenderError if the template does not write it after its own opening.
+        Raises RenderError if the template does not write it after its own opening, or drops what is said in it.
         """
+        self._require_shown([message], "turn", lambda probes: self._turn(*probes))
+        return self._turn(message)
+
+    def _turn(self, message: Message) -> str:
         frame = self._text.form.frame
         body = self._body(message, [])
         if message.reasoning is None and not self.in_reasoning and frame.split(body) != (None, body):
@@ -451,15 +484,23 @@ class TurnText:
     def suffix(self, messages: Sequence[Message]) -> str:
         """Text that the template adds after the end of an assistant turn for `messages`, up to the next opening.
 
-        Raises RenderError if it does not leave the turn as it was.
+        Raises RenderError if it does not leave the turn as it was, or drops a message.
         """
+        self._require_shown(messages, "suffix", self._suffix)
+        return self._suffix(messages)
+
+    def _suffix(self, messages: Sequence[Message], generate: bool = True) -> str:
         answered = [message for message in messages if message.role == "tool"]
+        if self._text.form.one_call and len({message.name for message in answered}) > 1:
+            # Each after a call of its own: gpt-oss' template names all results as the last call that it wrote.
+            cut = messages.index(answered[1])
+            return self._suffix(messages[:cut], False) + self._suffix(messages[cut:], generate)
         # Some templates refuse tool results that no call asked for, so the probe turn makes matching calls.
         calls = tuple(ToolCall(m.name or "unknown", {"key": MARK}, id=m.tool_call_id or "") for m in answered)
         if self._text.form.one_call:
             calls = calls[:1]
         turn = Message("assistant", "", calls) if calls else _ASKED
-        text = self._text.render([QUESTION, turn, *messages], generate=True)
+        text = self._text.render([QUESTION, turn, *messages], generate=generate)
         _, mark, after = text.partition(MARK)
         for _ in calls[1:]:
             _, mark, after = after.partition(MARK)
@@ -467,6 +508,33 @@ class TurnText:
         if not (mark and stop):
             raise RenderError("the chat template rewrote the turn that came before the new messages")
         return suffix
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt of a conversation. Raises RenderError if the template drops a part or moves a later system message.
+
+        Two things may be lost, as they are wherever the model is used: the reasoning of earlier turns, and what a policy itself
+        said next to its calls. `keeps` begins another ledger then.
+        """
+        shown = [TOOL] if tools else []
+        self._require_shown(messages, f"prompt {bool(tools)}", lambda probes: self._text.render(probes, shown, generate=True))
+        return self._text.render(messages, tools, generate=True)
+
+    def _require_shown(self, messages: Sequence[Message], sort: str, write: Callable[[Sequence[Message]], str]) -> None:
+        """Raise RenderError for the first of the messages that `write` does not show in its place; found once for each shape."""
+        shapes = [
+            (m.role, bool(m.content), m.reasoning and 1, *((call.raw == "", call.arguments is None) for call in m.tool_calls))
+            for m in messages
+        ]
+        if (key := (sort, *shapes)) not in self._lost:
+            if len(self._lost) >= _SHAPES_CHECKED:
+                self._lost.clear()
+            self._lost[key] = _first_lost(messages, sort, write)
+        if (number := self._lost[key]) is not None:
+            role, said = messages[number].role, messages[number].content.strip()[:80]
+            raise RenderError(
+                f"the chat template does not show all of a message of role {role!r} in its place: {said!r}. "
+                f"{_INSTEAD.get(role, 'Leave it out')}, or {self._text.advice}"
+            )
 
     def ledger_text(self, shape: Skeleton, tools: bool) -> str:
         """The conversation as a ledger has it: each turn as it was sampled, each answer as it was appended."""

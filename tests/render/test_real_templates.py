@@ -213,7 +213,7 @@ def test_a_template_that_shows_no_tools_is_refused_with_tools(real):
         renderer.start([Message("user", "x")], TOOLS)
 
 
-GOOD = [ToolCall("get", {"key": "a"}, id="call_0"), ToolCall("note", {"text": "b"}, id="call_1")]
+GOOD = [ToolCall("get", {"key": "a"}, id="call_0", raw="<a>"), ToolCall("note", {"text": "b"}, id="call_1", raw="<b>")]
 BROKEN = ToolCall("get", None, id="call_2", raw="<oops", error="x")
 NAMELESS = ToolCall("", None, id="call_3", raw="<oops", error="x")
 
@@ -231,6 +231,39 @@ def test_answers_to_calls_of_any_kind_are_shown(real, content):
         for ids in (renderer.extend("stop", answers), renderer.start([user, turn, *answers], TOOLS)):
             text = tokenizer.decode(ids)
             assert all(answer.content in text for answer in answers), (calls, text)
+
+
+def refused(make):
+    """The text of a prompt or turn, or None if it is refused for what the template does not show."""
+    try:
+        return make()
+    except RenderError as problem:
+        assert "the chat template" in str(problem)
+        return None
+
+
+@by_template
+def test_nothing_that_a_prompt_is_given_is_lost_without_a_word(real):
+    tokenizer, renderer = made(real)
+    user, call = Message("user", "Quser"), ToolCall("get", {"key": "Qkey"}, id="abcdefghi")
+    answer = Message("tool", "Qtold", tool_call_id="abcdefghi", name="get")
+    system = [Message("system", f"Qsystem{number}") for number in range(2)]
+    said = Message("assistant", "Qsaid", (call,) if real.syntax else (), reasoning="Qthought")
+    following = [answer] if real.syntax else [Message("user", "Qagain")]
+    for messages in (
+        [user, system[0]],
+        [*system, user],
+        [system[0], user, said, *following, system[1]],
+        [user, said, *following],
+    ):
+        text = refused(lambda: tokenizer.decode(renderer.start(messages, TOOLS if real.syntax else [])))  # noqa: B023
+        assert text is None or all(message.content in text for message in messages), text
+        assert text is None or messages[0].role == "system" or text.index("Quser") < text.index(messages[-1].content)
+        added = refused(lambda: tokenizer.decode(renderer.extend("stop", messages[-1:])))  # noqa: B023
+        assert added is None or messages[-1].content in added
+    turn = refused(lambda: tokenizer.decode(renderer.assistant(said)))
+    assert turn is None or ("Qsaid" in turn and "Qthought" in turn)
+    assert turn is not None or real.one_call or real.syntax == "mistral"
 
 
 class Both(ToolEnv):

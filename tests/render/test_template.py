@@ -272,3 +272,100 @@ def test_a_template_that_shows_tools_with_a_system_message_alone_is_used_with_on
     with pytest.raises(RenderError, match="shows tools only with a system message"):
         renderer.start([user], TOOLS)
     assert "tool_call" not in tokenizer.decode(renderer.start([user], []))
+
+
+GIVEN = ToolCall("get", {"key": "a"}, id="abcdefghi")
+RESULT = Message("tool", "7", tool_call_id="abcdefghi", name="get")
+
+
+def family_renderer(name):
+    template, tokens, bos, eos, *_ = FAMILIES[name]
+    return make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_text_that_a_template_drops_next_to_a_call_is_refused_unless_the_policy_said_it(name):
+    """It was learned, and shown to the policy, as if it had never been said."""
+    renderer = family_renderer(name)
+    user, spoken = Message("user", "q"), Message("assistant", "I look it up.", (GIVEN,))
+    written = "not show all of a message of role 'assistant' in its place: 'I look it up.'. Leave out .*model.chat_template"
+    with pytest.raises(RenderError, match=written):
+        renderer.assistant(spoken)
+    with pytest.raises(RenderError, match=written):
+        renderer.start([user, spoken, RESULT], TOOLS)
+    # A policy's own turn is never an error: the next prompt is what the template makes of it, in a ledger of its own.
+    sampled = Message("assistant", spoken.content, (ToolCall("get", {"key": "a"}, id="abcdefghi", raw="..."),))
+    silent = Message("assistant", "", (GIVEN,))
+    assert not renderer.keeps(sampled, [RESULT]) and renderer.keeps(silent, [RESULT])
+    assert renderer.start([user, sampled, RESULT], TOOLS) == renderer.start([user, silent, RESULT], TOOLS)
+
+
+def test_a_second_call_that_a_template_drops_is_refused_in_what_a_prompt_is_given():
+    first = QWEN25.replace("for call in m.tool_calls or []", "for call in (m.tool_calls or [])[:1]")
+    two = (GIVEN, ToolCall("get", {"key": "b"}, id="abcdefghj"))
+    user, results = Message("user", "q"), [RESULT, Message("tool", "8", tool_call_id="abcdefghj", name="get")]
+    messages = [user, Message("assistant", "", two), *results]
+    renderer = make_renderer(build_tokenizer(IM, first))
+    assert renderer.start(messages, TOOLS) == make_renderer(build_tokenizer(IM, QWEN25)).start(messages, TOOLS)
+    renderer = make_renderer(build_tokenizer(IM, first))
+    renderer._text.change(one_call=None)  # as of a syntax in which agentrl writes no calls itself
+    with pytest.raises(RenderError, match=r"not show all of a message of role 'assistant' .* one call a turn"):
+        renderer.start(messages, TOOLS)
+
+
+MOVES = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "does"), [(FAMILIES["qwen3"][0], "drops"), (MOVES, "moves")])
+def test_a_later_system_message_that_a_template_does_not_show_in_its_place_is_refused(template, does):
+    renderer = make_renderer(build_tokenizer([*IM, "<think>", "</think>"], template))
+    system, late, user = Message("system", "Be kind."), Message("system", "Be brief."), Message("user", "q")
+    said = Message("assistant", "Yes.")
+    assert renderer.start([system, user, said, user], []) and renderer.extend("stop", [user])
+    for messages in ([user, late], [system, user, said, late, user], [user, said, user, said, late, user]):
+        with pytest.raises(
+            RenderError, match=r"not show all of a message of role 'system' in its place: 'Be brief\.'.*user's, or .*model\.chat"
+        ):
+            renderer.start(messages, [])
+    with pytest.raises(RenderError, match=r"not show all of a message of role 'system' in its place: 'Be brief\."):
+        renderer.extend("stop", [user, late])
+    # Both are shown at the beginning by the one that moves them, and the second not at all by the other.
+    if does == "moves":
+        assert renderer.start([system, late, user], [])
+    else:
+        with pytest.raises(RenderError, match=r"not show all of a message of role 'system' in its place: 'Be brief\."):
+            renderer.start([system, late, user], [])
+    shows = make_renderer(build_tokenizer(IM, QWEN25))
+    assert shows.start([system, user, said, late, user], []) and shows.extend("stop", [late, user])
+
+
+def test_a_system_message_that_a_template_puts_to_the_last_user_is_taken():
+    """Mistral's do so, and it is the first one."""
+    last = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>user\\n' }}"
+        "{{ messages[0].content if loop.last and messages[0].role == 'system' else '' }}{{ m.content + '<|im_end|>\\n' }}"
+        "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    renderer = make_renderer(build_tokenizer(IM, last))
+    user = Message("user", "q")
+    assert renderer.start([Message("system", "Be kind."), user, Message("assistant", "Yes."), user], [])
+
+
+def test_each_result_of_a_turn_is_shown_as_its_own_calls():
+    """gpt-oss' template, which takes one call a turn, names every result after the last call that it wrote."""
+    template, tokens, bos, eos, *_ = FAMILIES["llama3"]
+    template = template.replace("{%- for m in rest %}", "{%- set last = namespace() %}{%- for m in rest %}")
+    called = "{%- if m.tool_calls %}"
+    template = template.replace(called, called + "{% set last.name = m.tool_calls[0].function.name %}")
+    tokenizer = build_tokenizer(tokens, template.replace("'ipython'", "last.name"), bos=bos, eos=eos)
+    renderer = make_renderer(tokenizer)
+    results = [RESULT, Message("tool", "8", tool_call_id="abcdefghj", name="add"), Message("user", "Go on")]
+    head, tail = "<|start_header_id|>", "<|end_header_id|>\n\n"
+    shown = [("get", '"7"'), ("add", '"8"'), ("user", "Go on")]
+    expected = "".join(f"{head}{who}{tail}{what}<|eot_id|>" for who, what in shown) + f"{head}assistant{tail}"
+    assert tokenizer.decode(renderer.extend("stop", results)) == expected

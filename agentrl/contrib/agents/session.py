@@ -282,11 +282,18 @@ class AgentSession:
 
     async def _position(self, ask: Ask, parent: Branch | None, renderer: Renderer) -> Position:
         if parent is None:
-            return Position(None, 0, await renderer.astart(ask.messages, ask.tools), len(ask.messages))
+            return Position(None, 0, await renderer.astart(self._with_samples(ask.messages), ask.tools), len(ask.messages))
         # All of it before the await: another request may continue the parent meanwhile.
         ids, fresh = parent.ledger.ids(), ask.messages[len(parent.shown) :]
         suffix = await renderer.aextend(parent.finish, fresh, parent.last)
         return Position(parent, len(ids), [*ids, *suffix], parent.begun)
+
+    def _with_samples(self, messages: Sequence[Message]) -> list[Message]:
+        """A history in which calls that were sampled here say so: a template may drop what the policy said next to them."""
+        raw = {call.id: call.raw for turn in self.turns for call in turn.message.tool_calls}
+        return [
+            replace(one, tool_calls=tuple(replace(call, raw=raw.get(call.id, "")) for call in one.tool_calls)) for one in messages
+        ]
 
     def _parent(self, ask: Ask, renderer: Renderer) -> Branch | None:
         """The longest branch whose messages the request repeats and to which it then adds only answers; of several such the

@@ -3,18 +3,21 @@ behind."""
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.contrib.agents.session import AgentSession, Ask, ServedPolicy
-from agentrl.data.trajectory import Message
+from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.utils.errors import EngineError
+from agentrl.utils.errors import EngineError, RenderError
 from tests.conftest import PROOFS
+from tests.render.families import FAMILIES
+from tests.render.render_conversations import TOOLS
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 RENDERER = make_renderer(build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE))
@@ -141,3 +144,36 @@ async def play(steps):
     await asyncio.gather(*calls, return_exceptions=True)
     answered = [n for task, numbers in calls.items() if not task.cancelled() and task.exception() is None for n in numbers]
     return engine, {"session": session, "answered": answered, "shown": shown}
+
+
+class Talking(Held):
+    """Says something and makes a call, in each turn."""
+
+    async def generate(self, token_ids, sampling, request_key):
+        self.given[len(self.given)] = list(token_ids)
+        call = MISTRAL.assistant(Message("assistant", "", (ToolCall("get", {"key": "a"}, id="abcdefghi"),)))
+        ids = [*MISTRAL._text.codec.encode("I look."), *call]
+        return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+
+
+MISTRAL = make_renderer(build_tokenizer(FAMILIES["mistral"][1], FAMILIES["mistral"][0], bos="<s>", eos="</s>"))
+
+
+def test_what_the_policy_said_next_to_a_call_is_no_refusal_when_an_agent_sends_it_back():
+    """The template drops it, as wherever the model is used; what an agent makes up is refused."""
+
+    async def asks():
+        session = AgentSession("s", ServedPolicy(Talking(), MISTRAL, Sampling(max_tokens=64)))
+        said = [Message("user", "q")]
+        (answer,) = await session.begin(Ask(said, TOOLS))
+        assert answer.message.content == "I look." and [call.name for call in answer.message.tool_calls] == ["get"]
+        made = [replace(call, raw="") for call in answer.message.tool_calls]
+        back = replace(answer.message, tool_calls=tuple(made))
+        result = Message("tool", "7", tool_call_id=made[0].id, name="get")
+        await session.begin(Ask([*said, back, result], TOOLS))
+        assert len(session.ledgers) == 2, "the second prompt is without the text"
+        own = replace(back, tool_calls=(replace(made[0], id="own"),))
+        with pytest.raises(RenderError, match=r"not show all of a message of role 'assistant' in its place: 'I look\.'"):
+            await session.begin(Ask([*said, own, replace(result, tool_call_id="own")], TOOLS))
+
+    asyncio.run(asks())
