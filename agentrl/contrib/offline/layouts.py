@@ -58,6 +58,7 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
     tools = declarations(row.get("tools"), table=table)
     if row.get("functions") is not None:
         raise BadRowError("functions: the older layout; name them in tools, and call them in tool_calls")
+    _check_system(row)
     chat = messages_of(row.get("messages"), "messages", tools, table=table)
     if row.get("parallel_tool_calls") is False:
         for number, message in enumerate(chat.messages):
@@ -66,6 +67,11 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
                     f"messages[{number}]: {len(message.tool_calls)} calls at once, and parallel_tool_calls is false"
                 )
     return check_chat(chat)
+
+
+def _check_system(row: Mapping[str, Any]) -> None:
+    if row.get("system"):
+        raise BadRowError("system: stands next to the messages, where it is not read. Make it their first message")
 
 
 def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Chat:
@@ -107,14 +113,23 @@ def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] 
     if role == "tool":
         return result_of(item, content, at)
     if role != "assistant":
+        if item.get("content") is None:
+            raise FormError(
+                f"{at}.content", f"is missing, of a message of role {role!r}. Write it there, or leave the message out"
+            )
         return Message(ROLES[role], content)  # type: ignore[arg-type]
-    if not (content or calls):
-        raise FormError(at, "an assistant's message without content and calls")
     if TAGGED.search(content):
         raise FormError(f"{at}.content", "a <tool_call> as text; write it as tool_calls")
+    inside = content.lstrip().startswith("<think>") or ("</think>" in content and "<think>" not in content)
+    said, content = thoughts(content) if inside else ("", content)
+    if not (content or calls):
+        raise FormError(at, "an assistant's message without content and calls")
     if content.lstrip().startswith("<think>"):
-        thought, content = thoughts(content)
-    return Message("assistant", content, calls, reasoning=reasoning_of(item, at) or thought or None)
+        raise FormError(f"{at}.content", "a <think> that does not end. Close it, or leave the message out")
+    found = list(filter(None, (reasoning_of(item, at), thought, said)))
+    if len({part.strip() for part in found}) > 1:
+        raise FormError(at, "the reasoning in its content and the one next to it differ. Leave one of them out")
+    return Message("assistant", content, calls, reasoning=found[0] if found else None)
 
 
 def _text(content: Any, at: str) -> tuple[str, str]:
@@ -160,6 +175,7 @@ def check_chat(chat: Chat) -> Chat:
 def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Chat]:
     """The chosen and the rejected conversation of a row. `table`: of a file that has each column in each row. Raises BadRowError,
     which names the fault."""
+    _check_system(row)
     if row.get("preferred_output") is not None:
         given = row.get("input")
         if not isinstance(given, Mapping):
@@ -182,23 +198,14 @@ def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Ch
         begun = len(prompt)
     if sides[0].messages == sides[1].messages:
         raise BadRowError("chosen and rejected are equal")
-    chosen, rejected = (
-        Chat(
-            prompt + side.messages[begun:],
-            (False,) * len(prompt) + side.trained[begun:],
-            tools,
-            shared.unread + side.unread,
-        )
-        for side in sides
-    )
-    return _side(chosen, "chosen"), _side(rejected, "rejected")
-
-
-def _side(chat: Chat, name: str) -> Chat:
-    try:
-        return check_chat(chat)
-    except BadRowError as problem:
-        raise BadRowError(f"{name}: {problem}") from None
+    made = list[Chat]()
+    for key, side in zip(("chosen", "rejected"), sides, strict=True):
+        trained = (False,) * len(prompt) + side.trained[begun:]
+        try:
+            made.append(check_chat(Chat(prompt + side.messages[begun:], trained, tools, shared.unread + side.unread)))
+        except BadRowError as problem:
+            raise BadRowError(f"{key}: {problem}") from None
+    return made[0], made[1]
 
 
 # Two layouts of function calling that write calls as text, in messages `{"from": ..., "value": ...}` under `conversations`:
@@ -241,7 +248,8 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     if odd := sorted(given & {"weight", "loss", "tool_calls", *REASONING}):
         raise BadRowError(f"conversations: {odd[0]} is not read in this layout; write the row in OpenAI's, under messages")
     unread = Counter(f"turn.{word}" for turn in turns for word, value in turn.items() if word not in ("from", "value") and value)
-    system = row.get("system") if isinstance(row.get("system"), str) else ""
+    if not isinstance(system := row.get("system"), str | None):
+        raise BadRowError(f"system: expected text, got {type(system).__name__}")
     if said[0][0] == "system":
         if system and system != said[0][1]:
             raise BadRowError("system: it differs from the system message in conversations; leave one of the two out")

@@ -158,7 +158,10 @@ def _render_ledgers(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
 
 def _turn(message: Message, renderer: Renderer, place: int) -> list[int]:
     """The tokens of an assistant's message, if a policy that samples them makes the same calls."""
-    ids = renderer.assistant(message)
+    try:
+        ids = renderer.assistant(message)
+    except RenderError as problem:
+        raise BadRowError(f"messages[{place}]: {problem}") from None
     if message.tool_calls:
         read = renderer.parse(ids, "stop").tool_calls
         if [(call.name, call.arguments) for call in read] != [(call.name, call.arguments) for call in message.tool_calls]:
@@ -231,7 +234,8 @@ class Preparation:
         with RowWriter(folder, self.each) as writer:
             for place, row in self._rows():
                 self._attempt(place, partial(self._row, place, row, found, writer))
-            for episodes in self._choose(found):
+            choose: Callable[..., Iterable[Sequence[Scored]]] = pairs if self.each == 2 else lambda *given: zip(best(*given))
+            for episodes in choose(found, self.data, self.passed):
                 self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
             self._check_share(writer.examples)
             return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
@@ -268,7 +272,7 @@ class Preparation:
             self._chats(row, writer, table=place.offset < 0)
 
     def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
-        self._add(writer, str(episodes[0].task), self._record(episodes))
+        self._add(writer, str(episodes[0].task), [self._ledgers(one.place, one.load()) for one in episodes])
 
     def _chats(self, row: Mapping[str, Any], writer: RowWriter, *, table: bool) -> None:
         keys = {key for key, value in row.items() if value is not None}
@@ -277,25 +281,13 @@ class Preparation:
             expected = "a pair (chosen and rejected)" if self.each == 2 else "a conversation or an episode"
             shown = ", ".join(list(row)[:6]) or "no keys"
             raise BadRowError(f'data.loss = "{self.data.loss}" takes {expected}, and this row has {shown} (layouts: {LAYOUTS})')
-        chats: tuple[Chat, ...]
-        if paired:
-            chats = preference(row, table=table)
-        else:
-            chats = (openai_chat(row, table=table) if "messages" in keys else sharegpt_chat(row),)
+        chats: tuple[Chat, ...] = preference(row, table=table) if paired else ()
+        chats = chats or (openai_chat(row, table=table) if "messages" in keys else sharegpt_chat(row),)
         ledgers = [render_chat(chat, self.renderer) for chat in chats]
         for chat in chats:
             self.unread += chat.unread
         # By what is said: a conversation that stands twice must not be trained on and held out.
         self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
-
-    def _choose(self, found: list[Scored]) -> Iterator[Sequence[Scored]]:
-        if self.each == 2:
-            yield from pairs(found, self.data, self.passed)
-        else:
-            yield from ((one,) for one in best(found, self.data, self.passed))
-
-    def _record(self, episodes: Sequence[Scored]) -> list[Ledgers]:
-        return [self._ledgers(one.place, one.load()) for one in episodes]
 
     def _ledgers(self, place: RowPlace, episode: Trajectory) -> Ledgers:
         if self.data.rerender:
@@ -340,9 +332,7 @@ class Preparation:
         if not examples:
             filters = "".join(f"\n  {count}: {why}" for why, count in self.passed.most_common())
             raise ConfigError(f"data.path: nothing to train on in {self.rows} rows:{filters or ' the files are empty'}{named}")
-        data = self.data
-        of_episodes = {"min_reward": data.min_reward is not None, "success": data.success, "per_task": data.per_task is not None,
-                       "rerender": data.rerender}  # fmt: skip
-        if not self.episodes and any(of_episodes.values()):
-            key = next(key for key, given in of_episodes.items() if given)
+        of_episodes = ("min_reward", "success", "per_task", "rerender")
+        key = next((key for key in of_episodes if all(getattr(self.data, key) is not unset for unset in (None, False))), None)
+        if key is not None and not self.episodes:
             raise ConfigError(f"data.{key} is of episodes of runs, and none of the {self.rows} rows is one; leave it out")

@@ -13,7 +13,7 @@ from agentrl.render import make_renderer
 from agentrl.render.text_calls import bracket_calls
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import BadRowError
-from tests.render.families import IM, QWEN3, QWEN3_CODER
+from tests.render.families import FAMILIES, IM, QWEN3, QWEN3_CODER
 from tests.render.render_tokenizers import build_tokenizer
 
 ADD = {"name": "add", "description": "sum", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -227,6 +227,62 @@ def test_arguments_that_the_templates_syntax_cannot_tell_from_others_are_found_o
         else:
             with pytest.raises(BadRowError, match=r"messages\[1\]: its calls, .* are read as others"):
                 render_chat(found, renderer)
+
+
+def said(content: Any, **more: Any) -> Any:
+    return openai_chat({"messages": [ASKED[0], {"role": "assistant", "content": content, **more}]}).messages[1]
+
+
+def test_reasoning_that_only_ends_in_the_content_is_reasoning_and_none_is_dropped_for_another() -> None:
+    """As models write it whose template opens the reasoning; the rest of what is said was learned with it as text."""
+    for content in ("<think>\nso\n</think>\n\nyes", "so\n</think>\n\nyes"):
+        for more in ({}, {"reasoning_content": "so"}):
+            assert (said(content, **more).reasoning, said(content, **more).content.strip()) == ("so", "yes")
+    parts = [{"type": "thinking", "thinking": "or so"}, {"type": "text", "text": "<think>so</think>yes"}]
+    for content, more in (("<think>so</think>yes", {"reasoning_content": "or so"}), (parts, {})):
+        with pytest.raises(
+            BadRowError, match=r"messages\[1\]: the reasoning in its content and the one next to it differ\. Leave"
+        ):
+            said(content, **more)
+    for content, fault in (
+        ("<think>so", ".content: a <think> that does not end"),
+        ("<think>so</think>", ": .* without content and calls"),
+    ):
+        with pytest.raises(BadRowError, match=rf"messages\[1\]{fault}"):
+            said(content)
+    code = "```\n</think>\n```"
+    assert (said(code).reasoning, said(code).content) == (None, code)
+
+
+def test_a_message_without_content_and_a_system_prompt_where_none_is_read_are_refused() -> None:
+    for role in ("user", "system"):
+        for empty in ({"role": role}, {"role": role, "content": None}):
+            with pytest.raises(BadRowError, match=rf"messages\[0\]\.content: is missing, of a message of role '{role}'"):
+                openai_chat({"messages": [empty, *ASKED[:1], ASKED[5]]})
+    assert openai_chat({"messages": [{"role": "system", "content": ""}, ASKED[0], ASKED[5]]}).messages[0].content == ""
+    pair = {"prompt": ASKED[:1], "chosen": [ASKED[5]], "rejected": [{**ASKED[5], "content": "no"}]}
+    for read, row in ((openai_chat, {"messages": [ASKED[0], ASKED[5]]}), (preference, pair)):
+        with pytest.raises(BadRowError, match="system: stands next to the messages, where it is not read"):
+            read({**row, "system": "Be brief."})
+        assert read({**row, "system": ""}) == read(row)
+    with pytest.raises(BadRowError, match="system: expected text, got list"):
+        sharegpt_chat({**HERMES, "system": ["Be brief."]})
+
+
+def test_a_row_is_refused_that_has_what_the_template_does_not_show() -> None:
+    template, tokens, bos, eos, *_ = FAMILIES["mistral"]
+    mistral = make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
+    qwen = make_renderer(build_tokenizer([*IM, "<think>", "</think>"], QWEN3))
+    spoken = [{**message, "content": message["content"] or "I add."} for message in ASKED]
+    warned = [*ASKED[:4], {"role": "system", "content": "Be brief."}, *ASKED[4:]]
+    for messages, renderer, fault in (
+        (spoken, mistral, r"messages\[1\]: .* not show all of a message of role 'assistant' in its place: 'I add.'. Leave out"),
+        (warned, qwen, "not show all of a message of role 'system' in its place: 'Be brief.'"),
+    ):
+        with pytest.raises(BadRowError, match=fault):
+            render_chat(openai_chat({"messages": messages, "tools": TOOLS}), renderer)
+    assert render_chat(openai_chat({"messages": ASKED, "tools": TOOLS}), mistral)
+    assert render_chat(openai_chat({"messages": spoken, "tools": TOOLS}), qwen)
 
 
 def two_calls(*results: dict[str, Any], ids: tuple[str | None, ...] = ("x", "y")) -> dict[str, Any]:
