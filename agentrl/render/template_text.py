@@ -419,7 +419,7 @@ class TurnText:
 
     def __init__(self, text: TemplateText) -> None:
         self._text = text
-        self._lost: dict[tuple[Any, ...], int | None] = {}
+        self._lost: dict[str, int | None] = {}
         self.tools_need_system = False
         try:
             text.render([QUESTION], generate=True)
@@ -521,11 +521,11 @@ class TurnText:
 
     def _require_shown(self, messages: Sequence[Message], sort: str, write: Callable[[Sequence[Message]], str]) -> None:
         """Raise RenderError for the first of the messages that `write` does not show in its place; found once for each shape."""
-        shapes = [
-            (m.role, bool(m.content), m.reasoning and 1, *((call.raw == "", call.arguments is None) for call in m.tool_calls))
-            for m in messages
-        ]
-        if (key := (sort, *shapes)) not in self._lost:
+        key, ids = sort, {call.id for message in messages for call in message.tool_calls}
+        for m in messages:
+            calls = "".join(f"({call.raw == ''}{call.arguments is None})" for call in m.tool_calls)
+            key += f" {m.role[0]}{bool(m.content):d}{m.reasoning and 1}{m.tool_call_id in ids:d}{calls}"
+        if key not in self._lost:
             if len(self._lost) >= _SHAPES_CHECKED:
                 self._lost.clear()
             self._lost[key] = _first_lost(messages, sort, write)
