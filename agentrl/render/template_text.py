@@ -7,7 +7,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from itertools import product
@@ -391,7 +390,9 @@ def _first_lost(messages: Sequence[Message], sort: str, write: Callable[[Sequenc
         begun = begun or probe.role != "system"  # what opens a conversation may stand anywhere: in Mistral's with the last user
         # Of a single turn the parser says which calls are in it.
         calls = [call.arguments["key"] for call in probe.tool_calls if call.arguments is not None and sort != "turn"]
-        if sort != "turn" and any(call.raw for call in probe.tool_calls):
+        # Mistral Nemo's template drops the first one while tools answer, wherever the model is used.
+        first = number == 0 and probe.role == "system" and any(message.role == "assistant" for message in messages)
+        if sort != "turn" and (first or any(call.raw for call in probe.tool_calls)):
             continue
         for mark in filter(None, (probe.content, *calls)):
             found = text.find(mark, at)
@@ -421,9 +422,7 @@ class TurnText:
         self._text = text
         self._lost: dict[str, int | None] = {}
         self.tools_need_system = False
-        try:
-            text.render([QUESTION], generate=True)
-        except RenderError:  # a template for tools alone goes through their list without looking whether there is one
+        if not self._taken([QUESTION], ()):  # a template for tools alone goes through their list, whether there is one or not
             text.change(no_list=False)
         # After a turn in a conversation, and at the end of one that nothing follows: some templates differ there.
         self.written_stop = self._first_control([QUESTION, _ASKED, QUESTION])
@@ -436,9 +435,7 @@ class TurnText:
         self.stop = self._first_control([QUESTION, _ASKED]) or self.written_stop
         self.call_stop = self.stop
         self.opening = text.render([QUESTION], generate=True)
-        try:
-            text.render([QUESTION, Message("assistant"), QUESTION], generate=False)
-        except RenderError:  # such a template refuses a turn in which the policy said nothing
+        if not self._taken([QUESTION, Message("assistant"), QUESTION], ()):  # a turn in which the policy said nothing
             text.change(nothing=" ")
         self._learn_reasoning()
         frame = text.form.frame
@@ -512,8 +509,8 @@ class TurnText:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation. Raises RenderError if the template drops a part or moves a later system message.
 
-        Two things may be lost, as they are wherever the model is used: the reasoning of earlier turns, and what a policy itself
-        said next to its calls. `keeps` begins another ledger then.
+        Some may be lost, as it is wherever the model is used: the reasoning of earlier turns, what a policy itself said next to
+        its calls, and the first system message once a turn was taken. `keeps` begins another ledger then.
         """
         shown = [TOOL] if tools else []
         self._require_shown(messages, f"prompt {bool(tools)}", lambda probes: self._text.render(probes, shown, generate=True))
@@ -564,19 +561,14 @@ class TurnText:
         opening = [QUESTION]
         if CALL.name not in self._text.render(opening, [TOOL], generate=True):
             opening = [Message("system", "Instructions"), QUESTION]
-            with suppress(RenderError):  # some templates take no system message
-                self.tools_need_system = CALL.name in self._text.render(opening, [TOOL], generate=True)
+            self.tools_need_system = CALL.name in self._taken(opening)  # some templates take no system message
             if not self.tools_need_system:
                 raise RenderError("it ignores tools")
-        try:
-            text = self._text.render([*opening, _CALLED, ANSWER], [TOOL], generate=False)
-        except RenderError as problem:
+        answered = [*opening, _CALLED, ANSWER]
+        if not self._taken(answered):
             self._text.change(arguments_as_text=True)
-            try:
-                text = self._text.render([*opening, _CALLED, ANSWER], [TOOL], generate=False)
-            except RenderError:
-                raise problem from None
-        prompt, _, call = text.partition(QUESTION.content)
+            self._text.change(arguments_as_text=bool(self._taken(answered)))
+        prompt, _, call = self._text.render(answered, [TOOL], generate=False).partition(QUESTION.content)
         return call, prompt
 
     def use(self, syntax: Syntax | None) -> None:
@@ -589,22 +581,19 @@ class TurnText:
         if self.call_stop not in text.control:
             self.call_stop = self.stop
         two = [QUESTION, Message("assistant", "", (CALL, SECOND)), ANSWER, SECOND_ANSWER]
-        try:
-            several = text.render(two, [TOOL], generate=False).count(MARK) > 1
-        except RenderError:
-            several = False
-        if not several and syntax is not None:
+        if self._taken(two).count(MARK) < 2 and syntax is not None:
             text.change(one_call=syntax)
         # What is said of a call that could not be parsed must be seen: such a call is given as text, if that does.
-        try:
-            seen = ANSWER.content in text.render([QUESTION, _ASKED, ANSWER], [TOOL], generate=False).partition(MARK)[2]
-        except RenderError:
-            seen = False
-        text.change(malformed_as_calls=not seen)
-        try:
-            text.render([QUESTION, Message("assistant", "Said", (CALL,), reasoning="Thought"), ANSWER], [TOOL], generate=False)
-        except RenderError:
+        text.change(malformed_as_calls=ANSWER.content not in self._taken([QUESTION, _ASKED, ANSWER]).partition(MARK)[2])
+        if not self._taken([QUESTION, Message("assistant", "Said", (CALL,), reasoning="Thought"), ANSWER]):
             text.change(content_as_reasoning=True)
+
+    def _taken(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (TOOL,)) -> str:
+        """The template's text of messages; empty if it refuses them."""
+        try:
+            return self._text.render(messages, tools, generate=False)
+        except RenderError:
+            return ""
 
     def _first_control(self, messages: Sequence[Message]) -> str:
         after = self._text.render(messages, generate=False).partition(MARK)[2].lstrip()
@@ -617,11 +606,7 @@ class TurnText:
         # Some templates write the reasoning of a turn with calls only.
         for field, turn in product(_FIELDS, thoughtful):
             self._text.change(reasoning=field)
-            try:
-                text = self._text.render([QUESTION, turn], [TOOL] if turn.tool_calls else [], generate=False)
-            except RenderError:
-                continue
-            before, thought, after = text.partition(_THOUGHT)
+            before, thought, after = self._taken([QUESTION, turn], [TOOL] if turn.tool_calls else ()).partition(_THOUGHT)
             fitting = [
                 frame
                 for frame in FRAMES

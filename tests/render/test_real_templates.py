@@ -64,7 +64,8 @@ def a_call(draw, real, number, text=texts):
         "note": {"items": st.lists(simple | word, max_size=2), "flag": st.booleans(), "text": text,
                  "map": st.dictionaries(word, simple | word, max_size=2)},
     }[name]  # fmt: skip
-    return ToolCall(name, draw(st.fixed_dictionaries({}, optional=values)), id=f"call{number:05d}")
+    # As a policy samples it: what it says next to it may be lost in a later prompt (DeepSeek V3 drops it after two calls).
+    return ToolCall(name, draw(st.fixed_dictionaries({}, optional=values)), id=f"call{number:05d}", raw="<call>")
 
 
 @st.composite

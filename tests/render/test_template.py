@@ -344,7 +344,7 @@ def test_a_later_system_message_that_a_template_does_not_show_in_its_place_is_re
 
 
 def test_a_system_message_that_a_template_puts_to_the_last_user_is_taken():
-    """Mistral's do so, and it is the first one."""
+    """Mistral's do so with the first one."""
     last = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>user\\n' }}"
         "{{ messages[0].content if loop.last and messages[0].role == 'system' else '' }}{{ m.content + '<|im_end|>\\n' }}"
@@ -352,8 +352,9 @@ def test_a_system_message_that_a_template_puts_to_the_last_user_is_taken():
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     renderer = make_renderer(build_tokenizer(IM, last))
-    user = Message("user", "q")
-    assert renderer.start([Message("system", "Be kind."), user, Message("assistant", "Yes."), user], [])
+    begun = [Message("system", "Be kind."), Message("user", "q"), Message("assistant", "Yes.")]
+    assert renderer.start([*begun, begun[1]], [])
+    assert renderer.start(begun, []) == renderer.start(begun[1:], []), "as Mistral's do while tools answer"
 
 
 def test_each_result_of_a_turn_is_shown_as_its_own_calls():
