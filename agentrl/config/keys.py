@@ -106,7 +106,7 @@ def section_at(path: Sequence[str]) -> type[BaseModel] | None:
         if field is None:
             # After `env`, the name of an entry.
             section = section if section is EnvConfig and len(path) - len(rest) == 2 else None
-        elif (named := named_sections_of(field.annotation)) is not None:
+        elif (named := named_sections_of(field.annotation) or _listed_section(field.annotation)) is not None:
             section = named if rest else None
             rest = rest[1:]
         else:
@@ -117,6 +117,11 @@ def section_at(path: Sequence[str]) -> type[BaseModel] | None:
 def named_sections_of(annotation: Any) -> type[BaseModel] | None:
     """The section that a table of the user's names holds under each: `dict[str, PoolConfig]`; else None."""
     return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+
+
+def _listed_section(annotation: Any) -> type[BaseModel] | None:
+    """The section that each item of a list is: `list[TrackerConfig]`; else None."""
+    return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
 def takes_none(annotation: Any) -> bool:

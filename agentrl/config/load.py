@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from agentrl.config.envs import as_list, check_envs, entry_name, entry_of, find_entry, name_of
-from agentrl.config.keys import find_keys, section_at, section_of, takes_none, takes_switch
+from agentrl.config.keys import find_keys, inline, section_at, section_of, takes_none, takes_switch
 from agentrl.config.schema import ONE, SEVERAL, AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
 from agentrl.utils.errors import ConfigError, UserError, hint_text
 from agentrl.utils.files import read_text
@@ -124,6 +125,8 @@ def _tables(table: Table, keys: Sequence[str]) -> Iterator[Table]:
 
 Find = Callable[[str], Path]
 Layers = Sequence[tuple[Path, Table]]
+IN_PYTHON = Path("the overrides in Python"), Path("the config in Python")
+"""Places of layers that are in no file."""
 
 ALTERNATIVES: dict[type[BaseModel], tuple[str, ...]] = {
     ModelConfig: ("path", "init"),
@@ -436,13 +439,14 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
 
     Raises ConfigError.
     """
-    table = _without_false(apply_overrides(table, parse_overrides(overrides)), TrainConfig)
+    parsed = parse_overrides(overrides)
+    table = _without_false(apply_overrides(table, parsed), TrainConfig)
     if table.get("env") is None and not table.get("data"):
         raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
     try:
         config = TrainConfig.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_explain(error, as_list(table), layers, overrides)) from None
+        raise ConfigError(_explain(error, table, layers, parsed)) from None
     check_envs(config.envs, config.sft)
     learn(config.model_dump(mode="json", exclude_none=True))
     return config
@@ -466,23 +470,97 @@ def _without_false(table: Table, model: type[BaseModel]) -> Table:
     return kept
 
 
-def _explain(error: ValidationError, entries: Sequence[Any], layers: Layers, overrides: Sequence[str]) -> str:
-    lines = []
+def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Sequence[Override]) -> str:
+    lines: dict[str, None] = {}
+    entries = as_list(table)
     for item in error.errors():
-        location = [str(part) for part in item["loc"] if part not in (ONE, SEVERAL)]
-        keys = [".".join(location)]
-        if entries and len(location) > 1 and location[0] == "env":
+        parts = [part for part in item["loc"] if part not in (ONE, SEVERAL)]
+        first = 2 if entries and parts[0] == "env" and len(parts) > 2 else 0  # the number of an environment is part of its keys
+        formed = item["type"].endswith("_type") or item["type"] == "missing"
+        if formed and first < len(parts) and isinstance(parts[-1], int):  # an item of a list, which has no key of its own
+            parts = parts[:-1]
+            item = {**item, "type": "item", "input": _value_at(table, parts)}
+        location = names = [str(part) for part in parts]
+        if first:
             name = name_of(entries[int(location[1])])
-            keys = [".".join([entry_name(int(location[1]), name), *location[2:]]), *keys, ".".join(["env", name, *location[2:]])]
-            location[1] = name or location[1]
-        override = next((f"override {text!r}" for key in keys for text in overrides if text.startswith(f"{key}=")), None)
-        file = _file_of(location[:-1] if item["type"] == "missing" else location, layers)
+            names = [entry_name(int(location[1]), name), *location[2:]]
+            location = ["env", name or location[1], *location[2:]]
+        within = location[:-1] if item["type"] == "missing" else location
+        ways = [within, [str(part) for part in parts[: len(within)]]]
+        override = next((one for one in reversed(overrides) if any(one.keys == way[: len(one.keys)] for way in ways)), None)
+        file = _file_of(within, layers)
         if override is None and file is None:  # an override below it made the table in which a key is unknown or missing
-            over = ".".join(location[:-1] if item["type"] == "missing" else location)
-            override = next((f"override {text!r}" for text in overrides if text.startswith(f"{over}.")), None)
-        top = str(layers[0][0]) if layers else "command line"
-        lines.append(f"{override or file or top}: {keys[0]}: {_problem(item, location)}")
+            override = next((one for one in overrides if within == one.keys[: len(within)]), None)
+        top = layers[0][0] if layers else "command line"
+        source = f"override {override.text!r}" if override is not None else str(file or top)
+        problem = _problem(item, location) + _fix(item, table, parts, location, override is not None, source)
+        lines[f"{source}: {'.'.join(names)}: {problem}"] = None
     return "\n".join(lines)
+
+
+def _value_at(table: Any, path: Sequence[str | int]) -> Any:
+    for part in path:
+        table = table[part]
+    return table
+
+
+_SAID = ("extra_forbidden", "missing", "value_error")
+"""Types of errors whose message says all."""
+
+
+def _fix(
+    item: Mapping[str, Any], table: Table, path: Sequence[str | int], location: Sequence[str], overridden: bool, source: str
+) -> str:
+    """The words that mend a value of the wrong form, as its source has them: a value near to it that loads, else how a section
+    is written."""
+    if item["type"] in _SAID:
+        return ""
+    at, last, section = ".".join(location), location[-1], section_at(location)
+    python = source in map(str, IN_PYTHON)
+    sections = [one for one in (section, section_at([*location, "0"])) if one is not None]
+    named = next(("id" if one is EnvConfig else "name" for one in sections if issubclass(one, Choice | EnvConfig)), None)
+    for value in _near(item["input"], named):
+        if _loads(table, path, value):
+            if python:
+                return f"; write {at!r}: {value!r}"
+            return f"; write {shlex.quote(f'{at}={inline(value)}') if overridden else f'{last} = {inline(value)}'}"
+    if section is None or item["type"] == "item":
+        return ""
+    if python or overridden:
+        return f"; write {f'{at}.KEY'!r}: VALUE" if python else f"; write {at}.KEY=VALUE (agentrl config docs {at})"
+    listed = isinstance(item["input"], list)
+    return f"; write [{at}], not [[{at}]]" if listed else f"; write [{at}] with keys below it (agentrl config docs {at})"
+
+
+def _near(value: Any, named: str | None) -> Iterator[Any]:
+    """Values that were meant, perhaps. `named`: the key by which a table says whose it is."""
+    items = value if isinstance(value, list) else [value]
+    if named is not None and all(isinstance(one, str | dict) for one in items):
+        tables = [{named: one} if isinstance(one, str) else one for one in items]
+        yield from (tables[0], tables) if isinstance(value, str) else (tables,)
+    if isinstance(value, str):
+        for text in (f"value = {value}", value):
+            with suppress(ValueError):
+                found = toml_table(text)
+                yield found.get("value", found)
+    if value is True:
+        yield {}
+    elif isinstance(value, list):
+        yield from value[:1] if len(value) == 1 else ()
+    else:
+        yield from ([value], str(value)) if isinstance(value, str | int | float) else ([value],)
+
+
+def _loads(table: Table, path: Sequence[str | int], value: Any) -> bool:
+    """Return True if a config's table has no error at `path` with this value there."""
+    table = deepcopy(table)
+    _value_at(table, path[:-1])[path[-1]] = value
+    try:
+        TrainConfig.model_validate(table)
+    except ValidationError as error:
+        found = [[part for part in item["loc"] if part not in (ONE, SEVERAL)] for item in error.errors()]
+        return not any(loc[: len(path)] == list(path) for loc in found)
+    return True
 
 
 def _file_of(location: Sequence[str], layers: Layers) -> str | None:
@@ -508,15 +586,12 @@ def _default_name(location: Sequence[str]) -> str:
     return "" if name is None else f"; arguments are given with the name that they are of (default: {name!r})"
 
 
-def _no_table(value: object, location: list[str]) -> str:
-    """Message about a value where a table belongs."""
-    at, section = ".".join(location), section_at(location)
-    if isinstance(value, list):
-        return f"expected one table, got a list of {len(value)}; write [{at}], not [[{at}]]"
-    if section is not None and issubclass(section, Choice) and isinstance(value, str):
-        return f"expected a table, got {value!r}; write {location[-1]} = {{ name = {json.dumps(value)} }}"
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    return f"expected a table, got {shown}; write [{at}] with keys below it (agentrl config docs {at})"
+def _kind_of(location: Sequence[str]) -> str:
+    """The type of a key in words; of one inside of a table of the user's, only "table"."""
+    try:
+        return find_keys(".".join(location))[0].type
+    except ConfigError:
+        return "table"
 
 
 def _problem(item: Mapping[str, Any], location: list[str]) -> str:
@@ -531,9 +606,10 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
         return f"required key is missing{_default_name(location)}"
     if item["type"] == "value_error":  # one of the schema's own, which says it whole
         return f"{item['ctx']['error']}"
+    value, message = item["input"], str(item["msg"])
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
     if item["type"] in ("model_type", "model_attributes_type"):
-        return _no_table(item["input"], location)
-    message = str(item["msg"])
-    if isinstance(item["input"], bool):
-        return f"{message[0].lower()}{message[1:]}, got {str(item['input']).lower()}"
-    return f"{message[0].lower()}{message[1:]}, got {item['input']!r}"
+        return f"expected one table, got a list of {len(value)}" if isinstance(value, list) else f"expected a table, got {shown}"
+    if item["type"] in ("item", "list_type", "dict_type", "tuple_type"):
+        return f"expected a {_kind_of(location)}, got {shown}"
+    return f"{message[0].lower()}{message[1:]}, got {shown}"

@@ -156,13 +156,13 @@ def test_the_lint_that_a_refusal_advises_finds_the_spec(here: Path, capsys: pyte
     [
         (
             ["algorithm.advantage=grpo"],
-            "algorithm.advantage: expected a table, got 'grpo'; write advantage = { name = \"grpo\" }",
+            "algorithm.advantage: expected a table, got 'grpo'; write 'algorithm.advantage={ name = \"grpo\" }'",
         ),
-        (["rollout=3"], "rollout: expected a table, got 3; write [rollout] with keys below it (agentrl config docs rollout)"),
-        (["model.init=true"], "model.init: expected a table, got true; write [model.init]"),
+        (["rollout=3"], "rollout: expected a table, got 3; write rollout.KEY=VALUE (agentrl config docs rollout)"),
+        (["model.init=true"], "model.init: expected a table, got true; write 'model.init={}'"),
         (
             ["rollout.start=[{}]"],
-            "rollout.start: expected one table, got a list of 1; write [rollout.start], not [[rollout.start]]",
+            "rollout.start: expected one table, got a list of 1; write 'rollout.start={}'",
         ),
         (["steps=true"], "steps: input should be a valid integer, got true"),
     ],

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import load_config, parse_overrides, to_toml
+from agentrl.config.keys import NAME, all_keys, inline
+from agentrl.run.api.base import config_of
 from agentrl.run.config_file import find_config_file
 from agentrl.utils.errors import CatalogError, ConfigError
 
@@ -194,3 +199,87 @@ def test_false_takes_a_section_of_the_base_away(tmp_path: Path) -> None:
     assert config.critic is not None and load_config(tmp_path / "top.toml", ["critic=false"]).critic is None
     with pytest.raises(ConfigError, match="rollout"):
         load_config(tmp_path / "top.toml", ["rollout=false"])
+
+
+# Each kind of wrong value, at each key, from each source: its place is said, and what is proposed is a value that loads.
+
+WRONG: list[Any] = ["x", "3", "a=1", 3, -1.5, True, ["x"], ["x", "y"], [3], [[]], {"name": "x"}, {"z": 1}, [{"name": "x"}]]
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def load(source: str, key: str, value: Any, file: Path) -> None:
+    """A config with the value at the key, given in one of three ways."""
+    if source == "Python":
+        config_of({"name": "x", "env.id": "key_value"}, {key: value})
+    elif source == "command line":
+        file.write_text(GOOD)
+        load_config(file, [f"{key}={inline(value)}"])
+    else:
+        above, _, last = key.rpartition(".")
+        section = "" if above in ("", "env") else f"[{above}]\n"
+        text, line = GOOD.replace('name = "x"\n', "" if key == "name" else 'name = "x"\n'), f"{last} = {inline(value)}\n"
+        text = text.replace('id = "key_value"\n', "") if key in ("env.id", "env") else text
+        text = text.replace("[env]\n", "") if key == "env" else text
+        file.write_text(f"{text}{section}{line}" if above else f"{line}{text}")
+        load_config(file)
+
+
+@pytest.mark.parametrize("source", ["file", "command line", "Python"])
+@settings(deadline=None)
+@given(data=st.data())
+def test_what_is_proposed_loads(source: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    keys = [key.name for key in all_keys() if NAME not in key.name]
+    key, value = data.draw(st.sampled_from(keys)), data.draw(st.sampled_from(WRONG))
+    file = tmp_path_factory.getbasetemp() / "proposed.toml"
+    try:
+        load(source, key, value, file)
+    except ConfigError as problem:
+        for line in str(problem).splitlines():
+            place, _, said = line.partition(f"{key}: ")
+            if not said or "; write " not in said:
+                continue
+            assert place == {"Python": "the overrides in Python: ", "file": f"{file}: "}.get(
+                source, f"override {f'{key}={inline(value)}'!r}: "
+            )
+            proposed = said.partition("; write ")[2]
+            if any(word in proposed for word in ("agentrl config docs", "VALUE", "YYYY")) or proposed[0] == "[":
+                continue  # a form, of which the values are not known
+            if source == "Python":
+                fixed = ast.literal_eval(f"{{{proposed}}}")[key]
+            else:
+                fixed = read(proposed if source == "file" else shlex.split(proposed)[0])
+            try:
+                load(source, key, fixed, file)
+            except ConfigError as again:
+                assert f"{key}: " not in str(again), (key, value, proposed)
+
+
+def read(assignment: str) -> Any:
+    return parse_overrides([assignment.replace(" = ", "=", 1)])[0].value
+
+
+@pytest.mark.parametrize("source", ["file", "command line", "Python"])
+@pytest.mark.parametrize(
+    ("key", "value", "mended"),
+    [
+        ("trackers", ["x"], [{"name": "x"}]),
+        ("trackers", "x", [{"name": "x"}]),
+        ("tools.sets", "notes", ["notes"]),
+        ("algorithm.loss", "ppo_clip", {"name": "ppo_clip"}),
+        ("env.params", "calls=4", {"calls": 4}),
+        ("rollout.groups", [8], 8),
+        ("sft", True, {}),
+    ],
+)
+def test_a_near_value_of_the_right_form_is_proposed(file: Path, source: str, key: str, value: Any, mended: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(source, key, value, file)
+    last = key.rpartition(".")[2]
+    forms = {"Python": f"{key!r}: {mended!r}", "file": f"{last} = {inline(mended)}"}
+    assert str(error.value).endswith("; write " + forms.get(source, shlex.quote(f"{key}={inline(mended)}")))
+    load(source, key, mended, file)

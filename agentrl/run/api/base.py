@@ -13,11 +13,11 @@ from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from agentrl.config import TrainConfig
-from agentrl.config.load import config_of_layers, read_layers, with_absolute_paths
+from agentrl.config.load import IN_PYTHON, config_of_layers, read_layers, with_absolute_paths
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import make_env
 from agentrl.run.config_file import find_config_file
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import ConfigError, check_arguments, checked
 from agentrl.utils.event_loop import GRACE
 from agentrl.utils.search_path import give
 from agentrl.utils.threads import background, share_the_lock
@@ -43,10 +43,12 @@ class Both(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Wait for the result. Ctrl-C cancels the work, and waits until it has ended."""
+        check_arguments(self._work, args, kwargs)
         return run_blocking(self._work(*args, **kwargs))
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The same, awaited, in any event loop."""
+        check_arguments(self._work, args, kwargs)
         return await run_awaited(self._work(*args, **kwargs))
 
 
@@ -157,7 +159,7 @@ async def run_awaited(work: Coroutine[Any, Any, T]) -> T:
 Table = dict[str, Any]
 Config = TrainConfig | Mapping[str, Any] | str | Path
 
-HERE = Path("the config in Python")
+OVERRIDES, HERE = IN_PYTHON
 
 
 def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -169,7 +171,7 @@ def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> Tra
     """
     layers = []
     if overrides:
-        layers.append((HERE, _table(overrides)))
+        layers.append((OVERRIDES, _table(overrides)))
     if isinstance(config, TrainConfig):
         layers.append((HERE, config.model_dump()))
     elif isinstance(config, Mapping):
@@ -183,10 +185,19 @@ def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> Tra
 
 def env_table(env: Any, params: Mapping[str, Any] | None = None, reward: Any = None) -> Table:
     """The [env] section of an environment: by its id, its class, a function that makes one, or a section as a dict."""
-    table: Table = _plain(env, ("env",)) if not isinstance(env, str) else {"id": env}
+    if not (isinstance(env, str | Mapping) or callable(env)):
+        named = f"the class {type(env.unwrapped).__name__} itself" if isinstance(env, ToolEnv) else "one of these"
+        fix = ", its parameters as params={...} and its reward as reward=..." if isinstance(env, ToolEnv) else ""
+        raise ConfigError(
+            f"env = {env!r:.80}: expected an environment's id, its class, a function that makes one, or an [env] section as a "
+            f"dict. Give {named}{fix}"
+        )
+    table: Table = {"id": env} if isinstance(env, str) else _plain(env, ("env",))
     if params:
         table["params"] = {**table.get("params", {}), **params}
     if reward is not None:
+        if not (isinstance(reward, str | Path | Mapping) or callable(reward)):
+            raise ConfigError(f"reward = {reward!r:.80}: expected a spec's name or path, a spec as a dict, or a function")
         table["reward"] = _plain(reward, ("env", "reward"))
     return table
 
@@ -197,7 +208,7 @@ def _table(given: Mapping[str, Any]) -> Table:
     for key, value in given.items():
         *path, last = str(key).split(".")
         inner = nested
-        if key == "env" and (isinstance(value, str) or callable(value)):  # a section, of which another key may set more
+        if key == "env" and not isinstance(value, Mapping | list | tuple | bool | None):  # of which another key may set more
             value = env_table(value)
         for part in path:
             inner = inner.setdefault(part, {})
@@ -214,7 +225,7 @@ def _plain(value: Any, at: tuple[str, ...]) -> Any:
         table = {str(key): _plain(inner, (*at, str(key))) for key, inner in value.items()}
         return give(table) if at[0] == "env" and at[-1] == "reward" else table
     if isinstance(value, list | tuple):
-        return [_plain(inner, at) for inner in value]
+        return [env_table(inner) if at == ("env",) else _plain(inner, at) for inner in value]
     if not callable(value):
         return value
     name = give(value)
@@ -229,6 +240,7 @@ def _plain(value: Any, at: tuple[str, ...]) -> Any:
 # An environment ready to play
 
 
+@checked
 def make(env: Any, *, reward: Any = None, **params: Any) -> ToolEnv:
     """An environment that is ready to be played and scores its own episodes: the gold solution's last step has the reward 1.0.
 
