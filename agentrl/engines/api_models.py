@@ -28,7 +28,7 @@ from agentrl.render.base import Renderer
 from agentrl.render.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of, said_of
 from agentrl.render.tool_calls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
-from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError
+from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError, raised_text
 from agentrl.utils.event_loop import EPISODE
 from agentrl.utils.threads import DaemonThreads, in_thread
 
@@ -373,7 +373,7 @@ class FunctionEngine(Engine):
         except RequestError as problem:
             raise EngineError(f"policy {self._name}: it returned no message: {problem}") from problem
         except Exception as problem:  # the user's own code may raise anything
-            raise EngineError(f"policy {self._name} raised {type(problem).__name__}: {problem}") from problem
+            raise EngineError(f"policy {self._name} {raised_text(problem, self._policy)}") from problem
 
     async def abort(self, request_key: str) -> None:
         self.calls.abort(request_key)

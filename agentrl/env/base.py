@@ -405,6 +405,7 @@ class ToolEnv(Forkable):
             return 0.0 if self.scorer is None else float("nan")
         score = await self.scorer.ascore(record)
         record.reward, record.success = score.value, score.success
+        record.evidence = getattr(score, "evidence", None)
         return float("nan") if score.value is None else float(score.value)
 
     async def aclose(self) -> None:
@@ -537,6 +538,10 @@ class ToolEnv(Forkable):
         }
         if not self._open:
             info["stop"] = record.stop.value
+        if record.evidence is not None and record.reward is None:
+            from agentrl.reward.explain import reasons  # here: the reward language is not needed to play
+
+            info["unscored"] = next(reasons(record.evidence), "")
         return info
 
 

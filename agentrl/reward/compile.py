@@ -253,7 +253,7 @@ def make_context(config: RewardConfig, *, replay_env: MakeEnv | None = None) -> 
     python = {name: function_named(f"reward.python.{name}", target) for name, target in config.python.items()}
     # Whoever gave a function in Python has allowed it; under its own name a config allows it like any other.
     python |= {name: given_object(name, "env.reward").value for name in names()}
-    python = {name: as_leaf(function) for name, function in python.items() if inspect.isroutine(function)}
+    python = {name: as_leaf(made) for name, made in python.items() if callable(made) and not isinstance(made, type)}
     return Context(replay_env=replay_env, python=python, judge=Judge(config.judge))
 
 
@@ -266,13 +266,11 @@ def given_spec(name: str) -> dict[str, Any]:
 
 
 def as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function as a leaf calls it: `function(view, args)`. One with a single parameter gets the Trajectory; True and
-    False count as 1 and 0."""
+    """A reward function as a leaf calls it: `function(view, args)`. One with a single parameter gets the Trajectory."""
     whole = len(inspect.signature(function).parameters) == 1
 
     @wraps(function)
     def leaf(view: View, args: Any) -> Any:
-        found = function(view.trajectory) if whole else function(view, args)
-        return float(found) if isinstance(found, bool) else found
+        return function(view.trajectory) if whole else function(view, args)
 
     return leaf

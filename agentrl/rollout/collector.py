@@ -24,7 +24,7 @@ from agentrl.rollout.mixtures import MixedTasks
 from agentrl.rollout.player import EpisodeSlots, Job, Player, RunEnv, Trees, end_of, forest, success_rate
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.rollout.stats import RolloutStats
-from agentrl.utils.errors import CallbackError, StalledError
+from agentrl.utils.errors import CallbackError, StalledError, raised_text
 from agentrl.utils.event_loop import LONGEST, in_time
 from agentrl.utils.registry import Registry
 
@@ -61,7 +61,7 @@ async def call_user_function(what: str, function: Callable[..., Any], *args: Any
         answer = function(*args)
         return await answer if inspect.isawaitable(answer) else answer
     except Exception as problem:
-        raise CallbackError(f"{what} raised {type(problem).__name__}: {problem}") from problem
+        raise CallbackError(f"{what} {raised_text(problem, function)}") from problem
 
 
 # Groups that grow

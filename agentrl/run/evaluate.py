@@ -26,7 +26,7 @@ from agentrl.data.trajectory import Trajectory, Turn
 from agentrl.engines.makers import api_name
 from agentrl.env.official import mean_with_interval, success_rates
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.player import fault_of, run_tasks, success_rate
+from agentrl.rollout.player import end_of, fault_of, run_tasks, success_rate
 from agentrl.run.assembly import Assembly, assemble, read_inputs
 from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import official
@@ -111,8 +111,7 @@ def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
     if not found:
         return None
     first = found[0]
-    why = first.error or "its reward spec could not score it"
-    return f"{len(found)} episodes are unscored; the first ({first.task.id}) ended with {first.stop.value}: {why}"
+    return f"{len(found)} episodes are unscored; the first ({first.task.id}) ended with {end_of(first)}"
 
 
 def error_class(trajectory: Trajectory) -> str:

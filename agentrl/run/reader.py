@@ -19,7 +19,7 @@ import numpy.typing as npt
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.folder import RunFolder, stored_object
-from agentrl.utils.errors import ConfigError, RunFolderError, hint_text
+from agentrl.utils.errors import ConfigError, RunFolderError, checked, hint_text
 from agentrl.utils.files import open_plain, read_plain
 from agentrl.utils.parsing import json_text, read_json, toml_table
 
@@ -164,9 +164,19 @@ class RunRecord:
                 found.append(EpisodeFile(path.stem, path, PHASES[named[1]], int(named[2])))
         return sorted(found, key=lambda file: (file.step, _ORDER[file.phase], file.name))
 
+    @checked
     def episodes(self, phase: str | None = None, step: int | None = None) -> Iterator[Trajectory]:
-        """The episodes in order of their files' steps, one at a time in memory. Raises RunFolderError for a damaged row."""
-        for file in self.files:
+        """The episodes in order of their files' steps, one at a time in memory. Raises ConfigError for an unknown phase,
+        RunFolderError for a damaged row."""
+        files = self.files
+        if phase is not None and phase not in _ORDER:
+            there = ", ".join(dict.fromkeys(file.phase for file in files)) or "none"
+            hint = hint_text(phase, _ORDER)
+            raise ConfigError(f"episodes: phase = {phase!r}{hint}; phases with episodes in {self.path}: {there}")
+        return self._episodes(files, phase, step)
+
+    def _episodes(self, files: list[EpisodeFile], phase: str | None, step: int | None) -> Iterator[Trajectory]:
+        for file in files:
             if phase in (None, file.phase) and step in (None, file.step):
                 with _name_damaged(file.path):
                     opened = open_plain(file.path)
@@ -209,6 +219,7 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and any((path / name).exists() for name in names)
 
 
+@checked
 def load_run(path: str | Path) -> RunRecord:
     """The run in a folder. Raises RunFolderError without one, with near names."""
     folder = Path(path)

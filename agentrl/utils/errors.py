@@ -5,7 +5,27 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    SupportsFloat,
+    SupportsIndex,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What an OSError has as `errno` if a disk, or the user's part of it, is full."""
@@ -46,6 +66,88 @@ def within(number: int, least: int, most: int, where: str) -> int:
     if not least <= number <= most:
         raise ConfigError(f"{where} = {number!r}; expected a number within {least}..{most}")
     return number
+
+
+def raised_text(problem: BaseException, made: Any) -> str:
+    """Problem that a user's function or class raised, as words: its kind, its text, and its FILE:LINE."""
+    return f"raised {type(problem).__name__}: {problem} ({place_of(made, problem)})"
+
+
+def place_of(made: Any, problem: BaseException | None = None) -> str:
+    """FILE:LINE of a user's function or class: where it raised the problem, else its definition."""
+    made = inspect.unwrap(getattr(made, "func", made))
+    made = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
+    code = getattr(made, "__code__", None)
+    try:
+        file = inspect.getfile(made)
+        line = inspect.getsourcelines(made)[1] if code is None else code.co_firstlineno
+    except (OSError, TypeError):  # typed in, or not of Python
+        return str(getattr(made, "__qualname__", made))
+    frames = traceback.extract_tb(None if problem is None else problem.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    return f"{file}:{lines[-1] if lines else line}"
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator for a function that users call: it raises ConfigError, which names the argument, for one of a wrong type."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_arguments(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument whose type is not that of its annotation (items of containers are not looked at), and
+    TypeError as Python does for one that is missing or unknown."""
+    signature, hints = _signature_of(function)
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        several = signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        hint = Any if several else hints.get(name, Any)
+        if not _fits(value, hint):
+            expected = " or ".join(dict.fromkeys(_words_of(hint)))
+            call = function.__name__.lstrip("_")
+            raise ConfigError(f"{call}: {name} = {value!r:.80} is a {type(value).__name__}; expected {expected}")
+
+
+@cache
+def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
+    return inspect.signature(function), get_type_hints(function)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Literal:
+        return value in parts
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is Any or not isinstance(kind, type):
+        return True
+    if not issubclass(kind, Collection) or issubclass(kind, Mapping | str):
+        return isinstance(value, _LIKE.get(kind, kind))
+    # An array is a list too.
+    listed = isinstance(value, Collection) and not isinstance(value, Mapping | str)
+    return listed and all(_fits(item, part) for part in parts[:1] for item in value)
+
+
+def _words_of(hint: Any) -> list[str]:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return [word for part in parts for word in _words_of(part)]
+    if kind is Literal:
+        return [repr(word) for word in parts]
+    if isinstance(kind, type) and issubclass(kind, Collection) and not issubclass(kind, Mapping | str):
+        return ["a list" + (f" (each {' or '.join(_words_of(parts[0]))})" if parts else "")]
+    return [_WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")]
+
+
+_LIKE: dict[Any, Any] = {bool: SupportsIndex, int: SupportsIndex, float: SupportsFloat}
+_WORDS: dict[Any, str] = {
+    NoneType: "None", bool: "True or False", int: "a whole number", float: "a number", str: "a text", Path: "a path",
+    Mapping: "a dict", Callable: "a function",
+}  # fmt: skip
 
 
 class AgentrlError(Exception):

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean, hint_text
+from agentrl.utils.errors import CatalogError, ConfigError, checked, did_you_mean, hint_text
 
 # What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
 # losses, filters, policies.
@@ -40,6 +40,7 @@ class Given:
 _TABLE: dict[str, Given] = {}
 
 
+@checked
 def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), traits: Collection[str] = ()) -> str:
     """Keep a class, a function or a reward spec under `name`, by default its own, and return what a config calls it:
     "given:NAME". Replaces an earlier object of that name (a cell that is run again) for runs that start from now on.
@@ -47,6 +48,8 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
     `needs`, `traits`: what a registered component says of itself, such as `needs={"proximal"}` of a loss. Raises ConfigError for
     something without a name.
     """
+    if not (callable(value) or isinstance(value, Mapping)):
+        raise ConfigError(f"give: value = {value!r:.80}; expected a class, a function, or a reward spec as a dict")
     name = name or next((known for known, one in _TABLE.items() if one.value is value), None) or _name_of(value)
     if not name or name.startswith(PREFIX) or name == "<lambda>":
         raise ConfigError(f"{value!r:.80}: it needs a name to be called by: agentrl.give(value, 'name')")

@@ -12,6 +12,7 @@ from agentrl.cli.main import main
 from agentrl.contrib.view.terminal import _OVERVIEW, figures
 from agentrl.data.trajectory import Message, ToolCall, ToolResult, UserCall
 from agentrl.run.reader import load_run, overview
+from agentrl.utils.errors import ConfigError
 from tests.run.made_folders import episode, run_folder, touch, unscored
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07[bold]x[/bold][link=http://evil.example]y[/link]\u202e\x9b31m\x00"
@@ -219,6 +220,8 @@ def test_a_run_as_python_reads_it(home: Path) -> None:
     assert run.name == "a" and run.envs == ["key_value"] and run.metrics == ROWS and run.summary["status"] == "done"
     assert [(t.task.id, t.reward) for t in run.episodes()] == [("t/train/1", 1.0), ("t/train/2", 0.0), ("t/train/3", None)]
     assert [t.task.id for t in run.episodes(phase="eval")] == []
+    with pytest.raises(ConfigError, match=r"phase = 'trian'; did you mean 'train'\?; phases with episodes in .*: train"):
+        run.episodes("trian")
     assert next(run.episodes(step=1)) == episode(1)
 
 

@@ -9,9 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import agentrl
@@ -78,7 +81,9 @@ def test_a_policy_is_evaluated_like_a_model() -> None:
     assert found.report["pass^2"]["mean"] == 1.0 and repr(found) == "<EvalReport: success 1.000 over 3 tasks, 6 episodes>"
     assert [len(turn.message.tool_calls) for turn in found.episodes[0].turns] == [1, 0]
     assert agentrl.evaluate(guess, Pick, n=3, reward=SPEC).success == 0.0
-    with pytest.raises(CallbackError, match=r"policy broken raised ValueError: no idea \(in 2 of 2 episodes\)"):
+    with pytest.raises(
+        CallbackError, match=r"policy broken raised ValueError: no idea \(.*test_own\.py:\d+\) \(in 2 of 2 episodes\)"
+    ):
         agentrl.evaluate(broken, Pick, n=2, reward=SPEC)
     with pytest.raises(ConfigError, match="an environment is needed"):
         agentrl.evaluate(guess)
@@ -88,6 +93,84 @@ def test_a_policy_is_evaluated_like_a_model() -> None:
     assert agentrl.give(unnamed, "sevens") == "given:sevens" and agentrl.evaluate(unnamed, Pick, n=1, reward=SPEC).episodes
     episodes = agentrl.rollout(look_and_say, {"id": give(Pick), "params": {"most": 0}, "reward": SPEC}, n=2)
     assert [episode.reward for episode in episodes] == [1.0, 1.0] and episodes[0].task.split == "train"
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(1), 1.0),
+        (np.bool_(True), 1.0),
+        (True, 1.0),
+        (Fraction(1, 4), 0.25),
+        ((np.float64(0.5), "e"), 0.5),
+    ],
+)
+def test_a_reward_function_may_return_any_kind_of_number(returned: Any, value: float) -> None:
+    def worth(episode: agentrl.Trajectory) -> Any:
+        return returned
+
+    found = agentrl.rollout(look_and_say, Pick, n=1, reward=worth)
+    assert [episode.reward for episode in found] == [value] and type(found[0].reward) is float
+
+
+def fails(episode: agentrl.Trajectory) -> Any:
+    return {}["no"]
+
+
+@pytest.mark.parametrize("returned", ["True", "0.5", float("nan"), 2.0, np.array([0.1, 0.2]), (1, 2, 3)])
+def test_a_reward_function_that_is_broken_says_so(returned: Any) -> None:
+    def says(episode: agentrl.Trajectory) -> Any:
+        return returned
+
+    line = says.__code__.co_firstlineno
+    with pytest.raises(CallbackError, match=rf"reward says returned .*test_own\.py:{line}\) \(in 2 of 2 episodes\)"):
+        agentrl.evaluate(look_and_say, Pick, n=2, reward=says)
+    raised = fails.__code__.co_firstlineno + 1
+    with pytest.raises(CallbackError, match=rf"reward fails raised KeyError: 'no' \(.*test_own\.py:{raised}\)"):
+        agentrl.rollout(look_and_say, Pick, n=1, reward=fails)
+    env = agentrl.make(Pick, reward=fails)
+    env.reset(seed=1)
+    info = [env.step(turn) for turn in env.gold_turns(env.task)][-1][4]
+    assert f"test_own.py:{raised}" in info["unscored"]
+
+
+def test_a_report_says_why_some_episodes_are_unscored() -> None:
+    def some(episode: agentrl.Trajectory) -> float:
+        return 1.0 if episode.task.seed % 2 else fails(episode)
+
+    found = agentrl.evaluate(look_and_say, Pick, n=4, reward=some)
+    assert found.reward == 1.0 and "2 episodes are unscored" in repr(found) and "KeyError: 'no'" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: agentrl.evaluate(guess, Pick, reward=SPEC, overrides=["steps=2"]),
+            "evaluate: overrides = ['steps=2'] is a list",
+        ),
+        (lambda: agentrl.rollout(guess, Pick, params="most=3"), "rollout: params = 'most=3' is a str; expected a dict or None"),
+        (lambda: agentrl.evaluate(guess, Pick, n="3"), "evaluate: n = '3' is a str; expected a whole number or None"),
+        (lambda: agentrl.evaluate(3, Pick), "evaluate: model = 3 is a int; expected a text or a path or a function"),
+        (lambda: agentrl.train(["quickstart"]), "train: config = ['quickstart'] is a list"),
+        (lambda: agentrl.train("quickstart", on_step=3), "train: on_step = 3 is a int; expected a function or None"),
+        (lambda: agentrl.train("quickstart", callbacks=[fails]), "expected a list (each a Callback)"),
+        (lambda: agentrl.session("quickstart", folder=3), "session: folder = 3 is a int; expected a text or a path or None"),
+        (lambda: agentrl.load_run(3), "load_run: path = 3 is a int; expected a text or a path"),
+        (lambda: agentrl.give(3, "three"), "give: value = 3; expected a class, a function"),
+        (lambda: agentrl.give(fails, "f", needs="proximal"), "give: needs = 'proximal' is a str; expected a list"),
+        (lambda: agentrl.make(3), "env = 3: expected an environment's id, its class"),
+        (lambda: agentrl.make(Pick, reward=3), "reward = 3: expected a spec's name or path"),
+        (lambda: agentrl.evaluate(guess, Pick()), "Give the class Pick itself, its parameters as params={...}"),
+        (lambda: agentrl.evaluate(guess, agentrl.make(Pick, reward=SPEC)), "Give the class Pick itself"),
+        (lambda: agentrl.train({"name": "x", "env": Pick()}), "Give the class Pick itself"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        call()
+    assert said in str(error.value)
 
 
 async def test_it_works_where_an_event_loop_runs() -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 from collections.abc import Hashable, Sequence
 from decimal import Decimal
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
 from agentrl.data.trajectory import Json, StopReason
 from agentrl.reward.equality import equal, fault_of, places, require_math
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
 from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, numbers_close
 from agentrl.reward.values import show_number as shown
-from agentrl.utils.errors import did_you_mean
+from agentrl.utils.errors import did_you_mean, place_of, raised_text
 from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
 from agentrl.utils.schemas import TextTooLongError, compile_pattern, within_seconds
 from agentrl.utils.threads import SCORING
@@ -433,11 +434,22 @@ class PythonFunction(Leaf):
         try:
             answer: Any = self.function(view, args.get("args"))
         except (Exception, SystemExit) as error:  # user code may raise anything, which must not stop a run
-            raise UnscorableError(f"{args['name']} raised {type(error).__name__}: {error}") from error
+            raise UnscorableError(f"{args['name']} {raised_text(error, self.function)}") from error
         value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if value is None:
             return Reading(None, brief(evidence))
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
-            shown = repr(value) if not isinstance(value, float) or math.isfinite(value) else str(value)
-            raise UnscorableError(f"{args['name']} returned {shown[:80]}, expected a number in [0, 1] or None")
-        return Reading(float(value), brief(evidence))
+        number = _float(value)
+        if not 0.0 <= number <= 1.0:
+            if inspect.iscoroutine(value):
+                value.close()
+            shown, at = f"{value!r:.80}", place_of(self.function)
+            raise UnscorableError(f"{args['name']} returned {shown}, expected a number in [0, 1], a truth value or None ({at})")
+        return Reading(number, brief(evidence))
+
+
+def _float(value: Any) -> float:
+    """A number of Python, numpy or torch, or a truth value; NaN for anything else."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (ArithmeticError, RuntimeError, TypeError, ValueError):
+        return math.nan

@@ -16,6 +16,7 @@ from agentrl.config.envs import alone, entry_of
 from agentrl.config.identity import check_resumed
 from agentrl.config.load import with_absolute_paths
 from agentrl.data.trajectory import Group, Trajectory
+from agentrl.reward.explain import reasons
 from agentrl.run.api.base import Both, Config, Table, config_of, env_table
 from agentrl.run.callbacks import Callback, Functions
 from agentrl.run.checks import check_train
@@ -23,7 +24,7 @@ from agentrl.run.compare import suite_choice, suite_tasks
 from agentrl.run.config_file import open_folder
 from agentrl.run.display import Display
 from agentrl.run.driver import execute
-from agentrl.run.evaluate import RolloutRequest, check_request, run_eval, run_rollout
+from agentrl.run.evaluate import RolloutRequest, check_request, run_eval, run_rollout, unscored_cause
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.provenance import check_resumable, model_of, run_folder
@@ -59,7 +60,8 @@ class EvalReport:
 
     def __repr__(self) -> str:
         shown = "unknown" if self.success is None else f"{self.success:.3f}"
-        unscored = f", {self.report['unscored']} unscored" if self.report["unscored"] else ""
+        why = unscored_cause(self.episodes)
+        unscored = "" if why is None else f", of which {why}"
         return f"<EvalReport: success {shown} over {self.report['tasks']} tasks, {len(self.episodes)} episodes{unscored}>"
 
 
@@ -102,7 +104,7 @@ async def _evaluate(
         checked = await in_thread("load", check_request, config, request)
         report, outcome = await run_eval(checked, request, Display(console(quiet=True) if quiet else None))
     episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
-    _raise_policy(name, episodes)
+    _raise_faults(name, episodes)
     assert report is not None
     return EvalReport(episodes, report)
 
@@ -132,7 +134,7 @@ async def _rollout(
         checked = await in_thread("load", check_request, config, request)
         outcome = await run_rollout(checked, request, Display(console(quiet=True) if quiet else None))
     episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
-    _raise_policy(name, episodes)
+    _raise_faults(name, episodes)
     return episodes
 
 
@@ -180,10 +182,13 @@ def _config_of_run(
     return config_of(made, {"env": section, **(overrides or {})}), path
 
 
-def _raise_policy(name: str, episodes: Sequence[Trajectory]) -> None:
-    """A policy that raised is a fault of its code, and no outage."""
+def _raise_faults(name: str, episodes: Sequence[Trajectory]) -> None:
+    """A policy that raised, or a reward function that scored no episode, is a fault of its code, and no outage."""
     said = f"policy {name}"
     faults = [t.error for t in episodes if is_given(name) and t.error is not None and t.error.startswith(said)]
+    if not faults and all(t.reward is None for t in episodes):
+        whys = [next(reasons(t.evidence), "") for t in episodes if t.error is None]
+        faults = [f"reward {why}" for why in whys if is_given(why)]
     if faults:
         raise CallbackError(f"{faults[0].replace(PREFIX, '')} (in {len(faults)} of {len(episodes)} episodes)")
 

@@ -7,7 +7,6 @@ import inspect
 import json
 import math
 import random
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from agentrl.run.registries import registry_of
 from agentrl.run.trackers import Tracker
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of
 from agentrl.trainer.train_engine import BaseEngine
-from agentrl.utils.errors import ConfigError, UserError
+from agentrl.utils.errors import ConfigError, UserError, place_of
 from agentrl.utils.files import shown_path
 from agentrl.utils.registry import Registry, second_load
 
@@ -102,19 +101,12 @@ def _try(key: str, registry: Registry[Any], choice: Choice, trial: Callable[[Any
         raise
     except Exception as problem:
         said = str(problem) if isinstance(problem, TrialError) else f"raised {type(problem).__name__}: {problem}"
-        place = _place(make, problem)
+        place = shown_path(place_of(make, problem))
         raise ConfigError(f"{key}: {place}: {choice.name!r} {said} (a trial on made-up data). Correct it there") from problem
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-
-
-def _place(make: Callable[..., Any], problem: Exception) -> str:
-    """FILE:LINE of the plug-in's code that raised, else of its definition."""
-    file = inspect.getsourcefile(make) or "?"
-    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == file]
-    return f"{shown_path(file)}:{lines[-1] if lines else inspect.getsourcelines(make)[1]}"
 
 
 def _expect(kind: type, answer: Any) -> None:
