@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shlex
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -450,7 +451,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print every environment; returns the exit code."""
-    from agentrl.env.catalog import broken_files, list_envs
+    from agentrl.env.catalog import broken_files, list_envs, unnamed_classes
 
     entries = list_envs()
     if args.json:
@@ -465,7 +466,7 @@ def run_list(args: argparse.Namespace) -> int:
     for entry in entries:
         lacking = f"  [not installed: agentrl env install {entry.suite.suite}]" if entry.suite and entry.lacks_source() else ""
         say(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}{lacking}")
-    for problem in broken_files().values():
+    for problem in [*broken_files().values(), *unnamed_classes()]:
         say(f"skipped: {problem}")
     return 0
 
@@ -532,6 +533,7 @@ def run_new(args: argparse.Namespace) -> int:
     """Write a new environment; returns the exit code."""
     from agentrl.cli.env_new import TEMPLATES, write_template
     from agentrl.env.catalog import list_envs
+    from agentrl.utils.search_path import shelves
 
     hidden = [entry.id for entry in list_envs() if entry.name == args.name]
     folder = write_template(args.name, args.shelf, args.template)
@@ -544,9 +546,12 @@ def run_new(args: argparse.Namespace) -> int:
         return 0
     if hidden:
         say(f"in this folder {args.name} is now this one, and no longer {hidden[0]}, which its id still names")
-    say(f"next: agentrl env check {args.name}; agentrl env play {args.name}; agentrl train {config}")
+    shelf, root = "", folder.parents[1].resolve()
+    if root not in shelves():
+        shelf = f"export AGENTRL_PATH={shlex.quote(str(root))}${{AGENTRL_PATH:+:$AGENTRL_PATH}}; "
+    say(f"next: {shelf}agentrl env check {args.name}; agentrl env play {args.name}; agentrl train {shlex.quote(str(config))}")
     installed = importlib.util.find_spec("pytest") is not None
-    say(f"its test: pytest {folder}{'' if installed else ' (after pip install pytest)'}")
+    say(f"its test: pytest {shlex.quote(str(folder))}{'' if installed else ' (after pip install pytest)'}")
     return 0
 
 

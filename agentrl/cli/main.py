@@ -6,10 +6,13 @@ Heavy imports stay inside the commands, so that `--help` is quick.
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 from agentrl import __version__
@@ -123,19 +126,38 @@ def _run(argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        name = error.filename if isinstance(error, OSError) else None
-        if disk_full(error):
-            free = f"the disk is full: {error}: free some space and repeat the command"
-            text = free if name is None else full_text(name, "repeat the command")
-        elif isinstance(error, OSError) and name is not None:
-            text = f"{name}: {error.strerror}: fix that and repeat the command"
-        else:
+        if (text := _of_files(error) or _of_shelf(error)) is None:
             raise
         say(f"agentrl: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         say("agentrl: interrupted", file=sys.stderr)
         return 130
+
+
+def _of_shelf(error: Exception) -> str | None:
+    """Fault of a user's file on a shelf: FILE:LINE and function, or the hook whose signature does not fit; else None."""
+    from agentrl.env import ToolEnv
+    from agentrl.utils.search_path import PRIVATE
+
+    said = f"{type(error).__name__}: {error}"
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if frame.f_globals["__name__"].startswith(PRIVATE)]
+    if frames:
+        frame, line = frames[-1]
+        return f"{frame.f_code.co_filename}:{line}: {frame.f_code.co_name} raised {said}. Correct it there"
+    hook = re.match(r"\w+\.(\w+)", str(error)) if isinstance(error, TypeError | NotImplementedError) else None
+    if hook is None or not callable(wanted := getattr(ToolEnv, hook[1], None)):
+        return None
+    return f"{said}. An environment has {hook[1]}{inspect.signature(wanted)}"
+
+
+def _of_files(error: Exception) -> str | None:
+    """Problem with a file, or with the disk that it is on; None if the error is another."""
+    name = error.filename if isinstance(error, OSError) else None
+    if disk_full(error):
+        then = "repeat the command"
+        return f"the disk is full: {error}: free some space and {then}" if name is None else full_text(name, then)
+    return None if name is None else f"{name}: {error.strerror}: fix that and repeat the command"  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
 from agentrl.env.toolbox import CountTokens, estimate_tokens
 from agentrl.env.users import GOLD, ModelUser, RecordedUser, User, ask, make_call, next_step, note
-from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError
+from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, place_of
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
 
@@ -282,7 +282,7 @@ class ToolEnv(Forkable):
         options = options or {}
         check_options(options)
         await self.aclose()
-        task = self._next_task(seed, options)
+        task = self._returned("make_task", self._next_task(seed, options), Task)
         self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
         task = self._task = task.copied()  # a hook or tool may change it, and tasks are shared by episodes and scored
         # Open before `setup`, so that a setup that fails is torn down as well.
@@ -292,7 +292,7 @@ class ToolEnv(Forkable):
         async with self._failing():
             self.toolbox.hidden = self.user_toolbox.hidden = self.hidden(task)
             await self._open_sessions()
-            await self.setup(task)
+            await self._hook("setup", task)
             if self.user is not None and "user" in options:
                 self.user = self._gold_user(task) if options["user"] == GOLD else options["user"]
             self._record.horizon = self.horizon(task)
@@ -396,7 +396,7 @@ class ToolEnv(Forkable):
             raise EnvError(f"{self.id}: no episode to end; call reset first")
         if self._open and not stop.infrastructure:
             async with self._failing():
-                await self.conclude()
+                await self._hook("conclude")
         record.stop, record.error = stop, error
         record.terminated = stop is StopReason.DONE
         record.truncated = stop in _TRUNCATIONS
@@ -462,12 +462,34 @@ class ToolEnv(Forkable):
     async def _opening(self, task: Task) -> Observation:
         opening = self.prompt(task)
         if not inspect.isawaitable(opening):
-            return opening
+            return self._messages("prompt", opening)
         what = f"the opening of environment {self.id}"
         try:
-            return await within(self.opening_timeout, opening, what)
+            return self._messages("prompt", await within(self.opening_timeout, opening, what))
         except (LateError, UserLimitError) as fault:  # before the policy's first turn, so it is nothing of its doing
             raise EnvError(str(fault)) from None
+
+    async def _hook(self, hook: str, *args: Any) -> None:
+        """Await a hook. Raises EnvError, which names it, if it is not async."""
+        begun = getattr(self, hook)(*args)
+        if not inspect.isawaitable(begun):
+            place = place_of(getattr(type(self), hook))
+            raise EnvError(f"{self.id}: {hook} is not async. Write `async def {hook}` ({place})")
+        await begun
+
+    def _returned(self, hook: str, answer: Any, kind: type[Any]) -> Any:
+        """The answer of a hook. Raises EnvError, which names the hook, for one of another type."""
+        if isinstance(answer, kind):
+            return answer
+        if inspect.iscoroutine(answer):
+            answer.close()
+        place, given = place_of(getattr(type(self), hook)), "a coroutine" if inspect.iscoroutine(answer) else f"{answer!r:.80}"
+        raise EnvError(f"{self.id}: {hook} returned {given}, expected a {kind.__name__}. Correct it at {place}")
+
+    def _messages(self, hook: str, answer: Any) -> Observation:
+        for one in self._returned(hook, answer, list):
+            self._returned(hook, one, Message)
+        return list(answer)
 
     def _gold_user(self, task: Task) -> User | None:
         found = self.gold_user(task) or self.user
@@ -491,7 +513,7 @@ class ToolEnv(Forkable):
 
     async def _tear_down(self) -> None:
         try:
-            await self.teardown()
+            await self._hook("teardown")
         finally:
             await self._close_sessions()
 

@@ -23,7 +23,7 @@ from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, env_request, serve
 from agentrl.env.tools import Tool, ToolSet
 from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
-from agentrl.utils.errors import CatalogError, ConfigError, hint_text
+from agentrl.utils.errors import CatalogError, ConfigError, hint_text, place_of, raised_text
 from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import module_of
 from agentrl.utils.redaction import references, resolve_references
@@ -320,11 +320,19 @@ class EnvRef:
         if extra:
             _check_parameters(self._label, self._class, extra)
         place = {} if self.at is None else {"name": self.id, "url": self.at.url, "token": self.at.token()}
-        env = self._class(**{**self._given, **place, **extra})
+        try:
+            env = self._class(**{**self._given, **place, **extra})
+        except (AttributeError, LookupError, NameError, ArithmeticError) as problem:  # a fault of its code, and no wrong value
+            raise CatalogError(f"{self._label}: __init__ {raised_text(problem, self._class)}. Correct it there") from problem
         from agentrl.env import ToolEnv
 
         if not isinstance(env, ToolEnv):
             raise CatalogError(f"{self.id}: it returned {env!r:.80}, expected a ToolEnv")
+        if "_record" not in vars(env) and "scorer" not in vars(env):
+            raise CatalogError(
+                f"{self._label}: its __init__ does not call the base's. Write `def __init__(self, **base): "
+                f"super().__init__(**base)` ({place_of(type(env).__init__)})"
+            )
         if isinstance(env.scorer, OwnReward):  # who builds by reference scores by what the run says, or not at all
             env.scorer = None
         env.scorer = scorer or env.scorer
@@ -365,7 +373,7 @@ def find_env(name: str) -> EnvEntry:
         if name in (entry.id, entry.name):
             return entry
         known += [entry.id, entry.name]
-    broken = "".join(f"\n{problem}" for problem in broken_files().values())
+    broken = "".join(f"\n{problem}" for problem in [*broken_files().values(), *unnamed_classes()])
     raise CatalogError(f"no environment {name!r}; {nearest(name, known)} (agentrl env list shows all){broken}")
 
 
@@ -378,6 +386,20 @@ def broken_files() -> dict[Path, str]:
         except CatalogError as problem:
             broken[path] = str(problem)
     return broken
+
+
+def unnamed_classes() -> list[str]:
+    """Classes on the shelves that are environments by their bases and set no id, so that no name finds them: what is missing."""
+    found = []
+    for path in _env_files():
+        with suppress(CatalogError, SyntaxError, ValueError):
+            if read_declarations(path):
+                continue  # a base of those beside it, perhaps
+            for node in module_of(read_text(path)).body:
+                if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("ToolEnv") for base in node.bases):
+                    fix = f'id = "my/{node.name}-v0"'
+                    found.append(f"{path}:{node.lineno}: class {node.name} has no id, so no name finds it. Write {fix} in it")
+    return found
 
 
 def find_reward(name: str) -> Path:

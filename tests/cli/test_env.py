@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +285,81 @@ def test_a_parameter_is_written_in_one_way_for_all_commands(
     assert sum(len(turn["message"]["tool_calls"]) for turn in json.loads(row)["turns"]) == 3
     assert main(["rollout", "key_value", "cals=3", "--policy", "gold", "-n", "1", "--out", "other"]) == 2
     assert "did you mean 'calls'" in capsys.readouterr().err
+
+
+# A beginner's mistakes: each error names environment, hook and place, and none is a stack trace.
+
+HOOKS = {
+    "make_task": 'return Task(f"x/{split}/{rng_seed}", rng_seed, split, {}, {"answer": "1"})',
+    "prompt": 'return [Message("user", "hi")]',
+}
+
+
+def write_env(folder: Path, more: str = "", **bodies: str) -> Path:
+    (folder / "envs").mkdir(exist_ok=True)
+    made, file = {**HOOKS, **bodies}, folder / "envs" / "wrong.py"
+    file.write_text(
+        "from agentrl.env import Message, Task, ToolEnv\n\n\nclass Wrong(ToolEnv):\n    id = 'my/Wrong-v0'\n"
+        f"    def make_task(self, rng_seed, split):\n        {made['make_task']}\n"
+        f"    def prompt(self, task):\n        {made['prompt']}\n{more}"
+    )
+    return file
+
+
+@pytest.mark.parametrize(
+    ("bodies", "more", "said"),
+    [
+        ({}, "    def setup(self, task):\n        pass\n", "setup is not async. Write `async def setup"),
+        ({}, "    def teardown(self):\n        pass\n", "teardown is not async"),
+        ({}, "    def setup(self):\n        pass\n", "An environment has setup(self, task"),
+        ({}, "    def __init__(self):\n        self.x = 1\n", "its __init__ does not call the base's"),
+        ({}, "    def __init__(self):\n        self.x = self.y\n", "__init__ raised AttributeError"),
+        ({"prompt": "return 'hi'"}, "", "prompt returned 'hi', expected a list"),
+        ({"prompt": "return ['hi']"}, "", "prompt returned 'hi', expected a Message"),
+        ({"prompt": "return {}['no']"}, "", "wrong.py:9: prompt raised KeyError: 'no'"),
+        ({"make_task": "return {'id': 1}"}, "", "make_task returned {'id': 1}, expected a Task"),
+        ({"make_task": "raise ValueError('boom')"}, "", "wrong.py:7: make_task raised ValueError: boom"),
+    ],
+)
+@pytest.mark.parametrize("action", ["show", "play"])
+def test_a_mistake_in_a_hook_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    action: str,
+    bodies: dict[str, str],
+    more: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_env(tmp_path, more, **bodies)
+    monkeypatch.setattr("builtins.input", lambda prompt="": "/quit")
+    assert main(["env", action, "wrong"]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_class_without_an_id_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_env(tmp_path)
+    file.write_text(file.read_text().replace("    id = 'my/Wrong-v0'\n", ""))
+    assert main(["env", "list"]) == 0 and main(["env", "show", "wrong"]) == 2
+    found = capsys.readouterr()
+    for text in (found.out, found.err):
+        assert 'wrong.py:4: class Wrong has no id, so no name finds it. Write id = "my/Wrong-v0"' in text
+
+
+def test_the_next_commands_name_a_shelf_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("AGENTRL_PATH", raising=False)
+    assert main(["env", "new", "else_where", "--shelf", str(tmp_path / "a shelf")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
+    script = f'{line.removeprefix("next: ").partition("; ")[0]}; printf %s "$AGENTRL_PATH"'
+    path = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert path == str(tmp_path / "a shelf")
+    monkeypatch.setenv("AGENTRL_PATH", path)
+    assert main(["env", "show", "else_where"]) == 0
