@@ -20,7 +20,7 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.folder import RunFolder, stored_object
 from agentrl.utils.errors import ConfigError, RunFolderError, checked, hint_text
-from agentrl.utils.files import open_plain, read_plain
+from agentrl.utils.files import open_plain, read_plain, shown_path
 from agentrl.utils.parsing import json_text, read_json, toml_table
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def load_run(path: str | Path) -> RunRecord:
         hint = f"; did you mean {str(usual)!r}?" if is_run(usual) else hint
         raise RunFolderError(f"{folder}: there is no such folder{hint}")
     inside = find_runs(folder)
-    hint = f"; there are runs in it: {', '.join(run.path.name for run in inside[:5])}" if inside else ""
+    hint = f"; there are runs in it: {', '.join(shown_path(run.path) for run in inside[:5])}" if inside else ""
     raise RunFolderError(
         f"{folder}: expected a run folder (with config.toml, metrics.jsonl or trajectories) or an evaluation's{hint}"
     )

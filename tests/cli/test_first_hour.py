@@ -97,7 +97,9 @@ def test_show_prints_the_tables_of_an_evaluation_whose_parts_are_in_folders(
         *map(str.strip, printed.splitlines())
     }
     assert set(json.loads(said(capsys, "show", "two", "--json"))["envs"]) == {"a", "b"}
-    assert "no episodes of its own; there are evaluations in it: a, b" in said(capsys, "show", "two", "--step", "0", code=2)
+    assert "no episodes of its own; there are evaluations in it: two/a, two/b" in said(
+        capsys, "show", "two", "--step", "0", code=2
+    )
 
 
 def test_a_narrow_terminal_breaks_names_and_cuts_none(

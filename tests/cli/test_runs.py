@@ -167,7 +167,7 @@ def test_hostile_text_is_written_out(home: Path, capsys: pytest.CaptureFixture[s
         (["show", "runs/c"], "there is no such folder"),
         (["show", "run"], "did you mean 'runs'"),
         (["show", "."], "expected a run folder"),
-        (["show", "runs"], "there are runs in it: a, b"),
+        (["show", "runs"], "there are runs in it: runs/a, runs/b"),
         (["show", "runs/a", "--step", "9"], "there are episodes of 1"),
         (["show", "runs/a", "--episode", "9"], "expected FILE.ROW"),
         (["runs", "list", "nowhere"], "nowhere: there is no such folder"),

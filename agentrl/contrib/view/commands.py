@@ -230,7 +230,7 @@ def _show_parts(args: argparse.Namespace) -> bool:
     if tables is None:
         return False
     if args.step is not None or args.episode is not None:
-        inside = ", ".join(run.path.relative_to(folder.absolute()).as_posix() for run in find_runs(folder))
+        inside = ", ".join(shown_path(run.path) for run in find_runs(folder))
         raise RunFolderError(f"{folder}: it has no episodes of its own; there are evaluations in it: {inside}")
     if args.json:
         print_json(tables)

@@ -19,6 +19,7 @@ from agentrl.reward.values import show_number as shown
 from agentrl.utils.errors import did_you_mean, place_of, raised_text
 from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
 from agentrl.utils.schemas import TextTooLongError, compile_pattern, within_seconds
+from agentrl.utils.search_path import PREFIX, is_given
 from agentrl.utils.threads import SCORING
 
 WHERE = {"enum": ["answer", "replies", "all", "reasoning"]}
@@ -424,7 +425,14 @@ class PythonFunction(Leaf):
         if name not in context.python:
             allowed = ", ".join(context.python) or "none"
             hint = did_you_mean(name, context.python)
-            raise ValueError(f"name: this run does not allow a function {name!r}; {f'{hint} ' if hint else ''}allowed: {allowed}")
+            known = f"{f'{hint} ' if hint else ''}allowed: {allowed}"
+            give = (
+                "" if not is_given(name) else f" (in Python: agentrl.give(FUNCTION, {name.removeprefix(PREFIX)!r}) comes first)"
+            )
+            raise ValueError(
+                f"name: this run does not allow a function {name!r}; {known}. Name its file's function: --python "
+                f'{name}=MODULE:FUNCTION, or reward.python.{json.dumps(name)} = "MODULE:FUNCTION" in a config{give}'
+            )
         self.function = context.python[name]
 
     def blocks(self) -> bool:
