@@ -17,7 +17,7 @@ from agentrl.data.trajectory import Group, Trajectory
 from agentrl.reward import Scorer
 from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, check_output
 from agentrl.trainer.minibatch import episode_sums, reward_penalty
 from agentrl.trainer.roles import taught
 from agentrl.utils.errors import ConfigError, did_you_mean
@@ -68,6 +68,7 @@ def with_advantages(
     chosen = algorithm.advantage
     if estimator is not None:
         out = estimator(given)
+        check_output(f"advantage {getattr(estimator, '__name__', 'given')!r}", out, AdvantageOutput, "advantages", given.mask)
     else:
         out = estimate_advantages(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
     view, metrics = view.with_tokens(advantages=out.advantages), metrics | out.metrics(mask)
@@ -121,6 +122,7 @@ def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, 
         terms = len(choice.args["terms"]) if "terms" in ADVANTAGES.entry(choice.name).needs else 0
         part, tokens = given.of(rows, terms)
         out = advantages(choice.name, choice.args)(part)
+        check_output(f"algorithm.advantage {choice.name!r}", out, AdvantageOutput, "advantages", part.mask)
         found[tokens] = out.advantages
         if returns is not None and out.returns is not None:
             returns[tokens] = out.returns

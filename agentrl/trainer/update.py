@@ -19,7 +19,7 @@ from agentrl.data.expert_routing import free, load_metrics
 from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
-from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate
+from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
 from agentrl.trainer.attention import packed_rows, packed_trees
 from agentrl.trainer.language_model import Micro
@@ -287,6 +287,7 @@ class _Job:
             piece.column("picked") if "picked" in self.view else None,
         )
         out = self.policy(given)
+        check_output(f"algorithm.loss {self.algorithm.loss.name!r}", out, LossOutput, "loss", logprobs)
         # A weight says how much a token counts. Without `detach` its gradient would teach the policy to make tokens count less.
         policy = tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:

@@ -6,9 +6,11 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import LossOutput, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
 from agentrl.utils.errors import ConfigError
 
@@ -80,3 +82,19 @@ def test_defaults_are_the_papers(name: str) -> None:
 
 def test_the_table_above_names_no_function_that_is_gone() -> None:
     assert set(DEFAULTS) <= {*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (torch.zeros(4), "returned a tensor of shape [4]; expected LossOutput(loss=...) with a tensor of shape [4]"),
+        (LossOutput(torch.zeros(())), "returned a tensor of shape [] as loss; expected"),
+        (LossOutput(0.5), "returned 0.5 as loss; expected"),  # type: ignore[arg-type]
+        (None, "returned None; expected LossOutput"),
+    ],
+)
+def test_what_a_loss_returns_is_named(answer: object, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_output("algorithm.loss 'mine'", answer, LossOutput, "loss", torch.zeros(4))
+    assert f"algorithm.loss 'mine' {said}" in str(error.value)
+    check_output("algorithm.loss 'mine'", LossOutput(torch.ones(4)), LossOutput, "loss", torch.zeros(4))

@@ -162,6 +162,17 @@ def aggregate(
     raise ConfigError(f"algorithm.aggregate = {mode!r}: expected one of {', '.join(get_args(Mode))}")
 
 
+def check_output(name: str, answer: Any, kind: type[Any], column: str, like: Tensor) -> None:
+    """Raise ConfigError, with the `name` of a loss or estimator, unless it returned a `kind` with a number for each token."""
+    found = getattr(answer, column, None) if isinstance(answer, kind) else None
+    if isinstance(found, Tensor) and found.shape == like.shape:
+        return
+    shown, inside = (answer, "") if found is None else (found, f" as {column}")
+    given = f"a tensor of shape {list(shown.shape)}" if isinstance(shown, Tensor) else f"{shown!r:.60}"
+    form = f"{kind.__name__}({column}=...) with a tensor of shape {list(like.shape)}, a number for each token"
+    raise ConfigError(f"{name} returned {given}{inside}; expected {form}")
+
+
 # Groups and episodes
 
 
