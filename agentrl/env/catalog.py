@@ -328,7 +328,7 @@ class EnvRef:
 
         if not isinstance(env, ToolEnv):
             raise CatalogError(f"{self.id}: it returned {env!r:.80}, expected a ToolEnv")
-        if "_record" not in vars(env) and "scorer" not in vars(env):
+        if "_record" not in vars(env.unwrapped):
             raise CatalogError(
                 f"{self._label}: its __init__ does not call the base's. Write `def __init__(self, **base): "
                 f"super().__init__(**base)` ({place_of(type(env).__init__)})"
