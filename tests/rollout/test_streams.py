@@ -19,7 +19,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from tests.players import collector_of, run_tasks
 from tests.publishing import exchange
-from tests.rollout.test_blame import DONE, Actor
+from tests.rollout.test_blame import DONE, Actor, play
 from tests.rollout.test_blame import room as room  # the fixture
 
 Where = tuple[str, int]
@@ -148,3 +148,8 @@ def test_a_publish_starts_what_the_bound_has_room_for(
     before, trained, after = asyncio.run(scenario())
     assert before == trained == {f"g{number}" for number in range(1 + staleness)}
     assert after - trained == {f"g{1 + staleness}" for _ in range(started)}
+
+
+def test_training_episodes_are_of_one_task_of_the_train_split(room: Callable[..., EnvRef], renderer: Renderer) -> None:
+    members, _ = play(room(), renderer, {0: ["bye"], 1: ["bye"]})
+    assert {(member.task.split, member.task.seed) for member in members} == {("train", members[0].task.seed)}

@@ -1,24 +1,19 @@
-"""What a step does to the weights, against a computation of its own: entropy bonus, temperature, decay, schedules, the KL."""
+"""What a step does, against a computation of its own: temperature, schedules of two roles, the KL. Single keys: test_keys.py."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
     KlConfig,
-    ModelConfig,
     RolloutConfig,
 )
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
@@ -28,13 +23,10 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.estimator_inputs import with_advantages
 from agentrl.trainer.learner import check_learner, fill_length_norm, policy_updates
 from agentrl.trainer.minibatch import kl_kind
-from agentrl.trainer.roles import Critic, Reference, with_scores
+from agentrl.trainer.roles import with_scores
 from agentrl.utils.errors import ConfigError
-from tests.publishing import weights_of as named
 from tests.trainer.learners import config_of, opened, start
 from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
-
-MODES = ["token_mean", "seq_mean_token_mean"]
 
 
 def tables(model: Any, batch: TensorDict, temperature: float) -> list[torch.Tensor]:
@@ -59,57 +51,6 @@ def chosen(model: Any, batch: TensorDict, temperature: float) -> torch.Tensor:
             for row, table in enumerate(tables(model, batch, temperature))
         ]
     )
-
-
-# -- entropy bonus ---------------------------------------------------------------------------------
-
-
-def no_advantage(count: int = 6) -> TensorDict:
-    batch = make_batch(count)
-    batch["advantages"].values().zero_()
-    return batch
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_entropy_bonus_alone_has_the_gradient_of_its_term_and_raises_entropy(tiny: str, temperature: float) -> None:
-    batch, bonus = no_advantage(), 0.3
-    algorithm = AlgorithmConfig(minibatch=6, entropy_bonus=bonus)
-    actor = start(tiny, lr=1e-4, max_grad_norm=1e9)
-    before = named(actor)
-    metrics = train_batch(actor, Actor.update, batch, algorithm, temperature=temperature)
-    moved = {name: tensor - before[name] for name, tensor in named(actor).items()}
-    model = plain(tiny)
-    entropies = torch.cat([-(table.exp() * table).sum(-1) for table in tables(model, batch, temperature)])
-    (-bonus * entropies.mean()).backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if name in moved}
-    assert metrics["grad_norm"] == pytest.approx(torch.cat([g.flatten() for g in grads.values()]).norm().item(), rel=1e-4)
-    assert metrics["loss"] == pytest.approx(-bonus * entropies.mean().item(), rel=1e-5)
-    for name, grad in grads.items():  # the first step of Adam is lr against the sign of the gradient
-        clear = grad.abs() > 1e-5
-        assert torch.allclose(moved[name][clear].double(), -1e-4 * grad[clear].sign(), atol=2e-6), name
-    after = actor.run(Actor.compute_logprob, batch, temperature)["entropy"].values().sum() / len(entropies)
-    assert after > entropies.mean().item() + 1e-5
-
-
-def test_the_gradient_of_the_bonus_is_a_finite_difference_of_the_entropy(tiny: str) -> None:
-    """Along the step that the optimizer takes, entropy changes by its gradient times the step."""
-    batch = no_advantage(4)
-    model = plain(tiny)
-    entropy = lambda: torch.cat([-(t.exp() * t).sum(-1) for t in tables(model, batch, 1.0)]).mean()  # noqa: E731
-    value = entropy()
-    value.backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    square = sum(float(g.square().sum()) for g in grads)
-    eps, found = 0.02, []  # transformers' softmax is float32: not too small
-    with torch.no_grad():
-        for shift in (eps, -2 * eps):
-            for parameter, grad in zip(model.parameters(), grads, strict=True):
-                parameter.add_(shift * grad)
-            found.append(entropy().item())
-    assert (found[0] - found[1]) / (2 * eps) == pytest.approx(square, rel=1e-2)
-    bonus = AlgorithmConfig(minibatch=4, entropy_bonus=1.0)
-    metrics = train_batch(start(tiny, max_grad_norm=1e9), Actor.update, batch, bonus)
-    assert metrics["grad_norm"] ** 2 == pytest.approx(square, rel=1e-4)
 
 
 # -- temperature -----------------------------------------------------------------------------------
@@ -165,62 +106,6 @@ def test_greedy_rollouts_are_trained_at_temperature_one(tiny: str) -> None:
 # -- decay and schedules ---------------------------------------------------------------------------
 
 
-def test_decay_shrinks_matrices_by_lr_times_decay_and_leaves_vectors(tiny: str) -> None:
-    batch = make_batch(4)
-    batch["advantages"].values().zero_()
-    actor = start(tiny, lr=1e-2, weight_decay=0.5)
-    before = named(actor)
-    train_batch(actor, Actor.update, batch, AlgorithmConfig(minibatch=4))
-    after = named(actor)
-    vectors = [name for name, tensor in before.items() if tensor.ndim == 1]
-    assert any("norm" in name for name in vectors) and len(vectors) < len(before)
-    for name, tensor in before.items():
-        expected = tensor if name in vectors else tensor * (1 - 1e-2 * 0.5)
-        assert torch.allclose(after[name], expected, rtol=1e-6, atol=0), name
-        assert torch.equal(after[name], tensor) == (name in vectors), name
-
-
-def critic_of(tiny: str, total: int | None = None, **optim: Any) -> Any:
-    critic = launch(Critic, backend="inline", world_size=1)
-    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(**optim), toy_critic(lr=1e-3, clip=None), total)
-    return critic
-
-
-def valued(seed: int = 0) -> TensorDict:
-    batch = make_batch(6, seed)
-    zeros = nested_tensor(torch.zeros(len(batch["sampled"].values())), offsets_of(batch["sampled"]))
-    return batch.update({"returns": batch["advantages"].clone(), "values": zeros})
-
-
-def test_the_critic_follows_warm_up_and_schedule_and_a_resume_goes_on_with_them(tiny: str, tmp_path: Path) -> None:
-    optim = {"warmup": 2, "schedule": "linear"}
-    critic = critic_of(tiny, 6, **optim)
-    expected = [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    for step in range(4):
-        metrics = train_batch(critic, Critic.update, valued(step), AlgorithmConfig(), step=step)
-        assert metrics["critic/lr"] == pytest.approx(1e-3 * expected[step])
-    critic.run(Critic.save, str(tmp_path / "c"))
-    resumed = critic_of(tiny, 6, **optim)
-    resumed.run(Critic.load, str(tmp_path / "c"))
-    for step in (4, 5):
-        found = [train_batch(one, Critic.update, valued(step), AlgorithmConfig(), step=step) for one in (critic, resumed)]
-        assert found[0] == found[1] and found[0]["critic/lr"] == pytest.approx(1e-3 * expected[step])
-    values = [one.run(Critic.compute_values, valued())["values"].values() for one in (critic, resumed)]
-    assert torch.equal(*values)
-    with pytest.raises(ConfigError, match="number of steps"):
-        critic_of(tiny, None, schedule="cosine")
-
-
-def test_the_rate_of_the_critic_reaches_its_weights(tiny: str) -> None:
-    """The first step of Adam is the rate itself: the value head starts at 0, so its largest weight is lr x share after it."""
-    for warmup, share in ((0, 1.0), (10, 0.1)):
-        critic = critic_of(tiny, warmup=warmup)
-        train_batch(critic, Critic.update, valued(), AlgorithmConfig(minibatch=6))
-        [worker] = critic.backend._workers
-        head = worker._engine.module.head.weight
-        assert head.abs().max().item() == pytest.approx(1e-3 * share, rel=1e-3)
-
-
 def test_the_policys_schedule_ends_with_the_run_when_the_critic_warms_up_first(tiny: str) -> None:
     """5 steps, 3 of them of the critic alone: the policy's two updates are at the start and the middle of its schedule."""
     algorithm = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
@@ -235,39 +120,9 @@ def test_the_policys_schedule_ends_with_the_run_when_the_critic_warms_up_first(t
 # -- the KL ----------------------------------------------------------------------------------------
 
 
-def test_the_kl_in_the_reward_is_k1_of_the_proximal_policy_to_the_reference(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engine logprobs lie 2 off the trainer's; under "recompute" the penalty knows nothing of that."""
-    kl = KlConfig(coef=0.2, where="reward")
-    assert kl_kind(kl) == "k1" and kl_kind(KlConfig()) == "k3"
+def test_the_kind_of_a_kl_is_k1_in_the_reward_and_k3_in_the_loss_unless_it_is_said() -> None:
+    assert kl_kind(KlConfig(where="reward")) == "k1" and kl_kind(KlConfig()) == "k3"
     assert kl_kind(KlConfig(where="reward", kind="k3")) == "k3" and kl_kind(KlConfig(kind="k2")) == "k2"
-    algorithm = AlgorithmConfig(advantage=Choice(name="reinforce_pp"), minibatch=8, proximal="recompute", kl=kl)
-    learner = opened(tiny, config_of(algorithm=algorithm))
-    asyncio.run(learner.step(collate(trajectories(8)), 0))  # away from the reference
-    batch = collate(trajectories(8, seed=1))
-    sampled = batch["sampled"].values()
-    now = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
-    assert learner.references is not None
-    reference = learner.references.run(Reference.compute_logprob, batch)["logprobs"].values()
-    batch["logprobs"].values().copy_((now + 2.0) * sampled)
-    distance = (now - reference)[sampled]
-    assert distance.abs().max() > 1e-3
-    seen: dict[str, Any] = {}
-
-    def watched(given: Ragged, *args: Any) -> Any:
-        out, metrics = with_advantages(given, *args)
-        seen["returns"] = out.tokens("returns")
-        return out, metrics
-
-    monkeypatch.setattr("agentrl.trainer.learner.with_advantages", watched)
-    metrics = asyncio.run(learner.step(batch, 1))
-    assert metrics["kl_reward"] == pytest.approx(distance.mean().item(), rel=1e-4, abs=1e-7)
-    offsets = offsets_of(batch["token_ids"])
-    for row in range(8):
-        span = slice(int(offsets[row]), int(offsets[row + 1]))
-        mask = sampled[span]
-        each = (batch["rewards"].values()[span] - 0.2 * (now - reference)[span])[mask].double()
-        to_go = torch.flip(torch.cumsum(torch.flip(each, [0]), 0), [0])
-        assert torch.allclose(seen["returns"][span][mask].double(), to_go, atol=1e-5)
 
 
 def kl_batch() -> TensorDict:
@@ -371,18 +226,3 @@ def test_a_score_lies_on_the_last_sampled_token_of_the_episode() -> None:
     batch = collate([Trajectory("made-up", Task("t", 0), member=0, ledgers=[first, second], reward=0.0)])
     out = with_scores(Ragged.of(batch), torch.tensor([1.0, 3.0]), 2.0)
     assert out.tokens("rewards").tolist() == [0, 0, 0, 6, 0, 0, 0, 0] and out.row("reward").tolist() == [6, 6]
-
-
-def test_ratio_one_makes_the_loss_minus_the_mean_advantage(tiny: str) -> None:
-    """The sign of the policy term: with ratios of 1 ppo_clip's loss is -mean A, and a step raises the logprob of A > 0."""
-    batch = make_batch(6)
-    sampled = batch["sampled"].values()
-    actor = start(tiny, lr=1e-4, max_grad_norm=1e9)
-    now = actor.run(Actor.compute_logprob, batch)["logprobs"].values()
-    batch["logprobs"].values().copy_(now)
-    batch["advantages"].values().copy_(sampled.float())
-    metrics = train_batch(actor, Actor.update, batch, AlgorithmConfig(minibatch=6))
-    assert metrics["loss"] == pytest.approx(-1.0, abs=1e-6) and metrics["mismatch_max"] < 1e-5
-    after = actor.run(Actor.compute_logprob, batch)["logprobs"].values()
-    assert after.sum() > now.sum() + 1e-3
-    assert math.isclose(metrics["ratio"], 1.0, abs_tol=1e-6) and np.isclose(metrics["clip_fraction"], 0.0)
