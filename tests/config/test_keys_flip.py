@@ -6,22 +6,16 @@ beforehand.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import pytest
-from pydantic import BaseModel
 
-from agentrl.config import TrainConfig, schema
+from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from tests.config import observed as see
 
-ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = [value for value in vars(schema).values() if isinstance(value, type) and issubclass(value, BaseModel)]
 Observe = Callable[[TrainConfig, Path], Any]
 
 
@@ -53,18 +47,6 @@ SHUT = "sft={min_steps=10,max_steps=40,gate_every=20,gate=0.6}"
 GATE = {"temperature": 0.0, "tasks": 64, "seed": 0, "split": "train", "params": {}}
 EVAL = {"temperature": 1.0, "tasks": 100, "seed": 0, "split": "heldout", "params": {}}
 ASKED = (2048, 1.0, 1.0, 0)  # max_tokens, temperature, top_p, top_k
-
-OFFLINE = "contrib/offline/test_offline.py"
-OWN_JUDGE = "run/test_own_judge.py"
-# the test of a run on data -> the keys whose effect it sees
-DATA = {
-    "chats_of_both_layouts_and_files_are_learned_and_the_loss_on_held_out_ones_falls": ("path", "batch", "epochs", "heldout"),
-    "rejection_sampling_keeps_the_best_of_each_task_with_their_tokens_as_they_are": ("min_reward", "per_task", "split"),
-    "successes_alone_and_messages_rendered_anew_are_the_same_rows": ("success", "rerender"),
-    "pairs_of_a_run_are_learned": ("loss", "margin"),
-    "beta_is_what_the_margin_is_multiplied_by": ("beta",),
-    "too_many_bad_rows_refuse_the_run_and_few_are_named": ("max_bad",),
-}
 
 # key -> what observes it, further overrides, and what is observed for each value
 Effects = dict[str, Any]

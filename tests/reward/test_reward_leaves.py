@@ -420,6 +420,12 @@ def test_number_close(args, said, truth):
     assert value("number.close", {"expect": 17, **args}, episode(said)) == truth
 
 
+@pytest.mark.parametrize("gold", [None, [], {"x": 1}, "twelve", True, float("nan")])
+def test_a_gold_number_of_another_shape_is_null(gold):
+    told = why("number.close", {"expect": {"$": "/task/gold/answer"}}, episode("17", task_gold={"answer": gold}))
+    assert "expected answer must be a number" in told
+
+
 def test_big_numbers_are_compared_exactly():
     assert value("number.close", {"expect": str(2**63)}, episode(str(2**63))) == 1
     assert value("number.close", {"expect": str(2**63)}, episode(str(2**63 + 1))) == 0

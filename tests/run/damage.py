@@ -130,7 +130,6 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
     "another run's": _others,
 }
 _OF_FOLDERS = ("missing", "unreadable", "read-only", "a file", "a link to itself", "another run's")
-_OF_NOTHING = ("a folder", "a file", "a link to itself")
 DENIED = ("unreadable", "read-only")
 
 

@@ -77,7 +77,6 @@ EXPORT = {
 }
 """Of `agentrl export`."""
 ALL = {**TRAIN, **RESUME, **EVAL, **EXPORT}
-READERS = (".agentrl_view*",)
 
 
 @contextlib.contextmanager

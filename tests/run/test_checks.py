@@ -23,7 +23,6 @@ CHECKS: dict[str, Callable[..., Any]] = {
 }
 # What an environment sets itself is read before any check, to give it the config of a single environment (config/envs.py).
 OWN = {"agent", *(f"env.{n}" for n in ("name", "weight", "tools", "agent", "limits", "sampler", "advantage", "eval", "sft"))}
-ALSO = {"check_assembly": "check_rollout", "check_sizes": "check_heads"}
 
 
 def declared(check: Callable[..., Any]) -> set[str]:

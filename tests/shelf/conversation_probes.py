@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from gymnasium.utils.env_checker import check_env
 from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Task, ToolCall, Trajectory
@@ -18,7 +16,6 @@ from agentrl.env import Message, ToolEnv
 from agentrl.env.catalog import make_env
 from agentrl.env.spaces import sample_arguments
 
-MOST_TURNS = 90
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -133,10 +130,3 @@ def teacher_success(env: ToolEnv, episodes: int) -> float:
             observation, reward, over, *_ = env.step(message)
         rewards.append(reward)
     return sum(rewards) / episodes
-
-
-def gymnasium_accepts(env: ToolEnv) -> None:
-    """Gymnasium's own checker finds no fault."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        check_env(env, skip_render_check=True)

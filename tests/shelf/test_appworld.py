@@ -123,25 +123,22 @@ def test_worlds_share_nothing_and_a_fork_goes_on_from_the_same_state(env: Any, r
     assert not (root / "experiments").exists(), "what AppWorld writes is not written to the user's folder"
 
 
-def test_more_episodes_than_processes_wait_and_a_world_that_dies_is_a_fault_of_its_own(root: Path) -> None:
+async def test_more_episodes_than_processes_wait_and_a_world_that_dies_is_a_fault_of_its_own(root: Path) -> None:
     one, two = built(root, processes=1), built(root, processes=1)
 
-    async def play() -> str:
-        await one.areset(seed=0)
-        waiting = asyncio.ensure_future(two.areset(seed=1))
-        await asyncio.sleep(0.1)
-        queued: str = two.queued
-        assert not waiting.done() and one.queued == ""
-        await one.aclose()
-        await asyncio.wait_for(waiting, 20)
-        assert two.queued == ""
-        with pytest.raises(EnvError, match="exit code 3"):
-            await two.astep(execute("die"))
-        await one.areset(seed=0)
-        await one.aclose()
-        return queued
-
-    assert asyncio.run(play()) == "a process for its world (params.processes)"
+    await one.areset(seed=0)
+    waiting = asyncio.ensure_future(two.areset(seed=1))
+    await asyncio.sleep(0.1)
+    queued: str = two.queued
+    assert not waiting.done() and one.queued == ""
+    await one.aclose()
+    await asyncio.wait_for(waiting, 20)
+    assert two.queued == ""
+    with pytest.raises(EnvError, match="exit code 3"):
+        await two.astep(execute("die"))
+    await one.areset(seed=0)
+    await one.aclose()
+    assert queued == "a process for its world (params.processes)"
     assert two.trajectory.stop is StopReason.ENV_ERROR
 
 
