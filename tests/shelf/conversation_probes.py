@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from gymnasium.utils.env_checker import check_env
 from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Task, ToolCall, Trajectory
@@ -130,3 +132,10 @@ def teacher_success(env: ToolEnv, episodes: int) -> float:
             observation, reward, over, *_ = env.step(message)
         rewards.append(reward)
     return sum(rewards) / episodes
+
+
+def gymnasium_accepts(env: ToolEnv) -> None:
+    """Gymnasium's own checker finds no fault."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_env(env, skip_render_check=True)
