@@ -109,7 +109,7 @@ def test_faults_come_at_the_rate_and_are_the_same_in_a_replay() -> None:
         ToolFaults(Notes(), 1.5)
 
 
-def test_a_tool_that_may_fail_keeps_its_process_and_its_limit_of_concurrency() -> None:
+async def test_a_tool_that_may_fail_keeps_its_process_and_its_limit_of_concurrency() -> None:
     most = running = 0
 
     class Slow(Notes):
@@ -124,17 +124,14 @@ def test_a_tool_that_may_fail_keeps_its_process_and_its_limit_of_concurrency() -
             running -= 1
             return text
 
-    async def scenario() -> None:
-        rooms = [ToolFaults(Slow(), 0.0) for _ in range(3)]
-        for env in rooms:
-            await env.areset(seed=0)
-        await asyncio.gather(*(env.astep(call("write", text="a")) for env in rooms))
-        for env in rooms:
-            await env.astep(call("square", n=3))
-        values = [env.trajectory.turns[1].results[0].value for env in rooms]
-        assert [value[0] for value in values] == [9, 9, 9] and os.getpid() not in {value[1] for value in values}
-
-    asyncio.run(scenario())
+    rooms = [ToolFaults(Slow(), 0.0) for _ in range(3)]
+    for env in rooms:
+        await env.areset(seed=0)
+    await asyncio.gather(*(env.astep(call("write", text="a")) for env in rooms))
+    for env in rooms:
+        await env.astep(call("square", n=3))
+    values = [env.trajectory.turns[1].results[0].value for env in rooms]
+    assert [value[0] for value in values] == [9, 9, 9] and os.getpid() not in {value[1] for value in values}
     assert most == 1
 
 

@@ -194,43 +194,37 @@ def test_the_tokenizer_lets_other_threads_go_on(monkeypatch: pytest.MonkeyPatch)
     assert max(meanwhile) >= 8 and len(ids) > 33_000
 
 
-def test_an_answer_is_made_text_in_a_thread_if_it_is_long() -> None:
+async def test_an_answer_is_made_text_in_a_thread_if_it_is_long() -> None:
     where: dict[str, bool] = {}
 
-    async def body() -> None:
-        loop = threading.get_ident()
+    loop = threading.get_ident()
 
-        def count(text: str) -> int:
-            where["long" if len(text) > LONG_TEXT else "short"] = threading.get_ident() == loop
-            return estimate_tokens(text)
+    def count(text: str) -> int:
+        where["long" if len(text) > LONG_TEXT else "short"] = threading.get_ident() == loop
+        return estimate_tokens(text)
 
-        async def give(size: int) -> list[dict[str, str]]:
-            return [{"row": SHORT_TEXT}] * size
+    async def give(size: int) -> list[dict[str, str]]:
+        return [{"row": SHORT_TEXT}] * size
 
-        box = Toolbox([tool(max_output=LONG // 8)(give)], count_tokens=count)
-        short, long = await box.call(ToolCall("give", {"size": 1})), await box.call(ToolCall("give", {"size": 1000}))
-        assert short.content == json.dumps([{"row": SHORT_TEXT}]) and long.content == json.dumps([{"row": SHORT_TEXT}] * 1000)
-
-    asyncio.run(body())
+    box = Toolbox([tool(max_output=LONG // 8)(give)], count_tokens=count)
+    short, long = await box.call(ToolCall("give", {"size": 1})), await box.call(ToolCall("give", {"size": 1000}))
+    assert short.content == json.dumps([{"row": SHORT_TEXT}]) and long.content == json.dumps([{"row": SHORT_TEXT}] * 1000)
     assert where == {"long": False}, "a text that fits in any case is not counted"
 
 
 @pytest.mark.parametrize("size", [1, 4000])
-def test_arguments_are_checked_in_a_thread_if_they_are_long(size: int) -> None:
+async def test_arguments_are_checked_in_a_thread_if_they_are_long(size: int) -> None:
     seen: list[bool] = []
 
-    async def body() -> Any:
-        loop = threading.get_ident()
+    loop = threading.get_ident()
 
-        async def take(rows: list[dict[str, int]]) -> int:
-            return len(rows)
+    async def take(rows: list[dict[str, int]]) -> int:
+        return len(rows)
 
-        made = tool(take)
-        check = made.check
-        made.__dict__["check"] = lambda arguments: (seen.append(threading.get_ident() == loop), check(arguments))[1]
-        return (await Toolbox([made]).call(ToolCall("take", {"rows": [{"a": 1}] * size}))).value
-
-    assert asyncio.run(body()) == size and seen == [size == 1]
+    made = tool(take)
+    check = made.check
+    made.__dict__["check"] = lambda arguments: (seen.append(threading.get_ident() == loop), check(arguments))[1]
+    assert (await Toolbox([made]).call(ToolCall("take", {"rows": [{"a": 1}] * size}))).value == size and seen == [size == 1]
 
 
 def test_a_pattern_that_never_ends_is_answered_and_the_loop_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,19 +304,16 @@ def test_a_spec_with_a_pattern_that_never_ends_lets_the_loop_go_on() -> None:
 
 
 @pytest.mark.parametrize(("long", "aside"), [("", False), ("state", True), ("answer", False)])
-def test_a_long_episode_is_scored_in_a_thread(long: str, aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_episode_is_scored_in_a_thread(long: str, aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """30,000 characters of texts and state together; the state here has 40,000 if it is long, an answer 10,000."""
     where: list[int] = []
     for leaf in (TextEquals, StateMatch):
         read = leaf.read
         monkeypatch.setattr(leaf, "read", lambda self, *a, read=read: (where.append(threading.get_ident()), read(self, *a))[1])
 
-    async def body() -> int:
-        renderer = Noting()
-        await play(Long(long), renderer)
-        return renderer.loop
-
-    loop = asyncio.run(body())
+    renderer = Noting()
+    await play(Long(long), renderer)
+    loop = renderer.loop
     assert [thread != loop for thread in where] == [aside] * len(where) and where
 
 

@@ -152,23 +152,20 @@ class Timed(FaultyEngine):
         return Generation([260] * length + [self.stop], [-1.0] * (length + 1), [*versions, self.version], "stop")
 
 
-def test_an_episode_goes_on_over_three_updates_and_each_token_has_its_version(renderer: Renderer) -> None:
-    async def scenario() -> Group:
-        engine = Timed(renderer.stop_token_ids[0], {"g0.": 4})
-        collect = collector(renderer, engine, max_staleness=3)
-        for version in range(4):
-            if version == 3:
-                await engine.advance()  # group 0 is now waited for: this update is the last that may train it
-            groups = await collect.collect()
-            assert (0 in [group.index for group in groups]) == (version == 3)
-            collect.trained(groups)
-            if version < 3:
-                await engine.advance()
-            await exchange(collect)
-        await collect.close()
-        return next(group for group in groups if group.index == 0)
-
-    for member in asyncio.run(scenario()).trajectories:
+async def test_an_episode_goes_on_over_three_updates_and_each_token_has_its_version(renderer: Renderer) -> None:
+    engine = Timed(renderer.stop_token_ids[0], {"g0.": 4})
+    collect = collector(renderer, engine, max_staleness=3)
+    for version in range(4):
+        if version == 3:
+            await engine.advance()  # group 0 is now waited for: this update is the last that may train it
+        groups = await collect.collect()
+        assert (0 in [group.index for group in groups]) == (version == 3)
+        collect.trained(groups)
+        if version < 3:
+            await engine.advance()
+        await exchange(collect)
+    await collect.close()
+    for member in next(group for group in groups if group.index == 0).trajectories:
         [ledger] = member.ledgers
         assert ledger.versions[ledger.sampled].tolist() == [0, 1, 2, 3, 3]
 
@@ -267,17 +264,15 @@ def test_episodes_without_a_score_are_counted_also_those_of_dropped_groups(rende
     assert fault is not None and "engine_error" in fault and "the replica went away" in fault
 
 
-def test_a_hanging_engine_ends_as_a_typed_outcome_and_not_as_reward_zero(renderer: Renderer) -> None:
-    async def scenario() -> list[list[Group]]:
-        engine = FaultyEngine(renderer.stop_token_ids[0], hang=0.15, seed=3)
-        return await run(collector(renderer, engine, turn_timeout=0.2, retries=0, group_size=4), 3)
-
-    members = [t for groups in asyncio.run(scenario()) for group in groups for t in group.trajectories]
+async def test_a_hanging_engine_ends_as_a_typed_outcome_and_not_as_reward_zero(renderer: Renderer) -> None:
+    engine = FaultyEngine(renderer.stop_token_ids[0], hang=0.15, seed=3)
+    updates = await run(collector(renderer, engine, turn_timeout=0.2, retries=0, group_size=4), 3)
+    members = [t for groups in updates for group in groups for t in group.trajectories]
     hung = [t for t in members if t.stop is StopReason.ENGINE_TIMEOUT]
     assert hung and all(t.reward is None and "no token came for 0.2 s" in (t.error or "") for t in hung)
 
 
-def test_attempts_that_came_to_no_score_are_counted_wherever_they_ended(renderer: Renderer) -> None:
+async def test_attempts_that_came_to_no_score_are_counted_wherever_they_ended(renderer: Renderer) -> None:
     """One of a member that was tried again, six of a group that was dropped: none of them is a member of the update."""
 
     class Lost(FaultyEngine):
@@ -286,42 +281,36 @@ def test_attempts_that_came_to_no_score_are_counted_wherever_they_ended(renderer
                 raise EngineError("the replica went away")
             return await super().generate(token_ids, sampling, request_key)
 
-    async def scenario() -> tuple[list[dict[str, float]], str]:
-        collect = collector(renderer, Lost(renderer.stop_token_ids[0]), retries=1)
-        rows = []
-        for _ in range(2):
-            await batches_of(collect, 1)
-            rows.append(collect.metrics())
-        await collect.close()
-        return rows, collect.stats.trouble()
-
-    [first, second], trouble = asyncio.run(scenario())
+    collect = collector(renderer, Lost(renderer.stop_token_ids[0]), retries=1)
+    rows = []
+    for _ in range(2):
+        await batches_of(collect, 1)
+        rows.append(collect.metrics())
+    await collect.close()
+    [first, second], trouble = rows, collect.stats.trouble()
     assert first["faults/engine_error"] == 1 + 3 * 2, "since the last update"
     assert not any(key.startswith("faults/") for key in second)
     assert trouble.startswith("7 episodes came to no score; the first: ")
     assert trouble.endswith(": engine_error: the replica went away")
 
 
-def test_a_collector_says_how_far_the_next_update_is(renderer: Renderer) -> None:
-    async def scenario() -> list[str]:
-        engine = FaultyEngine(renderer.stop_token_ids[0], stuck=("g1.m2.",))
-        collect = collector(renderer, engine)
-        said = [collect.ahead()]
-        engine.open.clear()
-        collecting = asyncio.create_task(collect.collect())
-        await asyncio.sleep(0.02)
-        said.append(collect.ahead())
-        engine.open.set()
-        async with asyncio.timeout(10):
-            while collect.ahead() != "5/6 episodes":  # three of a complete group, two of one that still runs
-                await asyncio.sleep(0.005)
-        said.append(collect.watch.waiting())
-        collecting.cancel()
-        await asyncio.gather(collecting, return_exceptions=True)
-        await collect.close()
-        return said
-
-    before, begun, waits = asyncio.run(scenario())
+async def test_a_collector_says_how_far_the_next_update_is(renderer: Renderer) -> None:
+    engine = FaultyEngine(renderer.stop_token_ids[0], stuck=("g1.m2.",))
+    collect = collector(renderer, engine)
+    said = [collect.ahead()]
+    engine.open.clear()
+    collecting = asyncio.create_task(collect.collect())
+    await asyncio.sleep(0.02)
+    said.append(collect.ahead())
+    engine.open.set()
+    async with asyncio.timeout(10):
+        while collect.ahead() != "5/6 episodes":  # three of a complete group, two of one that still runs
+            await asyncio.sleep(0.005)
+    said.append(collect.watch.waiting())
+    collecting.cancel()
+    await asyncio.gather(collecting, return_exceptions=True)
+    await collect.close()
+    before, begun, waits = said
     assert before == begun == "0/6 episodes"
     assert waits.startswith("episode g1.m2.a0 for 0 s on ")
 
@@ -427,45 +416,39 @@ def test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach(rende
         assert 1 in first[0] and 7 in second[0] and first[1:] == second[1:] == (2.0, 1.0)
 
 
-def test_without_a_bound_of_filtering_none_is_filtered(renderer: Renderer) -> None:
-    async def scenario() -> list[Any]:
-        collect = solved(renderer, max_filtered=0.0)
-        found = await rows(collect, 2)
-        await collect.close()
-        return found
-
-    assert asyncio.run(scenario()) == [([0, 1], 0.0, 2.0), ([2, 3], 0.0, 2.0)]
+async def test_without_a_bound_of_filtering_none_is_filtered(renderer: Renderer) -> None:
+    collect = solved(renderer, max_filtered=0.0)
+    found = await rows(collect, 2)
+    await collect.close()
+    assert found == [([0, 1], 0.0, 2.0), ([2, 3], 0.0, 2.0)]
 
 
 @pytest.mark.parametrize(("eta", "more"), [(0, 1.0), (0, 2.0), (2, 1.0), (1, 1.5)])
-def test_the_bound_on_filtering_with_staleness_oversampling_and_a_resume(renderer: Renderer, eta: int, more: float) -> None:
+async def test_the_bound_on_filtering_with_staleness_oversampling_and_a_resume(renderer: Renderer, eta: int, more: float) -> None:
     """However far ahead groups run: no update has more than 2 x 2 groups filtered for it, and none stalls."""
 
-    async def scenario() -> None:
-        def start(seed: int) -> Collector:
-            return solved(renderer, max_filtered=2.0, max_staleness=eta, oversample=more, delay=0.003, seed=seed)
+    def start(seed: int) -> Collector:
+        return solved(renderer, max_filtered=2.0, max_staleness=eta, oversample=more, delay=0.003, seed=seed)
 
-        first = start(0)
-        found = await rows(first, 3)
-        state = json.loads(json.dumps(first.to_json()))
-        before = first.ledger.counts()["filtered"]
-        await first.close()
-        assert sum(row[1] for row in found) + state["filtered"] == before
-        again = start(1)
-        again.load_json(state)
-        await exchange(again)
-        resumed = await rows(again, 3)
-        await again.close()
-        assert all(row[1] <= 4.0 and row[2] == 2.0 for row in found + resumed)
-        # Groups that ran ahead may come back after an update has all it needs: the next then has them already.
-        assert eta or all(row[1] == 4.0 for row in found + resumed)
-        indices = [index for row in found + resumed for index in row[0]]
-        assert len(set(indices)) == 12
-
-    asyncio.run(scenario())
+    first = start(0)
+    found = await rows(first, 3)
+    state = json.loads(json.dumps(first.to_json()))
+    before = first.ledger.counts()["filtered"]
+    await first.close()
+    assert sum(row[1] for row in found) + state["filtered"] == before
+    again = start(1)
+    again.load_json(state)
+    await exchange(again)
+    resumed = await rows(again, 3)
+    await again.close()
+    assert all(row[1] <= 4.0 and row[2] == 2.0 for row in found + resumed)
+    # Groups that ran ahead may come back after an update has all it needs: the next then has them already.
+    assert eta or all(row[1] == 4.0 for row in found + resumed)
+    indices = [index for row in found + resumed for index in row[0]]
+    assert len(set(indices)) == 12
 
 
-def test_failed_groups_have_a_limit_of_their_own(renderer: Renderer) -> None:
+async def test_failed_groups_have_a_limit_of_their_own(renderer: Renderer) -> None:
     """Of all groups but the first 40, which are filtered, every episode fails: the limit of 2 x 8 counts those alone."""
 
     class Lost(Solved):
@@ -474,81 +457,69 @@ def test_failed_groups_have_a_limit_of_their_own(renderer: Renderer) -> None:
                 raise EngineError("the replica went away")
             return await super().generate(token_ids, sampling, request_key)
 
-    async def scenario() -> dict[str, int]:
-        config = RolloutConfig(groups=2, group_size=2, max_turns=1, filter_zero_variance=True, max_filtered=100.0, retries=0)
-        policy = Policy(Lost(renderer.stop_token_ids[0]), renderer)
-        collect = collector_of(ENV, policy, compile_spec(LENGTH), config, context=2048, seed=0)
-        with pytest.raises(StalledError, match=r"1[78] groups failed \(limit 16\).*the replica went away"):
-            await collect.collect()
-        await collect.close()
-        return collect.ledger.counts()
-
-    counts = asyncio.run(scenario())
+    config = RolloutConfig(groups=2, group_size=2, max_turns=1, filter_zero_variance=True, max_filtered=100.0, retries=0)
+    policy = Policy(Lost(renderer.stop_token_ids[0]), renderer)
+    collect = collector_of(ENV, policy, compile_spec(LENGTH), config, context=2048, seed=0)
+    with pytest.raises(StalledError, match=r"1[78] groups failed \(limit 16\).*the replica went away"):
+        await collect.collect()
+    await collect.close()
+    counts = collect.ledger.counts()
     assert counts["filtered"] == 40 and counts["failed"] in (17, 18) and counts["stale"] == 0
 
 
 @pytest.mark.parametrize(("stuck", "survives"), [(("g0.m0.",), True), (("g0.m0.", "g0.m1."), False)])
-def test_a_group_lives_with_min_survivors_and_not_with_one_fewer(
+async def test_a_group_lives_with_min_survivors_and_not_with_one_fewer(
     renderer: Renderer, stuck: tuple[str, ...], survives: bool
 ) -> None:
-    async def scenario() -> tuple[list[Group], dict[str, int]]:
-        engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
-        collect = collector(renderer, engine, turn_timeout=0.6, retries=0, groups=1, min_survivors=2)
-        groups = await collect.collect()
-        await collect.close()
-        return groups, collect.ledger.counts()
-
-    [group], counts = asyncio.run(scenario())
+    engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
+    collect = collector(renderer, engine, turn_timeout=0.6, retries=0, groups=1, min_survivors=2)
+    groups = await collect.collect()
+    await collect.close()
+    [group], counts = groups, collect.ledger.counts()
     assert (group.index == 0) is survives and counts["failed"] == (0 if survives else 1)
     assert len(group.trajectories) == 3 and len(group.scored()) == (2 if survives else 3)
 
 
-def test_groups_that_are_too_old_after_a_resume_are_replaced_at_once(renderer: Renderer) -> None:
-    async def scenario() -> list[int]:
-        stop = renderer.stop_token_ids[0]
-        first = collector(renderer, FaultyEngine(stop), max_staleness=1)
-        groups = await first.collect()
-        while first.ledger.counts()["complete"] < 4:
-            await asyncio.sleep(0.01)
-        first.trained(groups)
-        state = json.loads(json.dumps(first.to_json()))
-        await first.close()
-        # The config was changed between the two: what was sampled one version ago may not be trained any more.
-        again = collector(renderer, FaultyEngine(stop), max_staleness=0)
-        again.load_json(state)
-        await exchange(again)
-        groups = await again.collect()
-        await again.close()
-        return [group.index for group in groups]
-
-    assert asyncio.run(scenario()) == [4, 5]
+async def test_groups_that_are_too_old_after_a_resume_are_replaced_at_once(renderer: Renderer) -> None:
+    stop = renderer.stop_token_ids[0]
+    first = collector(renderer, FaultyEngine(stop), max_staleness=1)
+    groups = await first.collect()
+    while first.ledger.counts()["complete"] < 4:
+        await asyncio.sleep(0.01)
+    first.trained(groups)
+    state = json.loads(json.dumps(first.to_json()))
+    await first.close()
+    # The config was changed between the two: what was sampled one version ago may not be trained any more.
+    again = collector(renderer, FaultyEngine(stop), max_staleness=0)
+    again.load_json(state)
+    await exchange(again)
+    groups = await again.collect()
+    await again.close()
+    assert [group.index for group in groups] == [4, 5]
 
 
-def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Renderer) -> None:
-    async def scenario() -> None:
-        stop = renderer.stop_token_ids[0]
-        first = collector(renderer, FaultyEngine(stop, stuck=("g2.",)), max_staleness=1)
-        groups = await first.collect()
-        while first.ledger.counts()["complete"] < 3:
-            await asyncio.sleep(0.01)
-        first.trained(groups)
-        # Group 3 is complete and untrained, group 2 still runs.
-        state = json.loads(json.dumps(first.to_json()))
-        waiting = state["complete"]
-        await first.close()
-        engine = FaultyEngine(stop)
-        again = collector(renderer, engine, max_staleness=1)
-        again.load_json(state)
-        await exchange(again)
-        batches = await run(again, 3)
-        assert sorted(group.index for groups in batches for group in groups) == [2, 3, 4, 5, 6, 7]
-        assert [row["index"] for row in waiting] == [3]
-        assert not [key for key in engine.keys if key.startswith("g3.")], "a complete group was run again"
-        assert [key for key in engine.keys if key.startswith("g2.")], "the one that ran was forgotten"
-        [replayed] = [group for groups in batches for group in groups if group.index == 3]
-        assert json.loads(json.dumps([m.to_json() for m in replayed.trajectories])) == waiting[0]["trajectories"]
-
-    asyncio.run(scenario())
+async def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Renderer) -> None:
+    stop = renderer.stop_token_ids[0]
+    first = collector(renderer, FaultyEngine(stop, stuck=("g2.",)), max_staleness=1)
+    groups = await first.collect()
+    while first.ledger.counts()["complete"] < 3:
+        await asyncio.sleep(0.01)
+    first.trained(groups)
+    # Group 3 is complete and untrained, group 2 still runs.
+    state = json.loads(json.dumps(first.to_json()))
+    waiting = state["complete"]
+    await first.close()
+    engine = FaultyEngine(stop)
+    again = collector(renderer, engine, max_staleness=1)
+    again.load_json(state)
+    await exchange(again)
+    batches = await run(again, 3)
+    assert sorted(group.index for groups in batches for group in groups) == [2, 3, 4, 5, 6, 7]
+    assert [row["index"] for row in waiting] == [3]
+    assert not [key for key in engine.keys if key.startswith("g3.")], "a complete group was run again"
+    assert [key for key in engine.keys if key.startswith("g2.")], "the one that ran was forgotten"
+    [replayed] = [group for groups in batches for group in groups if group.index == 3]
+    assert json.loads(json.dumps([m.to_json() for m in replayed.trajectories])) == waiting[0]["trajectories"]
 
 
 async def test_a_task_s_outcome_counts_episodes_from_the_beginning_alone(

@@ -168,22 +168,19 @@ def collector(renderer: Renderer, *, seed: int, pool: int, fail: float = 0.0, **
 
 
 @pytest.mark.parametrize("eta", [0, 2])
-def test_a_killed_run_goes_on_in_the_epoch_without_a_repetition_or_a_gap(renderer: Renderer, eta: int) -> None:
+async def test_a_killed_run_goes_on_in_the_epoch_without_a_repetition_or_a_gap(renderer: Renderer, eta: int) -> None:
     """12 tasks, 3 groups an update: four updates are an epoch, whether or not the run is killed after the third."""
 
-    async def scenario() -> list[int]:
-        first = collector(renderer, seed=1, pool=12, max_staleness=eta)
-        groups = await steps(first, 3)
-        state = json.loads(json.dumps(first.to_json()))
-        await first.close()
-        again = collector(renderer, seed=2, pool=12, max_staleness=eta)
-        again.load_json(state)
-        await exchange(again)
-        groups += await steps(again, 5)
-        await again.close()
-        return [group.task_seed for group in sorted(groups, key=lambda group: group.index)]
-
-    seeds = asyncio.run(scenario())
+    first = collector(renderer, seed=1, pool=12, max_staleness=eta)
+    groups = await steps(first, 3)
+    state = json.loads(json.dumps(first.to_json()))
+    await first.close()
+    again = collector(renderer, seed=2, pool=12, max_staleness=eta)
+    again.load_json(state)
+    await exchange(again)
+    groups += await steps(again, 5)
+    await again.close()
+    seeds = [group.task_seed for group in sorted(groups, key=lambda group: group.index)]
     if eta == 0:
         assert [Counter(seeds[:12]), Counter(seeds[12:])] == [Counter(range(12))] * 2
     assert len(seeds) == 24 and set(seeds) == set(range(12)) and max(Counter(seeds).values()) <= 2 + (eta > 0)

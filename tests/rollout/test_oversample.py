@@ -42,24 +42,21 @@ def test_a_group_that_hangs_is_cancelled_and_the_update_goes_on_without_it(rende
     assert "g1.m0.a0" in engine.keys and "g1.m0.a1" not in engine.keys, "a cancelled episode is not retried"
 
 
-def test_a_teardown_that_hangs_is_named_and_not_waited_for(renderer: Renderer) -> None:
-    async def scenario() -> None:
-        collect = collector(renderer, FaultyEngine(renderer.stop_token_ids[0]), stall_timeout=0.2)
-        free = asyncio.Event()
+async def test_a_teardown_that_hangs_is_named_and_not_waited_for(renderer: Renderer) -> None:
+    collect = collector(renderer, FaultyEngine(renderer.stop_token_ids[0]), stall_timeout=0.2)
+    free = asyncio.Event()
 
-        async def stubborn() -> None:
-            while not free.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await free.wait()
+    async def stubborn() -> None:
+        while not free.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await free.wait()
 
-        collect._ending.add(task := asyncio.create_task(stubborn(), name="group 7"))
-        with pytest.raises(StalledError, match=r"group 7 did not end within 0\.2 s"):
-            await asyncio.wait_for(collect.rest(), 20)
-        await asyncio.wait_for(collect.close(), 20)
-        free.set()
-        await task
-
-    asyncio.run(scenario())
+    collect._ending.add(task := asyncio.create_task(stubborn(), name="group 7"))
+    with pytest.raises(StalledError, match=r"group 7 did not end within 0\.2 s"):
+        await asyncio.wait_for(collect.rest(), 20)
+    await asyncio.wait_for(collect.close(), 20)
+    free.set()
+    await task
 
 
 def test_cancelled_groups_do_not_count_as_dropped(renderer: Renderer) -> None:

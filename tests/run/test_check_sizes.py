@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.config.envs import each
 from agentrl.config.load import config_from, load_config
-from agentrl.data.trajectory import StopReason, Trajectory
+from agentrl.data.trajectory import StopReason
 from agentrl.engines.vllm import vllm_maker as make
 from agentrl.env.catalog import EnvRef, find_config
 from agentrl.render.base import Renderer
@@ -144,20 +143,17 @@ def test_one_episode_a_group_is_enough_for_others(advantage: str) -> None:
 
 
 @pytest.mark.parametrize(("context", "budget", "stop"), [(4096, 20, StopReason.MAX_TOKENS), (20, 4096, StopReason.CONTEXT_FULL)])
-def test_a_prompt_that_alone_passes_the_budget_makes_no_longer_row(
+async def test_a_prompt_that_alone_passes_the_budget_makes_no_longer_row(
     renderer: Renderer,  # noqa: F811
     context: int,
     budget: int,
     stop: StopReason,
 ) -> None:
-    async def play() -> Trajectory:
-        limits = Limits(4, 8, budget, 10.0, 10.0, context)
-        spec = EpisodeSpec(0, "train", 0, 0, "g0.m0.a0")
-        scorer = compile_spec({"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "args": {"max": 4}}})
-        engine = FaultyEngine(renderer.stop_token_ids[0])
-        return await run_episode(EnvRef("key_value").build(), Policy(engine, renderer), spec, limits, scorer)
-
-    found = asyncio.run(play())
+    limits = Limits(4, 8, budget, 10.0, 10.0, context)
+    spec = EpisodeSpec(0, "train", 0, 0, "g0.m0.a0")
+    scorer = compile_spec({"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "args": {"max": 4}}})
+    engine = FaultyEngine(renderer.stop_token_ids[0])
+    found = await run_episode(EnvRef("key_value").build(), Policy(engine, renderer), spec, limits, scorer)
     assert found.stop is stop and [len(ledger) for ledger in found.ledgers] == [20] and not found.ledgers[0].sampled.any()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 from pathlib import Path
@@ -217,20 +216,17 @@ def test_a_step_tells_the_display_what_the_row_says() -> None:
     assert shown_of(row, ["a"])[0].keys() == {"success", "reward", "tokens/s"}
 
 
-def test_an_evaluation_says_why_its_first_unscored_episode_has_no_score(tmp_path: Path) -> None:
+async def test_an_evaluation_says_why_its_first_unscored_episode_has_no_score(tmp_path: Path) -> None:
     lost = episode(None, stop=StopReason.ENV_ERROR)
     lost.error = "the service is down"
     found = summarize([episode(1.0, success=True), lost, episode(None, stop=StopReason.CANCELLED)])
     folder, out = RunFolder(tmp_path), io.StringIO()
     folder.trajectories.mkdir()
 
-    async def write() -> None:
-        with Display(Console(file=out, width=200)) as display, RunLog(folder, display, []) as log:
-            await log.evaluation("eval", 3, found, evaluation_row(found, {}, 1.0))
-            await log.writes.wait()
-            assert display._shown.held == (1.0, 3)
-
-    asyncio.run(write())
+    with Display(Console(file=out, width=200)) as display, RunLog(folder, display, []) as log:
+        await log.evaluation("eval", 3, found, evaluation_row(found, {}, 1.0))
+        await log.writes.wait()
+        assert display._shown.held == (1.0, 3)
     assert out.getvalue().splitlines()[0] == (
         "[eval] held-out success 100.0 % over 1 tasks (2 unscored, the first: t: env_error: the service is down)"
     )

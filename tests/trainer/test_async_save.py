@@ -106,135 +106,115 @@ class Bench:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_save_returns_before_the_checkpoint_is_whole_only_when_asynchronous(
+async def test_save_returns_before_the_checkpoint_is_whole_only_when_asynchronous(
     tiny: str, tmp_path: Path, asynchronous: bool
 ) -> None:
-    async def body() -> None:
-        bench = Bench(tiny, tmp_path, asynchronous=asynchronous)
-        bench.learner.slow = 5
-        await bench.save(1)
-        assert bench.steps() == ([] if asynchronous else [1])
-        bench.learner.slow = 0
-        await bench.save(2)  # waits for the one before
-        assert 1 in bench.steps()
-        await bench.saver.wait()
-        assert bench.steps() == [1, 2]
-
-    asyncio.run(body())
+    bench = Bench(tiny, tmp_path, asynchronous=asynchronous)
+    bench.learner.slow = 5
+    await bench.save(1)
+    assert bench.steps() == ([] if asynchronous else [1])
+    bench.learner.slow = 0
+    await bench.save(2)  # waits for the one before
+    assert 1 in bench.steps()
+    await bench.saver.wait()
+    assert bench.steps() == [1, 2]
 
 
-def test_a_save_that_never_ends_is_given_up_by_name(tiny: str, tmp_path: Path) -> None:
-    async def body() -> None:
-        bench = Bench(tiny, tmp_path, call_timeout=0.3)
-        bench.learner.slow = 10**9
-        await bench.save(1)
-        with pytest.raises(CheckpointError, match=r"checkpoint 1 was not written within 0.3 s \(cluster.call_timeout\)"):
-            await asyncio.wait_for(bench.saver.wait(), 20)
-        assert bench.steps() == []
-
-    asyncio.run(body())
+async def test_a_save_that_never_ends_is_given_up_by_name(tiny: str, tmp_path: Path) -> None:
+    bench = Bench(tiny, tmp_path, call_timeout=0.3)
+    bench.learner.slow = 10**9
+    await bench.save(1)
+    with pytest.raises(CheckpointError, match=r"checkpoint 1 was not written within 0.3 s \(cluster.call_timeout\)"):
+        await asyncio.wait_for(bench.saver.wait(), 20)
+    assert bench.steps() == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("how", ["check", "next save"])
-def test_a_disk_that_fills_up_in_the_background(tiny: str, tmp_path: Path, how: str) -> None:
-    async def body() -> None:
-        bench = Bench(tiny, tmp_path)
-        await bench.save(1)
-        await bench.saver.wait()
-        begin = bench.saver._checkpoints.begin
+async def test_a_disk_that_fills_up_in_the_background(tiny: str, tmp_path: Path, how: str) -> None:
+    bench = Bench(tiny, tmp_path)
+    await bench.save(1)
+    await bench.saver.wait()
+    begin = bench.saver._checkpoints.begin
 
-        def full(step: int) -> Path:
-            aside = begin(step)
-            (aside / "actor").mkdir()
-            (aside / "actor" / "__0_0.distcp").symlink_to("/dev/full")
-            return aside
+    def full(step: int) -> Path:
+        aside = begin(step)
+        (aside / "actor").mkdir()
+        (aside / "actor" / "__0_0.distcp").symlink_to("/dev/full")
+        return aside
 
-        bench.saver._checkpoints.begin = full  # type: ignore[method-assign]
-        await bench.save(2)
-        with pytest.raises(ResourceError, match=r"disk is full.*: checkpoint 2 was not written, older ones are intact"):
-            if how == "next save":
-                await bench.save(3)
-            while True:
-                await asyncio.sleep(0.01)
-                await bench.saver.check()
-        assert bench.steps() == [1]
-        assert [path.name for path in bench.folder.checkpoints.iterdir()] == ["step_000001"]
-        assert await bench.saver.load() and bench.ledger.version == 1
-
-    asyncio.run(body())
+    bench.saver._checkpoints.begin = full  # type: ignore[method-assign]
+    await bench.save(2)
+    with pytest.raises(ResourceError, match=r"disk is full.*: checkpoint 2 was not written, older ones are intact"):
+        if how == "next save":
+            await bench.save(3)
+        while True:
+            await asyncio.sleep(0.01)
+            await bench.saver.check()
+    assert bench.steps() == [1]
+    assert [path.name for path in bench.folder.checkpoints.iterdir()] == ["step_000001"]
+    assert await bench.saver.load() and bench.ledger.version == 1
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_part_that_a_rank_wrote_to_a_disk_of_its_own_is_no_checkpoint(
+async def test_a_part_that_a_rank_wrote_to_a_disk_of_its_own_is_no_checkpoint(
     tiny: str, tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_folder, "PATIENCE", 0.1)
 
-    async def body() -> None:
-        bench = Bench(tiny, tmp_path, asynchronous=asynchronous)
-        own = {"rng_1.pt": 5, "__1_0.distcp": 7}
+    bench = Bench(tiny, tmp_path, asynchronous=asynchronous)
+    own = {"rng_1.pt": 5, "__1_0.distcp": 7}
 
-        async def seen(function: Any, folder: str) -> list[Any]:  # of two ranks, the second on a machine of its own
-            here = function(folder)
-            assert Path(folder).is_absolute() and {"rng_0.pt", "meta.json", ".metadata"} < set(here[1])
-            return [here, ("node-b (10.0.0.2)", own)]
+    async def seen(function: Any, folder: str) -> list[Any]:  # of two ranks, the second on a machine of its own
+        here = function(folder)
+        assert Path(folder).is_absolute() and {"rng_0.pt", "meta.json", ".metadata"} < set(here[1])
+        return [here, ("node-b (10.0.0.2)", own)]
 
-        bench.learner.actors.in_processes = seen
-        with pytest.raises(
-            CheckpointError, match=r"the actor's checkpoint: __1_0.distcp \(2 of 2 files\), which rank 1 .*node-b"
-        ):
-            await bench.save(1)
-            await bench.saver.wait()
-        assert bench.steps() == [] and not [*bench.folder.checkpoints.iterdir()]
-        own.clear()
+    bench.learner.actors.in_processes = seen
+    with pytest.raises(CheckpointError, match=r"the actor's checkpoint: __1_0.distcp \(2 of 2 files\), which rank 1 .*node-b"):
         await bench.save(1)
         await bench.saver.wait()
-        assert bench.steps() == [1]
-
-    asyncio.run(body())
-
-
-def test_a_run_that_ended_while_it_saved_says_so(tiny: str, tmp_path: Path) -> None:
-    async def body() -> None:
-        bench = Bench(tiny, tmp_path)
-        await bench.save(3)
-        await bench.saver.wait()
-        bench.learner.slow = 10**9
-        await bench.save(7)
-        while not await Learner.saved(bench.learner):  # the writer of a run that ended does not write on
-            await asyncio.sleep(0.01)
-        await bench.saver.close()
-        later = Bench(tiny, tmp_path)
-        assert await later.saver.load() and later.ledger.version == 3
-        [text] = later.said
-        assert "checkpoint 7 was being written" in text and "going on from step_000003" in text
-        again = Bench(tiny, tmp_path)
-        assert await again.saver.load() and again.said == []
-
-    asyncio.run(body())
+    assert bench.steps() == [] and not [*bench.folder.checkpoints.iterdir()]
+    own.clear()
+    await bench.save(1)
+    await bench.saver.wait()
+    assert bench.steps() == [1]
 
 
-def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
-    async def body() -> None:
-        bench = Bench(tiny, tmp_path, keep=1, keep_best=1)
-        for step, success in [(0, 0.2), (1, 0.9), (2, 0.5), (3, None), (4, 0.6)]:
-            await bench.save(step, success, 0.0)
-        await bench.saver.wait()
-        assert bench.steps() == [1, 4]
-        manifest = json.loads((bench.folder.checkpoints / "step_000001" / MANIFEST).read_text())
-        assert manifest["score"] == 0.9
-        assert bench.saver.deserves(Evaluation(0.95, 0, 1, 0, {}, []))
-        assert not bench.saver.deserves(Evaluation(0.9, 0, 1, 0, {}, [])) and not bench.saver.deserves(None)
-        resumed = Bench(tiny, tmp_path, keep=1, keep_best=1)
-        assert await resumed.saver.load() and resumed.ledger.version == 4
-        await resumed.save(5)
-        await resumed.saver.wait()
-        assert resumed.steps() == [1, 5]
-        await resumed.saver.rate(Evaluation(1.0, 0.0, 1, 0, {}, []))  # the evaluation came after the save
-        assert resumed.steps() == [5]
+async def test_a_run_that_ended_while_it_saved_says_so(tiny: str, tmp_path: Path) -> None:
+    bench = Bench(tiny, tmp_path)
+    await bench.save(3)
+    await bench.saver.wait()
+    bench.learner.slow = 10**9
+    await bench.save(7)
+    while not await Learner.saved(bench.learner):  # the writer of a run that ended does not write on
+        await asyncio.sleep(0.01)
+    await bench.saver.close()
+    later = Bench(tiny, tmp_path)
+    assert await later.saver.load() and later.ledger.version == 3
+    [text] = later.said
+    assert "checkpoint 7 was being written" in text and "going on from step_000003" in text
+    again = Bench(tiny, tmp_path)
+    assert await again.saver.load() and again.said == []
 
-    asyncio.run(body())
+
+async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
+    bench = Bench(tiny, tmp_path, keep=1, keep_best=1)
+    for step, success in [(0, 0.2), (1, 0.9), (2, 0.5), (3, None), (4, 0.6)]:
+        await bench.save(step, success, 0.0)
+    await bench.saver.wait()
+    assert bench.steps() == [1, 4]
+    manifest = json.loads((bench.folder.checkpoints / "step_000001" / MANIFEST).read_text())
+    assert manifest["score"] == 0.9
+    assert bench.saver.deserves(Evaluation(0.95, 0, 1, 0, {}, []))
+    assert not bench.saver.deserves(Evaluation(0.9, 0, 1, 0, {}, [])) and not bench.saver.deserves(None)
+    resumed = Bench(tiny, tmp_path, keep=1, keep_best=1)
+    assert await resumed.saver.load() and resumed.ledger.version == 4
+    await resumed.save(5)
+    await resumed.saver.wait()
+    assert resumed.steps() == [1, 5]
+    await resumed.saver.rate(Evaluation(1.0, 0.0, 1, 0, {}, []))  # the evaluation came after the save
+    assert resumed.steps() == [5]
 
 
 @pytest.mark.parametrize(
@@ -247,12 +227,11 @@ def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
         ({"keep_best": 0, "keep": 2}, [3, 4]),
     ],
 )
-def test_every_key_of_keeping_changes_what_is_left(tiny: str, tmp_path: Path, keys: dict[str, Any], left: list[int]) -> None:
-    async def body() -> None:
-        bench = Bench(tiny, tmp_path, **{"keep": 1, **keys})
-        for step, success, reward in [(1, 0.9, 0.1), (2, 0.1, 0.9), (3, 0.5, 0.0), (4, 0.4, 0.2)]:
-            await bench.save(step, success, reward)
-        await bench.saver.wait()
-        assert bench.steps() == left
-
-    asyncio.run(body())
+async def test_every_key_of_keeping_changes_what_is_left(
+    tiny: str, tmp_path: Path, keys: dict[str, Any], left: list[int]
+) -> None:
+    bench = Bench(tiny, tmp_path, **{"keep": 1, **keys})
+    for step, success, reward in [(1, 0.9, 0.1), (2, 0.1, 0.9), (3, 0.5, 0.0), (4, 0.4, 0.2)]:
+        await bench.save(step, success, reward)
+    await bench.saver.wait()
+    assert bench.steps() == left

@@ -55,30 +55,27 @@ LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
 
 
 @pytest.mark.parametrize("route", ["auto", "memory", "shared", "disk"])
-def test_each_route_brings_the_weights_and_only_it_does(tiny: str, tmp_path: Path, route: str) -> None:
+async def test_each_route_brings_the_weights_and_only_it_does(tiny: str, tmp_path: Path, route: str) -> None:
     """Into the embedded engine, twice: the second publish goes over slots that were used before."""
 
-    async def run() -> None:
-        actors = trained(tiny)
-        engine = EmbeddedEngine(tiny)
-        await engine.start()
-        cfg = WeightsConfig(route=route, bucket_mib=SMALL, folder=str(tmp_path))  # type: ignore[arg-type]
-        publisher = Publisher(actors, engine, cfg)
-        try:
-            stale = await ledger_of(engine, 0)
-            assert gap(actors, stale) > 1e-2  # control: the engine's first weights do not explain the trainer
-            for version in (1, 2):
-                await publisher.send(version)
-                assert gap(actors, await ledger_of(engine, version)) < 1e-5
-                if version == 1:
-                    trained(tiny, actors, steps=1)
-                    assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: one update behind
-            assert publisher.route == (route if route != "auto" else "memory")
-            await publisher.close()
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
+    actors = trained(tiny)
+    engine = EmbeddedEngine(tiny)
+    await engine.start()
+    cfg = WeightsConfig(route=route, bucket_mib=SMALL, folder=str(tmp_path))  # type: ignore[arg-type]
+    publisher = Publisher(actors, engine, cfg)
+    try:
+        stale = await ledger_of(engine, 0)
+        assert gap(actors, stale) > 1e-2  # control: the engine's first weights do not explain the trainer
+        for version in (1, 2):
+            await publisher.send(version)
+            assert gap(actors, await ledger_of(engine, version)) < 1e-5
+            if version == 1:
+                trained(tiny, actors, steps=1)
+                assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: one update behind
+        assert publisher.route == (route if route != "auto" else "memory")
+        await publisher.close()
+    finally:
+        await engine.close()
     assert not [file for file in tmp_path.iterdir() if file.name.startswith("agentrl-weights")]
 
 
@@ -141,28 +138,25 @@ def test_full_shared_memory_is_an_error_and_no_crash() -> None:
     assert not set(shared.FOLDER.glob("agentrl-weights-*")) - before
 
 
-def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> None:
-    async def run() -> None:
-        actors = trained(tiny)
-        engine = EmbeddedEngine(tiny)
-        await engine.start()
-        publisher = Publisher(actors, engine, SMALL_BUCKETS)
-        await publisher.send(1)
+async def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> None:
+    actors = trained(tiny)
+    engine = EmbeddedEngine(tiny)
+    await engine.start()
+    publisher = Publisher(actors, engine, SMALL_BUCKETS)
+    await publisher.send(1)
 
-        async def part() -> AsyncIterator[Bucket]:
-            bucket = await actors.arun(Actor.next_bucket, True)
-            assert bucket is not None
-            yield replace(bucket, entries=bucket.entries[:-1])
+    async def part() -> AsyncIterator[Bucket]:
+        bucket = await actors.arun(Actor.next_bucket, True)
+        assert bucket is not None
+        yield replace(bucket, entries=bucket.entries[:-1])
 
-        with pytest.raises(EngineError, match="were not published"):
-            await engine.receive(2, part())
-        with pytest.raises(EngineError, match="until a publish succeeds"):
-            await ledger_of(engine, 2)
-        await publisher.send(3)
-        assert gap(actors, await ledger_of(engine, 3)) < 1e-5
-        await engine.close()
-
-    asyncio.run(run())
+    with pytest.raises(EngineError, match="were not published"):
+        await engine.receive(2, part())
+    with pytest.raises(EngineError, match="until a publish succeeds"):
+        await ledger_of(engine, 2)
+    await publisher.send(3)
+    assert gap(actors, await ledger_of(engine, 3)) < 1e-5
+    await engine.close()
 
 
 class Gathers:
@@ -214,21 +208,18 @@ class Replaceable(EmbeddedEngine):
         await super().receive(version, buckets)
 
 
-def test_a_replaced_process_is_attached_again(tiny: str) -> None:
-    async def run() -> None:
-        actors = trained(tiny)
-        engine = Replaceable(tiny)
-        await engine.start()
-        publisher = Publisher(actors, engine, SMALL_BUCKETS)
-        for version, name in ((1, "b"), (2, "b"), (3, "c")):
-            if name == "c":
-                engine.name = "c"
-            await publisher.send(version)
-            assert engine.attached == name
-            assert gap(actors, await ledger_of(engine, version)) < 1e-5
-        await engine.close()
-
-    asyncio.run(run())
+async def test_a_replaced_process_is_attached_again(tiny: str) -> None:
+    actors = trained(tiny)
+    engine = Replaceable(tiny)
+    await engine.start()
+    publisher = Publisher(actors, engine, SMALL_BUCKETS)
+    for version, name in ((1, "b"), (2, "b"), (3, "c")):
+        if name == "c":
+            engine.name = "c"
+        await publisher.send(version)
+        assert engine.attached == name
+        assert gap(actors, await ledger_of(engine, version)) < 1e-5
+    await engine.close()
 
 
 class Losing(Replaceable):
@@ -244,19 +235,16 @@ class Losing(Replaceable):
         await super().receive(version, buckets)
 
 
-def test_a_publish_that_a_dying_process_took_with_it_is_sent_again_to_the_others(tiny: str) -> None:
-    async def run() -> None:
-        actors, engine = trained(tiny), Losing(tiny)
-        await engine.start()
-        publisher = Publisher(actors, engine, SMALL_BUCKETS)
-        await publisher.send(1)
-        assert gap(actors, await ledger_of(engine, 1)) < 1e-5 and engine.attached == "c"
-        engine.fails = True
-        with pytest.raises(EngineError, match="the broadcast failed"):  # and nobody died
-            await publisher.send(2)
-        await engine.close()
-
-    asyncio.run(run())
+async def test_a_publish_that_a_dying_process_took_with_it_is_sent_again_to_the_others(tiny: str) -> None:
+    actors, engine = trained(tiny), Losing(tiny)
+    await engine.start()
+    publisher = Publisher(actors, engine, SMALL_BUCKETS)
+    await publisher.send(1)
+    assert gap(actors, await ledger_of(engine, 1)) < 1e-5 and engine.attached == "c"
+    engine.fails = True
+    with pytest.raises(EngineError, match="the broadcast failed"):  # and nobody died
+        await publisher.send(2)
+    await engine.close()
 
 
 @pytest.mark.parametrize(("engine", "why"), [(LiteLlmEngine, "an API model"), (ScriptedEngine, "a scripted policy")])
@@ -342,24 +330,21 @@ def test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies(tiny: str, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> None:
-    async def run() -> None:
-        actors = trained(tiny, model=LORA)
-        engine = EmbeddedEngine(tiny)
-        await engine.start()
-        publisher = Publisher(actors, engine, WeightsConfig(lora="adapter"))
-        assert gap(actors, await ledger_of(engine, 0)) > 1e-3  # control: no adapter
-        for version in (1, 2):
-            await publisher.send(version)
-            assert gap(actors, await ledger_of(engine, version)) < 1e-5
-            trained(tiny, actors, steps=1)
-            assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: the adapter of before
-        wrong = actors.run(Actor.export_adapter)
-        with pytest.raises(EngineError, match="is not a linear layer"):
-            await engine.adapt(3, Adapter(4, 8.0, {f"z{n}": t for n, t in wrong.tensors.items()}))
-        await engine.close()
-
-    asyncio.run(run())
+async def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> None:
+    actors = trained(tiny, model=LORA)
+    engine = EmbeddedEngine(tiny)
+    await engine.start()
+    publisher = Publisher(actors, engine, WeightsConfig(lora="adapter"))
+    assert gap(actors, await ledger_of(engine, 0)) > 1e-3  # control: no adapter
+    for version in (1, 2):
+        await publisher.send(version)
+        assert gap(actors, await ledger_of(engine, version)) < 1e-5
+        trained(tiny, actors, steps=1)
+        assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: the adapter of before
+    wrong = actors.run(Actor.export_adapter)
+    with pytest.raises(EngineError, match="is not a linear layer"):
+        await engine.adapt(3, Adapter(4, 8.0, {f"z{n}": t for n, t in wrong.tensors.items()}))
+    await engine.close()
 
 
 def test_lent_weights_are_read_where_the_trainer_has_them() -> None:
