@@ -25,6 +25,7 @@ from agentrl.config.schema import (
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.run.role_placement import roles_of
 from agentrl.utils.errors import ConfigError, ResourceError
+from tests.conftest import examples
 
 NODES = [ClusterNode("a", 4, 2), ClusterNode("b", 4, 0)]
 
@@ -91,7 +92,7 @@ pool = st.builds(
 node = st.tuples(st.integers(0, 6), st.integers(0, 3))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(pool, min_size=1, max_size=3), st.lists(node, min_size=1, max_size=3))
 def test_a_place_is_found_exactly_where_one_exists(pools, offers):
     named = {f"p{i}": item for i, item in enumerate(pools)}

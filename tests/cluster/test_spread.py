@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentrl.cluster.placement import ClusterNode, Unpooled, assign, place
 from agentrl.config.schema import PoolConfig
 from agentrl.utils.errors import ResourceError
+from tests.conftest import examples
 
 
 def nodes(*gpus: float, cpus: float = 64.0) -> list[ClusterNode]:
@@ -64,7 +65,7 @@ def test_pools_choose_first_and_leave_the_rest() -> None:
     assert place({"sample": PoolConfig(per_node=4, gpus=1.0)}, nodes(8, 4)) == {"sample": ["b"]}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.integers(1, 6), st.integers(0, 3), st.sampled_from([1, 2, 4]),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=3),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.packing import first_fit_decreasing, group_units, micro_batches, next_fit_decreasing, partition
 from agentrl.utils.errors import ConfigError
+from tests.conftest import examples
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
@@ -21,7 +22,7 @@ def is_whole(made, lengths, cap):
     assert all(made) and max(loads) <= cap and loads == sorted(loads, reverse=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sizes, st.integers(100, 400))
 def test_every_sequence_once_under_the_cap_in_as_few_micro_batches_as_either_way_finds(lengths, cap):
     made = micro_batches(lengths, cap)
@@ -57,7 +58,7 @@ def test_groups_stay_together_as_far_as_the_cap_allows(lengths, groups):
             assert sum(bool(set(micro) & set(members)) for micro in made) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(-1, 4)), min_size=1, max_size=50))
 def test_a_prefix_counts_once_a_micro_batch_and_the_cap_holds_for_what_is_computed(rows):
     """Groups 0..4 share their first 40 tokens; number -1 is not a group."""

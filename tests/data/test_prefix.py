@@ -12,6 +12,7 @@ from agentrl.data.rows import Ragged, build, nested_tensor, pack
 from agentrl.data.schedule import Tree, find_trees, share, token_ratio, with_trees
 from agentrl.engines.exact_attention import AttentionForm
 from agentrl.trainer.attention_blocks import attend_into, suffix_blocks
+from tests.conftest import examples
 
 SHORT = 2
 
@@ -58,7 +59,7 @@ def test_a_rewritten_history_does_not_shorten_what_the_others_share():
 text = st.lists(st.integers(1, 2), min_size=1, max_size=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(text, st.integers(0, 1)), min_size=1, max_size=7))
 def test_every_plain_token_is_computed_somewhere_with_its_own_history(rows):
     texts, groups = [row[0] for row in rows], [row[1] for row in rows]

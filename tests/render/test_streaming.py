@@ -10,7 +10,7 @@ from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.render.syntaxes import PARSERS, SYNTAXES
 from agentrl.render.template_text import Marks
 from agentrl.render.tool_calls import ForTools
-from tests.conftest import PROOFS
+from tests.conftest import PROOFS, examples
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_sentencepiece, build_tokenizer
 
 TOKENIZERS = {
@@ -22,7 +22,7 @@ TEXTS = st.lists(st.sampled_from(["<tool_call>", "<think>", "</think>", "a", " "
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=200 if PROOFS else 25, deadline=None)
+@settings(max_examples=examples(200) if PROOFS else 25, deadline=None)
 @given(ids=st.lists(st.integers(0, 341), max_size=24), text=TEXTS)
 def test_pieces_of_text_together_are_the_text(name, ids, text):
     """Of random ids (parts of characters, bytes that are none) and of real text; of the latter nothing is left at its end."""
@@ -54,7 +54,7 @@ def test_which_syntaxes_tell_prose_before_the_turn_is_over():
 
 
 @pytest.mark.parametrize("name", STREAMING)
-@settings(max_examples=300 if PROOFS else 30, deadline=None)
+@settings(max_examples=examples(300) if PROOFS else 30, deadline=None)
 @given(data=st.data(), thinking=st.booleans())
 def test_what_is_told_is_the_beginning_of_the_content(name, data, thinking):
     """For every syntax, cut anywhere: with reasoning, calls, broken calls, and what only looks like one."""
@@ -86,7 +86,7 @@ def test_what_is_told_is_the_beginning_of_the_content(name, data, thinking):
         assert content.startswith(told), (text, told, content)
 
 
-@settings(max_examples=300 if PROOFS else 30, deadline=None)
+@settings(max_examples=examples(300) if PROOFS else 30, deadline=None)
 @given(text=TEXTS, step=st.integers(1, 4), stop=st.sampled_from(["", "a\n", "世", "<tool"]))
 @example(text=["a", " ", "\n", "a"], step=1, stop="")
 def test_a_renderer_s_reader_tells_what_it_will_parse(text, step, stop):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from agentrl.data.trajectory import ToolCall
 from agentrl.render.syntaxes import SYNTAXES, syntax_asked, syntax_of
 from agentrl.render.tool_calls import CLOSE, OPEN, ForTools, argument_value
+from tests.conftest import examples
 
 quick = settings(max_examples=20, deadline=None)
 KINDS = {"s": "string", "n": "integer", "b": "boolean", "l": "array", "o": "object"}
@@ -299,7 +300,7 @@ values = st.recursive(
 
 
 @pytest.mark.parametrize("name", sorted(name for name, syntax in SYNTAXES.items() if syntax.write))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(
         st.tuples(

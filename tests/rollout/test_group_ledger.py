@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.rollout.group_ledger import GroupLedger, GroupState
+from tests.conftest import examples
 
 
 def ledger_of(versions: list[int]) -> TokenLedger:
@@ -29,7 +30,7 @@ def group_of(index: int, *members: list[list[int]]) -> Group:
     return Group(index, index, episodes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.data())
 def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, data: st.DataObject) -> None:
     ledger = GroupLedger(batch, eta, spare)

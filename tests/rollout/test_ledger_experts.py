@@ -15,6 +15,7 @@ from agentrl.data.expert_routing import FREE
 from agentrl.data.rows import Ragged, collate, pack, select
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
+from tests.conftest import examples
 
 SHAPE = (3, 2)
 
@@ -38,7 +39,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(turns, st.sampled_from([np.uint8, np.int16]), st.data())
 def test_experts_stay_with_their_tokens(parts: list[Any], kind: Any, data: st.DataObject) -> None:
     ledger, ids, want = TokenLedger(), [], []

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.rollout.engine import BLOCK, MOVE, SHED, SLACK, Need, Placed, RequestRouter, block_names
+from tests.conftest import examples
 
 
 def need(key: str, prompt: int = 100, expected: float = 10.0, group: Any = None) -> Need:
@@ -156,7 +157,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(STEPS)
 def test_any_sequence_of_requests_ends_deaths_and_arrivals(steps: list[tuple[str, int, int, int]]) -> None:
     router: RequestRouter[str] = RequestRouter()

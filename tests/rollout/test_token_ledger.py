@@ -25,6 +25,7 @@ from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from tests.conftest import examples
 from tests.rollout.conftest import FaultyEngine
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=90)
@@ -50,7 +51,7 @@ def built(parts: list[tuple[str, Any, int]]) -> tuple[TokenLedger, dict[str, lis
     return ledger, {name: [row[at] for row in rows] for at, name in enumerate(names)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(part, max_size=6), st.data())
 def test_columns_files_and_forks_are_those_of_plain_lists(parts: list[Any], data: st.DataObject) -> None:
     ledger, plain = built(parts)
@@ -108,7 +109,7 @@ def test_what_is_no_json_in_an_episode_is_named() -> None:
             list(Trajectory("x", Task("t", 0), state={"a": state}).json_chunks())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.floats(-3.4e38, 3.4e38, width=64), min_size=1, max_size=20))
 def test_log_probabilities_are_rounded_to_float32_as_numpy_does(values: list[float]) -> None:
     ledger = TokenLedger()

@@ -20,6 +20,7 @@ from agentrl.data.trajectory import ToolCall, ToolResult
 from agentrl.env import Hidden, Tool, Toolbox, tool
 from agentrl.env.call_options import Options, Problem, compile_validator
 from agentrl.utils.errors import EnvError, ToolError
+from tests.conftest import examples
 
 PUBLISHED = {
     "type": "dict",  # as a benchmark publishes it: no JSON Schema
@@ -80,7 +81,7 @@ def test_a_lenient_call_does_what_python_does_and_says_what_it_says(function: An
 
 
 @given(st.dictionaries(st.sampled_from(["amount", "note", "tip", "self"]), st.integers() | st.text(max_size=3) | st.none()))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_lenient_method_is_called_as_a_bound_one(arguments: dict[str, Any]) -> None:
     made = Tool(Till.pay, "pay", Options(check="lenient", error="{message}", inline=True), method=True)
     answered, text = python(Till().pay, arguments)

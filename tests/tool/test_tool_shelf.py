@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentrl.data.trajectory import ToolCall
 from agentrl.env import Toolbox
 from agentrl.env.catalog import find_tools, load_tools
+from tests.conftest import examples
 
 BOX = Toolbox([*load_tools(find_tools("calculator")), *load_tools(find_tools("dates"))])
 
@@ -53,7 +54,7 @@ def test_what_is_no_arithmetic_is_refused_in_words(expression: str) -> None:
 
 
 @given(st.integers(-999, 999), st.integers(-999, 999), st.sampled_from("+-*"))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_it_agrees_with_python(a: int, b: int, sign: str) -> None:
     assert ask("calculate", expression=f"{a} {sign} {b}") == str(eval(f"{a} {sign} {b}"))  # numbers only
 

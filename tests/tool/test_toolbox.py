@@ -20,6 +20,7 @@ from agentrl.data.trajectory import ToolCall, ToolResult
 from agentrl.env import Tool, tool
 from agentrl.env.toolbox import Toolbox, estimate_tokens, fit
 from agentrl.utils.errors import EnvError, ToolError, ToolTimeoutError
+from tests.conftest import examples
 from tests.strict_json import strict
 
 
@@ -271,7 +272,7 @@ def test_long_output_is_cut_to_the_budget_and_marked() -> None:
 
 
 @given(st.text(max_size=400), st.integers(20, 120))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_what_fits_is_untouched_and_what_does_not_is_cut_to_fit(text: str, budget: int) -> None:
     def count(text: str) -> int:
         return len(text.encode("utf-8", "replace"))
@@ -289,7 +290,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["key", "depth", "x"]), JSON))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_quick_check_agrees_with_the_full_validator(arguments: dict[str, Any]) -> None:
     from jsonschema import Draft202012Validator
 
