@@ -104,47 +104,6 @@ def test_several_ledgers_train_each_sampled_token_once_and_as_the_engine_saw_it(
     assert forked >= 10, "hardly an episode forked: this run shows nothing"
 
 
-def test_at_a_temperature_all_policies_are_measured_at_it(warm: str, tmp_path: Path) -> None:
-    """At the first update engine, actor, proximal and reference policy are one: whatever differs was computed at
-    another temperature."""
-    run = execute(
-        config_of(
-            tmp_path,
-            "warm",
-            warm,
-            "steps=3",
-            "rollout.temperature=0.7",
-            'algorithm.proximal="recompute"',
-            "algorithm.minibatch=64",
-            "algorithm.kl.coef=0.1",
-            'algorithm.kl.kind="k3"',
-        )
-    )
-    first = updates(run)[0]
-    assert first["mismatch_max"] < 1e-4
-    assert first["ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert first["kl_reference"] == pytest.approx(0.0, abs=1e-7)
-    assert updates(run)[-1]["kl_reference"] > 1e-6
-
-
-def test_evaluation_is_on_heldout_tasks_at_its_own_temperature(warm: str, tmp_path: Path) -> None:
-    """Greedy evaluations before and after an update that moves nothing are equal, token for token."""
-    still = ["steps=1", "optim.lr=1e-30", "eval.temperature=0.0"]
-    run = execute(config_of(tmp_path, "eval", warm, *still))
-    found = {}
-    for name in ("before_000000", "after_000001"):
-        lines = (run / "trajectories" / f"{name}.jsonl").read_text().splitlines()
-        found[name] = [Trajectory.from_json(json.loads(line)) for line in lines]
-        assert {episode.task.split for episode in found[name]} == {"heldout"}
-    greedy = [[ledger.ids() for episode in episodes for ledger in episode.ledgers] for episodes in found.values()]
-    assert greedy[0] == greedy[1]
-    # Nor does the run's seed matter.
-    config = config_of(tmp_path, "other", warm, *still, "seed=1")
-    other = execute(config) / "trajectories" / "before_000000.jsonl"
-    seeds = [Trajectory.from_json(json.loads(line)) for line in other.read_text().splitlines()]
-    assert [ledger.ids() for episode in seeds for ledger in episode.ledgers] == greedy[0], "another seed, so it was sampled"
-
-
 STEPS, KILLS = (12, 12) if PROOFS else (4, 2)
 KILLED = ["checkpoint.every=1", "checkpoint.keep=2", f"steps={STEPS}", "eval.every=2"]
 

@@ -23,19 +23,13 @@ def said(answer, expect, **args):
     return value("math.equal", {"expect": expect, **args}, episode(answer))
 
 
-EQUAL = [
-    ("The answer is 42.", "42", 1), ("It is 1,234.", 1234, 1), (r"so \boxed{\frac{1}{2}}", 0.5, 1),
-    (r"$0.75$", r"\frac{3}{4}", 1),
-    (r"\boxed{(x+1)^2}", "x^2+2x+1", 1), (r"$\sqrt{8}$", r"2\sqrt{2}", 1), (r"\boxed{2, 1}", r"\{1, 2\}", 1),
-    (r"\boxed{x=5}", "5", 1), ("22 zeros: 10000000000000000000000", 1e22, 1),
-    ("50%", 0.5, 1), (r"\boxed{[0,1)}", "[0,1)", 1), ("It is 7", ["6", 7], 1),
-    ("The answer is 41.", "42", 0), (r"\boxed{x^2+1}", "x^2+2x+1", 0), (r"\boxed{(0,1)}", "[0,1)", 0), (r"\boxed{y}", "x", 0),
-    ("I do not know", "42", 0), ("", "42", 0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("answer", "expect", "wanted"), EQUAL)
-def test_what_is_equal(answer, expect, wanted):
+@pytest.mark.parametrize(
+    ("answer", "expect", "wanted"),
+    [("It is 1,234.", 1234, 1), (r"so \boxed{\frac{1}{2}}", 0.5, 1), ("22 zeros: 10000000000000000000000", 1e22, 1),
+     ("50%", 0.5, 1), ("It is 7", ["6", 7], 1), ("It is 5", ["6", 7], 0), ("41", 42, 0)],
+)  # fmt: skip
+def test_gold_may_be_a_number_or_several(answer, expect, wanted):
+    """Gold as text: RIGHT and WRONG, below."""
     assert said(answer, expect) == wanted
 
 

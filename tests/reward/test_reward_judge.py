@@ -133,17 +133,11 @@ def test_errors_and_garbage_are_retried(server):
     assert len(server.requests) == 3
 
 
-@pytest.mark.parametrize("retries", [0, 1, 3])
-def test_retries_bounds_the_attempts(server, retries):
-    server.script = [{"status": 500}]
+@pytest.mark.parametrize(("status", "retries", "attempts"), [(500, 0, 1), (500, 1, 2), (500, 3, 4), (401, 2, 1)])
+def test_retries_bounds_the_attempts_and_a_refused_key_is_not_tried_again(server, status, retries, attempts):
+    server.script = [{"status": status}]
     assert scorer(judge(server, retries=retries)).score(episode("done")).value is None
-    assert len(server.requests) == retries + 1
-
-
-def test_a_refused_key_is_not_retried(server):
-    server.script = [{"status": 401}]
-    assert scorer(judge(server)).score(episode("done")).value is None
-    assert len(server.requests) == 1
+    assert len(server.requests) == attempts
 
 
 def test_a_slow_judge_is_cut_off(server):

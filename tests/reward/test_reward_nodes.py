@@ -215,30 +215,6 @@ def test_matched_calls_are_paid_once_at_the_turns_that_made_them():
 # -- credit ----------------------------------------------------------------------------------------
 
 
-def test_from_spec_over_evidence_to_the_token():
-    """The call of turn 1 is the right one: its reward lies on the last token sampled in turn 1, the outcome's
-    on the last token of the episode."""
-    right = leaf(
-        "calls.match",
-        {"expect": [{"name": "f", "arguments": {"x": 2}}]},
-        scope="call",
-        reduce="sum",
-        emit="step",
-    )
-    root = op("sum", weigh(right, 0.25), leaf("text.equals", {"expect": "end"}))
-    trajectory = episode([call("f", x=1)], [call("f", x=2)], "end")
-    score = compile_spec(spec(root)).score(trajectory)
-    parts = score.evidence["root"]["of"][0]["parts"]
-    assert [part["value"] for part in parts] == [0, 1]
-    assert parts[1]["at"] == "/root/of/0"
-    assert score.turns == {1: 0.25}
-    (column,) = token_rewards(trajectory, score)
-    ends = [turn.end for turn in trajectory.turns]
-    assert {int(i): float(column[i]) for i in np.flatnonzero(column)} == {ends[1]: 0.25, ends[2]: 1.0}
-    assert trajectory.ledgers[0].sampled[ends].all()
-    assert not trajectory.ledgers[0].sampled[[end + 1 for end in ends]].any()
-
-
 def test_rewards_go_to_the_ledger_of_their_turn():
     trajectory = episode([call("f")], "end")
     second = TokenLedger()
@@ -286,16 +262,6 @@ def test_token_rewards_add_up_and_touch_only_last_sampled_tokens(amounts, termin
     assert column.sum() == pytest.approx(score.value, abs=1e-4)
     assert len(column) == len(trajectory.ledgers[0])
     assert set(np.flatnonzero(column)) <= {turn.end for turn in trajectory.turns}
-
-
-def test_the_batch_places_rewards_on_the_same_tokens():
-    collate = pytest.importorskip("agentrl.data.rows", reason="the batch room is not there")
-    trajectory = episode([call("f")], [call("g")], "end")
-    score = Score(1.5, {0: 0.5, 1: 0.25})
-    trajectory.reward = score.value
-    for turn in trajectory.turns:
-        turn.reward = score.turns.get(turn.index)
-    np.testing.assert_allclose(collate.collate([trajectory])["rewards"].values(), token_rewards(trajectory, score)[0])
 
 
 def test_a_part_that_may_be_skipped_may_count_as_nothing_in_the_range():

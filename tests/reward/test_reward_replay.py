@@ -49,6 +49,7 @@ def test_a_group_replays_its_gold_once():
     scorer = scorer_of(envs)
     assert [scorer.score(member(total)).value for total in (5, 4, 5, 6)] == [1, 0, 1, 0]
     assert len(envs.built) == 1 and envs.built[0].closed
+    assert scorer.score(member(4, gold={"calls": 3})).value is None
 
 
 def test_members_that_finish_together_replay_once():
@@ -154,15 +155,6 @@ def test_a_copy_of_what_is_kept_begins_empty():
 
 
 # -- what is compared ------------------------------------------------------------------------------
-
-
-def test_replay_of_the_gold_calls_on_a_replay_environment():
-    context = Context(replay_env=Counter)
-    args = {"replay": {"$": "/task/gold/calls"}}
-    want = {"calls": gold(call("add", x=2), call("add", x=3))}
-    assert value("state.match", args, episode("end", state={"total": 5}, task_gold=want), context) == 1
-    assert value("state.match", args, episode("end", state={"total": 4}, task_gold=want), context) == 0
-    assert value("state.match", args, episode("end", state={"total": 4}, task_gold={"calls": 3}), context) is None
 
 
 class Refuses(Counter):

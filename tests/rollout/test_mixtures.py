@@ -25,7 +25,7 @@ from agentrl.rollout.player import LocalPlayer, RunEnv
 from agentrl.utils.errors import ConfigError, NothingScoredError, StalledError
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine, steps
-from tests.rollout.test_samplers import LENGTH
+from tests.rollout.test_samplers import BUCKETS, LENGTH, STAGES
 
 ENV = EnvRef("key_value")
 POOL = Choice(name="uniform", args={"pool": 12})
@@ -178,21 +178,28 @@ def collector(
 
 
 def drawn(groups: list[Group]) -> list[Any]:
-    return [(group.index, group.env, group.task_seed, [t.reward for t in group.trajectories]) for group in groups]
+    calls = [len(group.trajectories[0].task.gold["calls"]) for group in groups]
+    rows = [(group.index, group.env, group.task_seed, [t.reward for t in group.trajectories]) for group in groups]
+    return list(zip(rows, calls, strict=True))
 
 
-@pytest.mark.parametrize("mixture", [FIXED, BY_SUCCESS, BY_TOKENS], ids=lambda choice: choice.name)
-def test_k_updates_a_resume_and_k_more_are_2k(renderer: Renderer, mixture: Choice) -> None:
+@pytest.mark.parametrize(
+    ("mixture", "sampler"),
+    [(FIXED, Choice(name="uniform")), (BY_SUCCESS, BUCKETS), (BY_TOKENS, STAGES)],
+    ids=lambda choice: choice.name,
+)
+def test_k_updates_a_resume_and_k_more_are_2k(renderer: Renderer, mixture: Choice, sampler: Choice) -> None:
     """With groups filtered and replaced in between, and with other delays."""
     weights = {"a": 2.0, "b": 1.0, "greedy": [(0, 0.0), (3, 1.0)]}
 
     async def run(kill: bool) -> tuple[list[Group], dict[str, float]]:
-        collect = collector(renderer, weights, mixture, delay=0.004 * kill, filter_zero_variance=True)
+        more = {"filter_zero_variance": True, "sampler": sampler}
+        collect = collector(renderer, weights, mixture, delay=0.004 * kill, **more)
         groups = await steps(collect, 4)
         if kill:
             state = json.loads(json.dumps(collect.to_json()))
             await collect.close()
-            collect = collector(renderer, weights, mixture, delay=0.004, seed=2, filter_zero_variance=True)
+            collect = collector(renderer, weights, mixture, delay=0.004, seed=2, **more)
             collect.load_json(state)
             await exchange(collect)
         groups += await steps(collect, 4)
@@ -202,6 +209,7 @@ def test_k_updates_a_resume_and_k_more_are_2k(renderer: Renderer, mixture: Choic
     (straight, numbers), (resumed, same) = asyncio.run(run(False)), asyncio.run(run(True))
     assert drawn(straight) == drawn(resumed) and numbers == same
     assert {group.env for group in straight} == set(weights)
+    assert len({calls for _, calls in drawn(straight)}) > 1, "one kind of task only: nothing was sampled"
     for group in straight:
         assert {t.env for t in group.trajectories} == {group.env} and (group.baseline is not None) == (group.env == "greedy")
 

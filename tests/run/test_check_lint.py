@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from agentrl.run.checks import check_config
 from agentrl.run.checks import reward_checks as lint
 from agentrl.run.checks.reward_checks import check_lint, check_success
 from agentrl.utils.errors import ConfigError
+from tests.run.preflighted import RIGHT, with_spec
 
-RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 TYPO = {"use": "number.close", "args": {"expect": {"$": "/task/gold/anwser"}}}
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}
 ALWAYS = {"use": "calls.none", "args": {"names": ["erase"]}}
@@ -28,15 +27,6 @@ def time_for_every_probe_on_a_loaded_machine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(lint, "LINT_SECONDS", 60.0)
 
 
-def made(folder: Path, root: dict[str, Any], success: dict[str, Any] = RIGHT, **sections: Any) -> TrainConfig:
-    spec = {"agentrl_reward": 1, "name": "mine", "root": root, "success": success}
-    (folder / "mine.json").write_text(json.dumps(spec))
-    return TrainConfig.model_validate({
-        "name": "x", "env": {"id": "key_value", "reward": str(folder / "mine.json")}, "model": {"init": {}},
-        "cluster": {"backend": "inline"}, "engine": "embedded", **sections,
-    })  # fmt: skip
-
-
 def notes(config: TrainConfig) -> list[str]:
     return check_lint(config, EnvRef.of(config), scorer_of(config))
 
@@ -45,15 +35,15 @@ def test_a_typo_in_a_pointer_is_refused_before_the_run(tmp_path: Path) -> None:
     """What the pointer should name is not there, so no episode gets a reward; or all get the same, if what is missing counts as
     0, although success is right."""
     with pytest.raises(ConfigError, match=r"'mine'.*'/task/gold/anwser' resolves to nothing"):
-        check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, TYPO]}))
+        check_config(with_spec(tmp_path, {"op": "mean", "of": [RIGHT, TYPO]}))
     zero = {**TYPO, "missing": 0}
     with pytest.raises(
         ConfigError,
         match=r"/root: an empty answer earns 0 in each of 59 tasks.*agentrl reward lint \S+/mine\.json --env .*health\.lint",
     ):
-        check_config(made(tmp_path, zero))
-    assert check_config(made(tmp_path, zero, health={"lint": False})) == []
-    part = notes(made(tmp_path, {"op": "mean", "of": [RIGHT, zero]}))
+        check_config(with_spec(tmp_path, zero))
+    assert check_config(with_spec(tmp_path, zero, health={"lint": False})) == []
+    part = notes(with_spec(tmp_path, {"op": "mean", "of": [RIGHT, zero]}))
     assert "reward spec 'mine' at /root/of/1: number.close is 0 in every probe, good or bad" in part
 
 
@@ -69,53 +59,53 @@ def test_a_spec_that_cannot_teach_or_cannot_do_what_it_says_is_refused_with_its_
     tmp_path: Path, root: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        notes(made(tmp_path, root))
+        notes(with_spec(tmp_path, root))
 
 
 def test_what_only_a_model_spends_is_not_judged_by_scripts(tmp_path: Path) -> None:
     """They sample no tokens, so gold and an empty answer cost the same."""
-    assert notes(made(tmp_path, {"use": "cost.tokens", "args": {"max": 100}})) == []
+    assert notes(with_spec(tmp_path, {"use": "cost.tokens", "args": {"max": 100}})) == []
 
 
 def test_what_is_suspicious_is_said_and_not_refused(tmp_path: Path) -> None:
-    (never,) = notes(made(tmp_path, {"op": "mean", "of": [{**RIGHT, "weight": 3}, {**NEVER, "weight": 1}]}))[-1:]
+    (never,) = notes(with_spec(tmp_path, {"op": "mean", "of": [{**RIGHT, "weight": 3}, {**NEVER, "weight": 1}]}))[-1:]
     assert never == "reward spec 'mine' at /root/of/1: text.equals is 0 in every probe, good or bad"
-    floor = notes(made(tmp_path, {"op": "mean", "of": [RIGHT, ALWAYS]}))
+    floor = notes(with_spec(tmp_path, {"op": "mean", "of": [RIGHT, ALWAYS]}))
     assert "reward spec 'mine' at /root: an empty answer earns 0.5; it should earn nothing" in floor
-    assert notes(made(tmp_path, RIGHT)) == []
+    assert notes(with_spec(tmp_path, RIGHT)) == []
 
 
 def test_a_spec_with_a_judge_is_tried_on_what_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said holds if the judge says the best of everything and if it says the worst; it is not asked."""
     monkeypatch.setattr("agentrl.reward.judge.Judge.ask", lambda *_: pytest.fail("a judge was asked"))
     judged = "not judged, since that would call a model; what else is said holds in any case"
-    assert notes(made(tmp_path, {"op": "all", "of": [RIGHT, MARK]})) == [f"reward spec 'mine' at /root/of/1: {judged}"]
+    assert notes(with_spec(tmp_path, {"op": "all", "of": [RIGHT, MARK]})) == [f"reward spec 'mine' at /root/of/1: {judged}"]
     with pytest.raises(ConfigError, match=r"'mine': the gold solution of task .* is not a success"):
-        config = made(tmp_path, {"op": "all", "of": [NEVER, MARK]}, {"op": "all", "of": [NEVER, MARK]})
+        config = with_spec(tmp_path, {"op": "all", "of": [NEVER, MARK]}, {"op": "all", "of": [NEVER, MARK]})
         check_success(config, EnvRef.of(config), scorer_of(config))
     typo = {"op": "mean", "of": [MARK, TYPO]}
     with pytest.raises(ConfigError, match=r"'mine': /root: the gold solution could not be scored: .*'/task/gold/anwser'"):
-        notes(made(tmp_path, typo))
+        notes(with_spec(tmp_path, typo))
     # Doing nothing is paid if the judge says the best of it, and may not be: no finding.
-    assert [line.partition(": ")[2] for line in notes(made(tmp_path, MARK))] == [judged]
+    assert [line.partition(": ")[2] for line in notes(with_spec(tmp_path, MARK))] == [judged]
     paid = {"op": "any", "of": [ALWAYS, MARK]}
     with pytest.raises(ConfigError, match=r"/success: an empty answer is a success in each of 59 tasks"):
-        notes(made(tmp_path, paid, paid))
+        notes(with_spec(tmp_path, paid, paid))
     monkeypatch.setattr(lint, "probe_episodes", lambda *args, **more: pytest.fail("an episode was scored"))
     own = {"python": "m:f", "tools": "own"}
-    assert "tools of its own" in notes(made(tmp_path, RIGHT, agent=own))[-1]
+    assert "tools of its own" in notes(with_spec(tmp_path, RIGHT, agent=own))[-1]
     assert "http://127.0.0.1:9" in notes_of_remote(tmp_path)
 
 
 def notes_of_remote(folder: Path) -> str:
-    config = made(folder, RIGHT)
+    config = with_spec(folder, RIGHT)
     there = EnvRef.of(config.model_copy(update={"env": config.env.model_copy(update={"url": "http://127.0.0.1:9"})}))
     return check_lint(config, there, scorer_of(config))[-1]
 
 
 def test_no_probe_is_begun_after_the_time_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lint, "LINT_SECONDS", -1.0)
-    assert notes(made(tmp_path, TYPO)) == []  # what gold is paid is then for `check_success` alone
+    assert notes(with_spec(tmp_path, TYPO)) == []  # what gold is paid is then for `check_success` alone
 
 
 IDLE = """
@@ -139,5 +129,5 @@ def test_without_gold_a_success_that_idling_always_has_is_refused(tmp_path: Path
     monkeypatch.chdir(tmp_path)
     idle = {"id": "idle", "reward": str(tmp_path / "mine.json")}
     with pytest.raises(ConfigError, match="/success: an empty answer is a success in each of 59 tasks"):
-        notes(made(tmp_path, RIGHT, ALWAYS, env=idle))
-    assert notes(made(tmp_path, RIGHT, RIGHT, env=idle)) == []  # no gold: that nothing is ever right says nothing
+        notes(with_spec(tmp_path, RIGHT, ALWAYS, env=idle))
+    assert notes(with_spec(tmp_path, RIGHT, RIGHT, env=idle)) == []  # no gold: that nothing is ever right says nothing

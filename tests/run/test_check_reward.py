@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,15 @@ from agentrl.run.checks import check_config, check_eval
 from agentrl.run.checks.model_checks import check_prompts, longest_prompt
 from agentrl.run.checks.reward_checks import Questions, check_judge, check_success, questions
 from agentrl.utils.errors import ConfigError
+from tests.run.preflighted import RIGHT, with_spec
 
-RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}
 TURNS = {"use": "cost.turns", "weight": -0.1, "args": {"max": 10}}
 MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{transcript}"}}
 
 
 def made(tmp_path: Path, root: dict[str, Any], success: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
-    spec = {"agentrl_reward": 1, "name": "mine", "root": root, **({"success": success} if success else {})}
-    (tmp_path / "mine.json").write_text(json.dumps(spec))
-    return TrainConfig.model_validate({
-        "name": "x", "env": {"id": "key_value", "reward": str(tmp_path / "mine.json")}, "model": {"init": {}},
-        "cluster": {"backend": "inline"}, "engine": "embedded", **sections,
-    })  # fmt: skip
+    return with_spec(tmp_path, root, success, **sections)
 
 
 def parts(config: TrainConfig) -> tuple[TrainConfig, EnvRef, Scorer]:

@@ -17,7 +17,6 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.memory import LARGE
 from agentrl.utils.errors import ConfigError, ModelError
-from tests.conftest import proof
 from tests.publishing import weights_of as weights
 from tests.trainer.train_batches import make_batch, toy_optim, train_batch
 
@@ -135,31 +134,3 @@ def test_what_cannot_be(tiny: str) -> None:
         start(tiny, ModelConfig(sequence_parallel=3))
     with pytest.raises(ModelError, match="nothing_proj"):
         start(tiny, ModelConfig(lora=LoraSection(modules=["nothing_proj"])))
-
-
-@proof
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "mesh", "model"),
-    [(4, {"dp": 2, "sp": 2}, ModelConfig(sequence_parallel=2, replicas=2))],
-    ids=["ulysses and hsdp"],
-)
-def test_against_one_rank(ray_up: None, tiny: str, tmp_path: Path, ranks: int, mesh: dict[str, int], model: ModelConfig) -> None:
-    """On Ray. `test_ranks.py` has the same ranks as forked processes, in a quarter of the time."""
-    one = start(tiny, ModelConfig())
-    with start(tiny, model, ranks, mesh) as many:
-        for step in range(2):
-            batch = make_batch(11, seed=step)
-            agree(
-                train_batch(one, Actor.update, batch, ALGORITHM, step=step),
-                train_batch(many, Actor.update, batch, ALGORITHM, step=step),
-            )
-        batch = make_batch(5, seed=7)
-        logprobs = [group.run(Actor.compute_logprob, batch)["logprobs"].values() for group in (one, many)]
-        assert torch.allclose(*logprobs, atol=1e-5)
-        mine, theirs = weights(one), weights(many)
-        assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
-        many.run(Actor.save, str(tmp_path / "c"))
-    resumed = start(tiny, ModelConfig())
-    resumed.run(Actor.load, str(tmp_path / "c"))
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(resumed).items())
