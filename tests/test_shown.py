@@ -16,7 +16,6 @@ from rich.text import Text
 
 import agentrl
 from agentrl.cli import env as env_command
-from agentrl.config.schema import KeepConfig
 from agentrl.env import Message, Task, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.run.display import Display
@@ -95,7 +94,7 @@ def test_the_display_and_the_log_of_a_run_in_python_hold_no_secret_and_nothing_t
     with Display(console(file=out, soft_wrap=True)) as display:
         display.say(f"{NASTY} engine:one: planted-display-0123456789 sk-abcdefghijklmnop1234")
     assert out.getvalue() == f"{WRITTEN} engine:one: {GONE} {GONE}\n"  # rich has a picture for ":one:"
-    handler, log = LogFile(tmp_path / "log.txt", KeepConfig()), logging.getLogger("agentrl.of-this-test")
+    handler, log = LogFile(tmp_path / "log.txt"), logging.getLogger("agentrl.of-this-test")
     log.addHandler(handler)
     try:
         raise ValueError(f"{NASTY} planted-display-0123456789")

@@ -511,7 +511,7 @@ _SAID = ("extra_forbidden", "missing", "value_error")
 def _fix(
     item: Mapping[str, Any], table: Table, path: Sequence[str | int], location: Sequence[str], overridden: bool, source: str
 ) -> str:
-    """The words that mend a value of the wrong form, as its source has them: a value near to it that loads, else how a section
+    """The fix for a value of the wrong form, as its source has them: a value near to it that loads, else how a section
     is written."""
     if item["type"] in _SAID:
         return ""

@@ -389,7 +389,7 @@ def broken_files() -> dict[Path, str]:
 
 
 def unnamed_classes() -> list[str]:
-    """Classes on the shelves that are environments by their bases and set no id, so that no name finds them: what is missing."""
+    """Classes on the shelves that are environments by their bases and set no id, so that no name finds them."""
     found = []
     for path in _env_files():
         with suppress(CatalogError, SyntaxError, ValueError):

@@ -58,6 +58,12 @@ class ToolWrapper(ToolEnv):
         self.metadata = env.metadata
         self.render_mode = env.render_mode
 
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return self.env.make_task(rng_seed, split)
+
+    def prompt(self, task: Task) -> Opening:
+        return self.env.prompt(task)
+
     @property
     def unwrapped(self) -> ToolEnv:
         inner = self.env.unwrapped
@@ -102,7 +108,7 @@ class ToolWrapper(ToolEnv):
 
 
 _METHODS = (
-    "make_task", "task_count", "prompt", "state", "add_source", "family", "add_set", "tool_set", "user_models", "gold_turns",
+    "task_count", "state", "add_source", "family", "add_set", "tool_set", "user_models", "gold_turns",
     "horizon", "gold_user", "teacher", "finish", "limit_output", "cut", "render", "areset", "astep", "record_turn", "acall",
     "areply", "auser_call", "aend", "aclose", "close",
 )  # fmt: skip

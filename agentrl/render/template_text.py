@@ -457,7 +457,7 @@ class TurnText:
     def turn(self, message: Message) -> str:
         """The turn as a policy would sample it after the opening, with its stop token.
 
-        Raises RenderError if the template does not write it after its own opening, or drops what is said in it.
+        Raises RenderError if the template does not write it after its own opening, or drops a part of it.
         """
         self._require_shown([message], "turn", lambda probes: self._turn(*probes))
         return self._turn(message)

@@ -113,7 +113,7 @@ _TOO_LITTLE = 1 << 20
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, else it would be kept as the newest, and what is written now dropped for it."""
+    """Rename a damaged checkpoint, else it is kept as the newest, and new ones are dropped for it."""
     aside = path.with_name(f"{_DAMAGED}{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)

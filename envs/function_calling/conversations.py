@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from agentrl.contrib.toolkit.chat_forms import pair_results
+from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render import text_calls
 from agentrl.render.text_calls import Call, result_names, tagged_results, thoughts

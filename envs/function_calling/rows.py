@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from agentrl.contrib.offline.layouts import messages_of
-from agentrl.contrib.toolkit.chat_forms import pair_results
+from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Json, Message
 
 NO_FUNCTION = "NO FUNCTION"

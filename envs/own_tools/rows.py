@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.contrib.offline.layouts import Chat, messages_of
-from agentrl.contrib.toolkit.chat_forms import declaration, pair_results
-from agentrl.data.chat_forms import FormError, parse_field, without_padding
+from agentrl.contrib.toolkit.chat_forms import declaration
+from agentrl.data.chat_forms import FormError, pair_results, parse_field, without_padding
 from agentrl.data.trajectory import Json, Message
 from agentrl.env.call_options import Check, compile_validator
 from agentrl.env.taskdata import CALL_SCHEMA, Row

@@ -155,7 +155,7 @@ def test_a_report_says_why_some_episodes_are_unscored() -> None:
         (lambda: agentrl.evaluate(3, Pick), "evaluate: model = 3 is a int; expected a text or a path or a function"),
         (lambda: agentrl.train(["quickstart"]), "train: config = ['quickstart'] is a list"),
         (lambda: agentrl.train("quickstart", on_step=3), "train: on_step = 3 is a int; expected a function or None"),
-        (lambda: agentrl.train("quickstart", callbacks=[fails]), "expected a list (each a Callback)"),
+        (lambda: agentrl.train("quickstart", callbacks=[fails]), "expected a list (each a Callback)"),  # type: ignore[list-item]
         (lambda: agentrl.session("quickstart", folder=3), "session: folder = 3 is a int; expected a text or a path or None"),
         (lambda: agentrl.load_run(3), "load_run: path = 3 is a int; expected a text or a path"),
         (lambda: agentrl.give(3, "three"), "give: value = 3; expected a class, a function"),

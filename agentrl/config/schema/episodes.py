@@ -31,7 +31,7 @@ class SandboxConfig(Frozen):
     """Sandbox in which an environment runs the policy's code (docs/sandboxes.md)."""
 
     provider: str = "auto"
-    """Who makes the sandboxes: "local", "bubblewrap", "docker", "podman", a plug-in's, or "auto": bubblewrap where it
+    """The maker of the sandboxes: "local", "bubblewrap", "docker", "podman", a plug-in's, or "auto": bubblewrap where it
     works, else the local one, as also with `args`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """The provider's own arguments, such as `image`."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.contrib.toolkit.chat_forms import pair_results
+from agentrl.data.chat_forms import pair_results
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Json, Message, Turn
 from agentrl.engines.chat_format import RequestError, number_calls

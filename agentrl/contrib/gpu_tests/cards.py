@@ -52,7 +52,7 @@ def _ask(query: str) -> list[list[str]]:
 
 
 def read_cards() -> list[CardMemory]:
-    """All cards. Raises ResourceError if nvidia-smi is missing, fails, or does not say what is in use."""
+    """All cards. Raises ResourceError if nvidia-smi is missing, fails, or does not say which are in use."""
     found = []
     for parts in _ask(_CARDS):
         if len(parts) != 5 or not all(parts[at].isdigit() for at in (0, 3, 4)):
@@ -164,7 +164,7 @@ class CardPool:
         os.close(self._locks.pop(card))
 
     def not_free(self) -> str:
-        """The cards that others use, or whose memory a file has not given back, and what is known of each."""
+        """The cards that others use, or whose memory a file has not given back, and their known state."""
         busy = [card for card in self.cards if card not in self._locks and card not in self.free()]
         return "; ".join(f"card {card}: {self._describe(card)}" for card in busy)
 

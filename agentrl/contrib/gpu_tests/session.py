@@ -362,7 +362,7 @@ def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout: float
 
 
 def _targets(file: str, words: Sequence[str]) -> tuple[str, ...]:
-    """What pytest gets of a file: the tests of it that are named, or the file if it is named as a whole."""
+    """Arguments for pytest: the named tests of a file, or the file if it is named as a whole."""
     path = Path(file).resolve()
     whole = any("::" not in word and path.is_relative_to(Path(word).resolve()) for word in words)
     named = [word for word in words if "::" in word and Path(word.partition("::")[0]).resolve() == path]

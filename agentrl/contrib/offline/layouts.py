@@ -10,8 +10,17 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from agentrl.contrib.toolkit.chat_forms import Declaration, calls_of, declarations, is_thought, pair_results, result_of
-from agentrl.data.chat_forms import REASONING, FormError, arguments_of, parse_field, reasoning_of, thought_of, without_padding
+from agentrl.contrib.toolkit.chat_forms import Declaration, calls_of, declarations, is_thought, result_of
+from agentrl.data.chat_forms import (
+    REASONING,
+    FormError,
+    arguments_of,
+    pair_results,
+    parse_field,
+    reasoning_of,
+    thought_of,
+    without_padding,
+)
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render.text_calls import TAGGED, Call, bracket_calls, literal, result_names, tagged_calls, tagged_results, thoughts
 from agentrl.utils.errors import BadRowError

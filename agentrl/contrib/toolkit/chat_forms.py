@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from agentrl.data.chat_forms import ALTERNATIVES, FormError, arguments_of, parse_field, takes_null, without_padding
@@ -403,71 +402,6 @@ def result_of(item: Mapping[str, Any], content: str, key: str) -> Message:
 def is_thought(part: Any) -> bool:
     """Return True if a part of a message's content is reasoning."""
     return isinstance(part, Mapping) and part.get("type") in ("thinking", "redacted_thinking", "reasoning")
-
-
-def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: bool = True) -> tuple[Message, ...]:
-    """The messages with each turn's results named as their calls and in the order of these: templates that write no ids would
-    show one as another's. An id decides before a name, a name before the order.
-
-    `strict`: of a data set, where each result must answer a call, in a turn's order without a gap, and where ids that are missing
-    or repeated are made anew. Raises FormError.
-    """
-    found = list(messages)
-    taken = {call.id for message in messages for call in message.tool_calls}
-    fresh = (name for name in (f"call_{number}" for number in range(1, len(taken) + 10**6)) if name not in taken)
-    seen, turn = set[str](), _Turn(())
-    for number, message in enumerate(messages):
-        if message.role == "assistant":
-            turn.settle(found, key, strict)
-            turn = _Turn(message.tool_calls)
-            if strict:
-                for place, call in enumerate(message.tool_calls):
-                    if not call.id or call.id in seen:
-                        turn.calls[place] = replace(call, id=next(fresh))
-                    seen.add(turn.calls[place].id)
-                found[number] = replace(message, tool_calls=tuple(turn.calls))
-        elif message.role == "tool" and not turn.take(number, message) and strict:
-            answers = message.tool_call_id or message.name or "without an id"
-            raise FormError(f"{key}[{number}]", f"a tool's result ({answers}) that answers no call before it")
-    turn.settle(found, key, strict)
-    return tuple(found)
-
-
-class _Turn:
-    """The calls of a turn, and the results that came for them. `places`: of these messages."""
-
-    def __init__(self, calls: Sequence[ToolCall]) -> None:
-        self.calls, self.given = list(calls), [call.id for call in calls]
-        self.results: dict[int, Message] = {}
-        self.places: list[int] = []
-
-    def take(self, place: int, result: Message) -> bool:
-        """Return True if a call of the turn that has no result yet is the one that it answers."""
-        fitting = [number for number in range(len(self.calls)) if number not in self.results]
-        if result.tool_call_id and any(self.given):
-            fitting = [number for number in fitting if self.given[number] == result.tool_call_id]
-            # Calls of one id are told apart by name; else the id alone decides, since programs name results as they like.
-            fitting = [number for number in fitting if self.calls[number].name == result.name] or fitting
-        elif result.name:
-            fitting = [number for number in fitting if self.calls[number].name == result.name]
-        if not fitting:
-            return False
-        self.results[fitting[0]] = result
-        self.places.append(place)
-        return True
-
-    def settle(self, messages: list[Message], key: str, strict: bool) -> None:
-        """Put the results into the order of the calls, named as they are."""
-        order = sorted(self.results)
-        if strict and order and order[-1] >= len(order):
-            missing = next(number for number in range(len(self.calls)) if number not in self.results)
-            raise FormError(
-                f"{key}[{self.places[0]}]", f"results of later calls, and none of call {missing} ({self.calls[missing].name!r})"
-            )
-        for place, number in zip(self.places, order, strict=True):
-            call, result = self.calls[number], self.results[number]
-            name = call.name if strict or not result.name else result.name
-            messages[place] = replace(result, tool_call_id=call.id or result.tool_call_id, name=name)
 
 
 def _is_padded(node: Any) -> bool:

@@ -61,7 +61,7 @@ class EvalReport:
     def __repr__(self) -> str:
         shown = "unknown" if self.success is None else f"{self.success:.3f}"
         why = unscored_cause(self.episodes)
-        unscored = "" if why is None else f", of which {why}"
+        unscored = "" if why is None else f", for instance {why}"
         return f"<EvalReport: success {shown} over {self.report['tasks']} tasks, {len(self.episodes)} episodes{unscored}>"
 
 
