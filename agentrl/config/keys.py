@@ -153,7 +153,7 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
         elif inner is None or issubclass(inner, Choice):
             yield found
         elif prefix and inner in SHARED:
-            yield replace(found, type=f"section, with the keys of [{name}]")
+            yield replace(found, default=found.default or "{}", type=f"section, with the keys of [{name}]")
         else:
             inside.append((replace(found, section=True), inner, f"{found.name}."))
     for found, inner, below in inside:

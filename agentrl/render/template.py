@@ -21,6 +21,7 @@ from agentrl.render.template_text import (
     MARK,
     QUESTION,
     TOOL,
+    LostTextError,
     Placeholders,
     Shape,
     Skeleton,
@@ -206,7 +207,7 @@ class TemplateRenderer(Renderer):
     def _appends(self, shape: Skeleton, tools: bool) -> bool:
         try:
             return self._turns.ledger_text(shape, tools) == self._turns.whole(shape, tools)
-        except RenderError:  # it drops something, if only a policy's text next to a call: `start` decides
+        except LostTextError:  # it drops something, if only a policy's text next to a call: `start` decides
             return False
 
     def _find_syntax(self, parser: Parser | ForTools | Syntax | None) -> tuple[str, str]:

@@ -404,6 +404,11 @@ def _first_lost(messages: Sequence[Message], sort: str, write: Callable[[Sequenc
 
 # Turns of a template
 
+
+class LostTextError(RenderError):
+    """A template drops a part of a conversation."""
+
+
 _THOUGHT = "Qthoughtq"
 _SHAPES_CHECKED = 4096
 _INSTEAD = {
@@ -528,7 +533,7 @@ class TurnText:
             self._lost[key] = _first_lost(messages, sort, write)
         if (number := self._lost[key]) is not None:
             role, said = messages[number].role, messages[number].content.strip()[:80]
-            raise RenderError(
+            raise LostTextError(
                 f"the chat template does not show all of a message of role {role!r} in its place: {said!r}. "
                 f"{_INSTEAD.get(role, 'Leave it out')}, or {self._text.advice}"
             )

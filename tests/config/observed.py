@@ -356,7 +356,7 @@ class Course:
             saver=SimpleNamespace(
                 check=self.waited("check", None),
                 wait=self.waited("wait", None),
-                wanted=lambda found: False,
+                deserves=lambda found: False,
                 save=self.waited("save", None),
             ),
             folder=SimpleNamespace(warm_start=out / "warm"),

@@ -191,8 +191,11 @@ def test_a_python_leaf_runs_what_the_run_allows_by_name():
 
     assert value("share", {"of": 4}).value == 0.25
     assert value("share", {"of": 4}).evidence["root"]["evidence"] == {"calls": 1}
-    for name in ("none", "big", "nan", "text", "yes", "boom"):
+    assert value("yes").value == 1.0
+    for name in ("none", "big", "nan", "text", "boom"):
         found = value(name)
         assert found.value is None, name
-        assert name in ("none", "boom") or "expected a number in [0, 1] or None" in json.dumps(found.evidence), name
+        assert name in ("none", "boom") or "expected a number in [0, 1], a truth value or None" in json.dumps(found.evidence), (
+            name
+        )
     assert "ZeroDivisionError" in value("boom").evidence["root"]["unscored"]

@@ -110,7 +110,7 @@ class Saver:
 
     wait = check
 
-    def wanted(self, _: Any) -> bool:
+    def deserves(self, _: Any) -> bool:
         return False
 
 

@@ -106,7 +106,7 @@ def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Pat
     assert (collector.ledger.groups_per_update, collector.ledger.max_staleness, collector._slots._free._value) == (3, 2, 9)
     assert env.env.params == {"calls": 2} and env.scorer.name == "key_value_exact"
     assert actor._optim == config.optim and actor._total_steps == 8 and session.learner.algorithm == config.algorithm
-    assert session.publisher._cfg == config.weights
+    assert session.publisher._cfg == config.weights.model_copy(update={"folder": str(session.folder.path)})
     assert (session.saver._checkpoints.keep, session.saver._checkpoints.keep_best) == (4, 3)
 
 

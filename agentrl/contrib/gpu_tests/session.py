@@ -149,7 +149,7 @@ class Journal:
         self.cases[name] = case
 
 
-class Session:
+class PytestProcess:
     """A pytest process and all that it starts. `folder` has its log, its journal and pytest's cache."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], env: Mapping[str, str]) -> None:
@@ -208,7 +208,7 @@ class FileSession:
     def __init__(self, job: FileJob, cards: tuple[int, ...], out: Path, args: Sequence[str], now: float) -> None:
         self.job, self.cards, self.began = job, cards, now
         self._part = job.targets != (job.file,) or bool(args)
-        self._session = Session(file_folder(out, job.file), [*args, *job.targets], child_env(os.environ, cards))
+        self._session = PytestProcess(file_folder(out, job.file), [*args, *job.targets], child_env(os.environ, cards))
         self._why: Literal["by itself", "timeout", "interrupted", "stuck"] = "by itself"
         self._stopped_at = 0.0
         self.ending_since: float | None = None
@@ -325,7 +325,7 @@ def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout: float
     `timeout`: for a file whose mark has none. Raises UserError if pytest cannot collect at all.
     """
     until = time.monotonic() + COLLECT_S
-    session = Session(out / "collection", ["--collect-only", "-q", *args, *words], child_env(os.environ))
+    session = PytestProcess(out / "collection", ["--collect-only", "-q", *args, *words], child_env(os.environ))
     try:
         while (code := session.process.poll()) is None:
             if time.monotonic() > until:
