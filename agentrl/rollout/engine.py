@@ -300,7 +300,7 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
         "transformers": "computes with transformers' own model classes, so its models must be such as they load",
         "judges": "can be a judge's, next to the engine of the policy (`reward.judge.engines`)",
         "experts": "tells which experts of a mixture-of-experts model a token went to, if the sampling asks for it",
-        "vision": "samples from a model that takes images, given them with the prompt (agentrl.data.images.PromptIds)",
+        "vision": "samples from a model that takes images, given them with the prompt (agentrl.data.token_ledger.PromptIds)",
         "fills": "its cache takes what the run's other roles leave of its device, unless `engine_args.kv_cache_mib` says",
         "messages": "its ids are numbers of messages in a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
     },

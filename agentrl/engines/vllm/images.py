@@ -89,8 +89,8 @@ def vision_of(path: str, trust: bool) -> Vision:
 
 def prompts_of(options: Mapping[str, Any]) -> Callable[[Sequence[int]], Any]:
     """Maker of prompts for a replica that is started with `options`: of token ids, which may have images
-    (agentrl.data.images.PromptIds), in the form that vLLM takes without looking for text. What it returns raises EngineError
-    for placeholders that are not those of the images. Imports vLLM."""
+    (agentrl.data.token_ledger.PromptIds), in the form that vLLM takes without looking for text. What it returns raises
+    EngineError for placeholders that are not those of the images. Imports vLLM."""
     from vllm.inputs.engine import tokens_input
 
     vision = None
