@@ -601,6 +601,7 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
         valid = [] if at is None else [*([] if section else ["base"]), *at.model_fields]
         hint = hint_text(location[-1], valid, show=lambda name: repr(".".join([*location[:-1], name])))
         where = f"[{section}]" if section else "the top level"
+        hint += f"; as an argument it is {'.'.join([section, 'args', location[-1]])!r}" if "args" in valid else ""
         return f"unknown key{hint} (keys of {where}: {', '.join(valid)})"
     if item["type"] == "missing":
         return f"required key is missing{_default_name(location)}"

@@ -239,14 +239,10 @@ class Saver:
         # Before `newest`: it may move back a checkpoint, which is then the newest one.
         lost = self._checkpoints.lost()
         newest, damaged = await in_thread("files", self._checkpoints.newest_intact)
-        for problem in damaged:
-            self._say(f"a checkpoint is damaged: {problem}; going on from {newest and newest.name}")
-        if lost:
-            names = ", ".join(str(step) for step in lost)
-            self._say(
-                f"checkpoint {names} was being written when the run ended and is lost; "
-                f"going on from {newest.name if newest else 'the start'}"
-            )
+        faults = [f"a checkpoint is damaged: {problem}" for problem in damaged]
+        faults += [f"checkpoint {step} was being written when the run ended and is lost" for step in lost]
+        for fault in faults:
+            self._say(f"{fault}; going on from {newest.name if newest else 'the start'}")
         if newest is None:
             return False
         try:

@@ -45,6 +45,7 @@ def file(tmp_path: Path) -> Path:
         ("name = \n", [], ["run.toml", "not valid TOML", "line 1"]),
         (GOOD, ["model.init.layrs=2"], ["model.init.layrs", "did you mean 'model.init.layers'"]),
         (GOOD, ["nosuch.key=1"], ["override 'nosuch.key=1': nosuch: unknown key"]),
+        (GOOD, ["vllm.enforce_eager=true"], ["unknown key", "as an argument it is 'vllm.args.enforce_eager'"]),
         (GOOD + "[nosuch]\nx = 1\n", ["nosuch.key=1"], ["run.toml: nosuch: unknown key"]),
         (
             GOOD,
