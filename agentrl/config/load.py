@@ -440,7 +440,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     Raises ConfigError.
     """
     parsed = parse_overrides(overrides)
-    table = _without_false(apply_overrides(table, parsed), TrainConfig)
+    table = _in_new_keys(_without_false(apply_overrides(table, parsed), TrainConfig))
     if table.get("env") is None and not table.get("data"):
         raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
     try:
@@ -450,6 +450,30 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     check_envs(config.envs, config.sft)
     learn(config.model_dump(mode="json", exclude_none=True))
     return config
+
+
+_DROPPED = {
+    "next": ..., "model.cpu_offload": False, "algorithm.kl.straight_through": False, "rollout.worker_timeout": 60.0,
+    "rollout.worker_respawns": 8, "rollout.slow_loop": 0.2, "api.max_wait": 60.0, "sglang.update": "files",
+    "sglang.load_timeout": 600.0, "health.preflight_timeout": 20.0, "profile.torch": True, "profile.max_events": 500_000,
+    "keep.trajectories_mib": 0.0, "keep.log_mib": 64.0, "keep.log_files": 4,
+}  # fmt: skip
+"""Keys of earlier versions, in the configs of earlier runs, with their defaults, which change nothing; `...` is any value."""
+_NOW_ARGS = ("enforce_eager", "max_num_seqs", "max_num_batched_tokens")
+
+
+def _in_new_keys(table: Table) -> Table:
+    """`table` of an earlier version in the keys of this one. A key that is gone stays, as an unknown one, unless it had its
+    default."""
+    for key, default in _DROPPED.items():
+        *section, name = key.split(".")
+        for inner in _tables(table, section):
+            if name in inner and default in (..., inner[name]):
+                del inner[name]
+    for inner in (*_tables(table, ["vllm"]), *_tables(table, ["reward", "judge", "engines", "*", "vllm"])):
+        if moved := {name: inner.pop(name) for name in _NOW_ARGS if name in inner}:
+            inner["args"] = {**moved, **inner.get("args", {})}
+    return table
 
 
 def _without_false(table: Table, model: type[BaseModel]) -> Table:

@@ -45,7 +45,8 @@ def file(tmp_path: Path) -> Path:
         ("name = \n", [], ["run.toml", "not valid TOML", "line 1"]),
         (GOOD, ["model.init.layrs=2"], ["model.init.layrs", "did you mean 'model.init.layers'"]),
         (GOOD, ["nosuch.key=1"], ["override 'nosuch.key=1': nosuch: unknown key"]),
-        (GOOD, ["vllm.enforce_eager=true"], ["unknown key", "as an argument it is 'vllm.args.enforce_eager'"]),
+        (GOOD, ["vllm.block_size=16"], ["unknown key", "as an argument it is 'vllm.args.block_size'"]),
+        (GOOD, ["rollout.slow_loop=0.5"], ["unknown key"]),
         (GOOD + "[nosuch]\nx = 1\n", ["nosuch.key=1"], ["run.toml: nosuch: unknown key"]),
         (
             GOOD,
@@ -272,3 +273,14 @@ def test_a_near_value_of_the_right_form_is_proposed(file: Path, source: str, key
     forms = {"Python": f"{key!r}: {mended!r}", "file": f"{last} = {inline(mended)}"}
     assert str(error.value).endswith("; write " + forms.get(source, shlex.quote(f"{key}={inline(mended)}")))
     load(source, key, mended, file)
+
+
+def test_keys_of_an_earlier_version_are_read_at_their_defaults_and_as_arguments(tmp_path: Path) -> None:
+    """As the config of an earlier run has them."""
+    path = tmp_path / "config.toml"
+    path.write_text(
+        'next = "ppo"\n' + GOOD + "[rollout]\nslow_loop = 0.2\ngroups = 3\n[keep]\nlog_files = 4\n"
+        "[vllm]\nenforce_eager = true\nmax_num_seqs = 8\nargs = { max_num_seqs = 9, seed = 1 }\n"
+    )
+    config = load_config(path)
+    assert config.vllm.args == {"enforce_eager": True, "max_num_seqs": 9, "seed": 1} and config.rollout.groups == 3
