@@ -136,19 +136,19 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _of_shelf(error: Exception) -> str | None:
-    """Fault of a user's file on a shelf: FILE:LINE and function, or the hook whose signature does not fit; else None."""
+    """Fault of a file on a shelf: FILE:LINE and function, or the hook whose signature does not fit; else None."""
     from agentrl.env import ToolEnv
     from agentrl.utils.search_path import PRIVATE
 
     said = f"{type(error).__name__}: {error}"
-    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if frame.f_globals["__name__"].startswith(PRIVATE)]
-    if frames:
-        frame, line = frames[-1]
-        return f"{frame.f_code.co_filename}:{line}: {frame.f_code.co_name} raised {said}. Correct it there"
-    hook = re.match(r"\w+\.(\w+)", str(error)) if isinstance(error, TypeError | NotImplementedError) else None
-    if hook is None or not callable(wanted := getattr(ToolEnv, hook[1], None)):
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__", "").startswith(PRIVATE):
+            return f"{frame.f_code.co_filename}:{line}: {frame.f_code.co_name} raised {said}. Correct it there"
+    called = re.match(r"(\w+)\.(\w+)", str(error)) if isinstance(error, TypeError | NotImplementedError) else None
+    shelf = [module for name, module in sys.modules.items() if name.startswith(PRIVATE)]  # else it is a class of ours
+    if called is None or not any(called[1] in vars(one) for one in shelf) or not callable(getattr(ToolEnv, called[2], None)):
         return None
-    return f"{said}. An environment has {hook[1]}{inspect.signature(wanted)}"
+    return f"{said}. An environment has {called[2]}{inspect.signature(getattr(ToolEnv, called[2]))}"
 
 
 def _of_files(error: Exception) -> str | None:

@@ -458,7 +458,7 @@ _DROPPED = {
     "sglang.load_timeout": 600.0, "health.preflight_timeout": 20.0, "profile.torch": True, "profile.max_events": 500_000,
     "keep.trajectories_mib": 0.0, "keep.log_mib": 64.0, "keep.log_files": 4,
 }  # fmt: skip
-"""Keys of earlier versions, in the configs of earlier runs, with their defaults, which change nothing; `...` is any value."""
+"""Keys of earlier versions with their defaults, which change nothing; `...` is any value."""
 _NOW_ARGS = ("enforce_eager", "max_num_seqs", "max_num_batched_tokens")
 
 

@@ -444,7 +444,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         opened.push_async_callback(collector.close)
         display.trouble = collector.stats.trouble
         offload, colocated = rests(config, "actor"), config.rollout.colocate
-        # The run's folder is the one that all machines see, if `out` is right.
+        # All machines see the run's folder, if `out` is right.
         weights = config.weights.model_copy(update={"folder": config.weights.folder or str(folder.path)})
         publisher = Publisher(actors, parts.policy.engine, weights, offload=offload, colocated=colocated)
         saver = Saver(config, folder, learner, collector, display.say, demonstrations)
@@ -453,12 +453,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         if config.traces is not None or config.profile is not None:
             profile = None
             if config.profile is not None:
-
-                def roles() -> list[WorkerGroup]:
-                    found = (learner.actors, learner.critics, learner.references, learner.reward_models, learner.teachers)
-                    return [group for group in found if group is not None]
-
-                profile = Profile(config, folder.path / FOLDER, roles, engine_name, display.warn)
+                profile = Profile(config, folder.path / FOLDER, learner.groups, engine_name, display.warn)
             tracing = Tracing(config, engine_name, profile)
             opened.callback(tracing.close)
         watchdog = LoopWatchdog(SLOW_LOOP, display.warn)

@@ -112,13 +112,6 @@ _DAMAGED = ".damaged_"
 _TOO_LITTLE = 1 << 20
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, else it is kept as the newest, and new ones are dropped for it."""
-    aside = path.with_name(f"{_DAMAGED}{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
-
-
 def newest_checkpoint(run: Path) -> str:
     """Message about the newest whole checkpoint of a run's folder."""
     return str(Checkpoints(run / "checkpoints", 1).newest() or "none yet")
@@ -198,7 +191,10 @@ class Checkpoints:
             except CheckpointError as problem:
                 wrong[path] = problem
                 continue
-            return path, [f"{problem}; it is {_set_aside(path).name} now" for path, problem in wrong.items()]
+            for damaged in wrong:  # else it stays the newest, and new ones are pruned
+                shutil.rmtree(aside := damaged.with_name(f"{_DAMAGED}{damaged.name}"), ignore_errors=True)
+                damaged.rename(aside)
+            return path, [f"{problem}; it is {_DAMAGED}{damaged.name} now" for damaged, problem in wrong.items()]
         if wrong:
             found = "; ".join(map(str, wrong.values()))
             raise CheckpointError(f"no checkpoint is intact: {found}. Copy one back, or start over with --overwrite")

@@ -486,8 +486,12 @@ class Learner:
         if self.experience is not None:
             await in_thread("files", self.experience.load, folder / FILE)
 
+    def groups(self) -> list[WorkerGroup[Any]]:
+        """The training roles that this run has, the actors first."""
+        found = (self.actors, self.critics, self.references, self.reward_models, self.teachers)
+        return [group for group in found if group is not None]
+
     def close(self) -> None:
         """End the other roles; the actors belong to the caller that started them."""
-        for group in (self.critics, self.references, self.reward_models, self.teachers):
-            if group is not None:
-                group.close()
+        for group in self.groups()[1:]:
+            group.close()
