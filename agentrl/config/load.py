@@ -463,7 +463,7 @@ _NOW_ARGS = ("enforce_eager", "max_num_seqs", "max_num_batched_tokens")
 
 
 def _in_new_keys(table: Table) -> Table:
-    """`table` of an earlier version in the keys of this one. A key that is gone stays, as an unknown one, unless it had its
+    """`table` of an earlier version in the keys of this one. A key that is gone stays, unknown, unless it had its
     default."""
     for key, default in _DROPPED.items():
         *section, name = key.split(".")

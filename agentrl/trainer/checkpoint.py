@@ -191,7 +191,7 @@ class Checkpoints:
             except CheckpointError as problem:
                 wrong[path] = problem
                 continue
-            for damaged in wrong:  # else it stays the newest, and new ones are pruned
+            for damaged in wrong:  # else it stays newest, and new ones are pruned
                 shutil.rmtree(aside := damaged.with_name(f"{_DAMAGED}{damaged.name}"), ignore_errors=True)
                 damaged.rename(aside)
             return path, [f"{problem}; it is {_DAMAGED}{damaged.name} now" for damaged, problem in wrong.items()]

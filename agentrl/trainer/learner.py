@@ -487,7 +487,7 @@ class Learner:
             await in_thread("files", self.experience.load, folder / FILE)
 
     def groups(self) -> list[WorkerGroup[Any]]:
-        """The training roles that this run has, the actors first."""
+        """The training roles there are, the actors first."""
         found = (self.actors, self.critics, self.references, self.reward_models, self.teachers)
         return [group for group in found if group is not None]
 
