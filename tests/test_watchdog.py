@@ -73,7 +73,7 @@ def test_agentrls_own_code_is_logged_and_not_said(caplog: pytest.LogCaptureFixtu
     """The user can change nothing about it; the count has it all the same."""
     said: list[str] = []
     scope: dict[str, Any] = {"time": time}
-    code = compile("async def own():\n    time.sleep(0.3)", str(Path(watchdog.__file__).parent / "made_up.py"), "exec")
+    code = compile("async def own():\n    time.sleep(0.6)", str(Path(watchdog.__file__).parent / "made_up.py"), "exec")
     exec(code, scope)
 
     async def body() -> LoopWatchdog:
@@ -85,7 +85,7 @@ def test_agentrls_own_code_is_logged_and_not_said(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO):
         dog = asyncio.run(body())
     assert said == [] and "made_up.py:2 in own" in caplog.text
-    assert dog.read()["loop/blocked_s"] > 0.2
+    assert dog.read()["loop/blocked_s"] > 0.2, "0.6 s, less what a busy machine takes before the sign of life is asked for"
 
 
 @pytest.mark.parametrize("thread", [False, True], ids=["on the loop", "in a thread"])
