@@ -34,6 +34,7 @@ from long_runs import COMMON, at, average, curve, run, warm, work
 OUT = Path(__file__).parent / "learning" / "estimators.jsonl"
 CRITIC = "critic={lr=1e-3, epochs=2}"
 EXTRA: dict[str, list[str]] = {
+    "decoupled_ppo": ["algorithm.proximal=recompute"],
     "gae": [CRITIC],
     "gae_turns": [CRITIC],
     "gmpo": ["algorithm.aggregate=seq_mean_token_mean"],
