@@ -1,11 +1,9 @@
-"""`ToolWrapper`, and the wrappers by name: budgets, faults, tools, lengths."""
+"""`ToolWrapper`, and the wrappers by name: turns, tools, faults, prompts, users."""
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -13,13 +11,12 @@ from functools import wraps
 from hashlib import blake2b
 from typing import Any, Self
 
-from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Turn
+from agentrl.data.trajectory import Message, StopReason, Task
 from agentrl.env.authoring import Opening
 from agentrl.env.base import ResetResult, StepResult, ToolEnv
 from agentrl.env.call_options import nearest
 from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.toolbox import CountTokens, estimate_tokens, fit
 from agentrl.env.tools import Tool
 from agentrl.env.users import GOLD, UserModel
 from agentrl.utils.child_process import Child
@@ -136,12 +133,6 @@ for _name in _ATTRIBUTES:
     setattr(ToolWrapper, _name, _attribute_of_inner(_name))
 
 
-def text_size(message: Message, count: CountTokens) -> int:
-    """Tokens of a message's text and calls by `count`, without the template's markup."""
-    calls = "".join(call.raw or f"{call.name}{call.arguments}" for call in message.tool_calls)
-    return count(message.content + calls)
-
-
 _SPACES = frozenset({"observation_space", "action_space"})
 _THROUGH = _SPACES | {
     "env", "id", "reward", "splits", "order_free", "idle_share", "metadata", "render_mode", "spec",
@@ -160,7 +151,7 @@ def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:
     return wrapped
 
 
-# Budgets
+# Turns
 
 
 @WRAPPERS.register("turn_limit")
@@ -179,64 +170,6 @@ class TurnLimit(ToolWrapper):
         if result[2] or result[3] or len(self.trajectory.turns) < self.turns:
             return result
         return await self._truncate(result, StopReason.MAX_TURNS)
-
-
-@WRAPPERS.register("token_limit")
-class TokenLimit(ToolWrapper):
-    """At most `tokens` tokens of text in the whole conversation, by `count`. Stops with `max_tokens`.
-
-    This counts message text. A rollout's own budget counts the exact ledger; this one is for policies
-    without token ids.
-    """
-
-    def __init__(self, env: ToolEnv, tokens: int, count: CountTokens = estimate_tokens) -> None:
-        super().__init__(env)
-        self.tokens = tokens
-        self.count = count
-        self.used = 0
-
-    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
-        observation, info = await self.env.areset(seed=seed, options=options)
-        self.used = sum(text_size(message, self.count) for message in observation)
-        return observation, info
-
-    async def astep(self, action: Action) -> StepResult:
-        result = await self.env.astep(action)
-        turn = self.trajectory.turns[-1].message
-        self.used += sum(text_size(message, self.count) for message in [turn, *result[0]])
-        if result[2] or result[3] or self.used < self.tokens:
-            return result
-        return await self._truncate(result, StopReason.MAX_TOKENS)
-
-
-@WRAPPERS.register("time_budget", traits={"wall_clock"})
-class TimeBudget(ToolWrapper):
-    """At most `seconds` of wall time since reset, tools and sampling together. Stops with `episode_timeout`.
-
-    Wall time depends more on the machine than on the policy, so such an episode is truncated and unscored.
-    A turn in progress when the time is up is cancelled.
-    """
-
-    def __init__(self, env: ToolEnv, seconds: float) -> None:
-        super().__init__(env)
-        self.seconds = seconds
-        self.deadline = 0.0
-
-    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
-        self.deadline = time.monotonic() + self.seconds
-        return await self.env.areset(seed=seed, options=options)
-
-    async def astep(self, action: Action) -> StepResult:
-        try:
-            async with asyncio.timeout(self.deadline - time.monotonic()) as clock:
-                result = await self.env.astep(action)
-        except TimeoutError:
-            if not clock.expired():  # a TimeoutError of the environment's own, not ours
-                raise
-            return await self._truncate(([], 0.0, False, True, {}), StopReason.EPISODE_TIMEOUT)
-        if not (result[2] or result[3]) and time.monotonic() >= self.deadline:
-            return await self._truncate(result, StopReason.EPISODE_TIMEOUT)
-        return result
 
 
 # Other wrappers
@@ -328,36 +261,6 @@ class _Flaky(Tool):
         if chance < self.rate:
             raise ToolError(self.message)
         return await self.item.invoke(owner, values, child)
-
-
-@WRAPPERS.register("observation_limit")
-class ObservationLimit(ToolWrapper):
-    """Cuts every message of an observation to `tokens` tokens, with a mark at the cut; also in the record."""
-
-    def __init__(self, env: ToolEnv, tokens: int, count: CountTokens = estimate_tokens) -> None:
-        super().__init__(env)
-        self.tokens = tokens
-        self.count = count
-
-    async def acall(self, turn: Turn, call: ToolCall) -> ToolResult:
-        whole = await self.env.acall(turn, call)
-        cut, record = replace(whole, content=fit(whole.content, self.tokens, self.count)), self.trajectory
-        turn.results = [cut if result is whole else result for result in turn.results]
-        record.messages = [
-            replace(m, content=cut.content) if m.tool_call_id == cut.call_id and m.role == "tool" else m for m in record.messages
-        ]
-        return cut
-
-    async def astep(self, action: Action) -> StepResult:
-        observation, *rest = await self.env.astep(action)
-        cut = [replace(m, content=fit(m.content, self.tokens, self.count)) for m in observation]
-        record = self.trajectory
-        # For no messages the slice would be [-0:], the whole record.
-        if cut:
-            record.messages[-len(cut) :] = cut
-        turn = record.turns[-1]
-        turn.results = [replace(r, content=fit(r.content, self.tokens, self.count)) for r in turn.results]
-        return cut, *rest  # type: ignore[return-value]
 
 
 @WRAPPERS.register("system_prompt")

@@ -89,7 +89,7 @@ def environment(config: TrainConfig, out: Path) -> Any:
     calls = sum(len(turn.tool_calls) for turn in env.unwrapped.gold_turns(env.task)) if config.env.id == "key_value" else None
     around: Any = env
     while around is not env.unwrapped:
-        wrappers.append(f"{type(around).__name__} over {around.tokens}")
+        wrappers.append(f"{type(around).__name__} over {around.turns}")
         around = around.env
     env.close()
     most = env.toolbox.max_output

@@ -88,7 +88,7 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "EnvConfig.wrappers": (
         see.only(see.environment, "wrappers"),
         "",
-        {"env.wrappers=[]": [], 'env.wrappers=[{name="token_limit",args={tokens=50}}]': ["TokenLimit over 50"]},
+        {"env.wrappers=[]": [], 'env.wrappers=[{name="turn_limit",args={turns=5}}]': ["TurnLimit over 5"]},
     ),
     "RolloutConfig.groups": (see.admitted, "", {"rollout.groups=2": 2, "rollout.groups=3": 3}),
     "RolloutConfig.oversample": (

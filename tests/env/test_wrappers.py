@@ -1,9 +1,8 @@
-"""Wrappers: budgets, tools, faults, lengths, history; each alone and stacked, forked and restored."""
+"""Wrappers: turns, tools, faults, prompts; each alone and stacked, forked and restored."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import sys
 from pathlib import Path
@@ -14,15 +13,12 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from agentrl.data.trajectory import Message, StopReason, Task
-from agentrl.env import ToolEnv, tool
+from agentrl.env import Action, StepResult, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
 from agentrl.env.wrappers import (
-    ObservationLimit,
     SystemPrompt,
-    TimeBudget,
-    TokenLimit,
     ToolFaults,
     ToolSchedule,
     ToolSubset,
@@ -42,6 +38,30 @@ class Half:
         return SimpleNamespace(value=0.5, success=None)
 
 
+class TextLimit(ToolWrapper):
+    """A user's own: at most so many characters of answers."""
+
+    def __init__(self, env: ToolEnv, most: int) -> None:
+        super().__init__(env)
+        self.most, self.used = most, 0
+
+    async def astep(self, action: Action) -> StepResult:
+        result = await self.env.astep(action)
+        self.used += sum(len(message.content) for message in [self.trajectory.turns[-1].message, *result[0]])
+        over = result[2] or result[3] or self.used < self.most
+        return result if over else await self._truncate(result, StopReason.MAX_TOKENS)
+
+
+def test_an_own_wrapper_truncates_in_ten_lines() -> None:
+    env = TextLimit(Notes(scorer=Half()), 9)
+    env.reset(seed=0)
+    assert env.step(call("write", text="a"))[3] is False and env.used == 1
+    assert env.step("x" * 40)[2:4] == (True, False), "an end by the task comes first"
+    env.reset(seed=0)
+    assert env.step(Message("assistant", "y" * 9, call("write", text="b").tool_calls))[1:4] == (0.5, False, True)
+    assert env.trajectory.stop is StopReason.MAX_TOKENS and env.trajectory.truncated
+
+
 def test_turn_limit_truncates_and_scores() -> None:
     env = TurnLimit(Notes(scorer=Half()), 2)
     env.reset(seed=0)
@@ -52,31 +72,6 @@ def test_turn_limit_truncates_and_scores() -> None:
     env.reset(seed=0)
     env.step(call("write", text="a"))
     assert env.step("done")[2:4] == (True, False), "the task's own end is not a truncation"
-
-
-def test_token_limit_counts_both_sides() -> None:
-    env = TokenLimit(Notes(), 40, count=len)
-    opening = env.reset(seed=0)[0][0].content
-    assert env.used == len(opening)
-    assert env.step(call("write", text="a"))[3] is False
-    truncated = env.step("x" * 40)[3]
-    assert not truncated and env.trajectory.terminated, "an end by the task comes first"
-    env.reset(seed=0)
-    truncated = env.step(call("write", text="y" * 40))[3]
-    assert truncated and env.trajectory.stop is StopReason.MAX_TOKENS
-
-
-def test_time_budget_cancels_and_leaves_the_episode_unscored() -> None:
-    env = TimeBudget(Notes(scorer=Half()), 0.5)
-    env.reset(seed=0)
-    env.toolbox.replace(env.toolbox["hang"].with_options(timeout=30))
-    _, reward, terminated, truncated, _ = env.step(call("hang"))
-    assert math.isnan(reward) and (terminated, truncated) == (False, True)
-    record = env.trajectory
-    assert record.stop is StopReason.EPISODE_TIMEOUT and record.reward is None and record.truncated
-    assert env.unwrapped.log == ["setup", "teardown"]
-    env.reset(seed=1)
-    assert env.step(call("write", text="a"))[3] is False, "the clock starts again"
 
 
 def test_tool_subset() -> None:
@@ -135,20 +130,6 @@ async def test_a_tool_that_may_fail_keeps_its_process_and_its_limit_of_concurren
     assert most == 1
 
 
-def test_observation_limit_cuts_what_is_seen_and_what_is_kept() -> None:
-    class Long(Notes):
-        @tool
-        async def write(self, text: str) -> str:
-            return "long " * 100
-
-    env = ObservationLimit(Long(), 50, count=len)
-    env.reset(seed=0)
-    content = env.step(call("write", text="a"))[0][0].content
-    assert "[cut: " in content and len(content) <= 50
-    record = env.trajectory
-    assert record.messages[-1].content == content == record.turns[0].results[0].content
-
-
 def test_tools_come_and_go_and_the_policy_is_told() -> None:
     @tool
     async def shout(text: str) -> str:
@@ -168,14 +149,12 @@ def test_tools_come_and_go_and_the_policy_is_told() -> None:
 
 WRAPPERS: dict[str, Any] = {
     "turns": lambda env: TurnLimit(env, 50),
-    "tokens": lambda env: TokenLimit(env, 100_000),
-    "time": lambda env: TimeBudget(env, 600.0),
+    "own": lambda env: TextLimit(env, 100_000),
     "subset": lambda env: ToolSubset(env, ["get", "add", "set", "list"]),
     "faults": lambda env: ToolFaults(env, 0.0),
-    "lengths": lambda env: ObservationLimit(env, 500),
     "schedule": lambda env: ToolSchedule(env, {}),
     "plain": ToolWrapper,
-    "stack": lambda env: ObservationLimit(ToolFaults(TurnLimit(TokenLimit(env, 10**5), 50), 0.0), 500),
+    "stack": lambda env: SystemPrompt(ToolFaults(TurnLimit(TextLimit(env, 10**5), 50), 0.0), "Be brief."),
 }
 
 
@@ -193,11 +172,11 @@ def test_a_wrapped_environment_keeps_the_contract(name: str) -> None:
 
 
 async def test_forks_of_wrapped_environments_keep_their_own_counts() -> None:
-    env = TokenLimit(Notes(), 10**6, count=len)
+    env = TextLimit(Notes(), 10**6)
     await env.areset(seed=0)
     await env.astep(call("write", text="a"))
     snapshot, replay_env, used = env.snapshot(), env.fork(), env.used
-    assert isinstance(replay_env, TokenLimit) and replay_env.env is not env.env
+    assert isinstance(replay_env, TextLimit) and replay_env.env is not env.env
     await replay_env.astep(call("write", text="b" * 100))
     assert env.used == used < replay_env.used
     await env.astep(call("write", text="c" * 50))
@@ -236,8 +215,7 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
     env.reset(seed=0)
     assert env.toolbox.names == ("get", "add") and env.step(call("get", key="a"))[3]
     arguments: dict[str, Any] = {
-        "turn_limit": {"turns": 2}, "token_limit": {"tokens": 9}, "time_budget": {"seconds": 1.0},
-        "tool_subset": {"names": ["get"]}, "tool_faults": {"rate": 0.5}, "observation_limit": {"tokens": 9},
+        "turn_limit": {"turns": 2}, "tool_subset": {"names": ["get"]}, "tool_faults": {"rate": 0.5},
         "system_prompt": {"text": "be brief"}, "gold_user": {},
     }  # fmt: skip
     assert set(arguments) == {entry.name for entry in WRAPPERS.own()}
@@ -251,17 +229,6 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
         path.write_text(f"{head}[[env.wrappers]]\n{text}\n")
         with pytest.raises(ConfigError, match=says):
             EnvRef.of(load_config(path)).build()
-
-
-def test_training_refuses_a_budget_of_wall_time() -> None:
-    """It leaves whom it cuts unscored: slowness would be a way out of a bad reward."""
-    from agentrl.config.schema import Choice, EnvConfig, TrainConfig
-    from agentrl.run.checks.rollout_checks import check_trainable
-
-    wrappers = [Choice(name="time_budget", args={"seconds": 5.0})]
-    with pytest.raises(ConfigError, match=r"env\.wrappers: time_budget .* use rollout\.episode_timeout"):
-        check_trainable(TrainConfig(env=EnvConfig(id="key_value", wrappers=wrappers)))
-    check_trainable(TrainConfig(env=EnvConfig(id="key_value")))
 
 
 def test_a_system_prompt_is_before_the_environments_own() -> None:

@@ -41,6 +41,17 @@ def rows() -> dict[str, Any]:
     return {"id": "function_calling", "params": params}
 
 
+def slow() -> dict[str, Any]:
+    """With a wrapper of the user's that goes by the clock."""
+    Path("plugins").mkdir()
+    lines = (
+        "from agentrl.env.wrappers import WRAPPERS, ToolWrapper",
+        'WRAPPERS.register("clocked", traits={"wall_clock"})(type("Clocked", (ToolWrapper,), {"__module__": __name__}))',
+    )
+    Path("plugins", "clocked.py").write_text("\n".join(lines))
+    return {"id": "key_value", "wrappers": [{"name": "clocked"}]}
+
+
 SIBLINGS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "held-out tasks": (rows, "is also trained on"),
     "a split of its own": (lambda: {"id": "key_value", "params": {"split": "heldout"}}, r"trains on the split 'train'"),
@@ -51,7 +62,7 @@ SIBLINGS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "no node with id 'nowhere'",
     ),
     "a clock in its wrappers": (
-        lambda: {"id": "key_value", "wrappers": [{"name": "time_budget", "args": {"seconds": 60}}]},
+        slow,
         "counts wall-clock time",
     ),
     "a reward for nothing": (lambda: {"id": "key_value", "reward": spec(IDLE)}, "an empty answer earns 1"),

@@ -39,7 +39,7 @@ def test_what_cannot_go_with_an_agent_is_refused_by_name(env: str, override: str
 
 
 @pytest.mark.parametrize(("env", "override"), [
-    ("service_desk", "agent.user=true"), ("key_value", 'env.wrappers=[{name="observation_limit",args={tokens=9}}]'),
+    ("service_desk", "agent.user=true"), ("key_value", 'env.wrappers=[{name="tool_subset",args={names=["get"]}}]'),
     ("key_value", 'env.wrappers=[{name="tool_faults",args={rate=0.5}}]'),
 ])  # fmt: skip
 def test_what_can_go_with_an_agent_is_not_refused(env: str, override: str) -> None:
