@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from agentrl.env.difficulty import headline  # noqa: E402
+from agentrl.contrib.suites.measures import headline  # noqa: E402
 from agentrl.utils.errors import AgentrlError  # noqa: E402
 
 RECORD = ROOT / "docs" / "floors.json"
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 def measured(only: list[str]) -> list[Row]:
     """The rows of what is there."""
-    from agentrl.cli.env import floor_of
+    from agentrl.contrib.suites.commands import floor_of
     from agentrl.env.catalog import list_envs
 
     rows: list[Row] = []

@@ -11,17 +11,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS, seed_argument, short_help
-from agentrl.utils.errors import CatalogError, ConfigError, UserError, did_you_mean
-from agentrl.utils.terminal import cell, console, folding, say
+from agentrl.utils.errors import ConfigError, UserError
+from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from agentrl.env import Options, ToolEnv
-    from agentrl.env.catalog import EnvEntry, EnvRef
+    from agentrl.env.catalog import EnvRef
     from agentrl.env.check_tools import CheckFinding, Subject
-    from agentrl.env.difficulty import DifficultyReport
-    from agentrl.env.suites import InstallRecord
 
 
 # The environment of a command
@@ -68,308 +64,12 @@ def subject_of(ref: EnvRef, reward: str | None, tasks: int = 12, fuzz: int = 500
     return Subject(ref.build, scorer, tasks, fuzz, pickle.dumps(ref), every, str(named or ""))
 
 
-# agentrl env difficulty
-
-DIFFICULTY_EPILOG = """examples:
-  agentrl env difficulty key_value calls=8                64 tasks of the split "train"
-  agentrl env difficulty tau2 --all-tasks                 every task of a benchmark, by family
-  agentrl env difficulty bfcl --split heldout --json      a row for each task
-  agentrl env difficulty workspace --tokenizer Qwen/Qwen3-0.6B     in a model's own tokens
-"""
-COLUMNS = ("calls", "turns", "user_turns", "prompt_tokens", "tool_tokens", "gold_tokens", "read_tokens", "writes")
-
-
-def add_difficulty_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.epilog, parser.formatter_class = DIFFICULTY_EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("-n", "--tasks", type=int, default=64, help="tasks (default 64)")
-    parser.add_argument("--all-tasks", action="store_true", help="every task of an environment that has an end")
-    parser.add_argument("--split", help="split of the tasks (default train; all tasks of a suite)")
-    parser.add_argument("--tokenizer", metavar="MODEL", help="count the tokens of this model (default: four bytes each)")
-    parser.add_argument("--json", action="store_true", help="one JSON object with a row for each task")
-    parser.set_defaults(run=run_difficulty)
-
-
-def run_difficulty(args: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code: 1 if no gold solution could be played."""
-    from agentrl.env.difficulty import measure_tasks
-    from agentrl.env.suites import WHOLE, SuiteEnv
-
-    if args.tasks < 1:
-        raise UserError(f"--tasks {args.tasks}: expected 1 or more")
-    ref = reference(args.env, args.params).scripted()
-    env = ref.build(scorer=None)
-    split = args.split or (WHOLE if isinstance(env.unwrapped, SuiteEnv) else "train")
-    there = env.task_count(split)
-    if args.all_tasks and there is None:
-        raise UserError(f"--all-tasks: split {split!r} of {ref.id} has no end of tasks; use --tasks N")
-    wanted = args.tasks if there is None else min(args.tasks, there)
-    report = measure_tasks(env, split, range(there if args.all_tasks and there is not None else wanted), _counter(args.tokenizer))
-    if args.json:
-        say(json.dumps({"env": env.id, **report.to_json()}))
-    else:
-        _print_difficulty(env.id, report)
-    return 0 if report.tasks else 1
-
-
-def _counter(model: str | None) -> Callable[[str], int]:
-    if model is None:
-        from agentrl.env.toolbox import estimate_tokens
-
-        return estimate_tokens
-    from agentrl.trainer.pretrained import load_tokenizer
-
-    tokenizer = load_tokenizer(model)
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _print_difficulty(env_id: str, report: DifficultyReport) -> None:
-    from agentrl.env.difficulty import SHARES
-
-    low, middle, high = (SHARES.index(share) for share in (0, 50, 100))
-    table = folding(
-        "family",
-        "tasks",
-        *COLUMNS,
-        title=f"{env_id}: gold of {len(report.tasks)} tasks of {report.split}: median (least to most)",
-    )
-    counts = report.counts()
-    for family, numbers in report.by_family().items():
-        cells = [f"{one[middle]:g} ({one[low]:g} to {one[high]:g})" for one in (numbers[name] for name in COLUMNS)]
-        table.add_row(cell(family or "-"), str(counts[family]), *cells)
-    console(highlight=False).print(table)
-    for task, reason in list(report.unplayed.items())[:4]:
-        say(f"without gold: {task}: {reason}")
-    if len(report.unplayed) > 4:
-        say(f"... and {len(report.unplayed) - 4} more (--json has all)")
-
-
-# agentrl env floor
-
-FLOOR_EPILOG = """examples:
-  agentrl env floor key_value sql                         what doing nothing earns, of 200 held-out tasks each
-  agentrl env floor bfcl                                  of every task of a benchmark, with the ids of those that pay
-  agentrl env floor tau2 domain=retail --json
-  agentrl env floor key_value --reward my_spec.json --tasks 1000
-"""
-SHOWN = 12
-
-
-def add_floor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.epilog, parser.formatter_class = FLOOR_EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("words", nargs="+", metavar="ENV|a=b", help="environments; with one, also its parameters")
-    parser.add_argument("-n", "--tasks", type=int, help="tasks (default: all of a suite, 200 of another environment)")
-    parser.add_argument("--split", help="split of the tasks (default: all tasks of a suite, heldout of another environment)")
-    parser.add_argument("--reward", help="score with this reward spec instead of the environment's own")
-    parser.add_argument("--json", action="store_true", help="one JSON array instead of tables")
-    parser.set_defaults(run=run_floor)
-
-
-def run_floor(args: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code."""
-    names = [word for word in args.words if "=" not in word]
-    params = [word for word in args.words if "=" in word]
-    if not names or (params and len(names) > 1):
-        raise UserError("agentrl env floor: give environments, or one with parameters a=b")
-    if args.tasks is not None and args.tasks < 1:
-        raise UserError(f"--tasks {args.tasks}: expected 1 or more")
-    found = [floor_of(name, params, args.reward, args.split, args.tasks) for name in names]
-    if args.json:
-        say(json.dumps(found))
-    else:
-        for one in found:
-            _print_floor(one)
-    return 0
-
-
-def floor_of(
-    name: str, params: list[str], reward: str | None = None, split: str | None = None, tasks: int | None = None
-) -> dict[str, Any]:
-    """Run `agentrl.env.difficulty.measure` on an environment. Raises UserError if it has no reward spec."""
-    from agentrl.env.difficulty import measure
-
-    ref = reference(name, params)
-    subject = subject_of(ref, reward)
-    if subject.scorer is None:
-        raise UserError(f"{name} names no reward spec, so nothing is paid; --reward SPEC scores with one")
-    return measure(subject, split, tasks)
-
-
-def _print_floor(found: dict[str, Any]) -> None:
-    from agentrl.env.difficulty import headline
-
-    every = "every task" if found["every"] else f"the first {found['tasks']} tasks"
-    version = f" {found['version']}" if found["version"] else ""
-    say(f"{found['env']}{version}: {every} of {found['split']} ({found['tasks']})")
-    for agent, one in found["agents"].items():
-        own = f", {headline(one)}" if headline(one) else ""
-        mean = "-" if one["mean"] is None else f"{one['mean']:.3f}"
-        lost = f", {one['unscored']} unscored" if one["unscored"] else ""
-        share = f"{100 * one['low']:.1f} to {100 * one['high']:.1f} %, 95 %"
-        say(f"  {agent:15} mean {mean}, paid in full on {one['paid']} ({share}){lost}{own}")
-        if one["ids"]:
-            more = f" and {len(one['ids']) - SHOWN} more (--json has all)" if len(one["ids"]) > SHOWN else ""
-            say(f"    {', '.join(one['ids'][:SHOWN])}{more}")
-
-
-# agentrl env leaks
-
-LEAKS_EPILOG = """examples:
-  agentrl env leaks bfcl holdout=tasks                    every task of a benchmark
-  agentrl env leaks bfcl holdout=tasks category=live --ngram 13 --json
-  agentrl env leaks key_value --tasks 1000                the first 1,000 tasks of each split
-"""
-
-
-def add_leaks_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.epilog, parser.formatter_class = LEAKS_EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tasks", type=int, help="tasks of each split (default: all of a suite, 200 of another environment)")
-    parser.add_argument("--ngram", type=int, default=8, metavar="N", help="words per n-gram (default 8)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    parser.set_defaults(run=run_leaks)
-
-
-def run_leaks(args: argparse.Namespace) -> int:
-    """Compare train and held-out tasks, and print; returns the exit code."""
-    from dataclasses import asdict
-
-    from agentrl.env.difficulty import counted_tasks
-    from agentrl.env.leaks import find_leaks
-
-    for option, value in (("--tasks", args.tasks), ("--ngram", args.ngram)):
-        if value is not None and value < 1:
-            raise UserError(f"{option} {value}: expected 1 or more")
-    env = reference(args.env, args.params).scripted().build(scorer=None)
-    train, heldout = (counted_tasks(env, split, args.tasks).count for split in ("train", "heldout"))
-    if not (train and heldout):
-        raise UserError(f"{env.id}: {train} training and {heldout} held-out tasks. Choose parameters with tasks of both splits.")
-    found = find_leaks(env, range(train), range(heldout), args.ngram)
-    if args.json:
-        say(json.dumps({"env": env.id, "train": train, "heldout": heldout, "leaks": [asdict(one) for one in found]}))
-        return 0
-    title = f"{env.id}: contents of {heldout} held-out tasks that one of {train} training tasks has"
-    table = folding("", "shared", "held-out tasks", "with half of theirs", "of", "example", title=title)
-    for one in found:
-        example = " | ".join(one.examples[0]) if one.examples else ""
-        name = f"{args.ngram}-grams" if one.kind == "n-grams" else one.kind
-        table.add_row(name, str(one.shared), str(one.tasks), str(one.half), str(one.of), cell(example))
-    console(highlight=False).print(table)
-    return 0
-
-
-# agentrl env install
-
-INSTALL_EPILOG = """examples:
-  agentrl env install --list                              which suites there are, and which are installed
-  agentrl env install bfcl                                from the importable package
-  agentrl env install tau2 --from ~/tau2-bench            from a checkout, which stays where it is
-  agentrl env install tau2 --remove                       forget it; the checkout stays
-"""
-
-
-def add_install_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.epilog, parser.formatter_class = INSTALL_EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("suite", nargs="?", help="its name, for example bfcl")
-    parser.add_argument("--from", dest="source", metavar="FOLDER", help="the checkout or package folder (default: the package)")
-    parser.add_argument("--list", action="store_true", help="every suite: installed or not, version, tasks")
-    parser.add_argument("--remove", action="store_true", help="delete the record of the installation")
-    parser.set_defaults(run=run_install)
-
-
-def run_install(args: argparse.Namespace) -> int:
-    """Install, list or remove; returns the exit code."""
-    if args.list:
-        return _list()
-    if args.suite is None:
-        raise UserError("agentrl env install: give a suite, or --list")
-    if args.remove:
-        from agentrl.env.suites import remove
-
-        say(f"removed: {remove(args.suite)}")
-        return 0
-    entries = suites().get(args.suite)
-    if entries is None:
-        known = list(suites())
-        listed = f"known: {', '.join(known) or 'none'}"
-        raise CatalogError(f"no suite {args.suite!r}; {did_you_mean(args.suite, known, listed)}")
-    _say(_install(entries, args.source), entries)
-    return 0
-
-
-def suites() -> dict[str, list[EnvEntry]]:
-    """The environments of each suite on the shelves."""
-    from agentrl.env.catalog import list_envs
-
-    found: dict[str, list[EnvEntry]] = {}
-    for entry in list_envs():
-        name = entry.suite.suite if entry.suite is not None else _announced_suite(entry)
-        if name is not None:
-            found.setdefault(name, []).append(entry)
-    return dict(sorted(found.items()))
-
-
-def _announced_suite(entry: EnvEntry) -> str | None:
-    """The suite of an environment that another package announces: its class says it, since its source text is not read."""
-    from agentrl.env.suites import SuiteEnv
-
-    if entry.entry_point is None:
-        return None
-    try:
-        loaded = entry.load()
-    except Exception:  # another package's code: what it raises, `agentrl env check` says
-        return None
-    return loaded.suite if isinstance(loaded, type) and issubclass(loaded, SuiteEnv) else None
-
-
-def _install(entries: list[EnvEntry], source: str | None) -> InstallRecord:
-    from agentrl.env.suites import SuiteEnv, install
-
-    classes: dict[str, type[SuiteEnv]] = {}
-    for entry in entries:
-        loaded = entry.load()
-        if not (isinstance(loaded, type) and issubclass(loaded, SuiteEnv)):
-            raise CatalogError(f"{entry.id} names a suite and is no SuiteEnv")
-        classes[entry.id] = loaded
-    return install(classes, source)
-
-
-def _say(record: InstallRecord, entries: list[EnvEntry]) -> None:
-    say(f"{record.suite} {record.version}: {record.source} ({len(record.files)} files)")
-    for env_id, splits in record.tasks.items():
-        for split, families in splits.items():
-            told = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
-            say(f"  {env_id}  {split}: {sum(families.values())} tasks" + (f" ({told})" if told else ""))
-    name = entries[0].name
-    say(f"next: agentrl env check {name}; agentrl env show {name}; agentrl eval {name} --model MODEL --split all")
-
-
-def _list() -> int:
-    from agentrl.env.suites import read_record
-
-    for name, entries in suites().items():
-        record = read_record(name)
-        ids = ", ".join(entry.id for entry in entries)
-        if record is not None:
-            tasks = sum(count for splits in record.tasks.values() for one in splits.values() for count in one.values())
-            say(f"{name}  installed {record.installed}: {record.version}, {tasks} tasks, {record.source}  ({ids})")
-        else:
-            how = f"not installed: agentrl env install {name} --from FOLDER" if entries[0].lacks_source() else "can be used"
-            say(f"{name}  {how}  ({ids})")
-    return 0
-
-
 # agentrl env
 
 ENV_EPILOG = """examples:
   agentrl env list                           which environments there are, and where they come from
   agentrl env show key_value calls=4         its parameters, tools and a sample task
   agentrl env new todo                       a working environment to start from, in envs/todo
-  agentrl env install --list                 benchmarks that can be environments (docs/benchmarks.md)
-  agentrl env difficulty workspace           how long its gold solutions are, and what they change
-  agentrl env floor key_value                what an agent that solves nothing earns in it
   agentrl env check todo                     does it fulfill the contract?
   agentrl env check --all                    the same for every environment on the shelves
   agentrl env play key_value --seed 3        be the agent yourself
@@ -380,7 +80,7 @@ ENV_EPILOG = """examples:
 """
 
 ENV_ACTION = "env "
-"""Prefix in `COMMANDS` of actions of `agentrl env`, which get the arguments of `with_env` too."""
+"""Prefix in `COMMANDS` of actions of `agentrl env`."""
 RAW = argparse.RawDescriptionHelpFormatter
 PARAMS = 'a=b: parameters of the environment, values in TOML (a bare word is a string); tool sets: tools.sets=["notes"]'
 
@@ -402,13 +102,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     )
     new.add_argument("--shelf", default=".", help="the folder that holds envs/ (default: here)")
     new.set_defaults(run=run_new)
-    add_install_arguments(actions.add_parser("install", help="a benchmark's environments, from your checkout or package of it"))
     _add_check(actions.add_parser("check", help="does it fulfill the contract? exit code 1 if it does not"))
-    add_difficulty_arguments(
-        with_env(actions.add_parser("difficulty", help="calls, turns, tokens and state writes of its gold solutions"))
-    )
-    add_floor_arguments(actions.add_parser("floor", help="what an agent that solves nothing earns in it"))
-    add_leaks_arguments(with_env(actions.add_parser("leaks", help="what its held-out tasks share with its training tasks")))
     play = with_env(actions.add_parser("play", help="be the agent, in the terminal"))
     play.add_argument("--seed", type=seed_argument, default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")
@@ -419,7 +113,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     for name in COMMANDS:
         if name.startswith(ENV_ACTION):
             COMMANDS[name](
-                with_env(actions.add_parser(name.removeprefix(ENV_ACTION), help=short_help(COMMANDS[name]), formatter_class=RAW))
+                actions.add_parser(name.removeprefix(ENV_ACTION), help=short_help(COMMANDS[name]), formatter_class=RAW)
             )
 
 

@@ -33,7 +33,7 @@ from agentrl.cluster import ray_keeper
 from agentrl.cluster.machine import check_ray_folder, guard_network, ray_folder, usable_gpus
 from agentrl.cluster.ray_parent import WARNINGS, has_parent, tell
 from agentrl.config.schema import ClusterConfig
-from agentrl.env.suites import SOURCES, recorded_sources
+from agentrl.env.address import DRIVER_SOURCES, known_sources
 from agentrl.utils.errors import ResourceError, UserError, WorkerDiedError
 from agentrl.utils.processor import PASSIVE, usable_cpus, usable_memory
 from agentrl.utils.search_path import SHIPPED
@@ -71,10 +71,10 @@ def stage_shelves(into: Path) -> str:
 def shipped_env(staged: Path) -> dict[str, str]:
     """Stage the shelves and return the workers' environment variables for them: where the copies are, and of which
     folders of the driver they are copies, so that an `EnvRef` finds the copy of its file and never the driver's path; and
-    where the driver has the sources of its suites, which are not copied."""
+    where the driver has the files of benchmarks, which are not copied."""
     path = stage_shelves(staged)
     roots = os.pathsep.join(str(root) for _, root in shipped_roots())
-    return {"AGENTRL_PATH": path, SHIPPED: roots, SOURCES: json.dumps(recorded_sources())}
+    return {"AGENTRL_PATH": path, SHIPPED: roots, DRIVER_SOURCES: json.dumps(known_sources())}
 
 
 # Whether a running cluster can be joined: found out before Ray tries, which takes a minute of log lines to say no.

@@ -1,10 +1,12 @@
-"""Environments elsewhere: where one is (`env.url`), how it is built here, and what its server says before a run."""
+"""Places outside of agentrl that environments need: servers (`env.url`), and folders with the files of benchmarks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -111,6 +113,27 @@ class RemoteProtocol:
 
 
 PROTOCOLS: Registry[type[RemoteProtocol]] = Registry("env.protocol", "PROTOCOLS", "agentrl.env")
+
+
+SOURCES: Registry[Callable[[], Mapping[str, str]]] = Registry("source", "SOURCES", "agentrl.env")
+"""Functions that return the folders of this machine with the files of benchmarks, by the benchmark's name."""
+DRIVER_SOURCES = "AGENTRL_SOURCES"
+"""Set on the workers of a cluster: `known_sources` of the driver, as JSON."""
+
+
+def known_sources() -> dict[str, str]:
+    """The folders with the files of benchmarks."""
+    return {suite: folder for name in SOURCES for suite, folder in SOURCES[name]().items()}
+
+
+def module_folder(module: str) -> Path | None:
+    """The folder of an importable top-level package, which is not imported; else None."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]).resolve() if places else None
 
 
 def token_in(variable: str, key: str) -> str:

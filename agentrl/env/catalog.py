@@ -19,7 +19,7 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 
 from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
-from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, env_request, server_card
+from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, env_request, known_sources, module_folder, server_card
 from agentrl.env.tools import Tool, ToolSet
 from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The constants of an environment class: `id = "Namespace/Name-v0"`, `reward`, `summary`; of a suite (agentrl/env/suites.py)
+    """The constants of an environment class: `id = "Namespace/Name-v0"`, `reward`, `summary`; of a suite (contrib/suites)
     also `suite`, `module` and `own`."""
 
     class_name: str
@@ -157,14 +157,12 @@ class EnvEntry:
     made: Callable[..., Any] | None = None
     """From Python: the class, or a function that returns an environment."""
     suite: Declared | None = None
-    """Of an environment of a suite (agentrl/env/suites.py): what its class says of its source."""
+    """Of an environment of a suite (contrib/suites): what its class says of its source."""
 
     def lacks_source(self) -> bool:
         """Return True if it is of a suite whose source is nowhere: not installed, no package, none of its own."""
-        from agentrl.env.suites import module_folder, recorded_sources
-
         said = self.suite
-        if said is None or said.suite is None or said.own is not None or said.suite in recorded_sources():
+        if said is None or said.suite is None or said.own is not None or said.suite in known_sources():
             return False
         return said.module is None or module_folder(said.module) is None
 

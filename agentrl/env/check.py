@@ -39,9 +39,8 @@ from agentrl.env.check_tools import (
     short_repr,
     spam,
 )
-from agentrl.env.official import played_of
+from agentrl.env.official import Benchmark, Played, played_of
 from agentrl.env.spaces import Action, sample_arguments
-from agentrl.env.suites import Played, SuiteEnv
 from agentrl.utils.errors import AgentrlError
 
 # Reset and step
@@ -413,7 +412,7 @@ def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> 
             found.values.append(score.value)
             if score.success is True:
                 found.paid.append(env.task)
-            if isinstance(inner, SuiteEnv):
+            if isinstance(inner, Benchmark):
                 found.played.append(played_of(inner, replace(env.trajectory, reward=score.value, success=score.success)))
         yield found
 

@@ -17,8 +17,7 @@ from agentrl.config.identity import changes
 from agentrl.config.schema import EnvConfig
 from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
-from agentrl.env.official import difference_with_interval, mean_with_interval, played_of
-from agentrl.env.suites import WHOLE, SuiteEnv
+from agentrl.env.official import WHOLE, Benchmark, difference_with_interval, mean_with_interval, played_of
 from agentrl.run.digests import suite_env
 from agentrl.run.outcomes import label_of, order
 from agentrl.utils.errors import ConfigError
@@ -31,7 +30,7 @@ from agentrl.utils.terminal import cell, folding
 def official(config: TrainConfig, episodes: Mapping[str, Sequence[Trajectory]], split: str) -> dict[str, Any]:
     """For each suite among the environments of `config`, whose episodes are given by name: what a report keeps as "official".
     Several environments of a suite have one table. A suite without metrics of its own has none."""
-    found: dict[str, list[tuple[SuiteEnv, Sequence[Trajectory]]]] = {}
+    found: dict[str, list[tuple[Benchmark, Sequence[Trajectory]]]] = {}
     for env in config.envs:
         suite = suite_env(EnvRef.of(alone(config, env)))
         if suite is not None and env.called in episodes:
@@ -50,12 +49,12 @@ def suite_tasks(config: TrainConfig, env: EnvConfig, split: str) -> int | None:
 
 def suite_choice(config: TrainConfig, env: EnvConfig, split: str, tasks: int) -> tuple[int, ...]:
     """Tasks of a split that `tasks` of them are, if the environment belongs to a suite that has more: spread over its kinds,
-    drawn by the run's seed (`SuiteEnv.spread`). Else none, which stands for the first ones."""
+    drawn by the run's seed (`Benchmark.spread`). Else none, which stands for the first ones."""
     suite = suite_env(EnvRef.of(alone(config, env)))
     return suite.spread(split, tasks, config.seed) if suite is not None and tasks < suite.task_count(split) else ()
 
 
-def _table(parts: Sequence[tuple[SuiteEnv, Sequence[Trajectory]]], split: str) -> dict[str, Any]:
+def _table(parts: Sequence[tuple[Benchmark, Sequence[Trajectory]]], split: str) -> dict[str, Any]:
     first = parts[0][0]
     played = [played_of(env, one) for env, episodes in parts for one in episodes]
     return {

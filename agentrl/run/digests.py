@@ -11,7 +11,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, judge_models, name_entry_in_errors, other_models
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
-from agentrl.env.suites import SuiteEnv, source_fingerprint
+from agentrl.env.official import Benchmark
 from agentrl.utils.search_path import source_digest, used_names, value_of
 
 SOURCE = "the source of "
@@ -40,7 +40,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             tools = f"{at}.tools" if own.tools is not None else "tools"
             digests |= _code(env, f"{at}.id", f"{tools}.sets") | _digests({f"{tools}.args": sorted(_named_files(env.tools.args))})
             if (suite := suite_env(env)) is not None:
-                digests[f"the files of {at}.params.source"] = source_fingerprint(suite)
+                digests[f"the files of {at}.params.source"] = suite.source_digest()
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
         if (digest := source_digest(name)) is not None:
             digests[f"{SOURCE}{name}"] = digest
@@ -64,13 +64,13 @@ def code_of(config: TrainConfig) -> list[str]:
     ]
 
 
-def suite_env(env: EnvRef) -> SuiteEnv | None:
-    """The environment, built, if it is one of a suite that is played here."""
+def suite_env(env: EnvRef) -> Benchmark | None:
+    """The environment, built, if it is one of a benchmark that is played here."""
     if env.at is not None or not (env.entry.suite or env.entry.entry_point or env.entry.made):
         return None  # its source text says that it is none
     built = env.build()
     inner = built.unwrapped
-    return inner if isinstance(inner, SuiteEnv) else None
+    return inner if isinstance(inner, Benchmark) else None
 
 
 def env_digest(env: EnvRef) -> str | None:

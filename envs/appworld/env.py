@@ -8,10 +8,11 @@ from pathlib import Path
 
 from agentrl.contrib.suites.benchmarks import calling, in_percent, whole_row
 from agentrl.contrib.suites.foreign import ForeignSuite, HeldWorld
+from agentrl.contrib.suites.suite import SuiteTask
+from agentrl.contrib.suites.tables import groups, mean_row
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, tool
-from agentrl.env.official import groups, mean_row
-from agentrl.env.suites import OfficialRow, Played, SuiteTask
+from agentrl.env.official import OfficialRow, Played
 
 SPLITS = {"train": "train", "dev": "heldout", "test_normal": "test_normal", "test_challenge": "test_challenge"}
 VARIANTS = 3  # tasks of a scenario

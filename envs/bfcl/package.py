@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from agentrl.contrib.suites.benchmarks import PackageInPlace, public_methods, read_call
+from agentrl.contrib.suites.measures import ngrams
+from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.data.trajectory import Json, Task
-from agentrl.env.leaks import ngrams
-from agentrl.env.suites import SuiteTask
 from agentrl.utils.errors import ConfigError, EnvError, members
 from agentrl.utils.search_path import user_folder
 

@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from agentrl.contrib.suites.benchmarks import import_in_place, named_if_missing
+from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.env import Tool
 from agentrl.env import copying as branch
-from agentrl.env.suites import SuiteTask
 from agentrl.utils.errors import ToolError
 
 NAMES = ("mock", "airline", "retail", "telecom")

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.contrib.suites.benchmarks import AskedUser, message_of, text_constant, two_sided_turns
+from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
+from agentrl.contrib.suites.tables import pass_hat_table
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall
-from agentrl.env.official import pass_hat_table
-from agentrl.env.suites import OfficialRow, Played, SuiteEnv, SuiteTask
+from agentrl.env.official import OfficialRow, Played
 from agentrl.env.users import ModelUser, UserModel
 from agentrl.utils.errors import known_word
 

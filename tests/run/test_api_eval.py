@@ -30,7 +30,7 @@ from agentrl.run.engine_choice import make_api_engine
 from agentrl.run.evaluate import RolloutRequest, run_rollout
 from agentrl.trainer.pretrained import init_model, load_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError, ResourceError
-from tests.env.toysuite import write_source, write_suite
+from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.rollout.loopback import Loopback, solve
 from tests.run.preflighted import preflight, with_spec
 

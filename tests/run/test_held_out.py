@@ -11,7 +11,7 @@ import pytest
 from agentrl.config.load import config_from
 from agentrl.run.checks.rollout_checks import check_held_out
 from agentrl.utils.errors import ConfigError
-from tests.env.toysuite import write_source, write_suite
+from tests.contrib.suites.toysuite import write_source, write_suite
 
 
 def check(env: Any, **more: Any) -> None:

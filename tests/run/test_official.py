@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.contrib.suites.tables import mean_row, pass_hat_rows, pass_hat_table, weighted_row
 from agentrl.data.trajectory import StopReason
-from agentrl.env.official import mean_row, mean_with_interval, pass_at_k, pass_hat_k, pass_hat_rows, pass_hat_table, weighted_row
-from agentrl.env.suites import OfficialRow, Played
+from agentrl.env.official import OfficialRow, Played, mean_with_interval, pass_at_k, pass_hat_k
 
 
 def played(task: str, sample: int, success: bool | None, family: str = "a") -> Played:

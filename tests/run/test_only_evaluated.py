@@ -15,7 +15,7 @@ from agentrl.run.checks import check_config
 from agentrl.run.plan import batches_of
 from agentrl.trainer.learner import fill_length_norm
 from agentrl.utils.errors import ConfigError, UserError
-from tests.env.toysuite import write_source, write_suite
+from tests.contrib.suites.toysuite import write_source, write_suite
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 IDLE = {"use": "calls.none", "args": {"names": ["erase"]}}

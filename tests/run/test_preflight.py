@@ -14,7 +14,7 @@ from agentrl.config import TrainConfig
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks.preflight import check_preflight
 from agentrl.utils.errors import ConfigError
-from tests.env.toysuite import write_source, write_suite
+from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.run.preflighted import preflight, with_spec
 
 DIES = [sys.executable, "-c", "import sys; sys.exit('no licence file at /etc/licence')"]

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from agentrl.contrib.suites.suite import SuiteEnv
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import find_env
-from agentrl.env.suites import Played, SuiteEnv
+from agentrl.env.official import Played
 from agentrl.utils.errors import ConfigError, EnvError
 
 PYTHON = os.environ.get("AGENTRL_APPWORLD_PYTHON")

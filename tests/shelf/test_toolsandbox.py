@@ -20,7 +20,7 @@ from agentrl.data.trajectory import StopReason, ToolResult
 from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import EnvRef, find_env
 from agentrl.env.check import check_fork
-from agentrl.env.suites import Played
+from agentrl.env.official import Played
 from agentrl.env.users import UserModel
 from agentrl.utils.errors import ConfigError
 

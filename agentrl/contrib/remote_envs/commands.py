@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from agentrl.cli.arguments import COMMANDS, seed_argument
-from agentrl.cli.env import reference
+from agentrl.cli.env import reference, with_env
 from agentrl.utils.errors import UserError
 from agentrl.utils.terminal import say
 
@@ -30,6 +30,7 @@ SERVE_EPILOG = """examples:
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """offer it, or its tools, to other programs."""
     parser.epilog = SERVE_EPILOG
+    with_env(parser)
     parser.add_argument("--mcp", action="store_true", help="its tools, as a Model Context Protocol server")
     parser.add_argument(
         "--http",

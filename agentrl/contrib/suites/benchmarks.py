@@ -19,10 +19,10 @@ from statistics import fmean, stdev
 from types import ModuleType
 from typing import Any, Self
 
+from agentrl.contrib.suites.tables import groups, left_out, mean_row
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.env.base import ToolEnv
-from agentrl.env.official import groups, left_out, mean_row
-from agentrl.env.suites import OfficialRow, Played
+from agentrl.env.official import OfficialRow, Played
 from agentrl.utils.errors import ConfigError, DependencyError
 from agentrl.utils.parsing import expression_of, module_of
 from agentrl.utils.threads import fork_safe

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.contrib.suites import foreign_main
+from agentrl.contrib.suites.suite import SuiteEnv
 from agentrl.data.trajectory import Json
-from agentrl.env.suites import SuiteEnv
 from agentrl.utils.errors import ConfigError, EnvError, within
 from agentrl.utils.parsing import read_json
 from agentrl.utils.threads import TOOLS, after_fork, fork_safe

@@ -17,7 +17,6 @@ from agentrl.env import ToolEnv
 from agentrl.env.address import PROTOCOLS
 from agentrl.env.catalog import EnvRef, ParameterError, check_ref
 from agentrl.env.spaces import run_sync
-from agentrl.env.suites import source_notes
 from agentrl.env.wrappers import WRAPPERS, ToolWrapper
 from agentrl.render.base import Renderer
 from agentrl.rollout.context import CONTEXTS
@@ -336,7 +335,7 @@ def suite_notes(config: TrainConfig) -> list[str]:
     Reads: env.
     """
     built = [suite_env(EnvRef.of(alone(config, env))) for env in config.envs]
-    return [note for env in built if env is not None for note in source_notes(env)]
+    return [note for env in built if env is not None for note in env.source_notes()]
 
 
 # Agents

@@ -22,8 +22,8 @@ from agentrl.config.schema import McpServerConfig
 from agentrl.data.trajectory import Json, Task
 from agentrl.engines.makers import api_name, is_script
 from agentrl.env.catalog import EnvRef
+from agentrl.env.official import WHOLE
 from agentrl.env.spaces import run_sync
-from agentrl.env.suites import WHOLE
 from agentrl.env.users import user_call
 from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
 from agentrl.reward import Scorer

@@ -24,7 +24,7 @@ from agentrl.contrib.suites.benchmarks import public_state, read_call
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.catalog import EnvRef, make_env
-from agentrl.env.suites import Played
+from agentrl.env.official import Played
 from agentrl.run.compare import official
 from agentrl.utils.errors import ConfigError, EnvError
 

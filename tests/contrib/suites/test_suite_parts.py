@@ -33,11 +33,12 @@ from agentrl.contrib.suites.benchmarks import (
     whole_row,
 )
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
+from agentrl.contrib.suites.suite import found_version, require_files
+from agentrl.contrib.suites.tables import groups, pass_hat_table
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env import Tool
 from agentrl.env.catalog import find_env
-from agentrl.env.official import groups, pass_hat_table
-from agentrl.env.suites import Played, found_version, require_files
+from agentrl.env.official import Played
 from agentrl.utils.errors import ConfigError, known_word, members, within
 from agentrl.utils.search_path import load_module
 

@@ -18,7 +18,7 @@ from agentrl.data.trajectory import StopReason, Task
 from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import EnvRef, find_env, find_spec
 from agentrl.env.copying import changed_texts
-from agentrl.env.suites import Played
+from agentrl.env.official import Played
 from agentrl.env.users import ScriptedUser, UserModel
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.judge import Judge, Verdict, VerdictRequest

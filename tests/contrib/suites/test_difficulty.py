@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.contrib.suites.measures import changed_paths, difficulty, measure_tasks
 from agentrl.env import Message, ToolCall
-from agentrl.env.difficulty import changed_paths, difficulty, measure_tasks
 from agentrl.env.users import ScriptedUser
+from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.env.toyenvs import Notes
-from tests.env.toysuite import write_source, write_suite
 
 
 class Told(Notes):

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import lru_cache
 from hashlib import blake2b, sha256
-from importlib.util import find_spec
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentrl.data.trajectory import Json, StopReason, Task
+from agentrl.data.trajectory import Json, Task
+from agentrl.env.address import DRIVER_SOURCES, SOURCES, module_folder
 from agentrl.env.authoring import held_out_families
-from agentrl.env.base import ToolEnv
+from agentrl.env.official import WHOLE, Benchmark
 from agentrl.utils.errors import ConfigError, TaskDataError, did_you_mean
 from agentrl.utils.files import atomic_write, file_sha256
 from agentrl.utils.parsing import read_json
@@ -33,8 +33,8 @@ from agentrl.utils.threads import fork_safe
 # `agentrl env install` writes a record to the user's folder: source, version, counts, and size, time and sha256 of the files that
 # tasks and checkers come from. An environment reads the benchmark in place; nothing of it is copied.
 
-SOURCES = "AGENTRL_SOURCES"
-"""Set on the workers of a cluster: the sources that the driver has records of, as JSON, by suite."""
+SHOWN = 6
+"""Changed files that a note names."""
 _LEFT_OUT = frozenset({"__pycache__", "node_modules"})
 
 
@@ -108,6 +108,7 @@ def write_record(record: InstallRecord) -> Path:
     return file
 
 
+@SOURCES.register("suites")
 def recorded_sources() -> dict[str, str]:
     """The source of every installed suite, for the workers of a cluster; those of the driver, if this process is a worker's."""
     folder = user_folder() / "suites"
@@ -143,16 +144,6 @@ def how_to_install(suite: str, obtain: str) -> str:
     """The commands that help if a suite's source is missing."""
     first = f"First `{obtain}`, then" if obtain else "Use"
     return f"{first} `agentrl env install {suite} --from FOLDER` (or set params.source=FOLDER for one run)"
-
-
-def module_folder(module: str) -> Path | None:
-    """The folder of an importable top-level package, which is not imported; else None."""
-    try:
-        spec = find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return Path(places[0]).resolve() if places else None
 
 
 def checkout_version(folder: Path) -> str:
@@ -228,7 +219,7 @@ def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 
 def _of_driver() -> dict[str, str]:
-    found: dict[str, str] = read_json(os.environ.get(SOURCES) or "{}")
+    found: dict[str, str] = read_json(os.environ.get(DRIVER_SOURCES) or "{}")
     return found
 
 
@@ -258,9 +249,6 @@ def _folder(suite: str, place: Path, said: str, expected: str) -> Path:
 #
 # What is general is here: where the source is, its fingerprint, splits by family, the table of official metrics.
 
-WHOLE = "all"
-"""The split that has every task: to evaluate a benchmark as a whole. It is in no `splits`, and nothing trains on it."""
-
 
 @dataclass(frozen=True, slots=True)
 class SuiteTask:
@@ -273,36 +261,7 @@ class SuiteTask:
     split: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """An episode as the official metrics see it. `sample`: its number among those of its task, 0 to k - 1; `unscored`: why it has
-    no score (an outage, say), or None."""
-
-    task_id: str
-    family: str
-    data: Mapping[str, Json] = field(repr=False)
-    sample: int
-    value: float | None
-    success: bool | None
-    stop: StopReason
-    turns: int
-    calls: int
-    unscored: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OfficialRow:
-    """A row of a benchmark's official table: `n` is what the value is a mean of, `weight` its part in the overall value (None:
-    none); `value` is None if nothing of it was scored."""
-
-    name: str
-    value: float | None
-    n: int
-    weight: float | None = None
-    note: str = ""
-
-
-class SuiteEnv(ToolEnv):
+class SuiteEnv(Benchmark):
     """Base class of suites. A subclass sets what `ToolEnv` asks for and:
 
     `suite`: the name of `agentrl env install NAME`; several classes may share one. `module`: the importable package that holds
@@ -315,7 +274,6 @@ class SuiteEnv(ToolEnv):
     All but `files` and `required` are constants of the class body, since listing reads source text and runs nothing.
     """
 
-    suite: ClassVar[str] = ""
     module: ClassVar[str | None] = None
     obtain: ClassVar[str] = ""
     own: ClassVar[str | None] = None
@@ -323,7 +281,6 @@ class SuiteEnv(ToolEnv):
     required: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str] = ""
     beside: ClassVar[frozenset[str]] = frozenset()
-    holdout: str = "families"
     host_params = frozenset({"source"})
 
     def __init__(self, *, source: str | None = None, **base: Any) -> None:
@@ -337,12 +294,6 @@ class SuiteEnv(ToolEnv):
         """The benchmark's version at a folder (see `found_version`). Raises ConfigError naming what of `required` is missing."""
         require_files(folder, cls.required)
         return found_version(folder)
-
-    @classmethod
-    def official(cls, episodes: Sequence[Played]) -> Sequence[OfficialRow]:
-        """The benchmark's own metrics with its own weights; by default none. Unscored episodes (`success` None) are counted by
-        no mean, and `n` says how many were."""
-        return ()
 
     @classmethod
     def locate(cls, source: str | None = None) -> tuple[Path, str]:
@@ -385,9 +336,8 @@ class SuiteEnv(ToolEnv):
         return Task(row.id, rng_seed, split, {"family": row.family, **row.data}, row.gold)
 
     def spread(self, split: str, count: int, seed: int = 0) -> tuple[int, ...]:
-        """The numbers of `count` tasks of a split, spread over its kinds (see `kind`): one of each kind in turn, kinds and the
-        tasks of a kind in the order of a hash of their names and of `seed`. The same for the same seed; those of a smaller count
-        are among those of a larger one. (The first ones of an author who overrides `make_task`.)"""
+        """Spread over the kinds (see `kind`): one of each kind in turn, kinds and the tasks of a kind in the order of a hash of
+        their names and of `seed`. (The first ones of an author who overrides `make_task`.)"""
         if type(self).make_task is not SuiteEnv.make_task:
             return tuple(range(count))
         kinds: dict[str, list[tuple[bytes, int]]] = {}
@@ -401,7 +351,6 @@ class SuiteEnv(ToolEnv):
         return len(self._pool().get(split, ()))
 
     def split_sizes(self) -> dict[str, dict[str, Any]]:
-        """Each split: the number of tasks, of tasks per kind, and a sha256 of the sorted ids."""
         found = {}
         for split in self.splits:
             rows = self._pool().get(split, ())
@@ -434,6 +383,29 @@ class SuiteEnv(ToolEnv):
 
     def _parameters(self) -> list[tuple[str, Any]]:
         return sorted((name, value) for name, value in self._built_with[1].items() if name not in _NO_MATTER | self.beside)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def source_notes(self) -> Sequence[str]:
+        record = self._record_of_source()
+        changed = [] if record is None else record.changes(self.files)
+        if record is None or not changed:
+            return ()
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        return (
+            f"{self.suite}: its source {self.source} is not the one installed on {record.installed} ({record.version}): "
+            f"{', '.join(changed[:SHOWN])}{more}; if that is meant: agentrl env install {self.suite} --from {self.source}",
+        )
+
+    def source_digest(self) -> str:
+        record = self._record_of_source()
+        if record is not None and not record.changes(self.files):
+            return fingerprint(record.files)
+        return fingerprint(read_files(self.source, self.files))
+
+    def _record_of_source(self) -> InstallRecord | None:
+        record = read_record(self.suite)
+        return record if record is not None and Path(record.source).resolve() == self.source else None
 
 
 def _drawn(seed: int, name: str) -> bytes:
@@ -509,29 +481,3 @@ def remove(suite: str) -> Path:
         raise ConfigError(f"{suite} is not installed: there is no {file}")
     file.unlink()
     return file
-
-
-def source_notes(env: SuiteEnv, shown: int = 6) -> Sequence[str]:
-    """Notes for a run about an environment's source: the files that changed since it was installed, by name."""
-    record = _record_of(env)
-    changed = [] if record is None else record.changes(env.files)
-    if record is None or not changed:
-        return ()
-    more = f" and {len(changed) - shown} more" if len(changed) > shown else ""
-    return (
-        f"{env.suite}: its source {env.source} is not the one installed on {record.installed} ({record.version}): "
-        f"{', '.join(changed[:shown])}{more}; if that is meant: agentrl env install {env.suite} --from {env.source}",
-    )
-
-
-def source_fingerprint(env: SuiteEnv) -> str:
-    """One digest of the files that tasks and checkers come from; by the record, if nothing changed since."""
-    record = _record_of(env)
-    if record is not None and not record.changes(env.files):
-        return fingerprint(record.files)
-    return fingerprint(read_files(env.source, env.files))
-
-
-def _record_of(env: SuiteEnv) -> InstallRecord | None:
-    record = read_record(env.suite)
-    return record if record is not None and Path(record.source).resolve() == env.source else None

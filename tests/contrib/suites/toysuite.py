@@ -8,7 +8,8 @@ from pathlib import Path
 ENV = '''
 import json
 from agentrl.env import Message, ToolCall
-from agentrl.env.suites import OfficialRow, SuiteEnv, SuiteTask
+from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
+from agentrl.env.official import OfficialRow
 from agentrl.utils.errors import ConfigError
 from agentrl.env import tool
 

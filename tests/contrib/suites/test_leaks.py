@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.contrib.suites.measures import find_leaks, ngrams
 from agentrl.data.trajectory import Task
 from agentrl.env import Message, ToolCall
-from agentrl.env.leaks import find_leaks, ngrams
+from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.env.toyenvs import Notes
-from tests.env.toysuite import write_source, write_suite
 
 PROMPTS = {
     "train": ["Add one and two to three", "Say hello"],

@@ -1,13 +1,14 @@
-"""Measure how difficult tasks are: their gold solutions, and the floor of agents that solve nothing."""
+"""Measure tasks: how long gold solutions are, what agents that solve nothing earn, what splits share."""
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from agentrl.data.trajectory import Json, Message
 from agentrl.env.base import ToolEnv
 from agentrl.env.check import Floor, floors, share_interval
 from agentrl.env.check_tools import Subject
-from agentrl.env.suites import WHOLE, SuiteEnv
+from agentrl.env.official import WHOLE, Benchmark
 from agentrl.reward.values import join
 from agentrl.utils.errors import AgentrlError
 
@@ -168,7 +169,7 @@ class Tasks:
 
 def counted_tasks(env: ToolEnv, split: str | None, most: int | None) -> Tasks:
     """Of a suite by default every task, of another environment the first `most` (200 by default) of "heldout"."""
-    suite = isinstance(env.unwrapped, SuiteEnv)
+    suite = isinstance(env.unwrapped, Benchmark)
     chosen = split or (WHOLE if suite else "heldout")
     there = env.task_count(chosen)
     wanted = most if most is not None else there if suite and there is not None else 200
@@ -192,7 +193,7 @@ def measure(subject: Subject, split: str | None = None, most: int | None = None)
     every = {task.id for floor in found for task in floor.paid}
     return {
         "env": env.id,
-        "version": inner.version if isinstance(inner, SuiteEnv) else "",
+        "version": inner.version if isinstance(inner, Benchmark) else "",
         "split": tasks.split,
         "tasks": tasks.count,
         "every": tasks.every,
@@ -210,7 +211,7 @@ def _report_row(floor: Floor, env: ToolEnv, families: Counter[str]) -> dict[str,
         **_share(len(floor.paid), len(floor.values)),
         "families": {name: [count, families[name]] for name, count in sorted(paid.items())},
         "ids": [task.id for task in floor.paid],
-        "official": [asdict(row) for row in env.official(floor.played)] if isinstance(env, SuiteEnv) else [],
+        "official": [asdict(row) for row in env.official(floor.played)] if isinstance(env, Benchmark) else [],
     }
 
 
@@ -226,3 +227,70 @@ def headline(found: Mapping[str, Any]) -> str:
     known = (row for row in rows if row["name"].startswith("overall") and row["value"] is not None)
     row = next(known, rows[0] if rows else {"value": None})
     return "" if row["value"] is None else f"{row['name']} {row['value']:.4g}"
+
+
+# Contents that training and held-out tasks share: function names, n-grams of prompts, arguments of gold calls
+
+KINDS = ("functions", "n-grams", "gold arguments")
+EXAMPLES = 5
+"""Examples that a report keeps per kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Shared contents of a kind. `shared`: different items in both splits. `tasks`: held-out tasks with a shared item, `half`:
+    with at least half of their items shared, `of`: with any item. `examples`: item, held-out task, training task."""
+
+    kind: str
+    shared: int
+    tasks: int
+    half: int
+    of: int
+    examples: list[tuple[str, str, str]] = field(repr=False)
+
+
+def find_leaks(env: ToolEnv, train: Iterable[int], heldout: Iterable[int], n: int = 8) -> list[Leak]:
+    """Compare tasks of the splits "train" and "heldout", by their seeds. `n`: words per n-gram."""
+    seen: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+    for task, items in _contents(env, "train", train, n):
+        for kind in KINDS:
+            for item in items[kind]:
+                seen[kind].setdefault(item, task)
+    held = list(_contents(env, "heldout", heldout, n))
+    return [_leak(kind, seen[kind], [(task, items[kind]) for task, items in held if items[kind]]) for kind in KINDS]
+
+
+def _leak(kind: str, seen: Mapping[str, str], held: Sequence[tuple[str, frozenset[str]]]) -> Leak:
+    shares = [(task, len(items), sorted(items & seen.keys())) for task, items in held]
+    leaks = [(task, count, common) for task, count, common in shares if common]
+    return Leak(
+        kind,
+        shared=len({item for _, _, common in leaks for item in common}),
+        tasks=len(leaks),
+        half=sum(2 * len(common) >= count for _, count, common in leaks),
+        of=len(held),
+        examples=[(common[0], task, seen[common[0]]) for task, _, common in leaks[:EXAMPLES]],
+    )
+
+
+def _contents(env: ToolEnv, split: str, seeds: Iterable[int], n: int) -> Iterator[tuple[str, dict[str, frozenset[str]]]]:
+    for seed in seeds:
+        opening, _ = env.reset(seed=seed, options={"split": split})
+        try:
+            turns = env.gold_turns(env.task)
+        except NotImplementedError:
+            turns = []
+        calls = [call for turn in turns for call in turn.tool_calls if call.arguments]
+        found = (
+            frozenset(env.toolbox.names),
+            frozenset(gram for message in opening if message.role == "user" for gram in ngrams(message.content, n)),
+            frozenset(json.dumps(call.arguments, sort_keys=True, ensure_ascii=False) for call in calls),
+        )
+        env.close()
+        yield env.task.id, dict(zip(KINDS, found, strict=True))
+
+
+def ngrams(text: str, n: int) -> set[str]:
+    """Runs of `n` words, lower case; of a shorter text all its words."""
+    words = re.findall(r"\w+", text.lower())
+    return {" ".join(words[at : at + n]) for at in range(max(len(words) - n + 1, 1))} if words else set()

@@ -12,12 +12,13 @@ import pytest
 
 from agentrl.cli.main import build_parser
 from agentrl.cluster.ray_cluster import shipped_env
+from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask, by_split, read_record, record_file
+from agentrl.env.address import DRIVER_SOURCES
 from agentrl.env.authoring import content_split, held_out_families
 from agentrl.env.catalog import EnvRef, find_env
-from agentrl.env.suites import SOURCES, SuiteEnv, SuiteTask, by_split, read_record, record_file, source_fingerprint, source_notes
 from agentrl.run.digests import suite_env
 from agentrl.utils.errors import CatalogError, ConfigError, TaskDataError, UserError
-from tests.env.toysuite import ENV, write_source, write_suite
+from tests.contrib.suites.toysuite import ENV, write_source, write_suite
 
 
 def run(*words: str) -> int:
@@ -89,7 +90,7 @@ def test_given_goes_before_the_drivers_before_the_recorded(source: Path, monkeyp
     second, third = write_source(source.parent / "second"), write_source(source.parent / "third")
     run("install", "sums", "--from", str(source))
     assert build().source == source
-    monkeypatch.setenv(SOURCES, json.dumps({"sums": str(second)}))
+    monkeypatch.setenv(DRIVER_SOURCES, json.dumps({"sums": str(second)}))
     assert build().source == second
     assert build(source=str(third)).source == third
 
@@ -100,7 +101,7 @@ def test_workers_on_other_machines_get_the_drivers_source_and_say_if_it_is_not_t
     run("install", "sums", "--from", str(source))
     shipped = shipped_env(source.parent / "staged")
     monkeypatch.setenv("AGENTRL_HOME", str(source.parent / "another_home"))
-    monkeypatch.setenv(SOURCES, shipped[SOURCES])
+    monkeypatch.setenv(DRIVER_SOURCES, shipped[DRIVER_SOURCES])
     assert build().source == source
     source.rename(source.with_name("moved"))
     with pytest.raises(ConfigError, match=r"the source on the driver's machine is '.*checkout', and there is no such folder on "):
@@ -136,17 +137,17 @@ def test_a_source_that_lacks_a_file_is_refused_by_its_name(source: Path) -> None
 def test_changed_files_are_named_and_touched_ones_are_not(source: Path) -> None:
     run("install", "sums", "--from", str(source))
     os.utime(source / "data" / "tasks.json", (1, 1))
-    assert source_notes(build()) == ()
-    before = source_fingerprint(build())
-    assert before == source_fingerprint(build(source=str(write_source(source.parent / "same"))))
+    assert build().source_notes() == ()
+    before = build().source_digest()
+    assert before == build(source=str(write_source(source.parent / "same"))).source_digest()
     (source / "data" / "tasks.json").write_text((source / "data" / "tasks.json").read_text().replace("easy0", "easy9"))
     (source / "data" / "extra.json").unlink()
     (source / "data" / "more.json").write_text("[]")
-    (note,) = source_notes(build())
+    (note,) = build().source_notes()
     assert "data/more.json is new, data/extra.json is gone, data/tasks.json was changed" in note and "1.2" in note
-    assert source_fingerprint(build()) != before
+    assert build().source_digest() != before
     other = write_source(source.parent / "other")
-    assert source_notes(build(source=str(other))) == ()
+    assert build(source=str(other)).source_notes() == ()
 
 
 def test_whole_families_are_held_out_or_the_benchmarks_own_split_is_kept(source: Path) -> None:
