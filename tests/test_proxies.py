@@ -101,10 +101,10 @@ def test_an_agent_on_this_machine_is_asked_directly(proxy: Stub, name: str) -> N
 
 def test_an_api_a_judge_and_a_user_on_this_machine_are_asked_directly(proxy: Stub, server: Stub) -> None:
     pytest.importorskip("litellm")
-    from agentrl.env.users import user_call
+    from agentrl.env.users import UserModel
     from agentrl.render.litellm_calls import load_litellm
 
-    request = user_call("openai/m", [{"role": "user", "content": "hi"}], {"api_base": server.url, "api_key": "k"})
+    request = UserModel("openai/m", {"api_base": server.url, "api_key": "k"}).request([{"role": "user", "content": "hi"}])
     answer = load_litellm().completion(**request)
     assert answer.choices[0].message.content == "hello"
     assert (proxy.seen, len(server.seen)) == ([], 1)
@@ -135,7 +135,7 @@ def test_an_error_names_the_proxy_and_the_way_around_it_but_no_password(proxy: S
 
 def test_errors_of_a_model_behind_an_api_name_the_proxy(proxy: Stub) -> None:
     pytest.importorskip("litellm")
-    from agentrl.env.users import ModelUser
+    from agentrl.contrib.users import ModelUser
     from agentrl.utils.errors import EnvError
 
     user = ModelUser(model="openai/m", api_base="http://model.example/v1", api_key="k", num_retries=0, max_retries=0)

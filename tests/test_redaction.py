@@ -17,6 +17,7 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
+from agentrl.env.sandbox import SANDBOXES
 
 from agentrl.config import to_toml
 from agentrl.config.identity import check_references, without_secrets
@@ -25,14 +26,13 @@ from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, Sandb
 from agentrl.contrib.agents.programs import Remote
 from agentrl.contrib.remote_envs.offer import EnvOffer
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of
+from agentrl.contrib.users import ModelUser, UserModel
 from agentrl.data.trajectory import Message, Task, ToolCall
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import Toolbox, ToolEnv, tool
 from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
-from agentrl.env.sandbox import SANDBOXES
-from agentrl.env.users import ModelUser, user_call
 from agentrl.render.litellm_calls import load_litellm
 from agentrl.reward.judge import Judge, VerdictRequest, judge_call
 from agentrl.rollout.engine import Sampling
@@ -375,7 +375,7 @@ async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypa
         judge._complete(load_litellm(), VerdictRequest("openai/x", ({"role": "user", "content": "a"},), {"type": "object"}, 4))
         user = ModelUser("tea", model="openai/x", api_base=base)
         assert await user.reply([Message("assistant", "hello")]) == "hi"
-        _ask(ApiModel("k", "api.base", base, user_call("openai/x", [], {"api_base": base})), 10.0)
+        _ask(ApiModel("k", "api.base", base, UserModel("openai/x", {"api_base": base}).request([])), 10.0)
     said = "Basic " + b64encode(f"me:{password}".encode()).decode()
     assert server.who == [said] * 4
     assert redact(f"{base} {said} {password}") == f"{base.replace(quote(password, safe=''), GONE)} Basic {GONE} {GONE}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.env import Message, ToolCall, ToolEnv
-from agentrl.env.users import GOLD, ModelUser
+from agentrl.env.users import GOLD, AsksModel
 from agentrl.reward.explain import explain_text
 from agentrl.utils.errors import ConfigError, EnvError, UserError, did_you_mean
 from agentrl.utils.parsing import read_json
@@ -88,7 +88,7 @@ def _begin(env: ToolEnv, seed: int, split: str, own_user: bool) -> tuple[list[Me
         return env.reset(seed=seed, options={"split": split, **({} if own_user else {"user": GOLD})})
     except ConfigError as why:
         inner = env.unwrapped
-        if own_user or not (isinstance(inner, ToolEnv) and isinstance(inner.user, ModelUser)):
+        if own_user or not (isinstance(inner, ToolEnv) and isinstance(inner.user, AsksModel)):
             raise
         raise ConfigError(f"{why}; --model-user: its model plays the user") from None
 

@@ -18,7 +18,7 @@ from agentrl.env.authoring import Forkable
 from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
 from agentrl.env.toolbox import CountTokens, estimate_tokens
-from agentrl.env.users import GOLD, ModelUser, RecordedUser, User, ask, make_call, next_step, note
+from agentrl.env.users import GOLD, AsksModel, RecordedUser, User, ask, make_call, next_step, note
 from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, place_of
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
@@ -493,7 +493,7 @@ class ToolEnv(Forkable):
 
     def _gold_user(self, task: Task) -> User | None:
         found = self.gold_user(task) or self.user
-        if isinstance(found, ModelUser):
+        if isinstance(found, AsksModel):
             raise ConfigError(
                 f"{self.id}: its user is a model, and a scripted policy plays without one; the environment needs a "
                 "gold_user(task), or parameters with which its own user is scripted"

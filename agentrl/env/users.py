@@ -1,32 +1,17 @@
-"""Simulated users, and the user's side of an episode."""
+"""The user's side of an episode, and users that say their lines; `agentrl.contrib.users` has more."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from itertools import count
-from types import MappingProxyType
 from typing import Any, Protocol
-
-import regex
 
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn, UserCall
 from agentrl.env.toolbox import Toolbox
-from agentrl.render.litellm_calls import (
-    address_arguments,
-    answer_row,
-    load_litellm,
-    read_answer,
-    request_of,
-    said_of,
-)
+from agentrl.render.litellm_calls import request_of
 from agentrl.reward.values import course_of, turn_places
-from agentrl.utils.errors import DependencyError, EnvError, UserLimitError
-from agentrl.utils.schemas import compile_pattern, within_seconds
-from agentrl.utils.threads import by_size, in_thread
+from agentrl.utils.errors import EnvError, UserLimitError
 
 # Results as messages
 
@@ -50,16 +35,8 @@ def note(record: Trajectory, turn: Turn, result: ToolResult) -> None:
 
 # Simulated users
 
-PATTERN_S = 1.0
-"""Seconds that a rule's pattern may take on what the policy said."""
-
 GOLD = "gold"
 """In place of a user in a reset's options: that of the environment's gold solution (`ToolEnv.gold_user`)."""
-
-Complete = Callable[[Sequence[Mapping[str, Any]]], Awaitable["str | Message"]]
-
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,42 +83,6 @@ class SilentUser:
         return ""
 
 
-class RuleUser:
-    """Answers by rules: the first one whose pattern is found in the policy's turn.
-
-    `rules`: (regular expression, answer); the answer None ends the episode. `otherwise`: the answer if no
-    rule matches. After `patience` of those in a row the user leaves.
-    """
-
-    def __init__(self, rules: Sequence[tuple[str, str | None]], *, otherwise: str = "I do not know.", patience: int = 3) -> None:
-        self.rules = [(compile_pattern(pattern, regex.IGNORECASE), answer) for pattern, answer in rules]
-        self.otherwise, self.patience = otherwise, patience
-        self.lost = 0
-
-    async def reply(self, conversation: Sequence[Message]) -> str | None:
-        said = conversation[-1].content
-        found = await by_size(len(said), self._first, said)
-        if found is not None:
-            self.lost = 0
-            return self.rules[found][1]
-        self.lost += 1
-        return None if self.lost > self.patience else self.otherwise
-
-    def _first(self, said: str) -> int | None:
-        """The number of the first rule that fits; one whose pattern takes longer than `PATTERN_S` does not."""
-        for number, (pattern, _) in enumerate(self.rules):
-            with contextlib.suppress(TimeoutError):
-                if within_seconds(pattern.search, said, PATTERN_S):
-                    return number
-        return None
-
-
-INSTRUCTIONS = """You play a user who talks to an assistant. Your goal and what you know:
-{goal}
-Say only what the user would say next, in one or two sentences. Reveal what you know only when asked. \
-Do not help the assistant and do not invent facts. When your goal is reached, or cannot be, say {stop}."""
-
-
 @dataclass(frozen=True, slots=True)
 class UserModel:
     """A model behind an API that plays users, as an environment names it (`ToolEnv.user_models`), so that it is asked once before
@@ -150,130 +91,17 @@ class UserModel:
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-
-class ModelUser:
-    """A language model plays the user (through litellm: any provider, or a local server by `api_base`).
-
-    It sees the conversation with the roles swapped, its own calls with their results, and never those of the policy.
-    """
-
-    def __init__(
-        self,
-        goal: str = "",
-        *,
-        model: str = "",
-        system: str | None = None,
-        stop: str | Sequence[str] = "###STOP###",
-        tools: Sequence[Mapping[str, Any]] = (),
-        complete: Complete | None = None,
-        timeout: float = 60.0,
-        seed: int | None = None,
-        **options: Any,
-    ) -> None:
-        """`system`: the whole system prompt, in place of the one that is made of `goal`. `stop`: the words, or one of several,
-        with which the model ends the conversation; a message that makes calls does not. `tools`: schemas of the user's own tools
-        (`env.user_toolbox.schemas()`). `complete` replaces litellm. `options` go to `litellm.acompletion`, as does `seed`;
-        temperature is 0 by default, and `drop_params` leaves out what the model does not take. Raises DependencyError if there is
-        neither `complete` nor litellm, ValueError without a stop word that a system prompt made of `goal` could name, and for an
-        empty one, which every text contains."""
-        if complete is None and find_spec("litellm") is None:
-            raise DependencyError("a model as user needs litellm: pip install 'agentrl[litellm]'")
-        self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(self.stops) or (system is None and not self.stops):
-            raise ValueError(f"stop = {stop!r}: expected a word with which the model ends the conversation, or several")
-        self.system = INSTRUCTIONS.format(goal=goal, stop=self.stops[0]) if system is None else system
-        self.goal, self.model, self.timeout = goal, model, timeout
-        self.tools = [dict(schema) for schema in tools]
-        self.options = {**({} if seed is None else {"seed": seed}), **options}
-        address_arguments(options.get("api_base"), "api_base")  # so that one that cannot be asked is refused now
-        self.complete = complete
-        self.came: dict[str, dict[str, Any]] = {}
-
-    async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:
-        """With a stop word it leaves, and what else it said are its last words. Raises EnvError if the model does not answer: the
-        episode is then unscored."""
-        answer = await self._complete(await self.shown(conversation))
-        said = answer if isinstance(answer, Message) else Message("user", answer)
-        if self.leaves(said):
-            text = said.content
-            for stop in self.stops:
-                text = text.replace(stop, "")
-            return Parting(text.strip()) if text.strip() else None
-        if said.tool_calls:
-            return said
-        if not said.content.strip():
-            raise EnvError(f"the model that plays the user ({self.model}) said nothing")
-        return said.content.strip()
-
-    async def shown(self, conversation: Sequence[Message]) -> list[dict[str, Any]]:
-        """The conversation that the model reads, in OpenAI's form. A benchmark with a form of its own overrides this, and may
-        set `tools`."""
-        return [{"role": "system", "content": self.system}, *turn_roles(conversation, self.came)]
-
-    def leaves(self, said: Message) -> bool:
-        """Return True if a message ends the conversation."""
-        return not said.tool_calls and any(stop in said.content for stop in self.stops)
-
-    async def _complete(self, messages: Sequence[Mapping[str, Any]]) -> str | Message:
-        if self.complete is not None:
-            return await self.complete(messages)
-        litellm = await in_thread("load", load_litellm)
-        request = user_call(self.model, messages, self.options, self.timeout, self.tools)
-        try:
-            answer = await litellm.acompletion(**request)
-        except Exception as fault:  # litellm's exceptions have no common base class
-            why = said_of(fault, request.get("api_base"))
-            raise EnvError(f"the model that plays the user ({self.model}): {why}") from fault
-        if not answer.choices:
-            raise EnvError(f"the model that plays the user ({self.model}): the response has no choices")
-        content, reasoning, calls = read_answer(answer.choices[0].message)
-        said = Message("user", content, calls, reasoning=reasoning)
-        if calls:
-            self.came[_calls_key(said)] = answer_row(self.model, answer.choices[0].message, calls)
-        return said
+    def request(
+        self, messages: Sequence[Mapping[str, Any]], timeout: float = 60.0, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """The keyword arguments of litellm's call; the temperature is 0 by default."""
+        args = {key: value for key, value in self.options.items() if key != "api_base"}
+        own = {"model": self.model, "messages": list(messages), "tools": list(tools), "timeout": timeout, "temperature": 0.0}
+        return request_of(own, args, self.options.get("api_base"), args_key="options", base_key="api_base")
 
 
-def user_call(
-    model: str,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    timeout: float = 60.0,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
-    """The keyword arguments of a call of litellm's by a user whose `options` these are; its temperature is 0 by default."""
-    args = {key: value for key, value in options.items() if key != "api_base"}
-    own = {"model": model, "messages": list(messages), "tools": list(tools), "timeout": timeout, "temperature": 0.0}
-    return request_of(own, args, options.get("api_base"), args_key="options", base_key="api_base")
-
-
-def turn_roles(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]] = NOTHING) -> list[dict[str, Any]]:
-    """The conversation as the model that plays the user gets it, in OpenAI's form: what the policy said as role "user", what the
-    user said and called as "assistant", the results of its calls as "tool"; nothing of the policy's calls. `came`: messages with
-    calls as the model wrote them, by `_called`."""
-    # Late: an environment whose user is no model needs no parser.
-    from agentrl.render.tool_calls import sendable, write_call
-
-    ids: dict[str | None, str] = {}
-    found: list[dict[str, Any]] = []
-    for message in conversation:
-        if message.role == "assistant" and message.content and not message.tool_calls:
-            found.append({"role": "user", "content": message.content})
-        elif message.role == "user" and message.tool_calls:
-            calls = [write_call(sendable(call)) for call in message.tool_calls]
-            written: dict[str, Any] = {"role": "assistant", "content": message.content or None, "tool_calls": calls}
-            row = came.get(_calls_key(message)) or written
-            ids |= {call.id: item["id"] for call, item in zip(message.tool_calls, row["tool_calls"], strict=True)}
-            found.append(dict(row))
-        elif message.role == "user" and message.content:
-            found.append({"role": "assistant", "content": message.content})
-        elif message.role == "tool" and message.tool_call_id in ids:
-            found.append({"role": "tool", "tool_call_id": ids[message.tool_call_id], "content": message.content})
-    return found
-
-
-def _calls_key(message: Message) -> str:
-    """The key of a message with calls, whatever ids these have."""
-    return json.dumps([message.content, [(call.name, call.raw) for call in message.tool_calls]])
+class AsksModel:
+    """Base class of users that ask a model, which scripted policies play without."""
 
 
 # The user's side

@@ -8,10 +8,11 @@ from typing import Any
 from agentrl.contrib.suites.benchmarks import AskedUser, message_of, text_constant, two_sided_turns
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
 from agentrl.contrib.suites.tables import pass_hat_table
+from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall
 from agentrl.env.official import OfficialRow, Played
-from agentrl.env.users import ModelUser, UserModel
+from agentrl.env.users import UserModel
 from agentrl.utils.errors import known_word
 
 from .domains import NAMES, Domain, domain, load_tasks

@@ -13,10 +13,11 @@ from agentrl.contrib.suites.benchmarks import CallsTogether, calling, message_of
 from agentrl.contrib.suites.foreign import ForeignSuite
 from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.contrib.suites.tables import groups, mean_row
+from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, Tool, ToolCall
 from agentrl.env.official import OfficialRow, Played
-from agentrl.env.users import ModelUser, ScriptedUser, UserModel
+from agentrl.env.users import ScriptedUser, UserModel
 from agentrl.utils.errors import ToolError, within
 
 log = logging.getLogger(__name__)

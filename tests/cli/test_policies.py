@@ -33,7 +33,7 @@ class Support(Phone):
 
     async def setup(self, task):
         self.done = []
-        from agentrl.env.users import ModelUser
+        from agentrl.contrib.users import ModelUser
 
         self.user = ModelUser("help", model=self.model, api_base="http://127.0.0.1:9/v1", api_key="none", max_retries=0)
 
@@ -172,7 +172,7 @@ def test_a_person_plays_with_the_gold_user_and_sees_its_calls(
     async def complete(user: Any, messages: Any) -> str:
         return "It is off."
 
-    monkeypatch.setattr("agentrl.env.users.ModelUser._complete", complete)
+    monkeypatch.setattr("agentrl.contrib.users.ModelUser._complete", complete)
     typed = iter(["line on=true", "Please press power.", "/quit", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     assert main(["env", "play", "tests/Support-v0"]) == 130

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
-from agentrl.env.users import ModelUser, RecordedUser, SilentUser, heard
+from agentrl.env.users import RecordedUser, SilentUser, heard
 from agentrl.env.wrappers import SystemPrompt
 from agentrl.reward.values import turn_places
 from agentrl.utils.errors import EnvError, ToolTimeoutError

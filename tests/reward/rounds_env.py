@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
-from agentrl.env.users import ModelUser
 from agentrl.reward import Context, Scorer, compile_spec
 from agentrl.utils.errors import ToolError
 

@@ -14,10 +14,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from agentrl.config import RolloutConfig
+from agentrl.contrib.users import RuleUser
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
 from agentrl.env import Tool, ToolEnv, tool
 from agentrl.env.toolbox import MARK, Toolbox, estimate_tokens, fit
-from agentrl.env.users import RuleUser
 from agentrl.render import base as text
 from agentrl.render import make_renderer
 from agentrl.render.base import Codec, Renderer
@@ -318,7 +318,7 @@ async def test_a_long_episode_is_scored_in_a_thread(long: str, aside: bool, monk
 
 
 def test_a_users_rule_that_never_ends_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.env.users.PATTERN_S", 0.2)
+    monkeypatch.setattr("agentrl.contrib.users.PATTERN_S", 0.2)
     user = RuleUser([("^(a|aa)+$", "letters"), ("!", "stop shouting")])
     ticks, answer = asyncio.run(ticks_during(lambda: user.reply([Message("assistant", "a" * 60 + "!")])))
     assert answer == "stop shouting" and ticks >= 8

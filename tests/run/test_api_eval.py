@@ -19,10 +19,10 @@ from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import ApiConfig, Choice, EnvConfig, InitModelConfig, TrainConfig
 from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message
 from agentrl.engines.api_models import LiteLlmEngine, Transcript, retry_after
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
-from agentrl.env.users import ModelUser
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
 from agentrl.run.display import Display
@@ -356,7 +356,8 @@ def test_one_model_of_several_environments_is_asked_once_and_each_other_too(tmp_
 
 USERS = '''
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.env.users import ModelUser, UserModel
+from agentrl.contrib.users import ModelUser
+from agentrl.env.users import UserModel
 from agentrl.env import tool
 
 

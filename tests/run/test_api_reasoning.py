@@ -13,9 +13,9 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import ApiConfig
+from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message
 from agentrl.engines.api_models import LiteLlmEngine
-from agentrl.env.users import ModelUser
 from agentrl.reward.judge import Judge, VerdictRequest
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import ConfigError, EnvError

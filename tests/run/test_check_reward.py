@@ -204,7 +204,8 @@ def test_of_several_environments_the_budget_is_of_all(tmp_path: Path, caplog: py
 
 OPENING = """
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.env.users import ModelUser, ScriptedUser, UserModel
+from agentrl.contrib.users import ModelUser
+from agentrl.env.users import ScriptedUser, UserModel
 from agentrl.env import Tool
 
 class Opens(ToolEnv):

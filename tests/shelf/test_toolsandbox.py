@@ -207,7 +207,7 @@ def test_a_model_plays_the_user_by_the_benchmarks_instruction_and_leaves_by_its_
         shown.append((list(messages), [one["function"]["name"] for one in user.tools]))
         return answers.pop(0)
 
-    monkeypatch.setattr("agentrl.env.users.ModelUser._complete", complete)
+    monkeypatch.setattr("agentrl.contrib.users.ModelUser._complete", complete)
     assert list(built(source).user_models()) == []
     options = {"complete": lambda messages: None}
     env = built(source, user="a/model", user_options=options)

@@ -110,7 +110,7 @@ SHOWN = 12
 
 @COMMANDS.register("env floor")
 def add_floor_arguments(parser: argparse.ArgumentParser) -> None:
-    """what an agent that solves nothing earns in it."""
+    """rewards of agents that solve nothing in it."""
     parser.epilog = FLOOR_EPILOG
     parser.add_argument("words", nargs="+", metavar="ENV|a=b", help="environments; with one, also its parameters")
     parser.add_argument("-n", "--tasks", type=int, help="tasks (default: all of a suite, 200 of another environment)")
@@ -178,7 +178,7 @@ LEAKS_EPILOG = """examples:
 
 @COMMANDS.register("env leaks")
 def add_leaks_arguments(parser: argparse.ArgumentParser) -> None:
-    """what its held-out tasks share with its training tasks."""
+    """contents that its held-out tasks share with its training tasks."""
     parser.epilog = LEAKS_EPILOG
     with_env(parser)
     parser.add_argument("--tasks", type=int, help="tasks of each split (default: all of a suite, 200 of another environment)")

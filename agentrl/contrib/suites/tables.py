@@ -1,7 +1,7 @@
 """Rows of a benchmark's official table, for `SuiteEnv.official`.
 
-A task counts once, whatever the number of its samples. What is unscored (an outage, say) is in no mean, and the row's note says
-how many episodes that are: official tools differ there, and count what did not run as wrong or not at all.
+A task counts once, whatever the number of its samples. Unscored episodes (an outage, say) are in no mean, and the row's note
+says how many there are: official tools differ there, and count such episodes as wrong or not at all.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from agentrl.engines.makers import api_name, is_script
 from agentrl.env.catalog import EnvRef
 from agentrl.env.official import WHOLE
 from agentrl.env.spaces import run_sync
-from agentrl.env.users import user_call
 from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
 from agentrl.reward import Scorer
 from agentrl.reward.judge import JudgeLeaf, VerdictRequest, judge_call, own_name
@@ -151,7 +150,7 @@ def _users(config: TrainConfig) -> Iterator[ApiModel]:
     key, own = f"the user of environment {config.envs[0].called!r}", {"temperature": "the option `temperature` of its model"}
     with closing(ref.build()) as built:
         for user in built.user_models():
-            base, request = user.options.get("api_base"), {**user_call(user.model, [QUESTION], user.options), **ONCE}
+            base, request = user.options.get("api_base"), {**user.request([QUESTION]), **ONCE}
             yield ApiModel(key, "its api_base", base, request, "the options of its model", user.options, own)
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from agentrl.contrib.users import ModelUser, RuleUser
 from agentrl.data.trajectory import Message, StopReason
 from agentrl.env import Task
-from agentrl.env.users import ModelUser, RuleUser, ScriptedUser, User
+from agentrl.env.users import ScriptedUser, User
 from agentrl.utils.errors import EnvError
-
-sys.path.insert(0, str(Path(__file__).parent))
 from tests.env.toyenvs import Notes, call
 
 
