@@ -19,8 +19,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxProvider, SandboxSpec
 from agentrl.env.catalog import make_env
-from agentrl.env.sandbox import SANDBOXES, SandboxProvider, SandboxSpec
 
 OWN = ("local", "bubblewrap")
 

@@ -17,7 +17,6 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
-from agentrl.env.sandbox import SANDBOXES
 
 from agentrl.config import to_toml
 from agentrl.config.identity import check_references, without_secrets
@@ -25,6 +24,7 @@ from agentrl.config.load import config_from, load_config
 from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
 from agentrl.contrib.agents.programs import Remote
 from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.contrib.sandboxes.contract import SANDBOXES
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of
 from agentrl.contrib.users import ModelUser, UserModel
 from agentrl.data.trajectory import Message, Task, ToolCall

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from agentrl.contrib.sandboxes.contract import ExecResult, SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.data.trajectory import Json
 from agentrl.env import tool
-from agentrl.env.sandbox import ExecResult, SandboxSpec
 from agentrl.utils.errors import ResourceError, ToolError
 
 from .files import Files

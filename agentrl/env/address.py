@@ -1,4 +1,4 @@
-"""Places outside of agentrl that environments need: servers (`env.url`), and folders with the files of benchmarks."""
+"""Places that environments need: servers (`env.url`), sandboxes, and folders with the files of benchmarks."""
 
 from __future__ import annotations
 
@@ -114,6 +114,19 @@ class RemoteProtocol:
 
 PROTOCOLS: Registry[type[RemoteProtocol]] = Registry("env.protocol", "PROTOCOLS", "agentrl.env")
 
+
+SANDBOXES: Registry[Callable[..., Any]] = Registry(
+    "env.sandbox.provider",
+    "SANDBOXES",
+    "agentrl.env",
+    traits={
+        "images": "runs a container image, so a task that needs one can run",
+        "lasting": "a process that a command leaves in the background goes on until the sandbox stops",
+        "alone": "can forbid Python code to start any process (`SandboxSpec.processes`)",
+        "remote": "runs on other machines, so it needs a key and costs money",
+    },
+)
+"""Providers of sandboxes (`agentrl.contrib.sandboxes`), in which environments run the policy's commands."""
 
 SOURCES: Registry[Callable[[], Mapping[str, str]]] = Registry("source", "SOURCES", "agentrl.env")
 """Functions that return the folders of this machine with the files of benchmarks, by the benchmark's name."""

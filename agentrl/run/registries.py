@@ -19,7 +19,7 @@ REGISTRIES = {
     "algorithm.loss": ("agentrl.trainer.algorithms.losses", "POLICY_LOSSES"),
     "callbacks": ("agentrl.run.callbacks", "CALLBACKS"),
     "engine": ("agentrl.rollout.engine", "ENGINES"),
-    "env.sandbox.provider": ("agentrl.env.sandbox", "SANDBOXES"),
+    "env.sandbox.provider": ("agentrl.env.address", "SANDBOXES"),
     "env.wrappers": ("agentrl.env.wrappers", "WRAPPERS"),
     "model.engine": ("agentrl.trainer.train_engine", "TRAIN_ENGINES"),
     "rollout.accept": ("agentrl.rollout.collector", "FILTERS"),

@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, Sandbox
 from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask, by_split, checkout_version
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, tool
-from agentrl.env.sandbox import SANDBOXES, ExecResult, Sandbox
 from agentrl.utils.errors import ConfigError, EnvError, ToolError
 
 from .tasks import LONGEST, HarborTask, read_tasks, resolved

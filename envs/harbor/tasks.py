@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from agentrl.env.sandbox import SandboxSpec
+from agentrl.contrib.sandboxes.contract import SandboxSpec
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.parsing import toml_table
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, Sandbox, SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
-from agentrl.env.sandbox import SANDBOXES, ExecResult, Sandbox, SandboxSpec
 from agentrl.utils.errors import ConfigError
 
 from .files import keep_files

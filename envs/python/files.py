@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.env.sandbox import FileInfo, Sandbox
+from agentrl.contrib.sandboxes.contract import FileInfo, Sandbox
 
 MOST, DEEPEST, NAMED = 32, 4, 20
 

@@ -130,7 +130,7 @@ def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(
 
 PROVIDER = """
 from agentrl.contrib.sandboxes.local import LocalProvider, LocalSandbox
-from agentrl.env.sandbox import SANDBOXES, SandboxProvider
+from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxProvider
 @SANDBOXES.register('mine')
 class Mine(%s):
     name = 'mine'

@@ -19,13 +19,13 @@ from agentrl.config import TrainConfig
 from agentrl.config.load import load_config, with_absolute_paths
 from agentrl.config.schema import ToolsConfig
 from agentrl.contrib.sandboxes import bubblewrap, local
+from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxProvider
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of, sandbox_config
 from agentrl.data.trajectory import ToolResult
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.env.catalog import EnvRef, find_tools, load_set
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
-from agentrl.env.sandbox import SANDBOXES, SandboxProvider
 from agentrl.env.spaces import run_sync
 from agentrl.reward import compile_spec
 from agentrl.run.digests import contents_of

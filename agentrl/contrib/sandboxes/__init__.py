@@ -1,5 +1,13 @@
-"""Sandboxes run the commands of a policy; `agentrl.env.sandbox` has the contract."""
+"""Sandboxes run the commands of a policy; `contract` has the interface."""
 
+from agentrl.contrib.sandboxes.contract import (
+    SANDBOXES,
+    ExecResult,
+    FileInfo,
+    Sandbox,
+    SandboxProvider,
+    SandboxSpec,
+)
 from agentrl.contrib.sandboxes.sandbox_pool import (
     HeldSandbox,
     SandboxPool,
@@ -8,14 +16,6 @@ from agentrl.contrib.sandboxes.sandbox_pool import (
     provider_of,
     require,
     sandbox_config,
-)
-from agentrl.env.sandbox import (
-    SANDBOXES,
-    ExecResult,
-    FileInfo,
-    Sandbox,
-    SandboxProvider,
-    SandboxSpec,
 )
 
 __all__ = [

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+from agentrl.contrib.sandboxes.contract import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
 from agentrl.contrib.sandboxes.jail import (
     ALLOW,
     ANY_BIT,
@@ -36,7 +37,6 @@ from agentrl.contrib.sandboxes.jail import (
 )
 from agentrl.contrib.sandboxes.local import READABLE, Folder, FolderProvider, FolderSandbox, package_folders
 from agentrl.contrib.sandboxes.process_group import Watched, run_group
-from agentrl.env.sandbox import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 

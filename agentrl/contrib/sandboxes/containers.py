@@ -19,8 +19,7 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
-from agentrl.contrib.sandboxes.process_group import Ended, Watched, kill_group, run_group
-from agentrl.env.sandbox import (
+from agentrl.contrib.sandboxes.contract import (
     SANDBOXES,
     Command,
     ExecResult,
@@ -31,6 +30,7 @@ from agentrl.env.sandbox import (
     missing,
     too_large,
 )
+from agentrl.contrib.sandboxes.process_group import Ended, Watched, kill_group, run_group
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 

@@ -20,8 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.contrib.sandboxes.process_group import Ended, Watched, run_group
-from agentrl.env.sandbox import (
+from agentrl.contrib.sandboxes.contract import (
     NOTEBOOK,
     SANDBOXES,
     Command,
@@ -33,6 +32,7 @@ from agentrl.env.sandbox import (
     missing,
     too_large,
 )
+from agentrl.contrib.sandboxes.process_group import Ended, Watched, run_group
 from agentrl.utils.errors import ConfigError, ResourceError, SandboxError
 from agentrl.utils.threads import in_thread
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from agentrl.env.sandbox import End, ExecResult
+from agentrl.contrib.sandboxes.contract import End, ExecResult
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 

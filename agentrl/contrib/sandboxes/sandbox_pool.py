@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from agentrl.config.schema import SandboxConfig
 from agentrl.contrib.sandboxes import bubblewrap
+from agentrl.contrib.sandboxes.contract import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.contrib.sandboxes.local import require_kernel
-from agentrl.env.sandbox import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError, SandboxError, hint_text
 from agentrl.utils.redaction import resolve_references
 

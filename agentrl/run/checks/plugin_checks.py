@@ -19,7 +19,6 @@ from agentrl.config import Choice, TrainConfig
 from agentrl.config.envs import alone
 from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
 from agentrl.engines.weights.base import Route
-from agentrl.env.sandbox import SANDBOXES, ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.rollout.context import Moment
 from agentrl.rollout.engine import EngineMaker
 from agentrl.rollout.mixtures import EnvOutcome
@@ -39,6 +38,9 @@ SAMPLED = [False, True, True, False, False, True]
 
 UNCALLED = ("engine", "model.engine", "weights.route", "trackers")
 """Keys of classes that start processes: only their form is checked."""
+
+TRIALS: Registry[Callable[[Any, Choice], None]] = Registry("trial", "TRIALS", "agentrl.run.checks.plugin_checks")
+"""Trials of components that a folder of `agentrl.contrib` defines, by config key. Each gets the component and its choice."""
 
 
 class TrialError(Exception):
@@ -81,8 +83,9 @@ def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | 
         one = alone(config, env)
         if env.advantage is not None:
             yield "env.advantage", env.advantage, partial(_advantage, one.rollout.group_size)
-        if env.sandbox is not None:
-            yield "env.sandbox.provider", Choice(name=env.sandbox.provider, args=env.sandbox.args), _sandbox
+        if env.sandbox is not None and "env.sandbox.provider" in TRIALS:
+            choice = Choice(name=env.sandbox.provider, args=env.sandbox.args)
+            yield "env.sandbox.provider", choice, TRIALS["env.sandbox.provider"]
         yield "env.sampler", env.sampler, _sampler
         yield "rollout.context", one.rollout.context, partial(_context, one)
 
@@ -109,14 +112,15 @@ def _try(key: str, registry: Registry[Any], choice: Choice, trial: Callable[[Any
         torch.set_rng_state(states[2])
 
 
-def _expect(kind: type, answer: Any) -> None:
+def expect_type(kind: type, answer: Any) -> None:
+    """Raise TrialError for an answer of another type."""
     if not isinstance(answer, kind):
         raise TrialError(f"returned {answer!r:.60}, expected {kind.__name__}")
 
 
 def _check_column(name: str, column: Any, mask: Tensor) -> None:
     """Raise TrialError unless a column has a finite number for each sampled token, and room for the others."""
-    _expect(Tensor, column)
+    expect_type(Tensor, column)
     if column.shape != mask.shape or not column.is_floating_point():
         found = f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}"
         raise TrialError(f"returned {name} {found}, expected floating point numbers {list(mask.shape)}, one per token")
@@ -155,7 +159,7 @@ def _advantage(group_size: int, estimate: Any, choice: Choice) -> None:
         terms=reward[:, None].repeat(1, len(choice.args["terms"])) if "terms" in needs else None,
         anchors=anchors_of(torch.arange(len(mask)) % len(TURNS), mask, offsets) if "anchors" in needs else None,
     )
-    _expect(AdvantageOutput, answer := estimate(made))
+    expect_type(AdvantageOutput, answer := estimate(made))
     _check_column("advantages", answer.advantages, mask)
     if answer.returns is not None:
         _check_column("returns", answer.returns, mask)
@@ -166,7 +170,7 @@ def _loss(loss: Any, choice: Choice) -> None:
     logprobs, old, behaviour, advantages = _logprobs(mask)
     logprobs.requires_grad_()
     picked = mask & (torch.arange(len(mask)) % 2 == 0) if "picked" in _declared_needs("algorithm.loss", choice.name) else None
-    _expect(LossOutput, answer := loss(LossInput(logprobs, old, behaviour, advantages, mask, offsets, picked)))
+    expect_type(LossOutput, answer := loss(LossInput(logprobs, old, behaviour, advantages, mask, offsets, picked)))
     _check_column("a loss", answer.loss, mask)
     for name, column in answer.metrics.items():
         _check_column(f"the metric {name}", column, mask)
@@ -213,32 +217,12 @@ def _class(kind: type, made: Any, choice: Choice) -> None:
         raise TrialError(f"lacks {', '.join(missing)}, which {kind.__name__} demands")
 
 
-def _sandbox(make: Any, choice: Choice) -> None:
-    """A command and a file of a sandbox that starts here; one on other machines costs money, and is not started."""
-    _expect(SandboxProvider, provider := make())
-    if (reason := provider.unavailable()) is not None:
-        return _expect(str, reason)  # the check of environments says it
-
-    async def use() -> None:
-        _expect(Sandbox, sandbox := await provider.start(SandboxSpec()))
-        try:
-            _expect(ExecResult, await sandbox.exec(["true"]))
-            await sandbox.write({"a": b"text"})
-            if (content := await sandbox.read("a")) != b"text":
-                raise TrialError(f"reads {content!r:.60} from a file, expected b'text', which was written")
-        finally:
-            await sandbox.stop()
-
-    if "remote" not in SANDBOXES.entry(choice.name).traits:
-        asyncio.run(use())
-
-
 def _sampler(make: Any, choice: Choice) -> None:
     sampler, again = make(), make()
     for one in (sampler, again):
         if one.wants() is not None:
             one.use(range(8))
-    _expect(TaskChoice, chosen := sampler.choose(0, 0))
+    expect_type(TaskChoice, chosen := sampler.choose(0, 0))
     sampler.observe([GroupOutcome(0, chosen.bucket, 0.5)])
     again.load(json.loads(json.dumps(sampler.state())))
     _check_numbers("metrics", sampler.metrics())
@@ -276,4 +260,4 @@ def _context(one: TrainConfig, make: Any, choice: Choice) -> None:
     for tokens in (len(talk), most):
         answer = asyncio.run(policy.rewrite(Moment(talk, 1, tokens, one.rollout.max_turn_tokens, most, ask)))
         for message in () if answer is None else answer:
-            _expect(Message, message)
+            expect_type(Message, message)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.contrib.sandboxes.local import FolderSandbox
-from agentrl.env.sandbox import SANDBOXES, ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.utils.errors import ConfigError, SandboxError
 
 FILES = {"a.txt": b"one\n", "in/deep/b.bin": bytes(range(256))}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.contrib.sandboxes import bubblewrap
-from agentrl.env.sandbox import ExecResult, SandboxSpec
+from agentrl.contrib.sandboxes.contract import ExecResult, SandboxSpec
 
 REASON = bubblewrap.unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no bubblewrap here: {REASON}")

@@ -16,8 +16,8 @@ from agentrl.config.schema import SandboxConfig
 from agentrl.contrib.sandboxes import bubblewrap, local
 from agentrl.contrib.sandboxes import sandbox_pool as choice
 from agentrl.contrib.sandboxes import sandbox_pool as reach
+from agentrl.contrib.sandboxes.contract import SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of, require, sandbox_config
-from agentrl.env.sandbox import SandboxSpec
 from agentrl.utils.errors import ResourceError
 
 BWRAP = shutil.which("bwrap")

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.env.sandbox import SANDBOXES, ExecResult, SandboxSpec
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, SandboxSpec
 from tests.conftest import proof
 
 

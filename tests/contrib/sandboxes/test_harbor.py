@@ -13,6 +13,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.contrib.sandboxes.bubblewrap import BubblewrapSandbox
+from agentrl.contrib.sandboxes.contract import SANDBOXES
 from agentrl.contrib.sandboxes.local import LocalSandbox
 from agentrl.contrib.suites.suite import read_record
 from agentrl.data.trajectory import StopReason
@@ -21,7 +22,6 @@ from agentrl.env.authoring import held_out_families
 from agentrl.env.catalog import find_env, make_env
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
-from agentrl.env.sandbox import SANDBOXES
 from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import ConfigError, SandboxError, TaskDataError
 from agentrl.utils.search_path import load_module

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from agentrl.contrib.sandboxes import local
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, SandboxSpec
 from agentrl.contrib.sandboxes.process_group import Watched, run_group
 from agentrl.env.catalog import find_env
-from agentrl.env.sandbox import SANDBOXES, ExecResult, SandboxSpec
 from agentrl.utils.errors import EnvError, ResourceError
 from agentrl.utils.search_path import load_module
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentrl.contrib.sandboxes.contract import SANDBOXES
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import make_env
-from agentrl.env.sandbox import SANDBOXES
 from tests.conftest import proof
 from tests.contrib.sandboxes.test_providers import tiny_image
 

@@ -15,10 +15,10 @@ from agentrl.config.load import config_from
 from agentrl.config.schema import SandboxConfig
 from agentrl.contrib.sandboxes import sandbox_pool as handle_module
 from agentrl.contrib.sandboxes import sandbox_pool as pool_module
+from agentrl.contrib.sandboxes.contract import ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, SandboxPool, pool_of, preferred_provider
 from agentrl.env import Message, Task, ToolEnv
 from agentrl.env.catalog import EnvRef
-from agentrl.env.sandbox import ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.rollout.deadlines import Waits, Watch
 from agentrl.utils.errors import CatalogError, ConfigError, SandboxError
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl.env.sandbox import SANDBOXES, SandboxSpec
+from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxSpec
 from tests.conftest import proof
 from tests.contrib.sandboxes.contract import Contract
 

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from agentrl.contrib.sandboxes import local
-from agentrl.env.sandbox import SANDBOXES, ExecResult, SandboxSpec
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, SandboxSpec
 from tests.conftest import proof
 
 CODE = SandboxSpec(cpu_s=5, memory=512 << 20, processes=False, workdir="/")

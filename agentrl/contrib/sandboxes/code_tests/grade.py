@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.contrib.sandboxes.code_tests.runner import BEGUN
+from agentrl.contrib.sandboxes.contract import ExecResult, SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import require, sandbox_config
 from agentrl.data.trajectory import Json
-from agentrl.env.sandbox import ExecResult, SandboxSpec
 from agentrl.reward.leaf import LEAVES, REF, Args, Context, Leaf, Reading, View, object_schema, or_ref
 from agentrl.reward.values import UnscorableError, brief
 from agentrl.utils.errors import DependencyError, SandboxError

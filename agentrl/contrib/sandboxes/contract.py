@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 import posixpath
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from agentrl.env.address import SANDBOXES
 from agentrl.utils.errors import ConfigError, SandboxError
-from agentrl.utils.registry import Registry
 
 Network = Literal["none", "all"]
 End = Literal["ok", "error", "cpu", "wall", "disk", "output", "processes", "killed"]
@@ -204,19 +204,6 @@ class SandboxProvider(ABC):
         for field_name, reason in words.items():
             if (value := getattr(spec, field_name)) != getattr(default, field_name):
                 raise ConfigError(f'sandbox provider "{self.name}": {field_name} = {value!r}: {reason}')
-
-
-SANDBOXES: Registry[Callable[..., SandboxProvider]] = Registry(
-    "env.sandbox.provider",
-    "SANDBOXES",
-    "agentrl.env.sandbox",
-    traits={
-        "images": "runs a container image, so a task that needs one can run",
-        "lasting": "a process that a command leaves in the background goes on until the sandbox stops",
-        "alone": "can forbid Python code to start any process (`SandboxSpec.processes`)",
-        "remote": "runs on other machines, so it needs a key and costs money",
-    },
-)
 
 
 def missing(path: str) -> FileNotFoundError:
