@@ -232,7 +232,8 @@ def _leaf_argument(name: str, schema: Mapping[str, Any]) -> str:
 # -- Python ----------------------------------------------------------------------------------------
 
 ROOMS = (
-    "agentrl", "agentrl.env", "agentrl.env.copying", "agentrl.env.tools", "agentrl.reward", "agentrl.trainer.algorithms",
+    "agentrl", "agentrl.env", "agentrl.contrib.toolkit.branches", "agentrl.env.tools", "agentrl.reward",
+    "agentrl.trainer.algorithms",
     "agentrl.trainer.algorithms.base", "agentrl.render", "agentrl.contrib.sandboxes", "agentrl.data.rows", "agentrl.env.catalog",
     "agentrl.config",
     "agentrl.data.trajectory", "agentrl.utils.errors",

@@ -1,4 +1,4 @@
-"""Memory of episodes that each have a database of their own: a deep copy each, or a branch each (`agentrl.env.copying`).
+"""Memory of episodes that each have a database of their own: a deep copy each, or a branch each (contrib/toolkit/branches.py).
 
     python benchmarks/episode_memory.py [--episodes 256] [--mb 3.0] [--copies 32]
 
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.env.copying import branch, changes
+from agentrl.contrib.toolkit.branches import branch, changes
 
 AIM_MB = 1000.0
 

@@ -19,10 +19,9 @@ import pytest
 
 from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.suites import benchmarks as inplace
-from agentrl.contrib.suites import foreign
+from agentrl.contrib.suites import foreign, suite
+from agentrl.contrib.toolkit import branches as branch
 from agentrl.data.trajectory import Message, ToolCall
-from agentrl.env import copying as branch
-from agentrl.env import suites as suite
 from agentrl.env.catalog import make_env
 from agentrl.env.spaces import MessagesSpace, ToolCallSpace
 from agentrl.render import litellm_calls

@@ -14,8 +14,8 @@ from typing import Any
 
 from agentrl.contrib.suites.benchmarks import import_in_place, named_if_missing
 from agentrl.contrib.suites.suite import SuiteTask
+from agentrl.contrib.toolkit import branches as branch
 from agentrl.env import Tool
-from agentrl.env import copying as branch
 from agentrl.utils.errors import ToolError
 
 NAMES = ("mock", "airline", "retail", "telecom")

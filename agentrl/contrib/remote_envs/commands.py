@@ -64,7 +64,7 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serve until the client goes away or Ctrl-C; returns the exit code."""
     ref = reference(args.env, args.params)
     if args.mcp:
-        from agentrl.env.mcp import serve_mcp
+        from agentrl.contrib.remote_envs.mcp_server import serve_mcp
 
         serve_mcp(ref.build(), seed=args.seed, split=args.split, port=args.http)
         return 0

@@ -14,10 +14,10 @@ import pytest
 
 from agentrl.config.schema import ToolsConfig
 from agentrl.contrib.suites.benchmarks import import_in_place, text_constant
+from agentrl.contrib.toolkit.branches import changed_texts
 from agentrl.data.trajectory import StopReason, Task
 from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import EnvRef, find_env, find_spec
-from agentrl.env.copying import changed_texts
 from agentrl.env.official import Played
 from agentrl.env.users import ScriptedUser, UserModel
 from agentrl.reward import Context, compile_spec

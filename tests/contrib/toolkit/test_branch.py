@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from agentrl.contrib.toolkit.branches import BranchDict, branch, changes, looking
 from agentrl.data.trajectory import Task
-from agentrl.env.copying import BranchDict, branch, changes, looking
 
 from tests.env.toyenvs import Notes  # isort: skip
 

@@ -1,0 +1,258 @@
+"""Copies of a large state that share with it all that an episode does not touch.
+
+A database of 3 MB of JSON takes some 10 MB as Python objects, and as much again for each episode that copies it. `branch` gives
+an episode a copy that is a dictionary or list of its own, but whose parts are copied only as the episode reads them, each at
+its own level: a row that nobody looks at is shared by all episodes of the process. Large tables are best dictionaries: a list
+that is read is copied with the first level of each of its items.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import is_dataclass
+from datetime import date, datetime
+from enum import Enum
+from threading import RLock
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel
+
+from agentrl.data.trajectory import Json
+from agentrl.reward.values import join
+from agentrl.utils.parsing import in_json
+from agentrl.utils.threads import fork_safe
+
+T = TypeVar("T")
+
+_UNSHARED = frozenset({str, int, float, bool, type(None), bytes, date, datetime})
+# Tools run in threads: two that read the same part for the first time must get the same copy of it.
+_LOCK = fork_safe(RLock())
+_LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
+
+
+def branch(base: T) -> T:
+    """A copy of `base` that may be changed freely; `base` itself must not change from then on.
+
+    `base` is a tree of dictionaries, lists, pydantic models and dataclasses (what stands in it at two places becomes two things);
+    anything else in it is deep-copied when it is first read. The copy is a `dict` or a `list` by its methods and by
+    `isinstance`, and its own copies (`copy.deepcopy`, a fork or a snapshot of an environment) share with `base` what it shares.
+    """
+    made: Any = _branch(base)
+    return made  # type: ignore[no-any-return]
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Inside, reads of a branch are not copied: for code that changes nothing of what it reads and keeps none of it,
+    such as a scan over all rows."""
+    token = _LOOKING.set(True)
+    try:
+        yield
+    finally:
+        _LOOKING.reset(token)
+
+
+def _branch(base: Any) -> Any:
+    kind = type(base)
+    if kind in _UNSHARED or isinstance(base, Enum):
+        return base
+    if kind is dict:
+        return BranchDict(base)
+    if kind is list:
+        # All items at once: C code (heapq, pydantic's validators) reads a list past any methods, and changes what it finds.
+        return [_branch(item) for item in base]
+    if kind is tuple:
+        return tuple(map(_branch, base))
+    return _object(base) if _is_record(base) else copy.deepcopy(base)
+
+
+def _is_record(value: Any) -> bool:
+    """Return True if all of an object is in its attributes. Not if its class has a way of its own to be copied."""
+    if isinstance(value, BaseModel):
+        return True
+    kind = type(value)
+    return is_dataclass(kind) and hasattr(value, "__dict__") and not hasattr(kind, "__deepcopy__")
+
+
+def _object(base: Any) -> Any:
+    made = copy.copy(base)
+    for parts in (made.__dict__, *(getattr(made, name, None) or {} for name in ("__pydantic_extra__", "__pydantic_private__"))):
+        parts.update({name: _branch(part) for name, part in parts.items()})
+    return made
+
+
+class _Values(ValuesView[Any]):
+    _mapping: BranchDict
+
+    def __reversed__(self) -> Iterator[Any]:
+        return (self._mapping[key] for key in reversed(self._mapping))
+
+
+class _Items(ItemsView[Any, Any]):
+    _mapping: BranchDict
+
+    def __reversed__(self) -> Iterator[tuple[Any, Any]]:
+        return ((key, self._mapping[key]) for key in reversed(self._mapping))
+
+
+class BranchDict(dict[Any, Any]):
+    """A dictionary whose values are another's until they are read; see `branch`."""
+
+    # What C code reads past these methods (a serializer) is complete, and partly the shared values: it only reads.
+    __slots__ = ("_base", "_own")
+
+    def __init__(self, base: dict[Any, Any]) -> None:
+        super().__init__(base)
+        self._base = base
+        self._own: set[Any] = set()
+
+    def may_differ(self, base: dict[Any, Any]) -> Iterable[Any]:
+        """The keys whose values may be others than in `base`: all of them if it is no branch of that very dictionary."""
+        return self._own if self._base is base else list(self)
+
+    def _value(self, key: Any, value: Any) -> Any:
+        if type(value) in _UNSHARED or _LOOKING.get():
+            return value
+        if key in self._own:
+            return super().get(key, value)  # another thread may have made it the branch's own since `value` was read
+        with _LOCK:
+            if key not in self._own:
+                super().__setitem__(key, _branch(value))
+                self._own.add(key)
+            return super().__getitem__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._value(key, super().__getitem__(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._value(key, super().get(key, default)) if key in self else default
+
+    # Overridden, so that dict(x), {**x} and update(x) read by key, as Python code does.
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return super().values() if _LOOKING.get() else _Values(self)
+
+    def items(self) -> ItemsView[Any, Any]:  # type: ignore[override]
+        return super().items() if _LOOKING.get() else _Items(self)
+
+    def copy(self) -> dict[Any, Any]:
+        return {key: self[key] for key in self}
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | dict(other) if isinstance(other, dict) else NotImplemented
+
+    def __ror__(self, other: Any) -> Any:
+        return dict(other) | self.copy() if isinstance(other, dict) else NotImplemented
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with _LOCK:
+            super().__setitem__(key, value)
+            self._own.add(key)
+
+    def __delitem__(self, key: Any) -> None:
+        with _LOCK:
+            super().__delitem__(key)
+            self._own.discard(key)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        with _LOCK:
+            if key not in self:
+                self[key] = default
+            return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        with _LOCK:
+            if key not in self:
+                return super().pop(key, *default)
+            value = self[key]
+            del self[key]
+            return value
+
+    def popitem(self) -> tuple[Any, Any]:
+        with _LOCK:
+            if not self:
+                return super().popitem()
+            key = next(reversed(self))
+            return key, self.pop(key)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def clear(self) -> None:
+        with _LOCK:
+            super().clear()
+            self._own.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BranchDict:
+        made = BranchDict(dict(dict.items(self)))  # past the methods, which would copy what is read
+        made._base = self._base
+        memo[id(self)] = made
+        for key in self._own:
+            made[key] = copy.deepcopy(dict.__getitem__(self, key), memo)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_copy, (BranchDict, dict(dict.items(self)), self._own)
+
+
+def _make_copy(kind: Any, parts: Any, own: Any) -> Any:
+    made = kind(parts)
+    made._own = own
+    return made
+
+
+def changes(base: Any, now: Any) -> dict[str, Json]:
+    """Difference of a branch from its origin, as a small JSON value: `set`, JSON Pointer -> new value, and `removed`, the
+    pointers of missing parts. Lists are compared as a whole. Equal states of one base have equal changes, so that they may
+    stand for the state (`ToolEnv.state`)."""
+    found: dict[str, Json] = {"set": {}, "removed": []}
+    _compare(_parts(base), _parts(now), "", found)
+    return {"set": dict(sorted(found["set"].items())), "removed": sorted(found["removed"])}
+
+
+def changed_texts(base: Any, now: Any) -> dict[str, str]:
+    """`changes` by place, as the JSON text of each value that was set, and "deleted" for one that was removed: equal if and only
+    if the databases have the same text, as hashes of such a text do (5 and 5.0 are two texts)."""
+    found = changes(base, now)
+    texts = {place: json.dumps(value, sort_keys=True) for place, value in found["set"].items()}
+    return texts | dict.fromkeys(found["removed"], "deleted")
+
+
+def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
+    if not (isinstance(base, dict) and isinstance(now, dict)):
+        if type(base) is type(now) is str and base == now:
+            return
+        value = in_json(now)
+        if json.dumps(value, sort_keys=True) != json.dumps(in_json(base), sort_keys=True):
+            found["set"][place] = value
+        return
+    new = 0
+    for key in now.may_differ(base) if isinstance(now, BranchDict) else now:
+        item = dict.__getitem__(now, key)  # past the methods, which would copy what is only compared
+        if key not in base:
+            new += 1
+            found["set"][join(place, key)] = in_json(item)
+        elif (old := dict.__getitem__(base, key)) is not item:
+            _compare(_parts(old), _parts(item), join(place, key), found)
+    if len(now) - new < len(base):
+        found["removed"] += [join(place, key) for key in base if key not in now]
+
+
+def _parts(value: Any) -> Any:
+    """An object's attributes; anything else as it is."""
+    if _is_record(value):
+        return {**value.__dict__, **(getattr(value, "__pydantic_extra__", None) or {})}
+    return value
