@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS, seed_argument, short_help
@@ -57,7 +58,7 @@ def subject_of(ref: EnvRef, reward: str | None, tasks: int = 12, fuzz: int = 500
     from agentrl.env.catalog import find_spec, make_scorer
     from agentrl.env.check_tools import Subject
 
-    ref = ref.scripted()
+    ref = ref.with_gold_user()
     ref.build().close()  # a mistake in the parameters is reported once, not as the result of every check
     named = reward or ref.default_reward()
     scorer = make_scorer(find_spec(ref, named), RewardConfig(), ref) if named else None
@@ -261,7 +262,7 @@ def run_check(args: argparse.Namespace) -> int:
     results = {ref.entry.id: _check(ref, args) for ref in refs}
     failed = sum(finding.ok is False for findings in results.values() for finding in findings)
     if args.json:
-        rows = {env: [_row(finding) for finding in findings] for env, findings in results.items()}
+        rows = {env: [asdict(finding) for finding in findings] for env, findings in results.items()}
         say(json.dumps({"failed": failed, "environments": rows, "not_installed": lacking}))
     else:
         for env, findings in results.items():
@@ -291,15 +292,6 @@ def _check(ref: EnvRef, args: argparse.Namespace) -> list[CheckFinding]:
 
 _QUIET_S = 5.0
 _STATUS = {True: "ok", False: "FAIL", None: "-"}
-
-
-def _row(finding: CheckFinding) -> dict[str, Any]:
-    return {
-        "check": finding.check,
-        "ok": finding.ok,
-        "evidence": finding.evidence,
-        "seconds": finding.seconds,
-    }
 
 
 def _print_table(env: str, findings: list[CheckFinding]) -> None:

@@ -120,7 +120,7 @@ def run_lint(args: argparse.Namespace) -> int:
     findings = lint_spec(scorer)
     probes: dict[str, list[Trajectory]] = {}
     if args.env is not None:
-        ref = options.env_ref().scripted()
+        ref = options.env_ref().with_gold_user()
         try:
             until = math.inf if args.tasks else time.monotonic() + _LINT_S
             probes = probe_episodes(ref.build, args.tasks or ENOUGH, args.seed, enough=lambda: time.monotonic() > until)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from agentrl.config.schema import Choice, EnvConfig
+from agentrl.config.schema import EnvConfig
 from agentrl.data.trajectory import Json
-from agentrl.utils.errors import ConfigError, EnvError
+from agentrl.utils.errors import ConfigError
 from agentrl.utils.redaction import remember
 from agentrl.utils.registry import Registry
 
@@ -156,22 +156,3 @@ def token_in(variable: str, key: str) -> str:
         raise ConfigError(f"{key}: the environment variable {variable} is not set, which has the server's token")
     remember(token)
     return token
-
-
-def env_request(
-    env_id: str, params: Mapping[str, Any], sets: Sequence[str], wrappers: Sequence[Choice], max_output: int | None = None
-) -> Asked:
-    """The request for an environment of a server."""
-    around = tuple({"name": choice.name, "args": choice.args} for choice in wrappers)
-    return Asked(env_id, params, tuple(sets), around, max_output)
-
-
-def server_card(address: EnvAddress, wanted: Asked, fresh: bool = False) -> dict[str, Json]:
-    """The server's description of such an environment; `fresh`: asked again. Blocks.
-
-    Raises ConfigError if it cannot be reached or speaks another protocol, and UserError for what it refuses.
-    """
-    try:
-        return PROTOCOLS[address.protocol].card(address, wanted, fresh)
-    except EnvError as fault:
-        raise ConfigError(f"env.url: {fault}; is this where `agentrl env serve {wanted.id} --http` runs?") from fault

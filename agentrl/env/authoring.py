@@ -320,13 +320,6 @@ class ToolSide(EnvHooks):
             self._sets[made.name] = made
             await made.open()
 
-    async def _close_sessions(self) -> None:
-        sessions, self._sessions = self._sessions, []
-        for session in sessions:
-            await session.close()
-        for item in self._sets.values():
-            await item.close()
-
 
 # Snapshots and forks
 

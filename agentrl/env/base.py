@@ -50,22 +50,12 @@ def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
 
         content, calls = parse_tool_calls(action.content)
         action = replace(action, content=content, tool_calls=tuple(replace(call, id="") for call in calls))
-    if not action.tool_calls:
-        return action, calls_before
-    return _with_ids(action, calls_before)
-
-
-def _with_ids(message: Message, calls_before: int) -> tuple[Message, int]:
-    seen: set[str] = set()
     calls: list[ToolCall] = []
-    for number, call in enumerate(message.tool_calls, start=calls_before):
-        if not call.id or call.id in seen:
-            call = replace(call, id=f"call_{number}")
-        seen.add(call.id)
-        calls.append(call)
+    for number, call in enumerate(action.tool_calls, start=calls_before):
+        again = not call.id or any(call.id == other.id for other in calls)
+        calls.append(replace(call, id=f"call_{number}") if again else call)
     made = tuple(calls)
-    same = made == message.tool_calls
-    return message if same else replace(message, tool_calls=made), calls_before + len(calls)
+    return action if made == action.tool_calls else replace(action, tool_calls=made), calls_before + len(calls)
 
 
 # The reward of an environment built directly
@@ -282,7 +272,7 @@ class ToolEnv(Forkable):
         options = options or {}
         check_options(options)
         await self.aclose()
-        task = self._returned("make_task", self._next_task(seed, options), Task)
+        task = self._check_returned("make_task", self._next_task(seed, options), Task)
         self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
         task = self._task = task.copied()  # a hook or tool may change it, and tasks are shared by episodes and scored
         # Open before `setup`, so that a setup that fails is torn down as well.
@@ -309,10 +299,8 @@ class ToolEnv(Forkable):
         failed (ToolTimeoutError if a tool hung); the trajectory then has the stop reason. If the policy used up
         a tool's time, the step truncates the episode and sets `info["error"]`.
         """
-        if self._record is None or not self._open:
-            raise EnvError(f"{self.id}: step without a running episode; call reset first")
+        record = self._running("step")
         message, self._calls = read_action(action, self._calls)
-        record = self._record
         turn = Turn(index=len(record.turns), message=message)
         # Recorded before it is answered, so that the record of a failed episode has the turn that caused it.
         record.messages.append(message)
@@ -336,30 +324,27 @@ class ToolEnv(Forkable):
     def record_turn(self, turn: Turn) -> None:
         """Record a turn of an agent that makes the turn's calls by itself (`acall`) and not by `astep`. Raises EnvError
         without a running episode."""
-        if self._record is None or not self._open:
-            raise EnvError(f"{self.id}: a turn without a running episode; call reset first")
-        self._record.messages.append(turn.message)
-        self._record.turns.append(turn)
+        record = self._running("a turn")
+        record.messages.append(turn.message)
+        record.turns.append(turn)
 
     async def acall(self, turn: Turn, call: ToolCall) -> ToolResult:
         """Make one of the calls of a turn that `record_turn` recorded, and record its result; `has_finished` then says whether
         it ended the episode. Raises what `astep` raises, and PolicyTimeoutError if the policy used up the tool's time."""
-        if self._record is None or not self._open:
-            raise EnvError(f"{self.id}: a call without a running episode; call reset first")
+        record = self._running("a call")
         async with self._failing(PolicyTimeoutError):
             result = await self.toolbox.call(call)
-        note(self._record, turn, result)
+        note(record, turn, result)
         self._note_new_tools()
         return result
 
     async def areply(self, turn: Turn) -> Observation | None:
         """The user's reply to the text of a turn that `record_turn` recorded; None: nothing more. Raises as `astep`, and
         UserLimitError."""
-        if self._record is None or not self._open:
-            raise EnvError(f"{self.id}: a turn without a running episode; call reset first")
+        record = self._running("a turn")
         async with self._failing(UserLimitError):
             replies = await self.user_reply(turn.message)
-        self._record.messages.extend(replies or [])
+        record.messages.extend(replies or [])
         return replies
 
     def user_call(self, call: ToolCall) -> ToolResult:
@@ -368,9 +353,7 @@ class ToolEnv(Forkable):
 
     async def auser_call(self, call: ToolCall) -> ToolResult:
         """Make a call of the user's, as a replay does with gold calls: nobody is asked. Raises what `astep` raises."""
-        if self._record is None or not self._open:
-            raise EnvError(f"{self.id}: a call without a running episode; call reset first")
-        record = self._record
+        record = self._running("a call")
         async with self._failing():
             result = await make_call(record, self.user_toolbox, call, len(record.turns) - 1, next_step(record))
         self._note_new_tools()
@@ -439,6 +422,12 @@ class ToolEnv(Forkable):
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _running(self, what: str) -> Trajectory:
+        """The record of the running episode. Raises EnvError without one."""
+        if self._record is None or not self._open:
+            raise EnvError(f"{self.id}: {what} without a running episode; call reset first")
+        return self._record
+
     def _own_reward(self) -> ScorerLike | None:
         def fresh() -> ToolEnv:
             args, kwargs = self._built_with
@@ -455,7 +444,9 @@ class ToolEnv(Forkable):
         if seed is not None:
             super().reset(seed=seed)
         if "task" in options:
-            return _check_task(options["task"])
+            if not isinstance(options["task"], Task):
+                raise ValueError(f"reset option 'task' must be a Task, got {type(options['task']).__name__}")
+            return options["task"]
         chosen = seed if seed is not None else int(self.np_random.integers(2**62))
         return self.make_task(chosen, str(options.get("split", self.split)))
 
@@ -477,7 +468,7 @@ class ToolEnv(Forkable):
             raise EnvError(f"{self.id}: {hook} is not async. Write `async def {hook}` ({place})")
         await begun
 
-    def _returned(self, hook: str, answer: Any, kind: type[Any]) -> Any:
+    def _check_returned(self, hook: str, answer: Any, kind: type[Any]) -> Any:
         """The answer of a hook. Raises EnvError, which names the hook, for one of another type."""
         if isinstance(answer, kind):
             return answer
@@ -487,8 +478,8 @@ class ToolEnv(Forkable):
         raise EnvError(f"{self.id}: {hook} returned {given}, expected a {kind.__name__}. Correct it at {place}")
 
     def _messages(self, hook: str, answer: Any) -> Observation:
-        for one in self._returned(hook, answer, list):
-            self._returned(hook, one, Message)
+        for one in self._check_returned(hook, answer, list):
+            self._check_returned(hook, one, Message)
         return list(answer)
 
     def _gold_user(self, task: Task) -> User | None:
@@ -515,7 +506,9 @@ class ToolEnv(Forkable):
         try:
             await self._hook("teardown")
         finally:
-            await self._close_sessions()
+            sessions, self._sessions = self._sessions, []
+            for one in (*sessions, *self._sets.values()):
+                await one.close()
 
     async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
         if turn.message.tool_calls:
@@ -547,7 +540,12 @@ class ToolEnv(Forkable):
         """Record why the episode failed and tear it down, whatever the fault was."""
         record = self._record
         assert record is not None
-        record.stop, record.error = self._cut_for or _stop_of(fault), f"{type(fault).__name__}: {fault}"
+        stop = StopReason.ENV_ERROR
+        if isinstance(fault, ToolTimeoutError):
+            stop = StopReason.TOOL_TIMEOUT
+        elif isinstance(fault, asyncio.CancelledError | KeyboardInterrupt):
+            stop = StopReason.CANCELLED
+        record.stop, record.error = self._cut_for or stop, f"{type(fault).__name__}: {fault}"
         await self.aclose()
 
     def _info(self) -> dict[str, Any]:
@@ -580,14 +578,6 @@ _TRUNCATIONS = frozenset(
 )
 
 
-def _stop_of(fault: BaseException) -> StopReason:
-    if isinstance(fault, ToolTimeoutError):
-        return StopReason.TOOL_TIMEOUT
-    if isinstance(fault, asyncio.CancelledError | KeyboardInterrupt):
-        return StopReason.CANCELLED
-    return StopReason.ENV_ERROR
-
-
 def plain_prompt(env: ToolEnv, task: Task) -> list[Message]:
     """The opening messages without an episode. Raises EnvError for a `prompt` that awaits: only in an episode is there a user to
     open the conversation."""
@@ -603,9 +593,3 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that `reset` does not have."""
     if unknown := set(options) - {"split", "task", "user"}:
         raise ValueError(f"reset option {sorted(unknown)[0]!r}; expected 'split', 'task' or 'user'")
-
-
-def _check_task(task: Any) -> Task:
-    if not isinstance(task, Task):
-        raise ValueError(f"reset option 'task' must be a Task, got {type(task).__name__}")
-    return task

@@ -19,11 +19,11 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 
 from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
-from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, env_request, known_sources, module_folder, server_card
+from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, known_sources, module_folder
 from agentrl.env.tools import Tool, ToolSet
 from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
-from agentrl.utils.errors import CatalogError, ConfigError, hint_text, place_of, raised_text
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError, hint_text, place_of, raised_text
 from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import module_of
 from agentrl.utils.redaction import references, resolve_references
@@ -117,14 +117,6 @@ def load_set(path: Path) -> type[ToolSet] | None:
     return found[0] if found else None
 
 
-def load_class(path: Path, class_name: str) -> object:
-    """A class of a content file. Raises CatalogError if the file does not load or does not have it."""
-    module = load_module(path)
-    if class_name not in vars(module):
-        raise CatalogError(f"{path}: no class {class_name!r}")
-    return vars(module)[class_name]
-
-
 # From an id to an environment, and from a name to a tool set, reward spec or config.
 #
 # Content is on shelves: folders with `envs/`, `tools/`, `rewards/` and `configs/` in them. They are
@@ -172,12 +164,11 @@ class EnvEntry:
 
         if self.made is not None and not isinstance(self.made, type):
             return self.made
-        if self.made is not None:
-            loaded: object = self.made
-        elif self.entry_point is not None:
+        loaded: object = self.made
+        if self.entry_point is not None:
             loaded = self.entry_point.load()
         elif self.path is not None:
-            loaded = load_class(self.path, self.class_name)
+            loaded = vars(load_module(self.path)).get(self.class_name)
         if not (isinstance(loaded, type) and issubclass(loaded, ToolEnv)):
             raise CatalogError(f"{self.id}: {self.class_name} in {self.path} is not a ToolEnv")
         return loaded
@@ -225,7 +216,10 @@ class EnvRef:
         return cls(env.id, params, tools=tools, wrappers=wrappers, at=at, max_output=env.max_output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        source = self.source or (None if self.at is not None else _source_of(self.id))
+        source = self.source
+        if source is None and self.at is None:
+            with suppress(CatalogError):
+                source = None if (path := find_env(self.id).path) is None else str(path)
         params, wrappers = dict(self.params), tuple(self.wrappers)
         return EnvRef, (self.id, params, self.seed, source, self.tools, wrappers, self.at, self.max_output)
 
@@ -257,12 +251,6 @@ class EnvRef:
         return env_class
 
     @property
-    def _given(self) -> Mapping[str, Any]:
-        """The parameters with what they refer to. Raises ConfigError for a variable that is not set."""
-        found: Mapping[str, Any] = resolve_references(self.params, "env.params")
-        return found
-
-    @property
     def _label(self) -> str:
         return self.entry.id if self.at is None else self.id
 
@@ -280,18 +268,25 @@ class EnvRef:
         server. Blocks. Raises ConfigError if it does not answer, and UserError for what it refuses."""
         if self.at is None or not self.at.ours:
             return None
-        return server_card(self.at, self._asked, fresh)
+        try:
+            found: dict[str, Any] = PROTOCOLS[self.at.protocol].card(self.at, self._request, fresh)
+        except EnvError as fault:
+            raise ConfigError(f"env.url: {fault}; is this where `agentrl env serve {self.id} --http` runs?") from fault
+        return found
 
     @cached_property
-    def _asked(self) -> Asked:
-        wrappers = [Choice(name=one.name, args=resolve_references(one.args, f"env.wrappers.{one.name}")) for one in self.wrappers]
-        return env_request(self.id, self._given, self.tools.sets, wrappers, self.max_output)
+    def _request(self) -> Asked:
+        """The request for the environment, with what its parameters refer to. Raises ConfigError for a variable that is not
+        set."""
+        wrappers = [{"name": one.name, "args": resolve_references(one.args, f"env.wrappers.{one.name}")} for one in self.wrappers]
+        params = resolve_references(self.params, "env.params")
+        return Asked(self.id, params, tuple(self.tools.sets), tuple(wrappers), self.max_output)
 
     def with_params(self, params: Mapping[str, Any]) -> EnvRef:
         """The same environment with some of its parameters replaced."""
         return replace(self, params={**self.params, **params}) if params else self
 
-    def scripted(self) -> EnvRef:
+    def with_gold_user(self) -> EnvRef:
         """The same environment with the user of its gold solution in place of its own, if it has one: for scripts, which ask no
         model."""
         from agentrl.env.base import ToolEnv  # not at the top: listing environments loads none
@@ -307,10 +302,10 @@ class EnvRef:
         Raises CatalogError if the class does not take these parameters.
         """
         if self.at is not None and self.at.ours:
-            remote = PROTOCOLS[self.at.protocol].build(self.at, self._asked, extra)
+            remote = PROTOCOLS[self.at.protocol].build(self.at, self._request, extra)
             remote.initial_seed = self.seed
             return remote
-        from agentrl.env.base import OwnReward
+        from agentrl.env.base import OwnReward, ToolEnv
 
         scorer = None
         if extra and not isinstance(self._class, type):  # a function knows nothing of scorers
@@ -319,11 +314,9 @@ class EnvRef:
             _check_parameters(self._label, self._class, extra)
         place = {} if self.at is None else {"name": self.id, "url": self.at.url, "token": self.at.token()}
         try:
-            env = self._class(**{**self._given, **place, **extra})
+            env = self._class(**{**resolve_references(self.params, "env.params"), **place, **extra})
         except (AttributeError, LookupError, NameError, ArithmeticError) as problem:  # a fault of its code, and no wrong value
             raise CatalogError(f"{self._label}: __init__ {raised_text(problem, self._class)}. Correct it there") from problem
-        from agentrl.env import ToolEnv
-
         if not isinstance(env, ToolEnv):
             raise CatalogError(f"{self.id}: it returned {env!r:.80}, expected a ToolEnv")
         if "_record" not in vars(env.unwrapped):
@@ -445,37 +438,19 @@ def _all_entries() -> Iterator[EnvEntry]:
         with suppress(CatalogError):
             yield from _entries_of(path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        yield _announced_entry(point)
+        # Its name is the environment's id, its value `module:Class`.
+        short = point.name.rpartition("/")[2].partition("-v")[0]
+        yield EnvEntry(point.name, short, "", None, None, point.value, point)
 
 
 def _entries_of(path: Path) -> list[EnvEntry]:
-    name = path.parent.name if path.name == "env.py" else path.stem
+    name, found = path.parent.name if path.name == "env.py" else path.stem, []
     declared = read_declarations(path)
-
-    def entry(said: Declared) -> EnvEntry:
-        short, suite = _short(name, said, len(declared)), said if said.suite else None
-        return EnvEntry(said.id, short, said.summary, said.reward, path, said.class_name, suite=suite)
-
-    return [entry(said) for said in declared]
-
-
-def _short(name: str, declared: Declared, count: int) -> str:
-    """The folder's name; if one file declares several environments, NAME.Class."""
-    return name if count == 1 else f"{name}.{declared.class_name}"
-
-
-def _announced_entry(point: EntryPoint) -> EnvEntry:
-    """The name of an entry point is the environment's id, its value `module:Class`."""
-    short = point.name.rpartition("/")[2].partition("-v")[0]
-    return EnvEntry(point.name, short, "", None, None, point.value, point)
-
-
-def _source_of(env_id: str) -> str | None:
-    try:
-        path = find_env(env_id).path
-    except CatalogError:
-        return None
-    return None if path is None else str(path)
+    for said in declared:
+        short = name if len(declared) == 1 else f"{name}.{said.class_name}"
+        suite = said if said.suite else None
+        found.append(EnvEntry(said.id, short, said.summary, said.reward, path, said.class_name, suite=suite))
+    return found
 
 
 def _add_tools(env: ToolEnv, config: ToolsConfig) -> None:
@@ -622,11 +597,11 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
     Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad spec.
     """
     entry = find_env(env_id)
-    if "scorer" not in params and (reward is not None or entry.reward is not None):
-        ref = EnvRef(entry.id, dict(params))
-        params["scorer"] = make_scorer(find_spec(ref, reward), RewardConfig(), ref)
     extra = {"scorer": params.pop("scorer")} if "scorer" in params else {}
-    return EnvRef(entry.id, params).build(**extra)
+    ref = EnvRef(entry.id, params)
+    if not extra and (reward is not None or entry.reward is not None):
+        extra = {"scorer": make_scorer(find_spec(ref, reward), RewardConfig(), ref)}
+    return ref.build(**extra)
 
 
 def register_gymnasium() -> list[str]:

@@ -35,6 +35,7 @@ from agentrl.env.check_tools import (
     describe,
     echo,
     idle,
+    play,
     refuse,
     short_repr,
     spam,
@@ -60,23 +61,19 @@ def check_contract(subject: Subject) -> str:
     tools = 0
     for seed in subject.seeds():
         observation, info = env.reset(seed=seed)
-        tools = max(tools, len(env.toolbox))
-        _check_opening(observation, info, describe(env.task))
+        tools, where = max(tools, len(env.toolbox)), describe(env.task)
+        if not isinstance(observation, list) or not all(isinstance(item, Message) for item in observation):
+            raise CheckFailed(f"{where}: reset gave {short_repr(observation)}, not a list of messages")
+        if not observation or observation[-1].role not in ("user", "tool"):
+            raise CheckFailed(f"{where}: the opening messages do not end with the user's turn")
+        if not isinstance(info, dict):
+            raise CheckFailed(f"{where}: info is {short_repr(info)}, not a dict")
         env.step("")
         record = env.trajectory
         if Trajectory.from_json(json.loads(json.dumps(record.to_json()))) != record:
-            raise CheckFailed(f"{describe(env.task)}: the record is not the same after a round trip through JSON")
+            raise CheckFailed(f"{where}: the record is not the same after a round trip through JSON")
     env.close()
     return f"gymnasium's check_env and {subject.tasks} resets; {tools} tools"
-
-
-def _check_opening(observation: object, info: object, where: str) -> None:
-    if not isinstance(observation, list) or not all(isinstance(item, Message) for item in observation):
-        raise CheckFailed(f"{where}: reset gave {short_repr(observation)}, not a list of messages")
-    if not observation or observation[-1].role not in ("user", "tool"):
-        raise CheckFailed(f"{where}: the opening messages do not end with the user's turn")
-    if not isinstance(info, dict):
-        raise CheckFailed(f"{where}: info is {short_repr(info)}, not a dict")
 
 
 def check_seeds(subject: Subject) -> str:
@@ -85,7 +82,9 @@ def check_seeds(subject: Subject) -> str:
     for seed in subject.seeds():
         one, two = (_transcript(subject, seed) for _ in range(2))
         if one != two:
-            raise CheckFailed(f"seed {seed} gave two different episodes: {_first_difference(one, two)}")
+            at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+            near = slice(max(0, at - 40), at + 40)
+            raise CheckFailed(f"seed {seed} gave two different episodes: ...{one[near]}... against ...{two[near]}...")
         digests.add(one)
     if len(digests) == 1 and subject.tasks > 1:
         raise CheckFailed(f"all {subject.tasks} seeds gave the same episode")
@@ -95,9 +94,7 @@ def check_seeds(subject: Subject) -> str:
 def _transcript(subject: Subject, seed: int) -> str:
     env = subject.build()
     env.reset(seed=seed)
-    for turn in subject.turns(env, seed):
-        if env.step(turn)[2]:
-            break
+    play(env, subject.turns(env, seed))
     record = env.trajectory
     env.close()
     # Results are compared without value and duration: the time that a call took differs between runs.
@@ -108,11 +105,6 @@ def _transcript(subject: Subject, seed: int) -> str:
     return json.dumps({key: row[key] for key in ("task", "messages", "turns", "tools", "state")}, sort_keys=True)
 
 
-def _first_difference(one: str, two: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-    return f"...{one[max(0, at - 40) : at + 40]}... against ...{two[max(0, at - 40) : at + 40]}..."
-
-
 _PROBE = """
 import pickle, sys
 from agentrl.env.check import tasks_digest
@@ -120,11 +112,8 @@ print(tasks_digest(pickle.loads(sys.stdin.buffer.read()).build(), int(sys.argv[1
 """
 
 
-def tasks_digest(env: object, count: int) -> str:
+def tasks_digest(env: ToolEnv, count: int) -> str:
     """A fingerprint of the tasks and prompts of the first `count` seeds of both splits."""
-    from agentrl.env.base import ToolEnv
-
-    assert isinstance(env, ToolEnv)
     rows = []
     for split in env.splits:
         for seed in range(count):
@@ -183,9 +172,7 @@ def _alone(subject: Subject, seed: int) -> tuple[list[Action], str]:
     env = subject.build()
     env.reset(seed=seed)
     turns = subject.turns(env, seed)
-    for turn in turns:
-        if env.step(turn)[2]:
-            break
+    play(env, turns)
     shown = shown_by(env)
     env.close()
     return turns, shown
@@ -230,10 +217,10 @@ def check_fork(subject: Subject) -> str:
         before, snapshot, forked = shown_by(env), env.snapshot(), env.fork()
         if shown_by(forked) != before:
             raise CheckFailed(f"seed {seed}: a fork after {half} turns is not equal to its parent")
-        _play(forked, turns[half:])
+        play(forked, turns[half:])
         if shown_by(env) != before:
             raise CheckFailed(f"seed {seed}: playing the fork changed its parent")
-        _play(env, turns[half:])
+        play(env, turns[half:])
         if shown_by(env) != shown_by(forked):
             raise CheckFailed(f"seed {seed}: parent and fork end differently after the same turns")
         env.restore(snapshot)
@@ -245,12 +232,6 @@ def check_fork(subject: Subject) -> str:
     if not count:
         raise Skipped("every episode ended before its middle")
     return f"{count} episodes forked halfway and restored"
-
-
-def _play(env: ToolEnv, turns: list[Action]) -> None:
-    for turn in turns:
-        if env.step(turn)[2]:
-            break
 
 
 # Gold answers that leak
@@ -278,8 +259,10 @@ def check_leaks(subject: Subject) -> str:
         marked += _canary(subject, env, task, seed)
         if isinstance(task.gold.get("answer"), str | int | float):
             prompts.append((str(task.gold["answer"]), " ".join(m.content for m in opened)))
-    _answers_in_prompts(prompts)
     env.close()
+    found = [a for a, opening in prompts if a and re.search(rf"(?<!\w){re.escape(a)}(?!\w)", opening)]
+    if len({answer for answer, _ in prompts}) >= 3 and len(found) / len(prompts) > MOST:
+        raise CheckFailed(f"the gold answer occurs in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one")
     return f"{subject.tasks} tasks, {marked} of them with canaries in the gold, none seen"
 
 
@@ -327,15 +310,6 @@ def _long_texts(value: Json, place: str = "") -> list[tuple[str, str]]:
     return [found for key, item in items for found in _long_texts(item, f"{place}/{key}")]
 
 
-def _answers_in_prompts(prompts: list[tuple[str, str]]) -> None:
-    answers = {answer for answer, _ in prompts}
-    if len(answers) < 3:
-        return
-    found = [a for a, opening in prompts if a and re.search(rf"(?<!\w){re.escape(a)}(?!\w)", opening)]
-    if len(found) / len(prompts) > MOST:
-        raise CheckFailed(f"the gold answer occurs in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one")
-
-
 # Scores of scripted policies
 
 LUCK = 0.1
@@ -361,7 +335,7 @@ def check_gold(subject: Subject) -> str:
                     )
             if not subject.won(env):
                 raise CheckFailed(
-                    f"{describe(env.task)}: gold scored {subject.score(env)} and is not a success{_refused_calls(env)}"
+                    f"{describe(env.task)}: gold scored {subject.score(env).value} and is not a success{_refused_calls(env)}"
                 )
             played += 1
     return f"gold succeeded on {played} tasks{subject.not_judged()}"
@@ -408,7 +382,7 @@ def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> 
             for turn in [*turns, *turns[-1:] * 20]:  # a simulated user may ask back
                 if any(env.step(turn)[2:4]):
                     break
-            score = subject.scored(env)
+            score = subject.score(env)
             found.values.append(score.value)
             if score.success is True:
                 found.paid.append(env.task)
@@ -473,8 +447,13 @@ def check_order(subject: Subject) -> str:
             continue
         rng = random.Random(seed)
         for _ in range(4):
-            turns = _reorder_calls(gold, rng)
-            value = subject.play(env, turns, seed)
+            # All calls are shuffled; each turn keeps its number of calls.
+            calls = [call for turn in gold for call in turn.tool_calls]
+            shuffled = iter(rng.sample(calls, len(calls)))
+            turns = [replace(turn, tool_calls=tuple(next(shuffled) for _ in turn.tool_calls)) for turn in gold]
+            env.reset(seed=seed, options={"split": "train"})
+            play(env, turns)
+            value = subject.score(env).value
             if not subject.won(env):
                 names = json.dumps([call.name for turn in turns for call in turn.tool_calls])
                 raise CheckFailed(
@@ -484,13 +463,6 @@ def check_order(subject: Subject) -> str:
     if not tried:
         raise Skipped(f"none of {subject.tasks} gold solutions has two calls")
     return f"{tried} orders of gold calls succeeded"
-
-
-def _reorder_calls(gold: list[Message], rng: random.Random) -> list[Message]:
-    """The gold turns with all their calls shuffled; every turn keeps its number of calls."""
-    calls = [call for turn in gold for call in turn.tool_calls]
-    shuffled = iter(rng.sample(calls, len(calls)))
-    return [replace(turn, tool_calls=tuple(next(shuffled) for _ in turn.tool_calls)) for turn in gold]
 
 
 # All checks

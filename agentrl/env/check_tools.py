@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult
+from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall
 from agentrl.env.base import ScoreLike, ScorerLike, ToolEnv
 from agentrl.env.call_options import Options
 from agentrl.env.spaces import Action, run_sync, sample_arguments
@@ -92,20 +92,16 @@ class Subject:
             env.action_space.seed(seed)
             return [env.action_space.sample() for _ in range(count)]
 
-    def scored(self, env: ToolEnv) -> ScoreLike:
+    def score(self, env: ToolEnv) -> ScoreLike:
         """Value and success of the environment's finished episode. Raises Skipped without a scorer."""
         if self.scorer is None:
             raise Skipped("the environment names no reward spec")
         return run_sync(self.scorer.ascore(env.trajectory))
 
-    def score(self, env: ToolEnv) -> float | None:
-        """The value alone."""
-        return self.scored(env).value
-
     def won(self, env: ToolEnv) -> bool:
         """Return True if the episode is a success. Judges are not asked: it is one if they say the best of it, or the worst."""
         if not isinstance(self.scorer, Scorer) or not self.scorer.asks:
-            return self.scored(env).success is True
+            return self.score(env).success is True
         judged = (self.scorer.assuming(lambda _: True), self.scorer.assuming(lambda _: False))
         return any(one.score(env.trajectory).success is True for one in judged)
 
@@ -114,16 +110,15 @@ class Subject:
         judged = self.scorer.judged if isinstance(self.scorer, Scorer) else []
         return f"; not judged: {', '.join(judged)}" if judged else ""
 
-    def play(self, env: ToolEnv, turns: Sequence[Action], seed: int, split: str = "train") -> float | None:
-        """Reset, play until the episode or the turns end, and score."""
-        env.reset(seed=seed, options={"split": split})
-        for turn in turns:
-            if env.step(turn)[2]:
-                break
-        return self.score(env)
-
     def rng(self, seed: int) -> np.random.Generator:
         return np.random.default_rng(seed)
+
+
+def play(env: ToolEnv, turns: Sequence[Action]) -> None:
+    """Play turns until they or the episode end."""
+    for turn in turns:
+        if env.step(turn)[2]:
+            break
 
 
 def describe(task: Task) -> str:
@@ -211,8 +206,10 @@ def check_fuzz(subject: Subject) -> str:
             if name not in env.toolbox:
                 continue
             tool = env.toolbox[name]
-            base = sample_arguments(tool.signature.parameters, rng)
-            _make_fit(base, _words(env), rng)
+            base, words = sample_arguments(tool.signature.parameters, rng), _words(env)
+            for key, value in base.items():  # most strings are the task's, so that calls get past "no such record" errors
+                if isinstance(value, str) and words and rng.random() < 0.8:
+                    base[key] = words[int(rng.integers(len(words)))]
             made = gold.get(name, [])
             # Half of the calls start from a gold call, since random arguments seldom reach a tool's deeper code.
             if made and rng.random() < 0.5:
@@ -225,16 +222,11 @@ def check_fuzz(subject: Subject) -> str:
 
 def _one(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
     """Make one call; 1 if it was refused."""
+    where = f"{tool.name}({short_repr(arguments)})"
     try:
         result = run_sync(env.toolbox.call(ToolCall(tool.name, arguments, id=f"f{number}")))
     except EnvError as fault:
-        raise CheckFailed(f"{tool.name}({short_repr(arguments)}): {fault}") from fault
-    _check_answer(env, tool, arguments, result)
-    return int(result.error is not None)
-
-
-def _check_answer(env: ToolEnv, tool: Tool, arguments: Json, result: ToolResult) -> None:
-    where = f"{tool.name}({short_repr(arguments)})"
+        raise CheckFailed(f"{where}: {fault}") from fault
     if tool.check(arguments) is not None and result.error is None:
         raise CheckFailed(f"{where}: arguments that its own check refuses were answered with {short_repr(result.content)}")
     core = env.unwrapped
@@ -242,13 +234,7 @@ def _check_answer(env: ToolEnv, tool: Tool, arguments: Json, result: ToolResult)
     if result.error is not None and ours and json.loads(result.content).get("error") != result.error:
         raise CheckFailed(f"{where}: its error is not structured: {short_repr(result.content)}")
     result.content.encode("utf-8")
-
-
-def _make_fit(arguments: dict[str, Json], words: list[str], rng: np.random.Generator) -> None:
-    """Replace most random strings by strings of the task, so that calls get past "no such record" errors."""
-    for name, value in arguments.items():
-        if isinstance(value, str) and words and rng.random() < 0.8:
-            arguments[name] = words[int(rng.integers(len(words)))]
+    return int(result.error is not None)
 
 
 def _words(env: ToolEnv) -> list[str]:
@@ -289,22 +275,16 @@ def _vary_call(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: 
     names = list(parameters.get("properties", {})) or ["x"]
     name = names[int(rng.integers(len(names)))]
     if kind == 1:
-        return _change_value(arguments, name, rng)
+        change = int(rng.integers(4))
+        if change == 0:
+            arguments.pop(name, None)
+        elif change == 1:
+            arguments["unknown"] = 1
+        else:
+            arguments[name] = ODD[int(rng.integers(len(ODD)))] if change == 2 else [arguments.get(name)]
+        return arguments
     # Odd values are used in turn, not drawn, so that each one occurs; the other arguments stay valid.
     return {**arguments, name: ODD[number // 3 % len(ODD)]}
-
-
-def _change_value(arguments: dict[str, Json], name: str, rng: np.random.Generator) -> Json:
-    change = int(rng.integers(4))
-    if change == 0:
-        arguments.pop(name, None)
-    elif change == 1:
-        arguments["unknown"] = 1
-    elif change == 2:
-        arguments[name] = ODD[int(rng.integers(len(ODD)))]
-    else:
-        arguments[name] = [arguments.get(name)]
-    return arguments
 
 
 # Tools that hang or crash
@@ -360,8 +340,6 @@ def _plant_faults(env: ToolEnv, name: str, function: Any, expected: StopReason) 
 
 
 def _call(tool: Tool) -> Message:
-    import numpy as np
-
     arguments = sample_arguments(tool.signature.parameters, np.random.default_rng(0))
     return Message("assistant", tool_calls=(ToolCall(tool.name, arguments),))
 

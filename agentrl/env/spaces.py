@@ -23,8 +23,13 @@ from agentrl.utils.threads import after_fork, background
 # Random text of a pattern
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_CLASSES = {sre.CATEGORY_DIGIT: "0123456789", sre.CATEGORY_WORD: _LETTERS + "0123456789_", sre.CATEGORY_SPACE: " "}
 _PRINTABLE = "".join(map(chr, range(32, 127)))
+_CLASSES = {sre.CATEGORY_DIGIT: "0123456789", sre.CATEGORY_WORD: _LETTERS + "0123456789_", sre.CATEGORY_SPACE: " "}
+_CLASSES |= {
+    sre.CATEGORY_NOT_DIGIT: _PRINTABLE.translate(dict.fromkeys(map(ord, "0123456789"))),
+    sre.CATEGORY_NOT_SPACE: _PRINTABLE[1:],
+    sre.CATEGORY_NOT_WORD: "".join(letter for letter in _PRINTABLE if not (letter.isalnum() or letter == "_")),
+}
 _MORE = 6
 
 
@@ -84,12 +89,7 @@ def _members(items: Iterable[tuple[Any, Any]]) -> str:
         elif value in _CLASSES:
             chosen.update(_CLASSES[value])
         else:
-            opposite = {sre.CATEGORY_NOT_DIGIT: "0123456789", sre.CATEGORY_NOT_SPACE: " ",
-                        sre.CATEGORY_NOT_WORD: _CLASSES[sre.CATEGORY_WORD]}.get(value)  # fmt: skip
-            if opposite is None:
-                raise Unsupported(f"{value} in a pattern")
-            opposite += opposite.upper()
-            chosen.update(set(_PRINTABLE) - set(opposite))
+            raise Unsupported(f"{value} in a pattern")
     members = sorted(set(_PRINTABLE) - chosen if negated else chosen)
     if not members:
         raise Unsupported("a character class without printable members")
@@ -245,12 +245,10 @@ Action = Message | str
 class MessagesSpace(gymnasium.Space[Observation]):
     """Every list of messages."""
 
+    is_np_flattenable = False  # type: ignore[assignment]
+
     def __init__(self, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(None, None, seed)
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        return False
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, list) and all(isinstance(item, Message) for item in x)
@@ -281,6 +279,8 @@ class ToolCallSpace(gymnasium.Space[Action]):
     `sample` gives the text of one schema-valid call (plain text if there are no tools).
     """
 
+    is_np_flattenable = False  # type: ignore[assignment]
+
     def __init__(self, toolbox: Toolbox, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(None, None, seed)
         self._toolbox: Toolbox | None = toolbox
@@ -293,10 +293,6 @@ class ToolCallSpace(gymnasium.Space[Action]):
     def schemas(self) -> list[dict[str, Json]]:
         """Function schemas of the tools that can be called now."""
         return self._frozen if self._toolbox is None else self._toolbox.schemas()
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        return False
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str) or (isinstance(x, Message) and x.role == "assistant")

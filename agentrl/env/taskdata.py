@@ -139,7 +139,10 @@ def load_tasks(
     place = Path(path)
     if not place.exists():
         raise TaskDataError(f"{place}: no such file or folder")
-    validator = _validator(schema, place)
+    try:
+        validator = checked_validator(schema)
+    except BadSchemaError as problem:
+        raise TaskDataError(f"{place}: its declared schema is not a JSON Schema: {problem}") from problem
     rows: list[Row] = []
     for file in _files(place):
         named = _split_of_name(file, place)
@@ -161,13 +164,6 @@ def load_tasks(
     _check_apart(rows)
     splits = dict.fromkeys(row.split for row in rows)
     return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
-
-
-def _validator(schema: Mapping[str, Json], place: Path) -> Any:
-    try:
-        return checked_validator(schema)
-    except BadSchemaError as problem:
-        raise TaskDataError(f"{place}: its declared schema is not a JSON Schema: {problem}") from problem
 
 
 def _files(place: Path) -> list[Path]:

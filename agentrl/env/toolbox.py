@@ -39,12 +39,12 @@ def extract_images(name: str, answer: Any) -> tuple[Any, tuple[Image, ...]]:
 
     Raises EnvError for a Pillow picture that is too large, which is an error in the tool.
     """
-    if not _pictures(answer):
-        return answer, ()
-    found: list[Image] = []
+    found: list[Image | None] = []
     put = _put(name, answer, found)
+    if not found:
+        return answer, ()
     texts = isinstance(put, list) and all(isinstance(item, str) for item in put)
-    return "\n".join(put) if texts else put, tuple(found)
+    return "\n".join(put) if texts else put, tuple(image for image in found if image is not None)
 
 
 def read(data: bytes, size: str) -> Image | str:
@@ -60,42 +60,25 @@ def with_lines(text: str, images: Sequence[Image]) -> str:
     return "\n".join([text, *dict.fromkeys(image.line for image in images if image.line not in text)])
 
 
-def _is_picture(item: object) -> bool:
-    return isinstance(item, Image) or type(item).__module__.startswith("PIL.")
-
-
-def _pictures(answer: Any) -> bool:
-    """Return True if there is one in lists and dictionaries of the answer."""
-    rest = [answer]
-    while rest:
-        item = rest.pop()
-        if isinstance(item, dict):
-            rest += item.values()
-        elif isinstance(item, list | tuple):
-            rest += item
-        elif _is_picture(item):
-            return True
-    return False
-
-
-def _put(name: str, item: Any, found: list[Image]) -> Any:
+def _put(name: str, item: Any, found: list[Image | None]) -> Any:
+    """The answer with lines for its images, which are added to `found`: None for one that is not shown."""
     if isinstance(item, dict):
         return {key: _put(name, value, found) for key, value in item.items()}
     if isinstance(item, list | tuple):
         return [_put(name, value, found) for value in item]
-    if not _is_picture(item):
+    if not isinstance(item, Image) and not type(item).__module__.startswith("PIL."):
         return item
     try:
         image = item if isinstance(item, Image) else Image.of(item)
     except ImageError as problem:
         raise EnvError(f"tool {name} returned an image that is not taken: {problem}") from None
-    if len(found) >= MOST_IMAGES:
-        return f"[image, {image.size} bytes, not shown: an answer may hold {MOST_IMAGES}]"
-    data = image.bytes().decode("latin-1")
-    if redact(data) != data:  # within a picture's comment, say; a file cannot be cut as text is
-        return f"[image, {image.size} bytes, not shown: a secret of this run stands in its file]"
-    found.append(image)
-    return image.line
+    why, data = "", image.bytes().decode("latin-1")
+    if sum(one is not None for one in found) >= MOST_IMAGES:
+        why = f"an answer may hold {MOST_IMAGES}"
+    elif redact(data) != data:  # within a picture's comment, say; a file cannot be cut as text is
+        why = "a secret of this run stands in its file"
+    found.append(None if why else image)
+    return f"[image, {image.size} bytes, not shown: {why}]" if why else image.line
 
 
 # Output within a budget
@@ -201,11 +184,13 @@ class Toolbox:
     """An ordered set of tools, bound to the object whose methods they are.
 
     Tools are shared between toolboxes; adding or removing one takes effect at once and in this toolbox only, so that
-    an environment may change its tools during an episode. `max_output`: tokens of an answer, of tools that do not say.
-    `unlisted`: tools that are not offered and answer all the same, by name (a benchmark's functions that are yet to arrive).
+    an environment may change its tools during an episode. `max_output`: tokens of an answer, of tools that do not say. `table`:
+    the tools by name; changing the toolbox makes a new one, so that a table kept elsewhere is a snapshot. `waiting`: the calls in
+    progress. `unlisted`: tools that are not offered and answer all the same, by name (a benchmark's functions that are yet to
+    arrive).
     """
 
-    __slots__ = ("_count", "_owner", "_tools", "_waiting", "hidden", "max_output", "unlisted")
+    __slots__ = ("_count", "_owner", "hidden", "max_output", "table", "unlisted", "waiting")
 
     def __init__(
         self,
@@ -218,10 +203,10 @@ class Toolbox:
     ) -> None:
         """`hidden`: values of Hidden parameters by name. `owner` may have a method `error_text` (see `ToolEnv`). Raises TypeError
         for an invalid or duplicate tool."""
-        self._tools: Mapping[str, Tool] = {}
+        self.table: Mapping[str, Tool] = {}
         self._owner = owner
         self._count = count_tokens
-        self._waiting: list[Waiting] = []
+        self.waiting: list[Waiting] = []
         self.hidden = hidden
         self.max_output = max_output
         self.unlisted: Mapping[str, Tool] = {}
@@ -232,12 +217,12 @@ class Toolbox:
     def shared(cls, tools: Mapping[str, Tool], owner: object, count_tokens: CountTokens) -> Toolbox:
         """A toolbox over an existing table that many episodes share; the table itself is never changed."""
         box = cls(owner=owner, count_tokens=count_tokens)
-        box._tools = tools
+        box.table = tools
         return box
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Toolbox:
         """The same tools, bound to the copy of the owner."""
-        tools = self._tools
+        tools = self.table
         if any(item.bound for item in tools.values()):
             tools = {name: copy.deepcopy(item, memo) for name, item in tools.items()}
         box = Toolbox.shared(tools, memo.get(id(self._owner), self._owner), self._count)
@@ -247,39 +232,20 @@ class Toolbox:
         return box
 
     def __iter__(self) -> Iterator[Tool]:
-        return iter(self._tools.values())
+        return iter(self.table.values())
 
     def __len__(self) -> int:
-        return len(self._tools)
+        return len(self.table)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tools
+        return name in self.table
 
     def __getitem__(self, name: str) -> Tool:
-        return self._tools[name]
-
-    @property
-    def waiting(self) -> Sequence[Waiting]:
-        """The calls in progress."""
-        return self._waiting
-
-    def elsewhere(self, calls: list[Waiting]) -> None:
-        """The calls in progress are these, of tools that run in another process."""
-        self._waiting = calls
-
-    @property
-    def table(self) -> Mapping[str, Tool]:
-        """The tools by name. Changing the toolbox makes a new table, so that a table kept elsewhere is a snapshot;
-        setting it restores that snapshot."""
-        return self._tools
-
-    @table.setter
-    def table(self, table: Mapping[str, Tool]) -> None:
-        self._tools = table
+        return self.table[name]
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._tools)
+        return tuple(self.table)
 
     def release(self, owner: object) -> None:
         """Let go of the owner (if it is this one), which is used no more and then ends at once. A circle would wait for the
@@ -288,34 +254,34 @@ class Toolbox:
 
     def schemas(self) -> list[dict[str, Json]]:
         """All tools in OpenAI's function format, in order."""
-        return [item.schema for item in self._tools.values()]
+        return [item.schema for item in self.table.values()]
 
     def add(self, item: Tool | Callable[..., Any]) -> None:
         """Add a tool at the end. Raises TypeError if the name is taken or the signature does not fit."""
         added = item if isinstance(item, Tool) else make_tool(item)
-        if added.name in self._tools:
+        if added.name in self.table:
             raise ToolSchemaError(f"two tools are called {added.name!r}")
         _ = added.schema, added.check  # both are lazy: a bad signature should fail here, not in an episode
-        self._tools = {**self._tools, added.name: added}
+        self.table = {**self.table, added.name: added}
 
     def offer(self, tools: Mapping[str, Tool]) -> None:
         """Add a table of tools that many episodes share, before those that are here (a tool set's, say). Raises TypeError if a
         name is taken."""
-        if taken := sorted(tools.keys() & self._tools.keys()):
+        if taken := sorted(tools.keys() & self.table.keys()):
             raise ToolSchemaError(f"two tools are called {taken[0]!r}")
-        self._tools = {**tools, **self._tools} if self._tools else tools
+        self.table = {**tools, **self.table} if self.table else tools
 
     def replace(self, item: Tool) -> None:
         """Replace the tool with the same name. Raises KeyError without one."""
-        if item.name not in self._tools:
+        if item.name not in self.table:
             raise KeyError(item.name)
-        self._tools = {**self._tools, item.name: item}
+        self.table = {**self.table, item.name: item}
 
     def remove(self, name: str) -> None:
         """Remove a tool. Raises KeyError without one with that name."""
-        if name not in self._tools:
+        if name not in self.table:
             raise KeyError(name)
-        self._tools = {key: value for key, value in self._tools.items() if key != name}
+        self.table = {key: value for key, value in self.table.items() if key != name}
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Answer one call. A bad call is answered with a structured error, never raised.
@@ -336,11 +302,11 @@ class Toolbox:
             return self._refuse(call, prepared, began)
         item, values = prepared
         waiting = Waiting(item, call.id)
-        self._waiting.append(waiting)
+        self.waiting.append(waiting)
         try:
             answer = await self._run(waiting, values)
         finally:
-            self._waiting.remove(waiting)
+            self.waiting.remove(waiting)
         if isinstance(answer, Problem):
             return self._refuse(call, answer, waiting.since)
         value, content, images = await by_size(size_of(answer), shape_result, item.name, answer, self._budget(item), self._count)
@@ -376,14 +342,14 @@ class Toolbox:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _find(self, name: str) -> Tool | None:
-        return self._tools.get(name) or self.unlisted.get(name)
+        return self.table.get(name) or self.unlisted.get(name)
 
     def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Problem:
         if call.arguments is None:
             return Problem("malformed_call", call.error or "the call is not valid JSON")
         item = self._find(call.name)
         if item is None:
-            return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self._tools))}")
+            return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self.table))}")
         try:
             # A copy, because a tool may keep and change what it is given, and the call is part of the record.
             values = item.check(call.arguments) or item.convert(deep_copy_json(call.arguments))

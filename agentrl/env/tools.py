@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from types import FunctionType
-from typing import Annotated, Any, ClassVar, Protocol, cast, get_args, get_origin, get_type_hints, overload
+from typing import Annotated, Any, ClassVar, Protocol, get_args, get_origin, get_type_hints, overload
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -72,8 +72,13 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
     fields: dict[str, Any] = {}
     hidden: list[str] = []
     for parameter in list(inspect.signature(function).parameters.values())[1 if method else 0 :]:
-        hint = _hint(function, parameter, hints)
-        if _is_hidden(hint):
+        place = f"tool {function.__name__}: parameter {parameter.name!r}"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ToolSchemaError(f"{place} must be an ordinary named parameter, not {parameter.kind.description}")
+        if parameter.name not in hints:
+            raise ToolSchemaError(f"{place} has no type annotation; a tool's schema is made from its annotations")
+        hint = hints[parameter.name]
+        if get_origin(hint) is Annotated and any(item is Hidden or isinstance(item, Hidden) for item in get_args(hint)[1:]):
             hidden.append(parameter.name)
             continue
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
@@ -81,21 +86,11 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
         fields[parameter.name] = (hint, info)
     model = _model(function, fields)
-    schema = plain_schema(_schema(function, model))
+    try:
+        schema = plain_schema(model.model_json_schema(by_alias=True))
+    except (PydanticUserError, TypeError) as problem:
+        raise ToolSchemaError(f"tool {function.__name__}: no JSON Schema for its parameters: {problem}") from problem
     return Signature(summary, schema, tuple(hidden), _converter(model, fields), _loose_converter(fields))
-
-
-def _hint(function: Callable[..., Any], parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
-    place = f"tool {function.__name__}: parameter {parameter.name!r}"
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-        raise ToolSchemaError(f"{place} must be an ordinary named parameter, not {parameter.kind.description}")
-    if parameter.name not in hints:
-        raise ToolSchemaError(f"{place} has no type annotation; a tool's schema is made from its annotations")
-    return hints[parameter.name]
-
-
-def _is_hidden(hint: Any) -> bool:
-    return get_origin(hint) is Annotated and any(item is Hidden or isinstance(item, Hidden) for item in get_args(hint)[1:])
 
 
 def _model(function: Callable[..., Any], fields: Mapping[str, Any]) -> type[BaseModel]:
@@ -113,17 +108,10 @@ def _model(function: Callable[..., Any], fields: Mapping[str, Any]) -> type[Base
         raise ToolSchemaError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
 
 
-def _schema(function: Callable[..., Any], model: type[BaseModel]) -> dict[str, Json]:
-    try:
-        return model.model_json_schema(by_alias=True)
-    except (PydanticUserError, TypeError) as problem:
-        raise ToolSchemaError(f"tool {function.__name__}: no JSON Schema for its parameters: {problem}") from problem
-
-
 def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
     """A converter that skips pydantic for arguments that already have their declared Python types."""
     hints = {name: hint for name, (hint, _) in fields.items()}
-    if all(hint in _AS_JSON for hint in hints.values() if _hashable(hint)) and all(map(_hashable, hints.values())):
+    if all((hint is Any or isinstance(hint, type)) and hint in _AS_JSON for hint in hints.values()):
         return dict
 
     def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
@@ -165,17 +153,6 @@ def _is_json(value: Any) -> bool:
     if type(value) in (list, dict):
         return all(map(_is_json, value.values() if isinstance(value, dict) else value))
     return value is None or type(value) in (str, int, float, bool)
-
-
-def _hashable(hint: Any) -> bool:
-    return hint is Any or isinstance(hint, type)
-
-
-def conversion_problem(error: ValidationError) -> str:
-    """One line for the first value that pydantic refuses."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else str(first["msg"])
 
 
 def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
@@ -347,7 +324,7 @@ class Tool:
         return cls(function, name, options, explicit=Signature(description, dict(parameters), tuple(hidden), dict))
 
     @classmethod
-    def declared(
+    def from_declaration(
         cls,
         declaration: Mapping[str, Any],
         function: Callable[..., Any],
@@ -358,15 +335,6 @@ class Tool:
         body = declaration["function"]
         made = cls.from_schema(body["name"], body.get("description", ""), body["parameters"], function, options, hidden)
         return replace(made, explicit=replace(made.signature, declared=dict(declaration)))
-
-    @classmethod
-    def published(cls, declared: Mapping[str, Any], run: Callable[..., Any], **options: Any) -> Tool:
-        """A benchmark's tool as it publishes it: `declared` is {"name", "description", "parameters"}, which the policy is shown.
-        `run(env, **arguments)` answers. Its own code says what arguments are worth, so nothing checks them before, and the calls
-        of a turn are made one after the other. `options`: others, as in `Options`."""
-        made = Options(**{"check": "off", "parallel": False, **options})
-        name, parameters = declared["name"], declared.get("parameters", {})
-        return replace(cls.from_schema(name, declared.get("description", ""), parameters, run, made), method=True)
 
     def with_options(self, **changes: Any) -> Tool:
         """The same tool with some options replaced."""
@@ -390,14 +358,8 @@ class Tool:
         signature = self.signature
         if signature.declared is not None:
             return signature.declared
-        body: dict[str, Json] = {"name": self.name, "parameters": signature.parameters}
-        if signature.description:
-            body = {
-                "name": self.name,
-                "description": signature.description,
-                "parameters": signature.parameters,
-            }
-        return {"type": "function", "function": body}
+        said = {"description": signature.description} if signature.description else {}
+        return {"type": "function", "function": {"name": self.name, **said, "parameters": signature.parameters}}
 
     @cached_property
     def check(self) -> Callable[[Json], Problem | None]:
@@ -429,19 +391,14 @@ class Tool:
         async with AsyncExitStack() as stack:
             # The tool's own limit first: calls that wait for it must not hold threads that other tools could use.
             if self.options.concurrency is not None:
-                await stack.enter_async_context(self._slot())
+                slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.options.concurrency))
+                await stack.enter_async_context(slots)
             if not self.is_async and not self.options.inline:
                 await stack.enter_async_context(TOOLS.slot())
             child = None
             if self.options.process:
                 child = await stack.enter_async_context(child_for(self.name, function_ref(self.function, self.name)))
             yield child
-
-    def _slot(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if loop not in self._slots:
-            self._slots[loop] = asyncio.Semaphore(self.options.concurrency or 1)
-        return self._slots[loop]
 
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any] | Problem:
         """Checked arguments as Python values; a Problem if a type refuses what its schema allows."""
@@ -450,7 +407,9 @@ class Tool:
                 return self.signature.convert(arguments)
             return dict(arguments) if self.options.check == "off" else self.signature.loosely(arguments)
         except ValidationError as error:
-            return Problem("invalid_argument", conversion_problem(error))
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            return Problem("invalid_argument", f"{place}: {first['msg']}" if place else str(first["msg"]))
 
     async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
         """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""
@@ -560,12 +519,6 @@ class ToolSet:
         return cls._tools
 
 
-class HasSets(Protocol):
-    """The part of an environment that the tools of its sets see."""
-
-    def tool_set(self, name: str) -> ToolSet: ...
-
-
 def tool_methods(owner: type) -> Iterator[Tool]:
     """The tools among a class's attributes, in order of definition, those of its bases first."""
     found: dict[str, Tool] = {}
@@ -581,10 +534,10 @@ def tool_methods(owner: type) -> Iterator[Tool]:
 def _of_env(name: str, item: Tool) -> Tool:
     """Found through the environment at each call, so that a fork's calls reach the fork's own set."""
 
-    def call(self: HasSets, **values: Any) -> Any:
+    def call(self: Any, **values: Any) -> Any:
         return item.function(self.tool_set(name), **values)
 
-    async def wait(self: HasSets, **values: Any) -> Any:
-        return await cast(Any, item.function)(self.tool_set(name), **values)
+    async def wait(self: Any, **values: Any) -> Any:
+        return await item.function(self.tool_set(name), **values)
 
     return Tool(wait if item.is_async else call, item.name, item.options, method=True, explicit=item.signature)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -230,7 +229,8 @@ class ToolFaults(_ChangesTools):
 
     def _change_tools(self) -> None:
         for item in list(self.toolbox):
-            self.toolbox.replace(_Flaky.of(item, self.rate, self.seed, self.message))
+            base = (item.function, item.name, item.options, item.method, item.signature)
+            self.toolbox.replace(_Flaky(*base, item=item, rate=self.rate, seed=self.seed, message=self.message))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -241,12 +241,6 @@ class _Flaky(Tool):
     rate: float
     seed: int
     message: str
-
-    @classmethod
-    def of(cls, item: Tool, rate: float, seed: int, message: str) -> _Flaky:
-        return cls(
-            item.function, item.name, item.options, item.method, item.signature, item=item, rate=rate, seed=seed, message=message
-        )
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Child | None]:
@@ -302,42 +296,8 @@ class GoldUser(ToolWrapper):
     """The user of the environment's gold solution (`ToolEnv.gold_user`) in place of its own, so that nobody asks a model; a reset
     that is given another user (a replay's) has that one."""
 
-    def __init__(self, env: ToolEnv) -> None:
-        super().__init__(env)
-
     async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
         return await self.env.areset(seed=seed, options={"user": GOLD, **(options or {})})
 
     def user_models(self) -> Sequence[UserModel]:
         return ()
-
-
-class ToolSchedule(ToolWrapper):
-    """Tools that are added and removed during an episode.
-
-    `changes`: number of turns -> (tools to add, names to remove) after that many turns. A user message at the
-    end of that turn's observation tells the policy, with the schemas of the new tools.
-    """
-
-    def __init__(self, env: ToolEnv, changes: Mapping[int, tuple[Sequence[Tool], Sequence[str]]]) -> None:
-        super().__init__(env)
-        self.changes = dict(changes)
-
-    async def astep(self, action: Action) -> StepResult:
-        observation, reward, terminated, truncated, info = await self.env.astep(action)
-        record = self.trajectory
-        change = self.changes.get(len(record.turns))
-        if change is not None and not (terminated or truncated):
-            added, removed = change
-            for item in added:
-                self.toolbox.add(item)
-            for name in removed:
-                self.toolbox.remove(name)
-            lines = [f"New tool: {json.dumps(item.schema['function'], ensure_ascii=False)}" for item in added]
-            lines += [f"The tool {name} is gone." for name in removed]
-            notice = Message("user", "\n".join(lines))
-            record.messages.append(notice)
-            # Removed ones stay: the calls that were made of them are checked against their schemas.
-            record.tools += [item.schema for item in added]
-            observation = [*observation, notice]
-        return observation, reward, terminated, truncated, info

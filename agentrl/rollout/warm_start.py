@@ -70,7 +70,7 @@ async def _nobody(instruction: Message, tokens: int) -> str | None:
 def without_chance(ref: EnvRef) -> EnvRef:
     """For a gold solution: without wrappers by which tools fail at random, and with the user that it was written for."""
     kept = [choice for choice in ref.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
-    return replace(ref, wrappers=kept).scripted()
+    return replace(ref, wrappers=kept).with_gold_user()
 
 
 async def _play_transcript(

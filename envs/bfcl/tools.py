@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from agentrl.contrib.suites.benchmarks import published_tool
 from agentrl.data.trajectory import Json
 from agentrl.env import Tool
 
@@ -41,4 +42,4 @@ def _tool(package: Package, declared: str, runs: bool) -> Tool:
     def call(env: Any, /, **arguments: Json) -> str:
         return env.call(body["name"], arguments) if runs else ""
 
-    return Tool.published({**body, "parameters": shown}, call, inline=True, read_only=not runs)
+    return published_tool({**body, "parameters": shown}, call, inline=True, read_only=not runs)

@@ -152,7 +152,7 @@ def _recorder(declared: str) -> Tool:
         env.made.append({"name": whole["function"]["name"], "arguments": arguments})
         return "noted"
 
-    return replace(Tool.declared(whole, record, Options(read_only=True)), method=True)
+    return replace(Tool.from_declaration(whole, record, Options(read_only=True)), method=True)
 
 
 def _weights(kinds: Sequence[str] | Mapping[str, float]) -> dict[str, float]:

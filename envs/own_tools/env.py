@@ -122,12 +122,12 @@ def _tool(text: str, function: Callable[..., Any] | None) -> Tool:
     name, parameters = whole["function"]["name"], whole["function"]["parameters"]
     if function is not None:
         wants = "task" in inspect.signature(function).parameters and "task" not in parameters.get("properties", {})
-        return Tool.declared(whole, function, hidden=("task",) if wants else ())
+        return Tool.from_declaration(whole, function, hidden=("task",) if wants else ())
 
     async def answer(env: OwnTools, /, **arguments: Json) -> str:
         return env.recorded(name, arguments)
 
-    return replace(Tool.declared(whole, answer, Options(parallel=False)), method=True)
+    return replace(Tool.from_declaration(whole, answer, Options(parallel=False)), method=True)
 
 
 def _read(path: Path, functions: frozenset[str]) -> tuple[TaskSet, ToolUse]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.contrib.suites.benchmarks import import_in_place, named_if_missing
+from agentrl.contrib.suites.benchmarks import import_in_place, named_if_missing, published_tool
 from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.contrib.toolkit import branches as branch
 from agentrl.env import Tool
@@ -86,7 +86,7 @@ def _tool(theirs: Any, make: Any, by: str, only_reads: bool) -> Tool:
         self.limited()
         return str(answer.content)
 
-    return Tool.published(theirs.openai_schema["function"], call, inline=True, max_output=1_000_000, read_only=only_reads, by=by)
+    return published_tool(theirs.openai_schema["function"], call, inline=True, max_output=1_000_000, read_only=only_reads, by=by)
 
 
 def load_tasks(source: Path, name: str, full: bool) -> Iterator[SuiteTask]:

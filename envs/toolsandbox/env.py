@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.contrib.suites.benchmarks import CallsTogether, calling, message_of
+from agentrl.contrib.suites.benchmarks import CallsTogether, calling, message_of, published_tool
 from agentrl.contrib.suites.foreign import ForeignSuite
 from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.contrib.suites.tables import groups, mean_row
@@ -184,4 +184,4 @@ def _offered(declared: str) -> Tool:
     async def run(env: ToolSandbox, /, **arguments: Json) -> str:
         return await env.calls.answer(env, body["name"], arguments, env.answers)
 
-    return Tool.published(body, run, timeout=600.0, max_output=100_000, on_error="stop")
+    return published_tool(body, run, timeout=600.0, max_output=100_000, on_error="stop")

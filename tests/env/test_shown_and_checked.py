@@ -121,7 +121,7 @@ def test_the_limit_of_a_config_goes_before_the_class_and_reaches_a_server_and_a_
     ref = EnvRef("key_value", max_output=64)
     assert [made.build().toolbox.max_output for made in (ref, pickle.loads(pickle.dumps(ref)))] == [64, 64]
     assert EnvRef("key_value").build().toolbox.max_output == MAX_OUTPUT == 2048
-    asked = Asked.of(json.loads(wire.dumps(ref._asked.row())))
+    asked = Asked.of(json.loads(wire.dumps(ref._request.row())))
     assert asked.max_output == 64
     assert EnvOffer(EnvRef("key_value")).build(asked).toolbox.max_output == 64
     assert EnvOffer(ref).build(Asked("key_value")).toolbox.max_output == 64  # the server's own, if the client has none

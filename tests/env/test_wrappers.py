@@ -20,7 +20,6 @@ from agentrl.env.check_tools import Subject
 from agentrl.env.wrappers import (
     SystemPrompt,
     ToolFaults,
-    ToolSchedule,
     ToolSubset,
     ToolWrapper,
     TurnLimit,
@@ -130,18 +129,24 @@ async def test_a_tool_that_may_fail_keeps_its_process_and_its_limit_of_concurren
     assert most == 1
 
 
-def test_tools_come_and_go_and_the_policy_is_told() -> None:
+def test_tools_come_and_go_and_the_record_has_them_all() -> None:
     @tool
     async def shout(text: str) -> str:
         """say it loud"""
         return text.upper()
 
-    env = ToolSchedule(Notes(), {1: ([shout], ["quit"])})
+    class Growing(ToolWrapper):
+        async def astep(self, action: Action) -> StepResult:
+            result = await self.env.astep(action)
+            if len(self.trajectory.turns) == 1:
+                self.toolbox.add(shout)
+                self.toolbox.remove("quit")
+            return result
+
+    env = Growing(Notes())
     for _ in range(2):
         env.reset(seed=0)
         assert "unknown_tool" in env.step(call("shout", text="a"))[0][0].content
-        notice = env.trajectory.messages[-1]
-        assert notice.role == "user" and '"shout"' in notice.content and "quit is gone" in notice.content
         assert env.step(call("shout", text="a"))[0][0].content == "A"
         assert "unknown_tool" in env.step(call("quit"))[0][0].content
         assert "shout" in {t["function"]["name"] for t in env.trajectory.tools}
@@ -152,7 +157,6 @@ WRAPPERS: dict[str, Any] = {
     "own": lambda env: TextLimit(env, 100_000),
     "subset": lambda env: ToolSubset(env, ["get", "add", "set", "list"]),
     "faults": lambda env: ToolFaults(env, 0.0),
-    "schedule": lambda env: ToolSchedule(env, {}),
     "plain": ToolWrapper,
     "stack": lambda env: SystemPrompt(ToolFaults(TurnLimit(TextLimit(env, 10**5), 50), 0.0), "Be brief."),
 }

@@ -204,6 +204,7 @@ def test_of_several_environments_the_budget_is_of_all(tmp_path: Path, caplog: py
 
 OPENING = """
 from agentrl.env import Message, Task, ToolEnv
+from agentrl.contrib.suites.benchmarks import published_tool
 from agentrl.contrib.users import ModelUser
 from agentrl.env.users import ScriptedUser, UserModel
 from agentrl.env import Tool
@@ -225,7 +226,7 @@ class Opens(ToolEnv):
     async def setup(self, task):
         for number in range(self.tools):
             shown = {"name": f"tool_{number}", "description": "does one thing", "parameters": {"type": "object"}}
-            self.toolbox.add(Tool.published(shown, lambda env: "", inline=True))
+            self.toolbox.add(published_tool(shown, lambda env: "", inline=True))
         self.user = ModelUser("g", model="no/model") if self.model else ScriptedUser(["word " * self.words])
 
     async def prompt(self, task):

@@ -449,7 +449,7 @@ class RemoteEnv(ToolEnv):
             raise self._lost_error(lost) from None
         finally:
             self._calls_there = {}
-            self._box.elsewhere([])
+            self._box.waiting = []
 
     def _call_now(self, kind: str, body: Mapping[str, Json]) -> Mapping[str, Json]:
         try:
@@ -480,7 +480,7 @@ class RemoteEnv(ToolEnv):
                     calls[place] = self._calls_there.get(place) or Waiting(self._box[call["name"]], call["call_id"])
                     calls[place].running = call["running"]
         self._calls_there = calls
-        self._box.elsewhere(list(calls.values()))
+        self._box.waiting = list(calls.values())
 
     # -- answers -----------------------------------------------------------------------------------------
 

@@ -338,7 +338,8 @@ class OpenEnv(ToolEnv):
         listed = await self._ask("step", {"type": "list_tools"})
         tools = declarations(listed["observation"]["tools"])
         return [
-            replace(Tool.declared(one, _calls(one["function"]["name"])), method=True).with_options(**options) for one in tools
+            replace(Tool.from_declaration(one, _calls(one["function"]["name"])), method=True).with_options(**options)
+            for one in tools
         ]
 
 

@@ -108,7 +108,7 @@ def tools_of(rows: Sequence[Mapping[str, Json]], where: str) -> dict[str, Tool]:
     for row in rows:
         options = Options(**{**row["options"], "process": False, "inline": False})
         declared = {"type": "function", **{key: value for key, value in row.items() if key != "options"}}
-        made[row["function"]["name"]] = Tool.declared(declared, elsewhere, options)
+        made[row["function"]["name"]] = Tool.from_declaration(declared, elsewhere, options)
     return made
 
 

@@ -22,7 +22,9 @@ from typing import Any, Self
 from agentrl.contrib.suites.tables import groups, left_out, mean_row
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.env.base import ToolEnv
+from agentrl.env.call_options import Options
 from agentrl.env.official import OfficialRow, Played
+from agentrl.env.tools import Tool
 from agentrl.utils.errors import ConfigError, DependencyError
 from agentrl.utils.parsing import expression_of, module_of
 from agentrl.utils.threads import fork_safe
@@ -112,6 +114,16 @@ def text_constant(file: Path, name: str) -> str:
 
 
 _AS_IT_IS = frozenset({str, int, float, type(None)})
+
+
+def published_tool(declared: Mapping[str, Any], run: Callable[..., Any], **options: Any) -> Tool:
+    """Make a tool as its benchmark publishes it: `declared` is {"name", "description", "parameters"}, which the policy is shown.
+
+    `run(env, **arguments)` answers. Its own code judges the arguments, so nothing checks them before, and the calls of a turn are
+    made one after the other. `options`: others, as in `Options`."""
+    made = Options(**{"check": "off", "parallel": False, **options})
+    name, parameters = declared["name"], declared.get("parameters", {})
+    return replace(Tool.from_schema(name, declared.get("description", ""), parameters, run, made), method=True)
 
 
 def read_call(text: str, function: Callable[[str], Callable[..., Any]]) -> tuple[str, dict[str, Json]]:

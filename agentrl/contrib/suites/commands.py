@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS
@@ -47,33 +48,29 @@ def run_difficulty(args: argparse.Namespace) -> int:
     from agentrl.contrib.suites.measures import measure_tasks
     from agentrl.contrib.suites.suite import SuiteEnv
     from agentrl.env.official import WHOLE
+    from agentrl.env.toolbox import estimate_tokens
 
     if args.tasks < 1:
         raise UserError(f"--tasks {args.tasks}: expected 1 or more")
-    ref = reference(args.env, args.params).scripted()
+    count: Callable[[str], int] = estimate_tokens
+    if args.tokenizer is not None:
+        from agentrl.trainer.pretrained import load_tokenizer
+
+        tokenizer = load_tokenizer(args.tokenizer)
+        count = lambda text: len(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+    ref = reference(args.env, args.params).with_gold_user()
     env = ref.build(scorer=None)
     split = args.split or (WHOLE if isinstance(env.unwrapped, SuiteEnv) else "train")
     there = env.task_count(split)
     if args.all_tasks and there is None:
         raise UserError(f"--all-tasks: split {split!r} of {ref.id} has no end of tasks; use --tasks N")
     wanted = args.tasks if there is None else min(args.tasks, there)
-    report = measure_tasks(env, split, range(there if args.all_tasks and there is not None else wanted), _counter(args.tokenizer))
+    report = measure_tasks(env, split, range(there if args.all_tasks and there is not None else wanted), count)
     if args.json:
         say(json.dumps({"env": env.id, **report.to_json()}))
     else:
         _print_difficulty(env.id, report)
     return 0 if report.tasks else 1
-
-
-def _counter(model: str | None) -> Callable[[str], int]:
-    if model is None:
-        from agentrl.env.toolbox import estimate_tokens
-
-        return estimate_tokens
-    from agentrl.trainer.pretrained import load_tokenizer
-
-    tokenizer = load_tokenizer(model)
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _print_difficulty(env_id: str, report: DifficultyReport) -> None:
@@ -196,7 +193,7 @@ def run_leaks(args: argparse.Namespace) -> int:
     for option, value in (("--tasks", args.tasks), ("--ngram", args.ngram)):
         if value is not None and value < 1:
             raise UserError(f"{option} {value}: expected 1 or more")
-    env = reference(args.env, args.params).scripted().build(scorer=None)
+    env = reference(args.env, args.params).with_gold_user().build(scorer=None)
     train, heldout = (counted_tasks(env, split, args.tasks).count for split in ("train", "heldout"))
     if not (train and heldout):
         raise UserError(f"{env.id}: {train} training and {heldout} held-out tasks. Choose parameters with tasks of both splits.")
@@ -237,13 +234,13 @@ def add_install_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_install(args: argparse.Namespace) -> int:
     """Install, list or remove; returns the exit code."""
+    from agentrl.contrib.suites.suite import SuiteEnv, install, remove
+
     if args.list:
         return _list()
     if args.suite is None:
         raise UserError("agentrl env install: give a suite, or --list")
     if args.remove:
-        from agentrl.contrib.suites.suite import remove
-
         say(f"removed: {remove(args.suite)}")
         return 0
     entries = suites().get(args.suite)
@@ -251,45 +248,31 @@ def run_install(args: argparse.Namespace) -> int:
         known = list(suites())
         listed = f"known: {', '.join(known) or 'none'}"
         raise CatalogError(f"no suite {args.suite!r}; {did_you_mean(args.suite, known, listed)}")
-    _say(_install(entries, args.source), entries)
-    return 0
-
-
-def suites() -> dict[str, list[EnvEntry]]:
-    """The environments of each suite on the shelves."""
-    from agentrl.env.catalog import list_envs
-
-    found: dict[str, list[EnvEntry]] = {}
-    for entry in list_envs():
-        name = entry.suite.suite if entry.suite is not None else _announced_suite(entry)
-        if name is not None:
-            found.setdefault(name, []).append(entry)
-    return dict(sorted(found.items()))
-
-
-def _announced_suite(entry: EnvEntry) -> str | None:
-    """The suite of an environment that another package announces: its class says it, since its source text is not read."""
-    from agentrl.contrib.suites.suite import SuiteEnv
-
-    if entry.entry_point is None:
-        return None
-    try:
-        loaded = entry.load()
-    except Exception:  # another package's code: what it raises, `agentrl env check` says
-        return None
-    return loaded.suite if isinstance(loaded, type) and issubclass(loaded, SuiteEnv) else None
-
-
-def _install(entries: list[EnvEntry], source: str | None) -> InstallRecord:
-    from agentrl.contrib.suites.suite import SuiteEnv, install
-
     classes: dict[str, type[SuiteEnv]] = {}
     for entry in entries:
         loaded = entry.load()
         if not (isinstance(loaded, type) and issubclass(loaded, SuiteEnv)):
             raise CatalogError(f"{entry.id} names a suite and is no SuiteEnv")
         classes[entry.id] = loaded
-    return install(classes, source)
+    _say(install(classes, args.source), entries)
+    return 0
+
+
+def suites() -> dict[str, list[EnvEntry]]:
+    """The environments of each suite on the shelves."""
+    from agentrl.contrib.suites.suite import SuiteEnv
+    from agentrl.env.catalog import list_envs
+
+    found: dict[str, list[EnvEntry]] = {}
+    for entry in list_envs():
+        name = None if entry.suite is None else entry.suite.suite
+        if entry.entry_point is not None:
+            with suppress(Exception):  # another package's code: `agentrl env check` says which problem it has
+                loaded = entry.load()
+                name = loaded.suite if isinstance(loaded, type) and issubclass(loaded, SuiteEnv) else None
+        if name:
+            found.setdefault(name, []).append(entry)
+    return dict(sorted(found.items()))
 
 
 def _say(record: InstallRecord, entries: list[EnvEntry]) -> None:

@@ -6,24 +6,24 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from agentrl.data.trajectory import Json, Message
+from agentrl.data.trajectory import Json
 from agentrl.env.base import ToolEnv
 from agentrl.env.check import Floor, floors, share_interval
-from agentrl.env.check_tools import Subject
+from agentrl.env.check_tools import Subject, play
 from agentrl.env.official import WHOLE, Benchmark
+from agentrl.env.toolbox import CountTokens
 from agentrl.reward.values import join
 from agentrl.utils.errors import AgentrlError
 
 # Difficulty by gold solutions
 
-CountTokens = Callable[[str], int]
 SHARES = (0, 25, 50, 75, 95, 100)
 """Percentiles of a summary."""
 
@@ -55,13 +55,13 @@ def difficulty(env: ToolEnv, seed: int, split: str, count: CountTokens) -> Diffi
     opening, _ = env.reset(seed=seed, options={"split": split})
     gold = env.gold_turns(env.task)
     before, offered = deepcopy(env.state()), json.dumps(env.toolbox.schemas(), ensure_ascii=False)
-    for turn in gold:
-        if env.step(turn)[2]:
-            break
+    play(env, gold)
     env.close()
     record = env.trajectory
-    later = record.messages[len(opening) :]
-    answers = [message for message in later if message.role != "assistant"]
+    answers = [message for message in record.messages[len(opening) :] if message.role != "assistant"]
+    written = [turn.message.content for turn in record.turns if turn.message.content]
+    for call in (call for turn in record.turns for call in turn.message.tool_calls):
+        written.append(json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False))
     return Difficulty(
         task=record.task.id,
         family=inner.family(record.task),
@@ -71,18 +71,10 @@ def difficulty(env: ToolEnv, seed: int, split: str, count: CountTokens) -> Diffi
         user_calls=len(record.user_calls),
         prompt_tokens=sum(count(message.content) for message in opening),
         tool_tokens=count(offered),
-        gold_tokens=sum(map(count, _texts([turn.message for turn in record.turns]))),
+        gold_tokens=sum(map(count, written)),
         read_tokens=sum(count(message.content) for message in answers),
         writes=len(changed_paths(before, record.state)),
     )
-
-
-def _texts(messages: Sequence[Message]) -> Iterator[str]:
-    for message in messages:
-        if message.content:
-            yield message.content
-        for call in message.tool_calls:
-            yield json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
 
 
 def changed_paths(before: Json, after: Json, path: str = "") -> list[str]:
@@ -118,7 +110,13 @@ class DifficultyReport:
         families = {name: parts[name] for name in sorted(parts)}
         # A single family is all of them.
         groups = {**(families if len(families) > 1 else {}), "all": self.tasks} if self.tasks else {}
-        return {name: _percentiles(tasks) for name, tasks in groups.items()}
+        return {
+            family: {
+                name: [float(x) for x in np.percentile([getattr(task, name) for task in tasks], SHARES)]
+                for name in Difficulty.__slots__[2:]  # the numbers
+            }
+            for family, tasks in groups.items()
+        }
 
     def counts(self) -> dict[str, int]:
         """The number of tasks of each family."""
@@ -135,13 +133,6 @@ class DifficultyReport:
             "tasks": [asdict(task) for task in self.tasks],
             "unplayed": self.unplayed,
         }
-
-
-NUMBERS = tuple(name for name in Difficulty.__slots__ if name not in ("task", "family"))
-
-
-def _percentiles(tasks: Sequence[Difficulty]) -> dict[str, list[float]]:
-    return {name: [float(x) for x in np.percentile([getattr(task, name) for task in tasks], SHARES)] for name in NUMBERS}
 
 
 def measure_tasks(env: ToolEnv, split: str, seeds: Sequence[int], count: CountTokens) -> DifficultyReport:

@@ -100,14 +100,6 @@ def _read_record(suite: str, file: Path, modified: int, size: int) -> InstallRec
         raise ConfigError(f"{file}: not a record of `agentrl env install` ({problem}); install {suite} again") from None
 
 
-def write_record(record: InstallRecord) -> Path:
-    """Write a suite's record, in place of an older one; returns its path."""
-    file = record_file(record.suite)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, json.dumps(asdict(record), indent=1) + "\n")
-    return file
-
-
 @SOURCES.register("suites")
 def recorded_sources() -> dict[str, str]:
     """The source of every installed suite, for the workers of a cluster; those of the driver, if this process is a worker's."""
@@ -122,8 +114,9 @@ def find_source(
     """The folder of a suite's source, and how it was found: "given", "driver", "installed", "package" or "own". `called`: what
     `given` is in the user's words. Raises ConfigError without one, with the commands that help, or if a folder that is named
     does not exist on this machine."""
+    expected = "the folder that holds the benchmark" + (f", which you get by `{obtain}`" if obtain else f" {suite}")
     if given is not None and not given.strip():
-        raise ConfigError(f"{suite}: {called} is empty; expected {_expected_text(suite, obtain)}")
+        raise ConfigError(f"{suite}: {called} is empty; expected {expected}")
     record = read_record(suite)
     places: tuple[tuple[str | None, str, str], ...] = (
         (given, "given", called),
@@ -131,19 +124,23 @@ def find_source(
         (None if record is None else record.source, "installed", "the source that `agentrl env install` recorded"),
     )
     for place, how, said in places:
-        if place is not None:
-            return _folder(suite, Path(place).expanduser(), said, _expected_text(suite, obtain)), how
+        if place is None:
+            continue
+        folder = Path(place).expanduser()
+        if not folder.is_dir():
+            found = "that is a file" if folder.is_file() else f"there is no such folder on {platform.node() or 'this machine'}"
+            raise ConfigError(
+                f"{suite}: {said} is {str(folder)!r}, and {found}; expected {expected}. A suite is read in place, so each "
+                f"machine that plays it needs it at that path (`agentrl env install {suite} --from FOLDER` records another)"
+            )
+        return folder.resolve(), how
     if module is not None and (packaged := module_folder(module)) is not None:
         return packaged, "package"
     if own is not None:
         return own, "own"
-    raise ConfigError(f"{suite}: its source is not installed. {how_to_install(suite, obtain)}")
-
-
-def how_to_install(suite: str, obtain: str) -> str:
-    """The commands that help if a suite's source is missing."""
     first = f"First `{obtain}`, then" if obtain else "Use"
-    return f"{first} `agentrl env install {suite} --from FOLDER` (or set params.source=FOLDER for one run)"
+    help_text = f"{first} `agentrl env install {suite} --from FOLDER` (or set params.source=FOLDER for one run)"
+    raise ConfigError(f"{suite}: its source is not installed. {help_text}")
 
 
 def checkout_version(folder: Path) -> str:
@@ -223,20 +220,6 @@ def _of_driver() -> dict[str, str]:
     return found
 
 
-def _expected_text(suite: str, obtain: str) -> str:
-    return "the folder that holds the benchmark" + (f", which you get by `{obtain}`" if obtain else f" {suite}")
-
-
-def _folder(suite: str, place: Path, said: str, expected: str) -> Path:
-    if not place.is_dir():
-        what = "that is a file" if place.is_file() else f"there is no such folder on {platform.node() or 'this machine'}"
-        raise ConfigError(
-            f"{suite}: {said} is {str(place)!r}, and {what}; expected {expected}. A suite is read in place, so each machine that "
-            f"plays it needs it at that path (`agentrl env install {suite} --from FOLDER` records another)"
-        )
-    return place.resolve()
-
-
 # A suite: a benchmark's own tasks, tools and data as an environment, read in place from the user's checkout or package.
 #
 # class Toy(SuiteEnv):
@@ -300,7 +283,11 @@ class SuiteEnv(Benchmark):
         """The source's folder and version. Raises ConfigError as `__init__`."""
         own = None if cls.own is None else Path(inspect.getfile(cls)).with_name(cls.own)
         folder, _ = find_source(cls.suite, source, cls.module, own, obtain=cls.obtain)
-        return folder, _checked_version(cls, folder)
+        try:  # asked once per process and folder, since an environment is built for every episode
+            return folder, _VERSIONS.get((cls, folder)) or _VERSIONS.setdefault((cls, folder), cls.check_source(folder))
+        except ConfigError as problem:
+            get = f"To get it: {cls.obtain or 'see its README'}"
+            raise ConfigError(f"{cls.suite}: {folder} is not its source: {problem}\n{get}") from None
 
     @classmethod
     def task_counts(cls, folder: Path) -> dict[str, dict[str, int]]:
@@ -444,16 +431,6 @@ def by_split(suite: str, tasks: Sequence[SuiteTask], whole: Sequence[SuiteTask] 
 _VERSIONS: dict[tuple[type, Path], str] = {}
 
 
-def _checked_version(cls: type[SuiteEnv], folder: Path) -> str:
-    """The version, asked once per process and folder, since an environment is built for every episode."""
-    try:
-        return _VERSIONS.get((cls, folder)) or _VERSIONS.setdefault((cls, folder), cls.check_source(folder))
-    except ConfigError as problem:
-        raise ConfigError(
-            f"{cls.suite}: {folder} is not its source: {problem}\nTo get it: {cls.obtain or 'see its README'}"
-        ) from None
-
-
 # Installation
 
 
@@ -470,7 +447,8 @@ def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> Install
     if not files:
         raise ConfigError(f"{suite.suite}: no file of {folder} matches {', '.join(suite.files)}")
     record = InstallRecord(suite.suite, str(folder), version, date.today().isoformat(), files, tasks)
-    write_record(record)
+    record_file(suite.suite).parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(record_file(suite.suite), json.dumps(asdict(record), indent=1) + "\n")
     return record
 
 

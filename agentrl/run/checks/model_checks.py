@@ -190,7 +190,7 @@ def longest_prompt(config: TrainConfig, env: EnvRef) -> tuple[int, int]:
     openings: dict[int, Opening] = {}
 
     def play() -> None:
-        with closing(env.scripted().build()) as built:
+        with closing(env.with_gold_user().build()) as built:
             for seed in range(SEEDS):
                 with suppress(Exception):  # of the environment's own code, which `check_success` names
                     openings[seed] = _opening(built, seed)

@@ -27,6 +27,7 @@ from agentrl.contrib.suites.benchmarks import (
     message_of,
     named_if_missing,
     public_methods,
+    published_tool,
     round_turns,
     spread_rows,
     two_sided_turns,
@@ -36,7 +37,6 @@ from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.contrib.suites.suite import found_version, require_files
 from agentrl.contrib.suites.tables import groups, pass_hat_table
 from agentrl.data.trajectory import Message, StopReason, ToolCall
-from agentrl.env import Tool
 from agentrl.env.catalog import find_env
 from agentrl.env.official import Played
 from agentrl.utils.errors import ConfigError, known_word, members, within
@@ -110,7 +110,7 @@ def test_gold_by_rounds_has_a_text_after_each_rounds_calls_and_messages_are_read
 
 
 def test_a_published_tool_is_shown_as_it_is_and_nothing_checks_its_arguments() -> None:
-    made = Tool.published(
+    made = published_tool(
         {"name": "put", "parameters": {"type": "object", "required": ["n"]}}, lambda env, /, **a: a, inline=True
     )
     assert made.schema["function"] == {"name": "put", "parameters": {"type": "object", "required": ["n"]}}
