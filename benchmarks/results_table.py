@@ -26,7 +26,7 @@ import numpy as np
 
 from agentrl.contrib.suites.benchmarks import MeansTable
 from agentrl.env.catalog import find_env
-from agentrl.env.official import difference_with_interval, pass_at_k
+from agentrl.env.official import mean_with_interval, pass_at_k
 from agentrl.utils.errors import ConfigError
 
 DRAWS = 10_000
@@ -116,7 +116,7 @@ def gain_of(differences: Mapping[str, Sequence[float]], weights: Mapping[str, fl
     of which every draw is the same, have the interval of the rule of three."""
     every = [value for category in weights for value in differences[category]]
     if len(set(every)) == 1:
-        return difference_with_interval(every)
+        return mean_with_interval(every, -1.0)
     rng = np.random.default_rng(0)
     mean, drawn = 0.0, np.zeros(draws)
     for category, weight in weights.items():

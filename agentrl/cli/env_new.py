@@ -275,7 +275,7 @@ def write_template(name: str, shelf: str, template: str = "stateless") -> Path:
     if template == "mcp":
         env = f"""id = "mcp"
 params = {{ command = ["python", "envs/{name}/server.py"], tasks = "envs/{name}/tasks.jsonl" }}"""
-        files = {"server.py": SERVER.format(name=name), "tasks.jsonl": "".join(map(_line, _price_tasks()))}
+        files = {"server.py": SERVER.format(name=name), "tasks.jsonl": "".join(json.dumps(row) + "\n" for row in _price_tasks())}
     else:
         source, reward = (ENV, REWARD) if template == "stateless" else (SQLITE, STATE_REWARD)
         files = {
@@ -299,7 +299,3 @@ def _price_tasks() -> Iterator[dict[str, Any]]:
             "prompt": f"What do {one} and {other} cost together?",
             "gold": {"answer": PRICES[one] + PRICES[other], "calls": calls},
         }
-
-
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row) + "\n"

@@ -10,28 +10,7 @@ from agentrl.env.toolbox import Toolbox
 from agentrl.env.tools import Hidden, Tool, ToolSession, ToolSet, ToolSource, tool
 
 __all__ = [
-    "SPLITS",
-    "Action",
-    "Hidden",
-    "Message",
-    "MessagesSpace",
-    "Observation",
-    "Options",
-    "Problem",
-    "Snapshot",
-    "StepResult",
-    "Task",
-    "Teacher",
-    "Tool",
-    "ToolCall",
-    "ToolCallSpace",
-    "ToolEnv",
-    "ToolSession",
-    "ToolSet",
-    "ToolSource",
-    "Toolbox",
-    "content_split",
-    "draw",
-    "task_rng",
-    "tool",
-]
+    "SPLITS", "Action", "Hidden", "Message", "MessagesSpace", "Observation", "Options", "Problem", "Snapshot", "StepResult",
+    "Task", "Teacher", "Tool", "ToolCall", "ToolCallSpace", "ToolEnv", "ToolSession", "ToolSet", "ToolSource", "Toolbox",
+    "content_split", "draw", "task_rng", "tool",
+]  # fmt: skip

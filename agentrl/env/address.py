@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter, ValidationError
 
 from agentrl.config.schema import EnvConfig
 from agentrl.data.trajectory import Json
@@ -35,24 +37,17 @@ class Asked:
 
     def row(self) -> dict[str, Json]:
         """As JSON; `of` is the inverse."""
-        wanted = {"params": dict(self.params), "sets": list(self.sets), "wrappers": list(self.wrappers)}
-        return {"id": self.id, **wanted, "max_output": self.max_output}
+        return asdict(self)
 
     @classmethod
     def of(cls, row: Mapping[str, Json]) -> Asked:
         """Raises ValueError for a row of another shape."""
-        asked = cls(row["id"], row.get("params", {}), row.get("sets", ()), row.get("wrappers", ()), row.get("max_output"))
-        shapes = {
-            "id": (str,),
-            "params": (dict,),
-            "sets": (list, tuple),
-            "wrappers": (list, tuple),
-            "max_output": (int, type(None)),
-        }
-        for name, kinds in shapes.items():
-            if not isinstance(getattr(asked, name), kinds):
-                raise ValueError(f"env.{name}: expected {kinds[0].__name__}, got {getattr(asked, name)!r}"[:200])
-        return asked
+        try:
+            return TypeAdapter(cls).validate_python(row)
+        except ValidationError as problem:
+            first = problem.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"env.{place}: {first['msg']}, got {first['input']!r}"[:200]) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +108,6 @@ class RemoteProtocol:
 
 
 PROTOCOLS: Registry[type[RemoteProtocol]] = Registry("env.protocol", "PROTOCOLS", "agentrl.env")
-
 
 SANDBOXES: Registry[Callable[..., Any]] = Registry(
     "env.sandbox.provider",

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -107,11 +107,10 @@ class OwnReward:
     def _path(self, name: str) -> Path:
         """Next to the file of the class that names the spec, or on a shelf."""
         owner = next(base for base in self._env.__mro__ if "reward" in vars(base))
-        try:
-            beside = Path(inspect.getfile(owner)).parent / name
-        except (OSError, TypeError):  # a class that was typed in has no file
-            return find_file(name, "rewards", ".json", "reward spec")
-        return beside if beside.is_file() else find_file(name, "rewards", ".json", "reward spec")
+        with suppress(OSError, TypeError):  # a class that was typed in has no file
+            if (beside := Path(inspect.getfile(owner)).parent / name).is_file():
+                return beside
+        return find_file(name, "rewards", ".json", "reward spec")
 
 
 # The environment
@@ -565,17 +564,10 @@ class ToolEnv(Forkable):
         return info
 
 
-_TRUNCATIONS = frozenset(
-    {
-        StopReason.MAX_TURNS,
-        StopReason.MAX_TOKENS,
-        StopReason.CONTEXT_FULL,
-        StopReason.EPISODE_TIMEOUT,
-        StopReason.MAX_TOOL_TIME,
-        StopReason.MAX_EPISODE_TIME,
-        StopReason.AGENT_FAILED,
-    }
-)
+_TRUNCATIONS = frozenset({
+    StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL, StopReason.EPISODE_TIMEOUT, StopReason.MAX_TOOL_TIME,
+    StopReason.MAX_EPISODE_TIME, StopReason.AGENT_FAILED,
+})  # fmt: skip
 
 
 def plain_prompt(env: ToolEnv, task: Task) -> list[Message]:

@@ -488,7 +488,7 @@ def add_tool_set(env: ToolEnv, name: str, args: Mapping[str, Any] = MappingProxy
 
 
 def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping[str, Any]) -> None:
-    known = _parameter_names(env_class)
+    known = _parameters_of(env_class)
     for name in params:
         if name == "sandbox" and name not in known:
             raise ParameterError(f"{env_id} runs nothing in a sandbox, so env.sandbox has no meaning for it; leave it out", name)
@@ -498,19 +498,13 @@ def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Ma
         inspect.signature(env_class).bind(**params)
     except TypeError as problem:
         raise ParameterError(f"{env_id}: {problem}; parameters: {', '.join(sorted(known))}") from problem
-    _check_types(env_id, env_class, params)
-
-
-def _check_types(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping[str, Any]) -> None:
-    """Raise ParameterError for a value that is not of its parameter's annotated type, read as JSON is. A reference, whose value
-    is known later, and what is no JSON (given from Python) are left to the class, and so is an annotation that cannot be read."""
-    hints = _hints(env_class)
     for name, value in params.items():
-        if name not in hints or any(references(value)):
+        # Values are read as JSON is. A reference, whose value is known later, and a value that is no JSON (given from Python) are
+        # left to the class, and so is an annotation that cannot be read.
+        if any(references(value)):
             continue
         try:
-            text = json.dumps(value)
-            adapter = TypeAdapter(hints[name])
+            text, adapter = json.dumps(value), TypeAdapter(known[name])
         except (TypeError, ValueError, PydanticSchemaGenerationError, PydanticUserError):
             continue
         try:
@@ -519,33 +513,24 @@ def _check_types(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping
             raise ParameterError(f"{env_id}: parameter {name} = {value!r:.80}: {problem.errors()[0]['msg']}", name) from None
 
 
-def _hints(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
-    """Annotations of the parameters, a class's own before those of its bases; none of a signature that names unknown types."""
-    makers = (
-        [vars(base)["__init__"] for base in env_class.__mro__ if "__init__" in vars(base)]
-        if isinstance(env_class, type)
-        else [env_class]
-    )
+def _parameters_of(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
+    """Keyword parameters of the class and, if it passes `**` on, of its bases, each with its annotation (Any if unknown)."""
     found: dict[str, Any] = {}
-    for make in reversed(makers):
-        with suppress(NameError, TypeError, AttributeError):
-            found |= get_type_hints(make, include_extras=True)
-    return found
-
-
-def _parameter_names(env_class: Callable[..., ToolEnv]) -> set[str]:
-    """Keyword parameters of the class and, if it passes `**` on, of its bases."""
-    names: set[str] = set()
     if not isinstance(env_class, type):
-        return set(inspect.signature(env_class).parameters)
-    for base in env_class.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-        names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        makers, own = [env_class], 0
+    else:
+        makers, own = [vars(base)["__init__"] for base in env_class.__mro__ if "__init__" in vars(base)], 1
+    for make in makers:
+        hints: dict[str, Any] = {}
+        with suppress(NameError, TypeError, AttributeError):  # a signature that names unknown types
+            hints = get_type_hints(make, include_extras=True)
+        parameters = list(inspect.signature(make).parameters.values())[own:]
+        for one in parameters:
+            if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD):
+                found.setdefault(one.name, hints.get(one.name, Any))
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
-    return names
+    return found
 
 
 # Scorers of environments

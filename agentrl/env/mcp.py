@@ -59,22 +59,18 @@ class McpSource:
         if sum((bool(server.command), bool(server.url), build is not None)) != 1:
             raise ConfigError(f"tools.mcp.{name}: give either a command (a list of words) or a url")
         learn({"command": server.command, "url": server.url, "env": server.env})
-        self.name = name
-        self.server = server
-        self.build = build
+        self.name, self.server, self.build = name, server, build
 
     def session(self) -> McpSession:
         """A new, unopened session."""
-        return McpSession(self.name, self.server, self.build)
+        return McpSession(self)
 
 
 class McpSession:
     """One connection. The SDK's client must be entered and exited in the same task, so one task holds it open."""
 
-    def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
-        self.name = name
-        self.server = server
-        self._build = build
+    def __init__(self, source: McpSource) -> None:
+        self.name, self.server, self._build = source.name, source.server, source.build
         self._stop = asyncio.Event()
         self._holder: asyncio.Task[None] | None = None
         self._stderr: TextIO | None = None

@@ -47,31 +47,20 @@ def success_rates(counts: Sequence[tuple[int, int]], samples: int) -> dict[str, 
     return rates
 
 
-def mean_with_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float, float]:
-    """Mean over tasks and its normal-approximation interval (mean, low, high), clipped to [0, 1].
+def mean_with_interval(values: Sequence[float], least: float = 0.0) -> tuple[float, float, float]:
+    """Mean over tasks and its normal-approximation 95 % interval (mean, low, high), clipped to [`least`, 1].
 
+    `least` -1: of paired differences, one for each task, whose spread, and not that of the two rates, says how sure the mean is.
     If all values are equal, for which the approximation gives a width of 0, the half-width is 3 / tasks (rule of
     three). Raises ValueError without values.
     """
-    mean, width = _mean_and_width(values, z)
-    return mean, max(0.0, mean - width), min(1.0, mean + width)
-
-
-def difference_with_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float, float]:
-    """The same of paired differences, one for each task, clipped to [-1, 1]: their spread, and not that of the two rates, says
-    how sure the mean is. Raises ValueError without values."""
-    mean, width = _mean_and_width(values, z)
-    return mean, max(-1.0, mean - width), min(1.0, mean + width)
-
-
-def _mean_and_width(values: Sequence[float], z: float) -> tuple[float, float]:
     n = len(values)
     if not n:
         raise ValueError("no values to average")
     mean = sum(values) / n
-    if n == 1 or len(set(values)) == 1:
-        return mean, 3.0 / n
-    return mean, z * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    spread = 1.96 * math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, n - 1) / n)
+    width = 3.0 / n if len(set(values)) == 1 else spread
+    return mean, max(least, mean - width), min(1.0, mean + width)
 
 
 def _check(n: int, c: int, k: int) -> None:

@@ -46,13 +46,6 @@ class ToolWrapper(ToolEnv):
 
     def __init__(self, env: ToolEnv) -> None:
         self.env = env
-        self.id = env.id  # type: ignore[misc]
-        self.reward = env.reward  # type: ignore[misc]
-        self.splits = env.splits  # type: ignore[misc]
-        self.order_free = env.order_free  # type: ignore[misc]
-        self.idle_share = env.idle_share  # type: ignore[misc]
-        self.metadata = env.metadata
-        self.render_mode = env.render_mode
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         return self.env.make_task(rng_seed, split)
@@ -84,10 +77,8 @@ class ToolWrapper(ToolEnv):
     def fork(self) -> Self:
         # Not by calling the class: a subclass's arguments are not known here, and its copy gets them as attributes.
         forked = type(self).__new__(type(self))
-        kept = {name: value for name, value in self.__dict__.items() if name in _THROUGH - {"env"} - _SPACES}
-        forked.__dict__.update(kept)
         forked.__dict__.update(copy.deepcopy(self._own()))
-        forked.env = self.env.fork()
+        forked.env, forked.spec = self.env.fork(), self.spec
         return forked
 
     @property
@@ -111,6 +102,7 @@ _METHODS = (
 _ATTRIBUTES = (
     "toolbox", "user_toolbox", "waiting", "scorer", "initial_seed", "teardown_timeout", "opening_timeout", "trajectory",
     "is_open", "task", "np_random", "_np_random", "queued", "has_sources", "has_user", "has_finished", "user_repeats",
+    "id", "reward", "splits", "order_free", "idle_share", "metadata", "render_mode",
 )  # fmt: skip
 
 
@@ -132,10 +124,7 @@ for _name in _ATTRIBUTES:
     setattr(ToolWrapper, _name, _attribute_of_inner(_name))
 
 
-_SPACES = frozenset({"observation_space", "action_space"})
-_THROUGH = _SPACES | {
-    "env", "id", "reward", "splits", "order_free", "idle_share", "metadata", "render_mode", "spec",
-}  # fmt: skip
+_THROUGH = frozenset({"observation_space", "action_space", "env", "spec"})
 
 
 # Wrap by name

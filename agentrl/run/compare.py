@@ -17,7 +17,7 @@ from agentrl.config.identity import changes
 from agentrl.config.schema import EnvConfig
 from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
-from agentrl.env.official import WHOLE, Benchmark, difference_with_interval, mean_with_interval, played_of
+from agentrl.env.official import WHOLE, Benchmark, mean_with_interval, played_of
 from agentrl.run.digests import suite_env
 from agentrl.run.outcomes import label_of, order
 from agentrl.utils.errors import ConfigError
@@ -257,7 +257,7 @@ def _pair_tasks(first: Results, own: Results) -> dict[str, Any]:
             "evaluate both with the same environment, parameters and split"
         )
     gained = _task_gains(first, own, same)
-    found = difference_with_interval(gained) if gained else None
+    found = mean_with_interval(gained, -1.0) if gained else None
     return {
         "difference": None if found is None else dict(zip(("mean", "low", "high"), found, strict=True)),
         "paired": len(gained),

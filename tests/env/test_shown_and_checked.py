@@ -125,7 +125,7 @@ def test_the_limit_of_a_config_goes_before_the_class_and_reaches_a_server_and_a_
     assert asked.max_output == 64
     assert EnvOffer(EnvRef("key_value")).build(asked).toolbox.max_output == 64
     assert EnvOffer(ref).build(Asked("key_value")).toolbox.max_output == 64  # the server's own, if the client has none
-    with pytest.raises(ValueError, match="max_output: expected int, got 'x'"):
+    with pytest.raises(ValueError, match=r"max_output: Input should be a valid integer.*, got 'x'"):
         Asked.of({"id": "key_value", "max_output": "x"})
     env = Scored()
     env.toolbox.max_output = 64

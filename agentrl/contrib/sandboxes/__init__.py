@@ -1,13 +1,6 @@
 """Sandboxes run the commands of a policy; `contract` has the interface."""
 
-from agentrl.contrib.sandboxes.contract import (
-    SANDBOXES,
-    ExecResult,
-    FileInfo,
-    Sandbox,
-    SandboxProvider,
-    SandboxSpec,
-)
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import (
     HeldSandbox,
     SandboxPool,
@@ -19,17 +12,6 @@ from agentrl.contrib.sandboxes.sandbox_pool import (
 )
 
 __all__ = [
-    "SANDBOXES",
-    "ExecResult",
-    "FileInfo",
-    "HeldSandbox",
-    "Sandbox",
-    "SandboxPool",
-    "SandboxProvider",
-    "SandboxSpec",
-    "close_pools",
-    "pool_of",
-    "provider_of",
-    "require",
-    "sandbox_config",
-]
+    "SANDBOXES", "ExecResult", "FileInfo", "HeldSandbox", "Sandbox", "SandboxPool", "SandboxProvider", "SandboxSpec",
+    "close_pools", "pool_of", "provider_of", "require", "sandbox_config",
+]  # fmt: skip
