@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.engines.weights.parameters import positions_of
 from agentrl.env.check_tools import SCRIPTS
-from agentrl.render.vision import model_takes_images
+from agentrl.render.modality import config_modality
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, EngineMemory
 from agentrl.utils.errors import ConfigError, DependencyError, ModelError, hint_text
 from agentrl.utils.search_path import given_object, is_given
@@ -179,7 +179,7 @@ class EmbeddedMaker(EngineMaker):
         if not self.cache:
             return
         found = _architecture(self.config.model)
-        if model_takes_images(self.config.model, found):
+        if config_modality(self.config.model, found) is not None:
             raise ConfigError(
                 "engine_args.cache: the model takes images, which the embedded engine's cache does not know; set "
                 "engine_args = { cache = false }, with which each token costs a pass over its whole prefix"

@@ -23,10 +23,9 @@ from agentrl.engines.makers import API
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
+from agentrl.render.modality import make_modality
 from agentrl.render.syntaxes import SYNTAXES
-from agentrl.render.template_text import Placeholders
 from agentrl.render.tool_calls import ForTools, Parser, Syntax
-from agentrl.render.vision import Vision, takes_images
 from agentrl.reward import Scorer
 from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.engine import Engine
@@ -35,9 +34,8 @@ from agentrl.rollout.player import AGENTS, Agents, LocalPlayer, Player, RunEnv
 from agentrl.run.engine_choice import engine_name, engine_of, make_api_engine, make_engine, maker_of
 from agentrl.run.judges import Judges
 from agentrl.trainer.pretrained import (
-    architecture,
-    load_model_config,
     load_tokenizer,
+    model_config,
     model_context,
     packaged_tokenizer,
     unused_ids,
@@ -179,21 +177,9 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
     """The renderer for a tokenizer, with the tool parser `model.tool_parser`. `sees`: a model that takes images is shown them,
     and not their lines. Raises ConfigError for an unknown name, DependencyError if vLLM is missing, ModelError if the parser does
     not fit the chat template."""
-    pictures = _pictures(config, tokenizer) if sees else None
+    modality = make_modality(config.path or "", model_config(config)) if sees else None
+    pictures = None if modality is None else modality.placeholders(tokenizer)
     return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer), pictures, config.date)
-
-
-def _pictures(config: ModelConfig, tokenizer: Any) -> Placeholders | None:
-    """Placeholders of an image among a model's tokens."""
-    path, init = config.path, config.init
-    if path is None and (init is None or not init.vision):
-        return None
-    found = architecture(init) if path is None and init is not None else load_model_config(str(path), config.trust_remote_code)
-    if not takes_images(found):
-        return None
-    vision = Vision(path or "", found)
-    begin, pad, end = tokenizer.convert_ids_to_tokens([vision.begin, vision.token, vision.end])
-    return Placeholders(begin, pad, end, vision.tokens)
 
 
 def _parser(name: str, tokenizer: Any) -> Parser | ForTools | Syntax | None:

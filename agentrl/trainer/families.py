@@ -16,7 +16,7 @@ from agentrl.config.envs import widest
 from agentrl.config.schema import ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.rows import Ragged, build, nested_tensor
 from agentrl.data.schedule import Tree, share
-from agentrl.render.vision import takes_images
+from agentrl.render.modality import modality_of
 from agentrl.trainer.attention import PACKED, keep_rows_apart, packed_rows, packed_trees, register_packed_attention
 from agentrl.trainer.language_model import Micro, PolicyModule, ScoreModule, ValueModule, backbone, layers_of, positions
 from agentrl.trainer.pretrained import load_model_config, model_config
@@ -501,10 +501,10 @@ def packing_of(config: TrainConfig) -> Packing:
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
     asked = config.model.packing
-    if takes_images(model_config(config.model)):
+    if modality_of(model_config(config.model)) is not None:
         if config.optim.prefix_sharing == "on":
             raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
-        return Packing("packed", False, "packed: a model that takes images, as each row alone (tests/trainer/test_vision.py)")
+        return Packing("packed", False, "packed: a model that takes images, as each row alone")
     longest, key = widest(config).rollout.max_episode_tokens, "rollout.max_episode_tokens"
     if config.sft is not None and config.optim.micro_tokens > longest:
         longest, key = config.optim.micro_tokens, "optim.micro_tokens"

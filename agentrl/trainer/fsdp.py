@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.engines.weights.parameters import Saving
-from agentrl.render.vision import Vision, takes_images
+from agentrl.render.modality import Modality, make_modality
 from agentrl.trainer.attention import PACKED, keep_rows_apart, register_packed_attention
 from agentrl.trainer.language_model import (
     MODULES,
@@ -27,7 +28,6 @@ from agentrl.trainer.language_model import (
     backbone,
     layers_of,
     share_tokens,
-    with_images,
 )
 from agentrl.trainer.layers import (
     Routing,
@@ -92,7 +92,7 @@ class FsdpEngine(BaseEngine):
     """One rank's part of the model."""
 
     routing: Routing | None = None
-    vision: Vision | None = None
+    modality: Modality | None = None
     classifier: bool = False
 
     def __init__(
@@ -125,7 +125,9 @@ class FsdpEngine(BaseEngine):
         own = {"attn_implementation": "eager"} if cfg.packing == "one_row_eager" else {}
         attention = {"attn_implementation": PACKED} if self.packs else own
         model = empty_model(path, config, classifier=self.classifier, **attention)
-        self.vision = vision_of(path, model)
+        self.modality = make_modality(path, model.config)
+        if self.modality is not None:
+            self.modality.freeze(model)
         loader = Loader(path, model)  # before the names change
         self.config = model.config
         text = model.config.get_text_config()
@@ -203,8 +205,8 @@ class FsdpEngine(BaseEngine):
         return name.removeprefix(PREFIX)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-        if self.vision is not None:
-            micro = with_images(micro, self.vision)
+        if self.modality is not None:
+            micro = replace(micro, inputs=self.modality.inputs(micro.input_ids, micro.images))
         if self.routing is None and micro.experts is not None:
             raise ModelError("a model without routers cannot repeat choices of experts; set rollout.router_replay = false")
         with nullcontext() if self.routing is None else self.routing.passing(micro):
@@ -410,17 +412,6 @@ class FsdpEngine(BaseEngine):
         in bfloat16 would choose other experts."""
         plain = name in self._buffers or not tensor.is_floating_point()
         return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
-
-
-def vision_of(path: str, model: Any) -> Vision | None:
-    """The model's treatment of images, if it takes any. Its vision tower is frozen, and attends by transformers' own function:
-    packed rows are those of the text."""
-    if not takes_images(model.config):
-        return None
-    tower = model.model.visual
-    tower.set_attn_implementation("sdpa")
-    tower.requires_grad_(False)
-    return Vision(path, model.config)
 
 
 def _is_sharded(parameter: Tensor) -> bool:

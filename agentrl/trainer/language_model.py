@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.data.expert_routing import free
-from agentrl.data.images import Image
-from agentrl.render.vision import PackedImages, Vision, embed_images, features_of, seen_of
+from agentrl.render.modality import Inputs, Rows
 from agentrl.trainer.attention import PackedSequences, pad_sequences
 from agentrl.trainer.parallel import Ulysses, accepted_arguments, compute_divided, laid_out
 from agentrl.utils.errors import ModelError
@@ -333,8 +332,7 @@ class Micro:
     of the tokens that predict them; `last` int64 [N] are the positions of the rows' last tokens. Rows that
     share a prefix share its positions. `experts` [T, routers, k]: the experts that the tokens are to go to (experts.py), None:
     all are sent by the routers. `row_counts` int64 [T]: of how many rows each token is, None: of one. `images`: where each row
-    begins and ends, and its images; `seen`: the same for a model that takes images (`with_images`), whose `position_ids` are
-    int64 [3, T].
+    begins and ends, and its images; `inputs`: what a model that takes them gets for `input_ids` and `position_ids`.
     """
 
     input_ids: Tensor
@@ -345,8 +343,8 @@ class Micro:
     last: Tensor
     experts: Tensor | None = None
     row_counts: Tensor | None = None
-    images: tuple[tuple[int, int, tuple[Image, ...]], ...] = ()
-    seen: PackedImages | None = None
+    images: Rows = ()
+    inputs: Inputs | None = None
 
 
 class PolicyModule(nn.Module):
@@ -428,26 +426,11 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
     # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
     packed = micro.packed if experts is None else replace(micro.packed, experts=experts)
     with laid_out(packed):
-        if position_ids.dim() == 2:
-            text = model.language_model
-            given = accepted_arguments(text, position_ids[:, None], packed)
-            seen = () if micro.seen is None else (micro.seen.places, features_of(model, micro.seen))
-            out = text(**embed_images(model, ids, *seen), use_cache=False, **given)
-        else:
-            out = model(input_ids=ids[None], use_cache=False, **accepted_arguments(model, position_ids[None], packed))
+        positions, given = position_ids[None], {"input_ids": ids[None]}
+        if micro.inputs is not None:
+            model, positions, given = micro.inputs(model)
+        out = model(**given, use_cache=False, **accepted_arguments(model, positions, packed))
     return out.last_hidden_state[0], first
-
-
-def with_images(micro: Micro, vision: Vision) -> Micro:
-    """The micro-batch for a model that takes images: pixels in the places of placeholders, and three positions a token."""
-    ids, device = micro.input_ids.cpu().numpy(), micro.input_ids.device
-    found, positions = [], []
-    for start, stop, images in micro.images:
-        places = vision.places(ids[start:stop], images)
-        positions.append(vision.positions(stop - start, places))
-        found += [(start + at, pixels) for at, pixels in places]
-    seen = seen_of(found).to(device) if found else None
-    return replace(micro, position_ids=torch.cat(positions, 1).to(device), seen=seen)
 
 
 def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from agentrl.config.schema import LoraSection
 from agentrl.data.expert_routing import Load, Routers
-from agentrl.render.vision import takes_images
+from agentrl.render.modality import modality_of
 from agentrl.trainer.attention import PACKED, PackedSequences, packed_attention
 from agentrl.trainer.language_model import HeadKernels, Micro, slope, summary
 from agentrl.trainer.parallel import Ulysses, layout
@@ -22,8 +22,6 @@ from agentrl.utils.errors import DependencyError, ModelError
 
 # Low-rank adapters
 
-TOWER = r".*\bvisual\..*"
-"""Pattern of a vision tower's layers, for peft."""
 ROUTERS = ("router", "gate", "shared_expert_gate")
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
@@ -39,12 +37,13 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise DependencyError("model.lora needs peft: pip install 'agentrl[peft]'") from error
-    # A tower's layers may have the same names.
-    tower = {"exclude_modules": TOWER} if takes_images(getattr(model, "config", None)) else {}
+    # Layers of a vision tower may have the same names.
+    modality = modality_of(getattr(model, "config", None))
+    others = {} if modality is None else {"exclude_modules": modality.no_adapters}
     head = model.get_output_embeddings()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
     names = cfg.modules or sorted({name.rpartition(".")[2] for name in linear}.difference(ROUTERS))
-    settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=names, lora_dropout=0.0, **tower)
+    settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=names, lora_dropout=0.0, **others)
     own = model.config
     # By its family peft would read names of an MLP as those of experts in one tensor, whose adapters nothing here publishes.
     model.config = {"model_type": "custom"}

@@ -23,7 +23,7 @@ from agentrl.config.schema import DataConfig, LoraSection, ModelConfig
 from agentrl.engines.weights.base import Adapter
 from agentrl.engines.weights.parameters import Conversion, Saving, loading_conversions, write_adapter
 from agentrl.render.chatml import set_chat_template
-from agentrl.render.vision import Vision, takes_images
+from agentrl.render.modality import make_modality
 from agentrl.trainer.checkpoint import Checkpoints, check_intact
 from agentrl.trainer.layers import adapter_of, merge_adapters
 from agentrl.trainer.optim import local
@@ -230,8 +230,8 @@ def save_model(
         else:
             shell.generation_config.save_pretrained(folder)
     load_tokenizer(source, trust, chat_template).save_pretrained(folder)
-    if takes_images(config):
-        Vision(source, config).save(folder)
+    if (modality := make_modality(source, config)) is not None:
+        modality.save(folder)
 
 
 # Exporting a checkpoint

@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.engines.weights.parameters import positions_of
 from agentrl.render.chatml import CHATML_TEMPLATE, set_chat_template
-from agentrl.render.vision import Vision, auto_class
+from agentrl.render.modality import auto_class, make_modality, tiny_modality
 from agentrl.utils.errors import ConfigError, ModelError, hint_text
 from agentrl.utils.parsing import read_json
 
@@ -34,14 +34,12 @@ SPECIAL_TOKENS = (
     "<tool_response>",
     "</tool_response>",
 )
-VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-"""Of a model that takes images, behind the vocabulary, in the order of their ids."""
 VOCABULARY = 400
 
 
 def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | None = None) -> Any:
     """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template, or with `chat_template`
-    (`model.chat_template`); with `vision` it has `VISION_TOKENS` too.
+    (`model.chat_template`); with `vision` it has those of images too.
 
     All seven control tokens are special: plain text that spells one is encoded as ordinary tokens with
     `split_special_tokens=True`, so a tool's output cannot forge a turn.
@@ -56,7 +54,7 @@ def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | 
         pad_token=PAD,
         additional_special_tokens=[
             *(token for token in SPECIAL_TOKENS if token not in (PAD, END_OF_TURN)),
-            *(VISION_TOKENS if vision else ()),
+            *(tiny_modality().tiny_tokens if vision else ()),
         ],
         chat_template=CHATML_TEMPLATE,
         clean_up_tokenization_spaces=False,
@@ -89,8 +87,8 @@ def init_model(cfg: InitModelConfig, folder: str | Path, seed: int, chat_templat
     target.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    if cfg.vision:
-        Vision(str(target), config).save(target)
+    if (modality := make_modality(str(target), config)) is not None:
+        modality.save(target)
     return target
 
 
@@ -116,49 +114,8 @@ def architecture(cfg: InitModelConfig) -> Any:
         "pad_token_id": tokenizer.convert_tokens_to_ids(PAD),
     }
     if cfg.vision:
-        return _with_vision(cfg, text, tokenizer)
+        return tiny_modality().tiny(cfg, text, tokenizer)
     return Qwen3Config(**text, head_dim=cfg.head_dim, dtype="float32")
-
-
-def _with_vision(cfg: InitModelConfig, text: dict[str, Any], tokenizer: Any) -> Any:
-    """A Qwen2.5-VL of that size, whose vision tower is one block, half as wide."""
-    from transformers import Qwen2_5_VLConfig
-
-    if cfg.hidden != cfg.heads * cfg.head_dim or cfg.head_dim % 16:
-        raise ConfigError(
-            f"model.init.vision = true: model.init.hidden = {cfg.hidden} must be heads * head_dim = {cfg.heads * cfg.head_dim}, "
-            f"and head_dim = {cfg.head_dim} a multiple of 16; set hidden = 64, heads = 4, head_dim = 16, for example"
-        )
-    begin, image, end, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
-    width = 3 * cfg.head_dim // 16  # of the frequencies of height and of width; the rest is of time, as in the released models
-    text = {
-        **text,
-        "vocab_size": VOCABULARY + len(VISION_TOKENS),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [cfg.head_dim // 2 - 2 * width, width, width],
-        },
-    }
-    tower = {
-        "depth": 1,
-        "hidden_size": max(32, cfg.hidden // 2),
-        "intermediate_size": cfg.mlp,
-        "num_heads": 2,
-        "out_hidden_size": cfg.hidden,
-        "fullatt_block_indexes": [0],
-        "initializer_range": cfg.init_std,
-    }
-    return Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=tower,
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=begin,
-        vision_end_token_id=end,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
 
 
 # Loading

@@ -68,7 +68,7 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
             ("init_std", "std", (0.05, 0.5)),
         ]
     },
-    "InitModelConfig.vision": (
+    "InitModelConfig.vision": (  # by agentrl.contrib.vision
         see.architecture,
         "model.init={heads=2,kv_heads=1,head_dim=16,hidden=32}",
         {"model.init.vision=false": "Qwen3ForCausalLM", "model.init.vision=true": "Qwen2_5_VLForConditionalGeneration"},

@@ -18,7 +18,6 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.config.schema import InitModelConfig
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.reward.judge import VerdictCache, VerdictRequest, form_of
@@ -26,7 +25,7 @@ from agentrl.rollout.engine import Generation, Sampling
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
 from agentrl.run.judges import EngineJudge, JudgeLimits, Judges, judge_config
-from agentrl.trainer.pretrained import init_model, load_tokenizer
+from agentrl.trainer.pretrained import load_tokenizer
 from agentrl.utils.errors import EngineError, UserError
 from agentrl.utils.redaction import GONE, remember
 from tests.e2e.inside import config_of, execute
@@ -378,13 +377,6 @@ def test_what_cannot_work_is_refused_by_name(case: str, judge: Path, tmp_path: P
 def test_a_model_without_a_chat_template_is_refused(judge: Path, tmp_path: Path) -> None:
     found = refused(tmp_path, plain_model(judge, tmp_path / "plain"))
     assert found.startswith(f"{ENGINE}.path = {tmp_path / 'plain'}: its tokenizer has no chat template")
-
-
-def test_a_model_that_takes_images_is_refused(judge: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "sees"
-    sizes = {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}
-    init_model(InitModelConfig(**sizes, context=512, vision=True), folder, seed=0)
-    assert refused(tmp_path, folder).startswith(f"{ENGINE}.path = {folder}: it takes images, and a judge reads text")
 
 
 @pytest.mark.parametrize("place", ["metrics", "success", "root"])

@@ -46,12 +46,10 @@ from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.language_model import Micro, PolicyModule, share_tokens
 from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.parallel import Ulysses
-from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.roles import Critic, ModelRole, Reference
 from agentrl.trainer.train_engine import TRAIN_ENGINES
 from tests import moe
 from tests.trainer.family_models import build
-from tests.trainer.test_vision import TINY, pictured
 from tests.trainer.tiny_families import VOCAB, micro_of, tiny_model
 from tests.trainer.train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 
@@ -231,21 +229,6 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
             values = critic.compute_values(batch)["values"].values()
             if context.rank == 0:
                 torch.save((metrics, update_log.seen, batch["token_ids"].values(), values), out / f"{name}.pt")
-
-    return body
-
-
-def of_images(out: Path, name: str) -> Body:
-    """Metrics and gradients of an update of rows with images."""
-
-    def body(context: WorkerContext) -> None:
-        actor, algorithm, folder = Actor(context), AlgorithmConfig(minibatch=4), str(out / "vision")
-        actor.init_model(folder, ModelConfig(packing="packed"), toy_optim(micro_tokens=100, max_grad_norm=1e9))
-        actor._engine.optimizers = update_log = UpdateLog(actor._engine.named())
-        batch = mine(Actor, pictured(folder), algorithm, context)
-        metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
-        if context.rank == 0:
-            torch.save((metrics, update_log.seen), out / f"{name}.pt")
 
     return body
 
@@ -589,15 +572,12 @@ def main(out: Path, tiny: str) -> None:
     moe.build("qwen3_moe", out / "moe")
     for family in ("lfm2", "qwen3_next"):
         build(family, out / family)
-    init_model(TINY, out / "vision", 0)
     warm_up(tiny)
     work: dict[tuple[tuple[str, int], ...], list[Body]] = {}
     for layout, (mesh, _, _) in LAYOUTS.items():
         work.setdefault(tuple(mesh.items()), []).append(measured(tiny, out, layout))
     for mesh in ({"dp": 1}, {"dp": 2}, {"dp": 1, "sp": 2}):
         work[tuple(mesh.items())].append(of_families(out, mesh))
-    for ranks in (1, 2):
-        work[(("dp", ranks),)].append(of_images(out, f"images on {ranks}"))
     work[("dp", 1), ("sp", 2)].append(spread(out))
     work[(("dp", 2),)].append(reduced(tiny, out))  # the last: it has this process think that it is no host
     for axes, bodies in work.items():

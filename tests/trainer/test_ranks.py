@@ -61,17 +61,6 @@ def test_loss_and_gradient_are_those_of_one_rank(out: Path, layout: str, what: s
             assert (grad - theirs[name]).abs().max().item() < 1e-5 * max(size, 1.0), name
 
 
-def test_rows_with_images_have_on_two_ranks_the_gradient_of_one(out: Path) -> None:
-    """The vision tower is frozen on both, and is not among the gradients."""
-    (metrics, steps), (other, others) = (torch.load(out / f"images on {ranks}.pt") for ranks in (1, 2))
-    assert len(steps) == len(others) == 3 and metrics["tokens_trained"] == other["tokens_trained"] > 30
-    assert other["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-5)
-    for mine, theirs in zip(steps, others, strict=True):
-        top = max(grad.abs().max().item() for grad in mine.values())
-        assert top > 1e-3 and mine.keys() == theirs.keys() and not any("visual" in name for name in mine)
-        assert max((grad - theirs[name]).abs().max().item() for name, grad in mine.items()) < 1e-5 * max(top, 1.0)
-
-
 @pytest.mark.parametrize("layout", [layout for layout, what in WHAT if what == "routed" and layout in LOADS])
 def test_loads_of_experts_are_those_of_one_rank_that_shares_no_prefix(out: Path, layout: str) -> None:
     """A prefix is computed once on each rank that has rows of it, and counts for each of these rows."""

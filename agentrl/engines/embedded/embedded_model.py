@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy.typing as npt
@@ -20,8 +21,8 @@ from agentrl.engines.embedded import kv_cache as attention
 from agentrl.engines.embedded.kv_cache import AttentionPlan, KvShape, Slots, Span
 from agentrl.engines.weights.base import Adapter
 from agentrl.engines.weights.parameters import Arrivals, apply_adapter, expected_parameters
-from agentrl.render.vision import Vision, auto_class, embed_images, features_of, placeholders, seen_of, takes_images
-from agentrl.utils.errors import EngineError, ImageError, ModelError
+from agentrl.render.modality import auto_class, modality_in
+from agentrl.utils.errors import EngineError, ModelError
 
 # With cache slots
 
@@ -246,83 +247,12 @@ def _ends(span: Span) -> list[int]:
     return ends
 
 
-# Models that take images
-
-MOST_IDS = 1 << 24
-"""A slot keeps ids as float32, which holds integers up to here."""
-
-
 def kind_of(path: str, cache: bool, trust: bool) -> type[EmbeddedModel]:
     """The class that runs a model. Raises ModelError without one for it."""
-    from transformers import AutoConfig
-
-    try:
-        vision = takes_images(AutoConfig.from_pretrained(path, trust_remote_code=trust))
-    except (OSError, ValueError, KeyError):  # the class that loads the model says what is wrong with it
-        vision = False
-    if vision and cache:
+    modality = modality_in(path, trust)
+    if modality is None:
+        return EmbeddedModel if cache else RecomputedModel
+    if cache:
         raise ModelError(f"{path} takes images, and the embedded engine's cache has none: engine_args = {{ cache = false }}")
-    return EmbeddedModel if cache else VisionModel if vision else RecomputedModel
-
-
-class VisionModel(RecomputedModel):
-    """A model that takes images, over whole sequences.
-
-    In a slot the placeholders of an image have ids of their own, behind the vocabulary: the same image the same ones, another
-    image others. So a prefix that is kept is only that of a prompt with the same images.
-    """
-
-    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
-        super().__init__(path, dtype, device, trust, router_replay)
-        self.vision = Vision(path, self.module.config)
-        self.never_drawn = self.vision.special
-        self.drop_images()
-
-    def drop_images(self) -> None:
-        self._first: dict[str, int] = {}
-        self._images: dict[int, Image] = {}
-        self._features: dict[int, list[Tensor]] = {}
-        self._next = self.vocab
-
-    def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
-        ids = list(token_ids)
-        if not images and self.vision.token in ids:
-            raise EngineError("a prompt has placeholders of images, and its images did not come with it")
-        try:
-            places = self.vision.places(ids, images)
-        except ImageError as problem:
-            raise EngineError(str(problem)) from None
-        for image, (start, pixels) in zip(images, places, strict=True):
-            first = self._number(image, pixels.tokens)
-            ids[start : start + pixels.tokens] = range(first, first + pixels.tokens)
-        return ids
-
-    def _number(self, image: Image, tokens: int) -> int:
-        """The first of the ids that the image's placeholders have here."""
-        if image.sha256 not in self._first:
-            if self._next + tokens > MOST_IDS:
-                raise EngineError("too many images since the last publish: their ids are used up")
-            self._first[image.sha256], self._images[self._next] = self._next, image
-            self._next += tokens
-        return self._first[image.sha256]
-
-    def _features_of(self, number: int) -> list[Tensor]:
-        """Of an image, by its first id: computed once, not again for each token."""
-        if number not in self._features:
-            one = seen_of([(0, self.vision.pixels(self._images[number]))]).to(self.device)
-            self._features[number] = features_of(self.module.model, one)
-        return self._features[number]
-
-    def after(self, ids: Tensor) -> Tensor:
-        # An image's first id stands once for each time that it is shown.
-        shown = [(at, number) for at, number in enumerate(ids.tolist()) if number in self._images]
-        places = [(at, self.vision.pixels(self._images[number])) for at, number in shown]
-        plain = torch.where(ids >= self.vocab, self.vision.token, ids)
-        model = self.module.model
-        at = placeholders(places).to(self.device) if places else None
-        parts = zip(*(self._features_of(number) for _, number in shown), strict=True)
-        inputs = embed_images(model, plain, at, [torch.cat(part) for part in parts])
-        where = self.vision.positions(len(ids), places).to(self.device)
-        hidden = model.language_model(**inputs, position_ids=where[:, None], use_cache=False)
-        logits: Tensor = self.module.lm_head(hidden.last_hidden_state[0, -1])
-        return logits.float()
+    found: type[EmbeddedModel] = resolve_name(modality.embedded_model)
+    return found

@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from agentrl.data.token_ledger import images_in
 from agentrl.engines.token_text import StopStrings, Words
-from agentrl.engines.vllm.images import prompts_of
 from agentrl.engines.vllm.options import GRAMMAR, settle_scratch
 from agentrl.engines.vllm.replica_calls import Answers, Paced, ReplicaDeadError, Request, answer_batches, settle
 from agentrl.engines.weights.base import Adapter, Offer, PlainBucket
 from agentrl.engines.weights.parameters import write_adapter
+from agentrl.render.modality import modality_in
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling, Told
 from agentrl.rollout.workers.channel import Door
 from agentrl.rollout.workers.rollout_worker import WorkerCore
@@ -165,7 +166,7 @@ class VllmActor:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._prompt = prompts_of(self._options)
+        self._prompt = self._prompts()
         self._stage.imported = True
         self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
         self._watching = asyncio.create_task(self._watch())
@@ -173,6 +174,22 @@ class VllmActor:
         await self._set_version(0)
         settle(self)
         return os.getpid()
+
+    def _prompts(self) -> Callable[[Sequence[int]], Any]:
+        """Maker of prompts as vLLM takes them, without looking for text, from token ids that may have images. Imports vLLM."""
+        from vllm.inputs.engine import tokens_input
+
+        modality = modality_in(str(self._options["model"]), bool(self._options.get("trust_remote_code")))
+        if modality is not None:
+            make = modality.vllm_prompts()
+            return lambda ids: make(list(ids), images_in(ids))
+
+        def prompt(ids: Sequence[int]) -> Any:
+            if images := images_in(ids):
+                raise EngineError(f"a prompt with {len(images)} images for a model of text")
+            return tokens_input(list(ids))
+
+        return prompt
 
     async def play(self, name: str, door: Door, recipe: WorkerRecipe) -> bool:
         """Host a rollout worker until the driver dismisses it (True) or its connection is lost. Raises ReplicaDeadError if the

@@ -15,7 +15,6 @@ import torch
 from agentrl.config.schema import VllmConfig
 from agentrl.data.token_ledger import own
 from agentrl.engines.token_text import Words, check_request
-from agentrl.engines.vllm.images import vision_of, vision_options
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
 from agentrl.engines.vllm.replica_calls import InReplica, Paces, ReplicaDeadError, Request
 from agentrl.engines.vllm.replicas import Elastic, Replica, Replicas, ReplicaSeats
@@ -31,6 +30,7 @@ from agentrl.engines.weights.base import (
     tensor_in,
 )
 from agentrl.engines.weights.parameters import Arrivals, Expected, expected_parameters
+from agentrl.render.modality import Modality
 from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told
 from agentrl.rollout.workers.worker_pool import Seats, WorkerRecipe
 from agentrl.utils.errors import ConfigError, DependencyError, EngineError
@@ -154,7 +154,7 @@ class VllmEngine(Engine, WeightTarget):
         ray_options: Sequence[Mapping[str, Any]] = (),
         trust: bool = False,
         unused: Sequence[int] = (),
-        images: bool = False,
+        modality: Modality | None = None,
     ) -> None:
         """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
         bfloat16 on GPUs and else float32. `threads`: of each process on a CPU, by default as many as the model's size is worth.
@@ -162,8 +162,8 @@ class VllmEngine(Engine, WeightTarget):
         `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible. `router_replay`: note
         which experts tokens go to, for requests that ask.
         `ray_options`: Ray options of each replica's actor, if a pool says where it runs. `trust`: code of the model's own may
-        run. `unused`: ids that are never drawn, for want of a token (`unused_ids`). `images`: the model takes images. Raises
-        ModelError then if its files cannot be read."""
+        run. `unused`: ids that are never drawn, for want of a token (`unused_ids`). `modality`: of a model that
+        takes images."""
         self._path, self._trust = model_path, trust
         self._words = Words(model_path, trust=trust)
         self._lora_rank, self._sleeps = lora_rank, sleeps
@@ -175,10 +175,9 @@ class VllmEngine(Engine, WeightTarget):
         options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, **asked)}
         if trust:
             options["trust_remote_code"] = True
-        if images:
-            vision = vision_of(model_path, trust)
-            options |= vision_options(options, vision.kind)
-            unused = [*unused, *vision.special]
+        if modality is not None:
+            options |= modality.vllm_options(options)
+            unused = [*unused, *modality.special]
         if unused:
             options["additional_config"] = {**options.get("additional_config", {}), UNUSED_IDS: list(unused)}
         count = threads or threads_for(size_of_folder(model_path), processes=cfg.replicas * cfg.tensor_parallel)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config.schema import ModelConfig, RolloutConfig, TrainConfig, VllmConfig, WeightsConfig
-from agentrl.engines.vllm.images import check_images
 from agentrl.engines.vllm.options import (
     check_args,
     check_family,
@@ -20,7 +19,7 @@ from agentrl.engines.vllm.options import (
     overrides,
 )
 from agentrl.engines.weights.parameters import positions_of
-from agentrl.render.vision import model_takes_images
+from agentrl.render.modality import config_modality, modality_in
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, Engine, EngineMaker, EngineMemory, Processes
 from agentrl.utils.errors import ConfigError, DependencyError
 
@@ -187,8 +186,8 @@ class VllmMaker(EngineMaker):
             check_family(family, cuda)
         if self.config.rollout.router_replay:
             check_replay(vllm)
-        if model_takes_images(self.config.model, family):
-            check_images(vllm)
+        if (modality := config_modality(self.config.model, family)) is not None:
+            modality.check_vllm(vllm)
         check_elastic(self.config.rollout, self.config.vllm, self.config.weights)
         check_room(self.config.model, self.config.vllm, dtype)
         shape = CacheShape.of(self.config.model)
@@ -258,7 +257,7 @@ class VllmMaker(EngineMaker):
             ray_options=ray_options,
             trust=self.config.model.trust_remote_code,
             unused=self.unused,
-            images=model_takes_images(self.config.model, family_of(self.config.model)),
+            modality=modality_in(model, self.config.model.trust_remote_code),
         )
 
 

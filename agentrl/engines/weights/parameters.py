@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from agentrl.engines.weights.base import Adapter
-from agentrl.render.vision import auto_class
+from agentrl.render.modality import auto_class
 from agentrl.utils.errors import EngineError, ModelError
 
 # Conversions by transformers' tables

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.envs import each, entry_name, other_models
-from agentrl.config.schema import AgentConfig, DataConfig, ModelConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
 from agentrl.data.expert_routing import Routers
 from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
 from agentrl.env.base import plain_prompt
 from agentrl.env.catalog import EnvRef
 from agentrl.render.chatml import advice
-from agentrl.render.vision import KINDS, takes_images
+from agentrl.render.modality import modality_of
 from agentrl.rollout.engine import ENGINES
 from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import in_daemon_thread
@@ -30,7 +30,6 @@ from agentrl.trainer.pretrained import (
     unused_ids,
     vocabulary,
 )
-from agentrl.trainer.train_engine import TRAIN_ENGINES
 from agentrl.trainer.weight_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
 from agentrl.utils.errors import ConfigError, ModelError
 
@@ -250,7 +249,7 @@ def _check_plain(found: Any) -> None:
 def _check_text(found: Any) -> None:
     """Raise ModelError for a model that also takes images, video or sound."""
     text = found.get_text_config()
-    if text is found or takes_images(found):  # those are asked about by `check_vision`
+    if text is found or modality_of(found) is not None:  # those are asked about by `check_vision`
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -274,9 +273,6 @@ def _name_model_in_errors(key: str, path: str) -> Iterator[None]:
 
 # Images
 
-VISION = "vision"
-PAGE = "docs/howto/images.md"
-
 
 def check_vision(config: TrainConfig, trains: bool = True) -> None:
     """Raise ConfigError, naming the key, if the policy's model takes images and the config does not fit them,
@@ -289,50 +285,17 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
         return
     for key, path in other_models(config).items() if trains else ():
         try:
-            pictures = takes_images(load_model_config(path, config.model.trust_remote_code))
+            pictures = modality_of(load_model_config(path, config.model.trust_remote_code))
         except ModelError:  # the check of that model says what is wrong with it
             continue
-        if pictures:
+        if pictures is not None:
             raise ConfigError(
-                f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model ({PAGE})"
+                f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model"
+                " (docs/howto/images.md)"
             )
-    if not takes_images(model_config(config.model)):
-        return
-    kind = " or ".join(KINDS)
-    for wrong, what in (*_sampling(config.agent, config.rollout), *(_training(config) if trains else ())):
-        if wrong:
-            raise ConfigError(f"{what} does not go with a model that takes images ({kind}): {PAGE} says what does")
-
-
-def _sampling(agent: AgentConfig | None, rollout: RolloutConfig) -> Iterator[tuple[bool, str]]:
-    """Obstacles to sampling: whether it is so, and the key with its value."""
-    yield rollout.workers > 0, f"rollout.workers = {rollout.workers}"
-    yield agent is not None, "[agent], whose endpoint takes no images,"
-
-
-def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:
-    """Likewise of training."""
-    model, algorithm, rollout = config.model, config.algorithm, config.rollout
-    able = ENGINES.that_are(VISION)
-    yield (
-        VISION not in engine_of(config).traits,
-        f'engine = "{config.engine}" (use {able}; the embedded one with engine_args = {{ cache = false }})',
-    )
-    able = TRAIN_ENGINES.that_are(VISION)
-    yield VISION not in TRAIN_ENGINES.entry(model.engine).traits, f'model.engine = "{model.engine}" (use {able})'
-    for name in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel"):
-        yield getattr(model, name) > 1, f"model.{name} = {getattr(model, name)}"
-    yield config.weights.lora == "adapter", 'weights.lora = "adapter"'
-    yield model.packing.startswith("one_row"), f'model.packing = "{model.packing}"'
-    yield model.compile, "model.compile = true"
-    yield config.critic is not None, "[critic]"
-    yield config.reward_model is not None, "[reward_model]"
-    yield algorithm.kl.reference == "moving", 'algorithm.kl.reference = "moving"'
-    for name in ("experience", "demonstrations", "distillation"):
-        yield getattr(algorithm, name) is not None, f"[algorithm.{name}]"
-    for name in ("branch", "start"):
-        yield getattr(rollout, name) is not None, f"[rollout.{name}]"
-    yield config.data is not None, "[data], whose rows are tokens alone,"
+    modality = modality_of(model_config(config.model))
+    if modality is not None:
+        modality.check(config, trains)
 
 
 # Routers

@@ -17,7 +17,7 @@ from agentrl.data.trajectory import Message
 from agentrl.engines.weights.base import ROUTES
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
-from agentrl.render.vision import takes_images
+from agentrl.render.modality import modality_of
 from agentrl.reward import Scorer
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, Processes
 from agentrl.run.assembly import context_length
@@ -538,7 +538,7 @@ def _check_one(config: TrainConfig, name: str, maker: EngineMaker, leaves: list[
     own, key = judge_config(config, name), f"reward.judge.engines.{name}"
     path, trust = config.reward.judge.engines[name].path, config.model.trust_remote_code
     check_judge_model(own.engine, own.model, f"{key}.path", planned)
-    if takes_images(load_model_config(path, trust)):
+    if modality_of(load_model_config(path, trust)) is not None:
         raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
     with name_judge_in_errors(key):
         maker.check_installed()

@@ -16,11 +16,11 @@ from tensordict import TensorDict
 from transformers import AutoConfig
 
 from agentrl.config.schema import InitModelConfig, ModelConfig
+from agentrl.contrib.vision.model import Vision
 from agentrl.data.images import Image
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.token_ledger import PromptIds, TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
-from agentrl.render.vision import Vision
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.pretrained import architecture, init_model, packaged_tokenizer
 from agentrl.trainer.update import compute_logprobs
@@ -138,8 +138,8 @@ def test_packed_rows_with_images_are_each_row_alone(kind: str, folder: Path, ref
     if kind == "qwen3_vl":
         folder, reference = deep
     engine = FsdpEngine(str(folder), ModelConfig(path=str(folder), packing="packed"), 1.0, device=torch.device("cpu"))
-    vision = engine.vision
-    assert vision is not None
+    vision = engine.modality
+    assert isinstance(vision, Vision)
     assert {name.split(".")[1] for name, _ in engine.named()} == {"language_model"}, "the tower is frozen"
     episodes = [
         episode(vision, 0, RED, 6, WIDE, 4),

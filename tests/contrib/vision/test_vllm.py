@@ -1,5 +1,5 @@
 """Images in real vLLM, by an engine that a config makes: what it samples with them is what transformers alone computes, from its
-own weights and from published ones. Runs from a config are in tests/run/test_vision_run.py.
+own weights and from published ones. Runs from a config are in tests/contrib/vision/test_run.py.
 
 A second vLLM beside that of test_vllm.py is half a minute: `make proofs` and continuous integration have it, `make test` has not.
 """
@@ -20,17 +20,17 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
+from agentrl.contrib.vision.model import Vision
 from agentrl.data.images import Image
 from agentrl.data.token_ledger import PromptIds, TokenLedger
-from agentrl.render.vision import Vision
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.run.engine_choice import make_engine, maker_of
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError
 from tests.conftest import proof
+from tests.contrib.vision.test_model import BLUE, RED, WIDE, alone, deep, reference
 from tests.engines.vllm_parts import skip_without_vllm
 from tests.publishing import publish
-from tests.trainer.test_vision import BLUE, RED, WIDE, alone, deep, reference
 
 __all__ = ["deep", "reference"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), proof]

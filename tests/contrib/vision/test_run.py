@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
+from agentrl.contrib.vision.model import Vision
 from agentrl.data.images import Image
 from agentrl.data.token_ledger import PromptIds, TokenLedger, images_in
 from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render.template import make_renderer
-from agentrl.render.vision import Vision
 from agentrl.rollout.context import ContextPolicy, KeepRecent, Stop
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import Limits, Policy
@@ -34,9 +34,10 @@ from agentrl.trainer.families import packing_of
 from agentrl.trainer.model_folder import export_run
 from agentrl.utils.errors import ConfigError, EngineError
 from tests.conftest import PROOFS, proof
+from tests.contrib.vision.test_model import BLUE, RED, WIDE, alone, deep, folder, reference
 from tests.e2e.inside import HERE, episodes, execute, updates
 from tests.players import run_tasks
-from tests.trainer.test_vision import BLUE, RED, WIDE, alone, deep, folder, reference
+from tests.run.test_own_judge import ENGINE, refused
 
 __all__ = ["deep", "folder", "reference"]  # fixtures
 INIT = "model.init={vision=true,layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"
@@ -368,3 +369,7 @@ def test_evaluated_episodes_hold_the_images_that_were_seen(whole: Path, tmp_path
     assert main(["eval", "--run", str(whole), "-n", "4", "--split", "train", "--out", str(tmp_path / "live")]) == 0
     played = (tmp_path / "live/trajectories.jsonl").read_text().splitlines()
     assert any(json.loads(row).get("images") for row in played)
+
+
+def test_no_judge_takes_images(folder: Path, tmp_path: Path) -> None:
+    assert refused(tmp_path, folder).startswith(f"{ENGINE}.path = {folder}: it takes images, and a judge reads text")

@@ -1,4 +1,4 @@
-"""Runs inside vLLM: its Qwen2.5-VL and Qwen3-VL for requests whose images are prepared already (vision.py).
+"""Runs inside vLLM: its Qwen2.5-VL and Qwen3-VL for requests whose images are prepared already (model.py).
 
 Of vLLM's own preparation only what it asks at the start is left: how large an image may be, and one of that size, by which it
 measures what it needs. Whoever imports this file makes its classes known to the vLLM of the process.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,13 +19,43 @@ if importlib.util.find_spec("torchvision") is None:
     _WITHOUT = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", _WITHOUT)
 
+import torch
+from vllm.inputs.engine import mm_input, tokens_input
 from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-from agentrl.engines.vllm.images import ARCHITECTURES, with_images
+from agentrl.contrib.vision.model import ARCHITECTURES, Pixels, Vision
+from agentrl.data.images import Image
 from agentrl.engines.vllm.vllm_worker import WeightReceiver
-from agentrl.render.vision import Vision
+
+
+def item_of(pixels: Pixels) -> Any:
+    """An image as the model's class takes it in vLLM."""
+    grid = torch.tensor([pixels.grid])
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    data: Any = {"pixel_values": pixels.values, "image_grid_thw": grid}
+    return MultiModalKwargsItems.from_hf_inputs(data, fields)["image"][0]
+
+
+def with_images(token_ids: list[int], images: Sequence[tuple[str, int, Pixels]]) -> Any:
+    """A prompt as vLLM takes it once all is prepared. `images`: of each its hash, and where its placeholders begin."""
+    return mm_input(
+        token_ids,
+        MultiModalKwargsItems({"image": [item_of(pixels) for _, _, pixels in images]}),
+        {"image": [name for name, _, _ in images]},
+        {"image": [PlaceholderRange(offset=start, length=pixels.tokens) for _, start, pixels in images]},
+    )
+
+
+def prompt_of(vision: Vision, ids: list[int], images: Sequence[Image]) -> Any:
+    """A prompt as vLLM takes it without looking for text. Its cache of prefixes knows an image by the digest of its file."""
+    named = [(image.sha256, start, pixels) for image, (start, pixels) in vision.match(ids, images)]
+    return with_images(ids, named) if named else tokens_input(ids)
 
 
 class PreparedInfo:
@@ -60,33 +90,16 @@ class PreparedProcessor:
         return with_images(ids, [("", number * blank.tokens, blank) for number in range(count)])
 
 
-class Qwen25Info(PreparedInfo, qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
-    """Of Qwen2.5-VL."""
+def prepared(module: Any, name: str) -> Any:
+    """vLLM's own class of a model, computed as it is, for images that are prepared already."""
+    info = type(f"{name}Info", (PreparedInfo, getattr(module, f"{name}ProcessingInfo")), {})
+    processor = type(f"{name}Processor", (PreparedProcessor, getattr(module, f"{name}MultiModalProcessor")), {})
+    model = type(f"Prepared{name}", (getattr(module, f"{name}ForConditionalGeneration"),), {})
+    register = MULTIMODAL_REGISTRY.register_processor
+    return register(processor, info=info, dummy_inputs=getattr(module, f"{name}DummyInputsBuilder"))(model)
 
 
-class Qwen25Processor(PreparedProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):  # type: ignore[misc]
-    """Of Qwen2.5-VL."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(Qwen25Processor, info=Qwen25Info, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder)
-class PreparedQwen25(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's own, computed as it is."""
-
-
-class Qwen3Info(PreparedInfo, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
-    """Of Qwen3-VL."""
-
-
-class Qwen3Processor(PreparedProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore[misc]
-    """Of Qwen3-VL."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(Qwen3Processor, info=Qwen3Info, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder)
-class PreparedQwen3(qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's own, computed as it is."""
-
-
-for _kind, _model in {"qwen2_5_vl": PreparedQwen25, "qwen3_vl": PreparedQwen3}.items():
+for _kind, _model in {"qwen2_5_vl": prepared(qwen2_5_vl, "Qwen2_5_VL"), "qwen3_vl": prepared(qwen3_vl, "Qwen3VL")}.items():
     ModelRegistry.register_model(ARCHITECTURES[_kind], _model)  # the class, not its name, of which vLLM would ask another process
 
 

@@ -1,0 +1,69 @@
+"""Models that take images in the embedded engine, over whole sequences.
+
+In a slot the placeholders of an image have ids of their own, behind the vocabulary: the same image the same ones, another
+image others. So a prefix that is kept is only that of a prompt with the same images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentrl.contrib.vision.model import Vision, embed_images, features_of
+from agentrl.data.images import Image
+from agentrl.engines.embedded.embedded_model import RecomputedModel
+from agentrl.utils.errors import EngineError
+
+MOST_IDS = 1 << 24
+"""A slot keeps ids as float32, which holds integers up to here."""
+
+
+class VisionModel(RecomputedModel):
+    """A model that takes images."""
+
+    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
+        super().__init__(path, dtype, device, trust, router_replay)
+        self.vision = Vision(path, self.module.config)
+        self.never_drawn = self.vision.special
+        self.drop_images()
+
+    def drop_images(self) -> None:
+        self._first: dict[str, int] = {}
+        self._images: dict[int, Image] = {}
+        self._features: dict[int, list[Tensor]] = {}
+        self._next = self.vocab
+
+    def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        ids = list(token_ids)
+        for image, (start, pixels) in self.vision.match(ids, images):
+            first = self._number(image, pixels.tokens)
+            ids[start : start + pixels.tokens] = range(first, first + pixels.tokens)
+        return ids
+
+    def _number(self, image: Image, tokens: int) -> int:
+        """The first of the ids that the image's placeholders have here."""
+        if image.sha256 not in self._first:
+            if self._next + tokens > MOST_IDS:
+                raise EngineError("too many images since the last publish: their ids are used up")
+            self._first[image.sha256], self._images[self._next] = self._next, image
+            self._next += tokens
+        return self._first[image.sha256]
+
+    def _features_of(self, number: int) -> list[Tensor]:
+        """Of an image, by its first id: computed once, not again for each token."""
+        if number not in self._features:
+            self._features[number] = features_of(self.module.model, [self.vision.pixels(self._images[number])], self.device)
+        return self._features[number]
+
+    def after(self, ids: Tensor) -> Tensor:
+        # An image's first id stands once for each time that it is shown.
+        shown = [(at, number) for at, number in enumerate(ids.tolist()) if number in self._images]
+        places = [(at, self.vision.pixels(self._images[number])) for at, number in shown]
+        parts = zip(*(self._features_of(number) for _, number in shown), strict=True)
+        plain, model = torch.where(ids >= self.vocab, self.vision.token, ids), self.module.model
+        inputs = embed_images(model, plain, places, [torch.cat(part) for part in parts])
+        where = self.vision.positions(len(ids), places).to(self.device)
+        hidden = model.language_model(**inputs, position_ids=where[:, None], use_cache=False)
+        logits: Tensor = self.module.lm_head(hidden.last_hidden_state[0, -1])
+        return logits.float()

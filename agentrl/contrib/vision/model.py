@@ -1,0 +1,331 @@
+"""Models that take images (Qwen2.5-VL, Qwen3-VL): images as their pixels and placeholder tokens, and the positions of all tokens.
+
+An image is a run of placeholder tokens in a row, one for each patch that the vision tower merges; its features take the place of
+their embeddings, and in Qwen3-VL those of the tower's early layers are added to what the language model's first layers make of
+them (Meng et al. 2024, arXiv:2406.04334). Text counts positions one by one; the tokens of an image have a position in each of
+three dimensions (time, height, width: M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1), and what follows begins behind
+the largest of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.config.schema import AgentConfig, InitModelConfig, RolloutConfig, TrainConfig, VllmConfig
+from agentrl.data.images import Image
+from agentrl.render.modality import MODALITIES, Inputs, Modality, Rows
+from agentrl.render.template_text import Placeholders
+from agentrl.utils.errors import ConfigError, EngineError, ImageError, ModelError
+
+KEPT = 256
+"""Images whose pixels stay in memory, prepared."""
+ARCHITECTURES = {"qwen2_5_vl": "AgentrlQwen2_5_VL", "qwen3_vl": "AgentrlQwen3_VL"}
+"""vLLM's names of the models' classes here (vllm_models.py), by the model's type."""
+OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs")
+"""Arguments of vLLM, next to those that begin with `mm_`, of its own preparation of images, which has no part in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """An image as the vision tower takes it: `values` float32 [patches, numbers of a patch], `grid` its patches in time, height
+    and width; `tokens` placeholders, in `rows` x `columns`."""
+
+    values: Tensor
+    grid: tuple[int, int, int]
+    tokens: int
+    rows: int
+    columns: int
+
+
+@MODALITIES.register("qwen2_5_vl", traits={"tiny"})
+@MODALITIES.register("qwen3_vl")
+class Vision(Modality):
+    """A model's treatment of images, by its config."""
+
+    auto_class = "AutoModelForImageTextToText"
+    embedded_model = "agentrl.contrib.vision.embedded:VisionModel"
+    no_adapters = r".*\bvisual\..*"
+    tiny_tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+
+    def __init__(self, path: str, config: Any) -> None:
+        """`path`: the model's folder, whose preprocessor_config.json says how images are resized and normalized; without that
+        file Qwen2.5-VL's own numbers. Raises ModelError if it cannot be read."""
+        vision, self.kind = config.vision_config, str(config.model_type)
+        self.token = int(config.image_token_id)
+        self.begin, self.end = int(config.vision_start_token_id), int(config.vision_end_token_id)
+        self.special = (self.token, int(config.video_token_id), self.begin, self.end)
+        self.merge = int(vision.spatial_merge_size)
+        self._patch = 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
+        self._side = int(vision.patch_size) * self.merge
+        self._prepare = _processor(path, vision)
+        self._kept: OrderedDict[str, Pixels] = OrderedDict()
+
+    @classmethod
+    def check(cls, config: TrainConfig, trains: bool) -> None:
+        for wrong, what in (*_sampling(config.agent, config.rollout), *(_training(config) if trains else ())):
+            if wrong:
+                raise ConfigError(
+                    f"{what} does not go with a model that takes images ({' or '.join(ARCHITECTURES)}): "
+                    "docs/howto/images.md says what does"
+                )
+
+    def placeholders(self, tokenizer: Any) -> Placeholders:
+        begin, pad, end = tokenizer.convert_ids_to_tokens([self.begin, self.token, self.end])
+        return Placeholders(begin, pad, end, self.tokens)
+
+    def save(self, folder: Path) -> None:
+        """Write preprocessor_config.json."""
+        self._prepare.save_pretrained(folder)
+
+    def freeze(self, model: Any) -> None:
+        """Freeze the vision tower, which attends by transformers' own function: packed rows are those of the text."""
+        model.model.visual.set_attn_implementation("sdpa")
+        model.model.visual.requires_grad_(False)
+
+    def inputs(self, ids: Tensor, rows: Rows) -> Inputs:
+        """Three positions a token, and features of images in the places of their placeholders."""
+        every, found, parts = ids.cpu().numpy(), [], []
+        for start, stop, images in rows:
+            places = self.places(every[start:stop], images)
+            parts.append(self.positions(stop - start, places))
+            found += [(start + at, pixels) for at, pixels in places]
+        positions = torch.cat(parts, 1).to(ids.device)[:, None]
+
+        def of(model: Any) -> tuple[Any, Tensor, dict[str, Any]]:
+            features = features_of(model, [pixels for _, pixels in found], ids.device) if found else []
+            return model.language_model, positions, embed_images(model, ids, found, features)
+
+        return of
+
+    @classmethod
+    def tiny(cls, cfg: InitModelConfig, text: Mapping[str, Any], tokenizer: Any) -> Any:
+        return tiny_config(cfg, text, [tokenizer.convert_tokens_to_ids(token) for token in cls.tiny_tokens])
+
+    @classmethod
+    def check_vllm(cls, vllm: VllmConfig) -> None:
+        if vllm.tensor_parallel > 1:
+            raise ConfigError(
+                f"vllm.tensor_parallel = {vllm.tensor_parallel}: a model that takes images is not split; set it to 1, and "
+                "vllm.replicas for more GPUs"
+            )
+        for name in vllm.args:
+            if name in OWN or name.startswith("mm_"):
+                raise ConfigError(
+                    f"vllm.args.{name}: the model takes images, which are prepared as the trainer does it; unset it"
+                )
+        if "architectures" in vllm.args.get("hf_overrides", {}):
+            raise ConfigError(
+                "vllm.args.hf_overrides.architectures: the model takes images, for which vLLM is given a class; unset it"
+            )
+
+    def vllm_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        overrides = {**options.get("hf_overrides", {}), "architectures": [ARCHITECTURES[self.kind]]}
+        return {
+            "hf_overrides": overrides,
+            "worker_extension_cls": "agentrl.contrib.vision.vllm_models.VisionReceiver",
+            # The replica keeps prepared images itself, and vLLM's cache has to see each in order.
+            "mm_processor_cache_gb": 0,
+            # They are normalized already: vLLM would do it again, without an error.
+            "mm_device_do_normalize": False,
+        }
+
+    def vllm_prompts(self) -> Callable[[list[int], Sequence[Image]], Any]:
+        from agentrl.contrib.vision.vllm_models import prompt_of
+
+        return partial(prompt_of, self)
+
+    def pixels(self, image: Image) -> Pixels:
+        """Raises ImageError for one that the processor refuses (a side 200 times the other)."""
+        found = self._kept.get(image.sha256)
+        if found is None:
+            try:
+                made = self._prepare(images=[image.picture()], return_tensors="pt")
+            except ValueError as problem:
+                raise ImageError(f"{image.line}: {problem}") from None
+            time, height, width = (int(n) for n in made["image_grid_thw"][0])
+            rows, columns = height // self.merge, width // self.merge
+            values = made["pixel_values"].float()
+            found = self._kept[image.sha256] = Pixels(values, (time, height, width), time * rows * columns, rows, columns)
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    @property
+    def most_tokens(self) -> int:
+        """Placeholders of the largest image, as it is resized."""
+        return int(self._prepare.size["longest_edge"]) // self._side**2
+
+    def blank(self, tokens: int) -> Pixels:
+        """An image of that many placeholders."""
+        rows = next(rows for rows in range(isqrt(tokens), 0, -1) if tokens % rows == 0)
+        columns = tokens // rows
+        values = torch.zeros(tokens * self.merge**2, self._patch)
+        return Pixels(values, (1, rows * self.merge, columns * self.merge), tokens, rows, columns)
+
+    def tokens(self, image: Image) -> int:
+        """Number of placeholders for it."""
+        return self.pixels(image).tokens
+
+    def places(self, ids: Sequence[int] | np.ndarray, images: Sequence[Image]) -> list[tuple[int, Pixels]]:
+        """Positions in a row at which the placeholders of its images begin, in order. Raises ImageError unless each has its
+        own."""
+        at = np.flatnonzero(np.asarray(ids) == self.token)
+        found, done = [], 0
+        for image in images:
+            pixels = self.pixels(image)
+            own = at[done : done + pixels.tokens]
+            if len(own) < pixels.tokens or own[-1] - own[0] + 1 != pixels.tokens:
+                raise ImageError(f"{image.line}: its {pixels.tokens} placeholder tokens are not in the row one after the other")
+            found.append((int(own[0]), pixels))
+            done += pixels.tokens
+        if images and done < len(at):
+            raise ImageError(f"{len(at) - done} placeholder tokens more than those of the row's {len(images)} images")
+        return found
+
+    def match(self, ids: Sequence[int], images: Sequence[Image]) -> list[tuple[Image, tuple[int, Pixels]]]:
+        """The images of a prompt, each with its place. Raises EngineError unless they are those of its placeholders."""
+        if not images and self.token in ids:
+            raise EngineError("a prompt has placeholders of images, and its images did not come with it")
+        try:
+            return list(zip(images, self.places(ids, images), strict=True))
+        except ImageError as problem:
+            raise EngineError(str(problem)) from None
+
+    def positions(self, length: int, places: Sequence[tuple[int, Pixels]]) -> Tensor:
+        """Positions of a row's tokens in time, height and width, int64 [3, length]."""
+        parts, done, after = [], 0, 0
+        for start, pixels in places:
+            parts.append(torch.arange(after, after + start - done).expand(3, -1))
+            after += start - done
+            cells = torch.arange(pixels.tokens)
+            within = cells % (pixels.rows * pixels.columns)
+            where = torch.stack([cells // (pixels.rows * pixels.columns), within // pixels.columns, within % pixels.columns])
+            parts.append(where + after)
+            after += max(pixels.rows, pixels.columns)
+            done = start + pixels.tokens
+        return torch.cat([*parts, torch.arange(after, after + length - done).expand(3, -1)], 1)
+
+
+def features_of(model: Any, images: Sequence[Pixels], device: torch.device) -> list[Tensor]:
+    """Features of the images from the vision tower: features [placeholders, E], and in some models as many again for each of
+    the language model's first layers. `model`: the one with the tower."""
+    values = torch.cat([pixels.values for pixels in images]).to(device)
+    with torch.no_grad():  # it is frozen: its features need no graph
+        found = model.get_image_features(values, torch.tensor([pixels.grid for pixels in images]).to(device), return_dict=True)
+    return [torch.cat(part) for part in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
+
+
+def embed_images(model: Any, ids: Tensor, places: Sequence[tuple[int, Pixels]], features: Sequence[Tensor]) -> dict[str, Any]:
+    """The language model's arguments for the ids [T]: their embeddings [1, T, E], with the `features` of images (`features_of`)
+    in their `places`."""
+    embeddings: Tensor = model.get_input_embeddings()(ids)
+    if not places:
+        return {"inputs_embeds": embeddings[None]}
+    at = torch.cat([torch.arange(start, start + pixels.tokens) for start, pixels in places]).to(ids.device)
+    first, *others = features
+    found = {"inputs_embeds": embeddings.index_copy(0, at, first.to(embeddings.dtype))[None]}
+    if not others:
+        return found
+    mask = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, at, True)
+    return {**found, "visual_pos_masks": mask[None], "deepstack_visual_embeds": list(others)}
+
+
+def _processor(path: str, vision: Any) -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    sizes = {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
+    if not (Path(path) / "preprocessor_config.json").is_file() and (Path(path).is_dir() or not path):
+        return Qwen2VLImageProcessorPil(**sizes)
+    try:
+        return Qwen2VLImageProcessorPil.from_pretrained(path)
+    except (OSError, ValueError, TypeError, KeyError) as problem:
+        raise ModelError(f"{path}: preprocessor_config.json cannot be read: {problem}") from problem
+
+
+def tiny_config(cfg: InitModelConfig, text: Mapping[str, Any], tokens: Sequence[int]) -> Any:
+    """A Qwen2.5-VL of that size, whose vision tower is one block, half as wide."""
+    from transformers import Qwen2_5_VLConfig
+
+    if cfg.hidden != cfg.heads * cfg.head_dim or cfg.head_dim % 16:
+        raise ConfigError(
+            f"model.init.vision = true: model.init.hidden = {cfg.hidden} must be heads * head_dim = {cfg.heads * cfg.head_dim}, "
+            f"and head_dim = {cfg.head_dim} a multiple of 16; set hidden = 64, heads = 4, head_dim = 16, for example"
+        )
+    begin, image, end, video = tokens
+    width = 3 * cfg.head_dim // 16  # of the frequencies of height and of width; the rest is of time, as in the released models
+    text = {
+        **text,
+        "vocab_size": text["vocab_size"] + len(tokens),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [cfg.head_dim // 2 - 2 * width, width, width],
+        },
+    }
+    tower = {
+        "depth": 1,
+        "hidden_size": max(32, cfg.hidden // 2),
+        "intermediate_size": cfg.mlp,
+        "num_heads": 2,
+        "out_hidden_size": cfg.hidden,
+        "fullatt_block_indexes": [0],
+        "initializer_range": cfg.init_std,
+    }
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=tower,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=begin,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+def _sampling(agent: AgentConfig | None, rollout: RolloutConfig) -> Iterator[tuple[bool, str]]:
+    """Obstacles to sampling: whether it is so, and the key with its value."""
+    yield rollout.workers > 0, f"rollout.workers = {rollout.workers}"
+    yield agent is not None, "[agent], whose endpoint takes no images,"
+
+
+def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:
+    """Likewise of training."""
+    from agentrl.rollout.engine import ENGINES
+    from agentrl.run.engine_choice import engine_of
+    from agentrl.trainer.train_engine import TRAIN_ENGINES
+
+    model, algorithm, rollout = config.model, config.algorithm, config.rollout
+    able = ENGINES.that_are("vision")
+    yield (
+        "vision" not in engine_of(config).traits,
+        f'engine = "{config.engine}" (use {able}; the embedded one with engine_args = {{ cache = false }})',
+    )
+    able = TRAIN_ENGINES.that_are("vision")
+    yield "vision" not in TRAIN_ENGINES.entry(model.engine).traits, f'model.engine = "{model.engine}" (use {able})'
+    for name in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel"):
+        yield getattr(model, name) > 1, f"model.{name} = {getattr(model, name)}"
+    yield config.weights.lora == "adapter", 'weights.lora = "adapter"'
+    yield model.packing.startswith("one_row"), f'model.packing = "{model.packing}"'
+    yield model.compile, "model.compile = true"
+    yield config.critic is not None, "[critic]"
+    yield config.reward_model is not None, "[reward_model]"
+    yield algorithm.kl.reference == "moving", 'algorithm.kl.reference = "moving"'
+    for name in ("experience", "demonstrations", "distillation"):
+        yield getattr(algorithm, name) is not None, f"[algorithm.{name}]"
+    for name in ("branch", "start"):
+        yield getattr(rollout, name) is not None, f"[rollout.{name}]"
+    yield config.data is not None, "[data], whose rows are tokens alone,"
