@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, VllmConfig, WeightsConfig
-from agentrl.data.expert_routing import RouterWatch
+from agentrl.contrib.moe.routers import RouterWatch
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory

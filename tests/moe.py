@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +96,15 @@ def shaken(state: dict[str, Tensor], seed: int, scale: float = 0.1) -> dict[str,
     """Other weights of the same shapes."""
     generator = torch.Generator().manual_seed(seed)
     return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+
+
+@contextmanager
+def dictate(routers: Any, experts: Tensor | None) -> Iterator[None]:
+    """In passes inside, tokens go to these experts."""
+    if experts is not None:
+        routers.check(experts)
+    routers.asked, own = lambda: experts, routers.asked
+    try:
+        yield
+    finally:
+        routers.asked = own

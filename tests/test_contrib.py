@@ -26,7 +26,7 @@ IMPORTS = """
 import importlib, pkgutil, sys
 import agentrl
 for module in pkgutil.walk_packages(agentrl.__path__, "agentrl."):
-    if not module.name.startswith(("agentrl.contrib.titan", "agentrl.engines.vllm", "agentrl.__main__")):
+    if "vllm" not in module.name and not module.name.startswith(("agentrl.contrib.titan", "agentrl.__main__")):
         importlib.import_module(module.name)
 assert not any(name.startswith("agentrl.contrib.GONE") for name in sys.modules)
 """

@@ -1,29 +1,20 @@
-"""Experts of each token in a transformers mixture-of-experts model: reported, counted, or dictated.
-
-A router scores all experts for each token and takes the `k` with the highest scores, by one `torch.topk` over a [tokens, experts]
-tensor; what it does with the scores before and after differs between families (softmax over all or over the chosen ones,
-sigmoids, a bias for the choice alone, groups, renormalization). `Routers` stands in for that one call and leaves all else as it
-is: if choices are dictated, the values that it returns are the scores of the dictated experts, so that their gates are
-computed from the current scores, and their gradient flows to the router.
-"""
+"""Experts of each token of a mixture of experts: the column of a batch, and the door to the code that reads and dictates them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from agentrl.utils.errors import ModelError
+from agentrl.config.schema import VllmConfig
+from agentrl.utils.registry import Registry
 
-Asked = Callable[[], Tensor | None]
 FREE = {torch.uint8: 255, torch.int16: -1}
-"""What stands for an expert where none is dictated, by the type of the column."""
+"""Mark of a token that its router may send anywhere, by the type of the column."""
 
 
 def narrow(experts: int) -> torch.dtype:
@@ -36,238 +27,29 @@ def free(like: Tensor, rows: int) -> Tensor:
     return torch.full((rows, *like.shape[1:]), FREE[like.dtype], dtype=like.dtype, device=like.device)
 
 
-class _Choosing(TorchFunctionMode):
-    """Stands in for a router's topk while its forward runs."""
+@dataclass(frozen=True, slots=True)
+class RouterCode:
+    """Access to the routers of transformers' models and of vLLM."""
 
-    def __init__(self, router: _Router) -> None:
-        super().__init__()
-        self._router = router
-        self._masked: tuple[Tensor, Tensor] | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.topk, torch.Tensor.topk) and self._over_experts(args[0]):
-            scores = args[0]
-            if self._masked is not None and scores is self._masked[0]:
-                scores = self._masked[1]  # a mask says what may be chosen; the score of a dictated expert is the one before it
-            return self._router.chose(scores, out)
-        if func in (torch.Tensor.masked_fill, torch.masked_fill) and self._over_experts(args[0]):
-            self._masked = (out, args[0])
-        return out
-
-    def _over_experts(self, tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[-1] == self._router.experts
+    check: Callable[[Any, str], None]
+    """Raises ConfigError if choices of a model on the meta device cannot be repeated; takes the model's name, too."""
+    check_vllm: Callable[[VllmConfig], None]
+    """Raises ConfigError for keys of vLLM that do not go with `rollout.router_replay`."""
+    vllm_receiver: str
+    """Import path of vLLM's worker extension that notes experts."""
+    watch: Callable[[Any], Any]
+    """Of a model: `watching()` notes the choices of a pass, and `experts()` gives them. Raises ModelError for a dense one."""
+    trained: Callable[[Any, Any], Any]
+    """Of a trained model and the ranks that share tokens: `passing(micro)` around a pass, `take_load()`; None for a dense one."""
+    load_metrics: Callable[[npt.NDArray[Any]], dict[str, float]]
+    """Metrics of how evenly experts are used, from counts [routers, experts]."""
 
 
-class _Router:
-    """One layer's router. `asked` returns what all routers are to choose, [tokens, routers, k], or None; `told` is called with
-    what it chose; `strict`: it is an error if that cannot be seen."""
-
-    def __init__(self, name: str, module: nn.Module, layer: int, experts: int, asked: Asked) -> None:
-        self.name, self.module, self.layer, self.experts, self.asked = name, module, layer, experts, asked
-        self.dictated: Tensor | None = None
-        self.told: Callable[[Tensor], None] | None = None
-        self.strict = False
-        self._choices = 0
-
-    def wrap(self) -> None:
-        """Let the module's forward pass run under this object from now on."""
-        plain = self.module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            every = self.asked()
-            self.dictated = None if every is None else every[:, self.layer]
-            if self.dictated is None and self.told is None:
-                return plain(*args, **kwargs)
-            self._choices = 0
-            with _Choosing(self):
-                out = plain(*args, **kwargs)
-            if self._choices != 1:
-                self.refuse(f"a {type(self.module).__name__} does not choose experts by one topk")
-            return out
-
-        self.module.forward = forward  # type: ignore[method-assign]
-
-    def refuse(self, why: str) -> None:
-        if self.dictated is not None or self.strict:
-            raise ModelError(f"{self.name}: {why}: its choices cannot be repeated; set rollout.router_replay = false")
-
-    def chose(self, scores: Tensor, own: Any) -> Any:
-        """Result of the router's topk: `own`, or the dictated experts with their `scores`."""
-        self._choices += 1
-        indices = own.indices
-        if self.dictated is not None:
-            if self.dictated.shape != own.indices.shape:
-                raise ModelError(
-                    f"{self.name} chooses {tuple(own.indices.shape)} experts, and {tuple(self.dictated.shape)} are dictated"
-                )
-            free = self.dictated == FREE[self.dictated.dtype]
-            indices = torch.where(free, own.indices, self.dictated.to(own.indices.dtype))
-            own = torch.return_types.topk((scores.gather(-1, indices), indices))  # type: ignore[attr-defined]
-        if self.told is not None:
-            self.told(indices)
-        return own
+ROUTERS: Registry[Callable[[], RouterCode]] = Registry("rollout.router_replay", "ROUTERS", "agentrl.data.expert_routing")
+TOPK = "topk"
+"""Name of the code for routers that choose by one `torch.topk`."""
 
 
-class Routers:
-    """The routers of a model, in the order of its layers; a dense model has none. Make it before modules are wrapped or sharded;
-    it stays valid then. `problem`: why the choices of this mixture of experts can be neither reported nor dictated, or "".
-
-    `asked`: called whenever a router computes, also when a checkpointed layer is computed again for the backward pass; returns
-    what all routers are to choose, [tokens, routers, k] uint8 or int16, or None. Without it, `dictate` says so."""
-
-    def __init__(self, model: nn.Module, asked: Asked | None = None) -> None:
-        self._dictated: Tensor | None = None
-        self._routers: list[_Router] = []
-        self.problem = ""
-        for name, module, experts in _found(model):
-            if module is None:
-                self.problem = f"{name}: no router is known in it"
-                return
-            router = _Router(name, module, len(self._routers), experts, asked or (lambda: self._dictated))
-            router.wrap()
-            self._routers.append(router)
-
-    def __len__(self) -> int:
-        return len(self._routers)
-
-    @property
-    def experts(self) -> int:
-        """The most experts that a layer has."""
-        return max(router.experts for router in self._routers)
-
-    @contextmanager
-    def dictate(self, experts: Tensor | None) -> Iterator[None]:
-        """In passes inside, tokens go to these experts."""
-        if experts is not None:
-            self.check(experts)
-        self._dictated = experts
-        try:
-            yield
-        finally:
-            self._dictated = None
-
-    @contextmanager
-    def tell(self, told: Callable[[int, Tensor], None], strict: bool = True) -> Iterator[None]:
-        """Call `told(router, indices [tokens, k])` for each router's choice meanwhile. Raises ModelError in a pass in which
-        that cannot be seen, if `strict`."""
-        for router in self._routers:
-            router.told, router.strict = _bound(told, router.layer), strict
-        try:
-            yield
-        finally:
-            for router in self._routers:
-                router.told, router.strict = None, False
-
-    def probe(self) -> None:
-        """Raise ModelError if choices can be neither reported nor dictated. For a model on the meta device: computes nothing."""
-        if self.problem:
-            self.check(torch.empty(0))
-        with self.tell(lambda *_: None):
-            for router in self._routers:
-                [width] = {p.shape[1] for p in router.module.parameters() if p.dim() == 2 and p.shape[0] == router.experts}
-                router.module(torch.empty(2, width, device="meta"))
-
-    def check(self, dictated: Tensor) -> None:
-        """Raise ModelError for choices of another model, [tokens, routers, k], and for a model whose choices cannot be
-        dictated."""
-        if self.problem:
-            raise ModelError(f"{self.problem}: its choices cannot be repeated; set rollout.router_replay = false")
-        if dictated.dim() != 3 or dictated.shape[1] != len(self):
-            raise ModelError(f"choices of shape {tuple(dictated.shape)} for a model with {len(self)} routers")
-
-
-def _bound(told: Callable[[int, Tensor], None], layer: int) -> Callable[[Tensor], None]:
-    return lambda indices: told(layer, indices)
-
-
-def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, int]]:
-    """Name, router and number of experts of each mixture of experts; a router that is not known is None."""
-    for name, block in model.named_modules():
-        stacked = [child for child in block.children() if _experts(child)]
-        if len(stacked) != 1:
-            continue
-        experts = _experts(stacked[0])
-        routers = [(key, child) for key, child in block.named_children() if child is not stacked[0] and _scores(child, experts)]
-        if len(routers) == 1:
-            yield f"{name}.{routers[0][0]}", routers[0][1], experts
-        else:
-            yield name, None, experts
-
-
-def _experts(module: nn.Module) -> int:
-    """Number of experts that a module holds in one tensor [experts, out, in]; 0 if it is something else."""
-    if not type(module).__name__.endswith("Experts"):
-        return 0
-    counts = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
-    return counts.pop() if len(counts) == 1 else 0
-
-
-def _scores(module: nn.Module, experts: int) -> bool:
-    """Return True if it scores that many experts, by one row of a matrix each."""
-    return any(parameter.dim() == 2 and parameter.shape[0] == experts for parameter in module.parameters())
-
-
-class RouterWatch:
-    """Notes which experts the tokens of a pass go to."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Raises ModelError for a dense model."""
-        self.routers = Routers(model)
-        self._seen: list[Tensor] = []
-        if not len(self.routers):
-            raise ModelError(
-                self.routers.problem or f"a {type(model).__name__} has no routers to replay: set rollout.router_replay = false"
-            )
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note those of the pass inside."""
-        self._seen = []
-        with self.routers.tell(lambda _, indices: self._seen.append(indices)):
-            yield
-
-    def experts(self) -> npt.NDArray[Any]:
-        """Those of the pass that was watched last: [tokens, routers, k], uint8 or int16."""
-        return torch.stack(self._seen, dim=1).to(narrow(self.routers.experts)).cpu().numpy()
-
-
-class Load:
-    """Choices of each expert of each router, counted: `counts` float64 [routers, experts], on the routers' device."""
-
-    def __init__(self, routers: Routers) -> None:
-        self._routers = routers
-        self.counts: Tensor | None = None
-
-    @contextmanager
-    def counting(self, tokens: int, times: Tensor | None = None) -> Iterator[None]:
-        """Count the chosen experts of the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: how often
-        each counts; None: once."""
-
-        def count(layer: int, indices: Tensor) -> None:
-            if self.counts is None:
-                self.counts = torch.zeros(len(self._routers), self._routers.experts, dtype=torch.float64, device=indices.device)
-            chosen = indices[:tokens]
-            once = torch.ones_like(chosen, dtype=torch.float64)
-            weights = once if times is None else once * times[:, None]
-            # Not bincount, which makes the host wait for a GPU.
-            self.counts[layer].scatter_add_(0, chosen.reshape(-1), weights.reshape(-1))
-
-        with self._routers.tell(count, strict=False):
-            yield
-
-
-def load_metrics(counts: np.ndarray) -> dict[str, float]:
-    """Evenness of the experts' use, means over layers of `counts` [routers, experts]: `experts_max_violation`, the largest load
-    over the mean load less 1 (MaxVio, Wang et al. 2024, arXiv:2408.15664; 0: even); `experts_entropy`, the entropy of the
-    shares over that of even ones (1: even); `experts_unused`, the share of experts that no token went to."""
-    total = counts.sum(axis=1, keepdims=True)
-    if counts.shape[1] < 2 or not (total > 0).all():
-        return {}
-    share = counts / total
-    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
-    return {
-        "experts_max_violation": float((share.max(axis=1) * counts.shape[1] - 1).mean()),
-        "experts_entropy": float((-(share * logs).sum(axis=1) / np.log(counts.shape[1])).mean()),
-        "experts_unused": float((share == 0).mean()),
-    }
+def router_code() -> RouterCode:
+    """The code for routers. Raises ConfigError if agentrl.contrib.moe is missing."""
+    return ROUTERS.entry(TOPK).make()

@@ -33,6 +33,9 @@ class Modality(ABC):
     """Pattern of the layers that get no adapters, for peft."""
     embedded_model: ClassVar[str]
     """Import path of the subclass of `RecomputedModel` for the embedded engine: MODULE:NAME."""
+    vllm_prompt: ClassVar[str]
+    """Import path of the function that makes vLLM's prompt, in a replica, of a modality, token ids and images. It raises
+    EngineError if they do not agree."""
     tiny_tokens: ClassVar[Sequence[str]] = ()
     """Control tokens that `model.init.vision` adds to the packaged tokenizer."""
     special: tuple[int, ...]
@@ -76,10 +79,6 @@ class Modality(ABC):
     @abstractmethod
     def vllm_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """vLLM's arguments for the model, next to `options`."""
-
-    @abstractmethod
-    def vllm_prompts(self) -> Callable[[list[int], Sequence[Image]], Any]:
-        """Maker of vLLM's prompts in a replica, from token ids and images. It raises EngineError if they do not agree."""
 
 
 MODALITIES: Registry[type[Modality]] = Registry(

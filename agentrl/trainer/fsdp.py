@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.data.expert_routing import ROUTERS, TOPK, router_code
 from agentrl.engines.weights.parameters import Saving
 from agentrl.render.modality import Modality, make_modality
 from agentrl.trainer.attention import PACKED, keep_rows_apart, register_packed_attention
@@ -30,13 +31,11 @@ from agentrl.trainer.language_model import (
     share_tokens,
 )
 from agentrl.trainer.layers import (
-    Routing,
     adapter_of,
     compile_layers,
     compiled_head,
     inject,
     merge_adapters,
-    routing_of,
     without_adapters,
 )
 from agentrl.trainer.memory import RoleMemory, by_size, count
@@ -91,7 +90,7 @@ PREFIX = "hf."
 class FsdpEngine(BaseEngine):
     """One rank's part of the model."""
 
-    routing: Routing | None = None
+    routing: Any = None
     modality: Modality | None = None
     classifier: bool = False
 
@@ -135,7 +134,7 @@ class FsdpEngine(BaseEngine):
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
             check_plans(cfg, model, world)
         if not cfg.compile:  # compiled layers have their routers inside
-            self.routing = routing_of(model, self.layout.ulysses)
+            self.routing = router_code().trained(model, self.layout.ulysses) if TOPK in ROUTERS else None
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
         if self.checkpoints:
             # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen

@@ -1,4 +1,4 @@
-"""Layers that training changes: low-rank adapters, compiled kernels, routers that repeat the engine's choice."""
+"""Layers that training changes: low-rank adapters and compiled kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from agentrl.config.schema import LoraSection
-from agentrl.data.expert_routing import Load, Routers
 from agentrl.render.modality import modality_of
 from agentrl.trainer.attention import PACKED, PackedSequences, packed_attention
-from agentrl.trainer.language_model import HeadKernels, Micro, slope, summary
-from agentrl.trainer.parallel import Ulysses, layout
+from agentrl.trainer.language_model import HeadKernels, slope, summary
 from agentrl.utils.errors import DependencyError, ModelError
 
 # Low-rank adapters
@@ -152,54 +149,3 @@ def _call_compiled(function: Callable[..., Any], *args: Any, packed: PackedSeque
 def _attend(*args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """`packed_attention` for the layout that the layer was called with: its own argument if the layer is not compiled."""
     return packed_attention(*args, packed=packed or _layout.get(), **kwargs)
-
-
-# Routers
-
-
-def routing_of(model: nn.Module, group: Ulysses | None) -> Routing | None:
-    """One rank's routers; None for a dense model. Call it on the transformers model before adapters and shards wrap its modules.
-    `group`: the ranks that share tokens."""
-    # The routers read the request of the current pass, or of its recomputation.
-    routers = Routers(model, lambda: None if (packed := layout()) is None else packed.experts)
-    return Routing(routers, group) if len(routers) else None
-
-
-class Routing:
-    """One rank's routers."""
-
-    def __init__(self, routers: Routers, group: Ulysses | None) -> None:
-        self._routers, self._group, self._load = routers, group, Load(routers)
-
-    @contextmanager
-    def passing(self, micro: Micro) -> Iterator[None]:
-        """Around a forward pass over `micro`, as the caller gave it. Passes with gradient are counted, unless nothing in them is
-        trained, as in the dummy of a rank that has no more rows. Raises ModelError if choices to repeat do not fit the model."""
-        if micro.experts is not None:
-            self._routers.check(micro.experts)
-        if torch.is_grad_enabled() and len(micro.targets):
-            # A shared prefix counts for each of its rows: how often it is computed hangs on ranks and micro-batches.
-            own = own_tokens(len(micro.input_ids), self._group)
-            times = None if micro.row_counts is None else micro.row_counts[own]
-            with self._load.counting(own.stop - own.start, times):
-                yield
-        else:
-            yield
-
-    def take_load(self) -> Tensor:
-        """Number of choices of each expert since the last call: float64 [routers, experts] on the host, over the ranks that
-        share tokens."""
-        counts, self._load.counts = self._load.counts, None
-        if counts is None:
-            counts = torch.zeros(len(self._routers), self._routers.experts, dtype=torch.float64)
-        if self._group is not None:
-            dist.all_reduce(counts, group=self._group.group)
-        return counts.cpu()
-
-
-def own_tokens(tokens: int, group: Ulysses | None) -> slice:
-    """Mask of a micro-batch's tokens that are computed on this rank; what pads its share comes after them."""
-    if group is None:
-        return slice(0, tokens)
-    local = group.slice_of(tokens + -tokens % group.size)
-    return slice(min(tokens, int(local.start)), min(tokens, int(local.stop)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.data.expert_routing import free, load_metrics
+from agentrl.data.expert_routing import free, router_code
 from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
@@ -98,7 +98,7 @@ def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators,
         "tokens_computed": over[TRAINED],
         "episodes_trained": sum(part.episodes for part in counts),
         "prefix_ratio": plain / max(computed, 1.0),
-        **({} if experts is None else load_metrics(engine.reduce(experts, "sum").numpy())),
+        **({} if experts is None else router_code().load_metrics(engine.reduce(experts, "sum").numpy())),
     }
 
 

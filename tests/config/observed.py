@@ -242,7 +242,7 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         engine: Any = engines.make_engine("vllm", "model", config)
         for name, module in modules.items():
             patch.setitem(__import__("sys").modules, name, module)
-        patch.setattr("agentrl.engines.vllm.replica_actor.prompts_of", lambda options: None)
+        patch.setattr("agentrl.engines.vllm.replica_actor.modality_in", lambda path, trust: None)
         asyncio.run(VllmActor(engine._replicas._options).start())
     keeper = engine._replicas
     return {

@@ -111,7 +111,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Any:
     params = lambda sampling, *, each: SimpleNamespace(max_tokens=sampling.max_tokens, each=each)  # noqa: E731
     monkeypatch.setattr(actor, "_params", params)
     made: Any = VllmActor({"model": "none"})
-    made._engine, made._prompt = Sampler(), list
+    made._engine, made._prompt = Sampler(), lambda ids, images: ids
     return made
 
 

@@ -14,7 +14,6 @@ from agentrl.config.schema import ModelConfig
 from agentrl.trainer.attention import register_packed_attention
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.language_model import Role
-from agentrl.trainer.layers import Routing
 from agentrl.trainer.memory import by_size
 from agentrl.trainer.model_folder import Loader, ModuleTensor, materialize
 from agentrl.trainer.optim import Offloaded
@@ -87,6 +86,7 @@ class TitanEngine(FsdpEngine):
         if role != "policy":
             raise ConfigError(f'model.engine = "titan" computes logprobs, and has no role "{role}"')
         require_torchtitan()
+        from agentrl.contrib.moe.routers import Routing
         from agentrl.contrib.titan.model import (
             Sharding,
             TitanRouters,

@@ -42,7 +42,8 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 from agentrl.config.schema import ModelConfig
-from agentrl.data.expert_routing import FREE, Routers
+from agentrl.contrib.moe.routers import Routers
+from agentrl.data.expert_routing import FREE
 from agentrl.trainer.attention import PackedSequences, packed_attention
 from agentrl.trainer.language_model import Micro, shares, token_logprobs
 from agentrl.trainer.parallel import Ulysses, compute_divided
@@ -196,7 +197,7 @@ class TitanRouters(Routers):
     """The routers of a torchtitan model, in the order of its layers."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._dictated, self.problem = None, ""
+        self.problem = ""
         found: Any = [module for module in decoder.modules() if isinstance(module, Router)]
         for layer, router in enumerate(found):
             router.layer = layer

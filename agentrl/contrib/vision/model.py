@@ -9,9 +9,8 @@ the largest of them."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.schema import AgentConfig, InitModelConfig, RolloutConfig, TrainConfig, VllmConfig
+from agentrl.config.schema import InitModelConfig, TrainConfig, VllmConfig
 from agentrl.data.images import Image
 from agentrl.render.modality import MODALITIES, Inputs, Modality, Rows
 from agentrl.render.template_text import Placeholders
@@ -53,6 +52,7 @@ class Vision(Modality):
 
     auto_class = "AutoModelForImageTextToText"
     embedded_model = "agentrl.contrib.vision.embedded:VisionModel"
+    vllm_prompt = "agentrl.contrib.vision.vllm_models:prompt_of"
     no_adapters = r".*\bvisual\..*"
     tiny_tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 
@@ -71,7 +71,7 @@ class Vision(Modality):
 
     @classmethod
     def check(cls, config: TrainConfig, trains: bool) -> None:
-        for wrong, what in (*_sampling(config.agent, config.rollout), *(_training(config) if trains else ())):
+        for wrong, what in _obstacles(config, trains):
             if wrong:
                 raise ConfigError(
                     f"{what} does not go with a model that takes images ({' or '.join(ARCHITECTURES)}): "
@@ -108,7 +108,45 @@ class Vision(Modality):
 
     @classmethod
     def tiny(cls, cfg: InitModelConfig, text: Mapping[str, Any], tokenizer: Any) -> Any:
-        return tiny_config(cfg, text, [tokenizer.convert_tokens_to_ids(token) for token in cls.tiny_tokens])
+        """A Qwen2.5-VL of that size, whose vision tower is one block, half as wide."""
+        from transformers import Qwen2_5_VLConfig
+
+        if cfg.hidden != cfg.heads * cfg.head_dim or cfg.head_dim % 16:
+            raise ConfigError(
+                f"model.init.vision = true: model.init.hidden = {cfg.hidden} must be heads * head_dim = "
+                f"{cfg.heads * cfg.head_dim}, and head_dim = {cfg.head_dim} a multiple of 16; set hidden = 64, heads = 4, "
+                "head_dim = 16, for example"
+            )
+        begin, image, end, video = map(tokenizer.convert_tokens_to_ids, cls.tiny_tokens)
+        width = 3 * cfg.head_dim // 16  # of the frequencies of height and of width; the rest is of time, as in released models
+        text = {
+            **text,
+            "vocab_size": text["vocab_size"] + len(cls.tiny_tokens),
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [cfg.head_dim // 2 - 2 * width, width, width],
+            },
+        }
+        tower = {
+            "depth": 1,
+            "hidden_size": max(32, cfg.hidden // 2),
+            "intermediate_size": cfg.mlp,
+            "num_heads": 2,
+            "out_hidden_size": cfg.hidden,
+            "fullatt_block_indexes": [0],
+            "initializer_range": cfg.init_std,
+        }
+        return Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config=tower,
+            image_token_id=image,
+            video_token_id=video,
+            vision_start_token_id=begin,
+            vision_end_token_id=end,
+            tie_word_embeddings=True,
+            dtype="float32",
+        )
 
     @classmethod
     def check_vllm(cls, vllm: VllmConfig) -> None:
@@ -137,11 +175,6 @@ class Vision(Modality):
             # They are normalized already: vLLM would do it again, without an error.
             "mm_device_do_normalize": False,
         }
-
-    def vllm_prompts(self) -> Callable[[list[int], Sequence[Image]], Any]:
-        from agentrl.contrib.vision.vllm_models import prompt_of
-
-        return partial(prompt_of, self)
 
     def pixels(self, image: Image) -> Pixels:
         """Raises ImageError for one that the processor refuses (a side 200 times the other)."""
@@ -255,60 +288,17 @@ def _processor(path: str, vision: Any) -> Any:
         raise ModelError(f"{path}: preprocessor_config.json cannot be read: {problem}") from problem
 
 
-def tiny_config(cfg: InitModelConfig, text: Mapping[str, Any], tokens: Sequence[int]) -> Any:
-    """A Qwen2.5-VL of that size, whose vision tower is one block, half as wide."""
-    from transformers import Qwen2_5_VLConfig
-
-    if cfg.hidden != cfg.heads * cfg.head_dim or cfg.head_dim % 16:
-        raise ConfigError(
-            f"model.init.vision = true: model.init.hidden = {cfg.hidden} must be heads * head_dim = {cfg.heads * cfg.head_dim}, "
-            f"and head_dim = {cfg.head_dim} a multiple of 16; set hidden = 64, heads = 4, head_dim = 16, for example"
-        )
-    begin, image, end, video = tokens
-    width = 3 * cfg.head_dim // 16  # of the frequencies of height and of width; the rest is of time, as in the released models
-    text = {
-        **text,
-        "vocab_size": text["vocab_size"] + len(tokens),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [cfg.head_dim // 2 - 2 * width, width, width],
-        },
-    }
-    tower = {
-        "depth": 1,
-        "hidden_size": max(32, cfg.hidden // 2),
-        "intermediate_size": cfg.mlp,
-        "num_heads": 2,
-        "out_hidden_size": cfg.hidden,
-        "fullatt_block_indexes": [0],
-        "initializer_range": cfg.init_std,
-    }
-    return Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=tower,
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=begin,
-        vision_end_token_id=end,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-
-
-def _sampling(agent: AgentConfig | None, rollout: RolloutConfig) -> Iterator[tuple[bool, str]]:
-    """Obstacles to sampling: whether it is so, and the key with its value."""
+def _obstacles(config: TrainConfig, trains: bool) -> Iterator[tuple[bool, str]]:
+    """Obstacles to sampling and training: whether it is so, and the key with its value."""
+    rollout, model, algorithm = config.rollout, config.model, config.algorithm
     yield rollout.workers > 0, f"rollout.workers = {rollout.workers}"
-    yield agent is not None, "[agent], whose endpoint takes no images,"
-
-
-def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:
-    """Likewise of training."""
+    yield config.agent is not None, "[agent], whose endpoint takes no images,"
+    if not trains:
+        return
     from agentrl.rollout.engine import ENGINES
     from agentrl.run.engine_choice import engine_of
     from agentrl.trainer.train_engine import TRAIN_ENGINES
 
-    model, algorithm, rollout = config.model, config.algorithm, config.rollout
     able = ENGINES.that_are("vision")
     yield (
         "vision" not in engine_of(config).traits,

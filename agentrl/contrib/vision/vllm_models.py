@@ -90,7 +90,7 @@ class PreparedProcessor:
         return with_images(ids, [("", number * blank.tokens, blank) for number in range(count)])
 
 
-def prepared(module: Any, name: str) -> Any:
+def prepare(module: Any, name: str) -> Any:
     """vLLM's own class of a model, computed as it is, for images that are prepared already."""
     info = type(f"{name}Info", (PreparedInfo, getattr(module, f"{name}ProcessingInfo")), {})
     processor = type(f"{name}Processor", (PreparedProcessor, getattr(module, f"{name}MultiModalProcessor")), {})
@@ -99,7 +99,7 @@ def prepared(module: Any, name: str) -> Any:
     return register(processor, info=info, dummy_inputs=getattr(module, f"{name}DummyInputsBuilder"))(model)
 
 
-for _kind, _model in {"qwen2_5_vl": prepared(qwen2_5_vl, "Qwen2_5_VL"), "qwen3_vl": prepared(qwen3_vl, "Qwen3VL")}.items():
+for _kind, _model in {"qwen2_5_vl": prepare(qwen2_5_vl, "Qwen2_5_VL"), "qwen3_vl": prepare(qwen3_vl, "Qwen3VL")}.items():
     ModelRegistry.register_model(ARCHITECTURES[_kind], _model)  # the class, not its name, of which vLLM would ask another process
 
 

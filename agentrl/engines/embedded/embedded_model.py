@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentrl.data.expert_routing import RouterWatch
+from agentrl.data.expert_routing import router_code
 from agentrl.data.images import Image
 from agentrl.engines.embedded import kv_cache as attention
 from agentrl.engines.embedded.kv_cache import AttentionPlan, KvShape, Slots, Span
@@ -65,7 +65,7 @@ class EmbeddedModel:
         self._expected = expected_parameters(path, trust=trust)
         self.vocab, self.positions = self._expected.vocab, self._expected.positions
         self._base: dict[str, Tensor] = {}
-        self._watch = RouterWatch(self.module) if router_replay else None
+        self._watch = router_code().watch(self.module) if router_replay else None
         try:
             self._check(getattr(torch, dtype))
         except torch.OutOfMemoryError:
@@ -119,7 +119,7 @@ class EmbeddedModel:
     def allocate(self) -> None:
         """Allocate the parameters' memory again, uninitialized."""
         for name, parameter in self.module.named_parameters():
-            parameter.data = torch.empty(self._expected.shapes[name], dtype=self.shape.dtype, device=self.device)
+            parameter.data = torch.empty(self._expected.shapes[name], dtype=parameter.dtype, device=self.device)
 
     def adapt(self, adapter: Adapter) -> None:
         """Apply a low-rank adapter to the weights as last written, replacing the previous adapter. Raises EngineError
@@ -203,20 +203,13 @@ class RecomputedModel(EmbeddedModel):
         """Raises ModelError if the folder cannot be loaded, or experts are to be noted."""
         if router_replay:
             raise ModelError("rollout.router_replay: the experts of a prefix that is computed again for each token are not noted")
-        self.device = device
-        # Eager, the reference of every family: some are computed without their caps by transformers' other functions.
-        self.module = load(path, getattr(torch, dtype), device, trust)
-        self.module.set_attn_implementation("eager")
-        self._expected = expected_parameters(path, trust=trust)
-        self.vocab, self.positions = self._expected.vocab, self._expected.positions
-        # One number a token, its id: float32 holds those up to 2^24.
-        self.shape = KvShape(layers=1, heads=1, head_dim=1, dtype=torch.float32, device=device)
-        self._base: dict[str, Tensor] = {}
-        self._watch = None
+        super().__init__(path, dtype, device, trust)
 
-    def allocate(self) -> None:
-        for name, parameter in self.module.named_parameters():
-            parameter.data = torch.empty(self._expected.shapes[name], dtype=self.module.dtype, device=self.device)
+    def _check(self, dtype: torch.dtype) -> None:
+        # Eager, the reference of every family: some are computed without their caps by transformers' other functions.
+        self.module.set_attn_implementation("eager")
+        # One number a token, its id: float32 holds those up to 2^24.
+        self.shape = KvShape(layers=1, heads=1, head_dim=1, dtype=torch.float32, device=self.device)
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:

@@ -319,7 +319,9 @@ def engine_options(
     if lora_rank is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora_rank)}
     if router_replay:
-        options["worker_extension_cls"] = "agentrl.engines.vllm.expert_worker.ExpertReceiver"
+        from agentrl.data.expert_routing import router_code  # with torch
+
+        options["worker_extension_cls"] = router_code().vllm_receiver
     return {**options, **cfg.args}
 
 

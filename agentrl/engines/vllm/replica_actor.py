@@ -8,16 +8,19 @@ import asyncio
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 
+from agentrl.data.images import Image
 from agentrl.data.token_ledger import images_in
 from agentrl.engines.token_text import StopStrings, Words
 from agentrl.engines.vllm.options import GRAMMAR, settle_scratch
@@ -130,6 +133,15 @@ def possible(args: Any) -> Any:
     return args
 
 
+def text_prompt(ids: list[int], images: Sequence[Image]) -> Any:
+    """A prompt as vLLM takes it without looking for text. Raises EngineError for images. Imports vLLM."""
+    from vllm.inputs.engine import tokens_input
+
+    if images:
+        raise EngineError(f"a prompt with {len(images)} images for a model of text")
+    return tokens_input(ids)
+
+
 class VllmActor:
     """See `VllmEngine`; methods run on the actor's own event loop."""
 
@@ -166,7 +178,8 @@ class VllmActor:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._prompt = self._prompts()
+        modality = modality_in(str(self._options["model"]), bool(self._options.get("trust_remote_code")))
+        self._prompt = text_prompt if modality is None else partial(resolve_name(modality.vllm_prompt), modality)
         self._stage.imported = True
         self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
         self._watching = asyncio.create_task(self._watch())
@@ -174,22 +187,6 @@ class VllmActor:
         await self._set_version(0)
         settle(self)
         return os.getpid()
-
-    def _prompts(self) -> Callable[[Sequence[int]], Any]:
-        """Maker of prompts as vLLM takes them, without looking for text, from token ids that may have images. Imports vLLM."""
-        from vllm.inputs.engine import tokens_input
-
-        modality = modality_in(str(self._options["model"]), bool(self._options.get("trust_remote_code")))
-        if modality is not None:
-            make = modality.vllm_prompts()
-            return lambda ids: make(list(ids), images_in(ids))
-
-        def prompt(ids: Sequence[int]) -> Any:
-            if images := images_in(ids):
-                raise EngineError(f"a prompt with {len(images)} images for a model of text")
-            return tokens_input(list(ids))
-
-        return prompt
 
     async def play(self, name: str, door: Door, recipe: WorkerRecipe) -> bool:
         """Host a rollout worker until the driver dismisses it (True) or its connection is lost. Raises ReplicaDeadError if the
@@ -263,7 +260,9 @@ class VllmActor:
         final = None
         try:
             params = _params(sampling, each=watch.listens)
-            async for output in self._engine.generate(self._prompt(token_ids), params, request_id, lora_request=self._lora):
+            async for output in self._engine.generate(
+                self._prompt(list(token_ids), images_in(token_ids)), params, request_id, lora_request=self._lora
+            ):
                 final = output
                 if watch.listens and watch.heard(*_columns(output, watch.count)):
                     await self._engine.abort(request_id)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config.schema import ModelConfig, RolloutConfig, TrainConfig, VllmConfig, WeightsConfig
+from agentrl.data.expert_routing import router_code
 from agentrl.engines.vllm.options import (
     check_args,
     check_family,
@@ -137,16 +138,6 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
 FRACTION = 0.92
 """Of a card's memory that vLLM takes for weights and KV cache by default."""
-NOT_REPLAYED = (
-    "speculative_config",
-    "enable_expert_parallel",
-    "enable_eplb",
-    "enable_dbo",
-    "kv_transfer_config",
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-)
-"""Arguments with which a step's tokens are spread over processes, computed in vain, or come from elsewhere."""
 ONE_MACHINE = ("memory", "ipc", "shared")
 """Weight routes within one machine."""
 
@@ -185,7 +176,7 @@ class VllmMaker(EngineMaker):
         if (family := family_of(self.config.model)) is not None:
             check_family(family, cuda)
         if self.config.rollout.router_replay:
-            check_replay(vllm)
+            router_code().check_vllm(vllm)
         if (modality := config_modality(self.config.model, family)) is not None:
             modality.check_vllm(vllm)
         check_elastic(self.config.rollout, self.config.vllm, self.config.weights)
@@ -245,6 +236,7 @@ class VllmMaker(EngineMaker):
         given, family = self.config.vllm.args, family_of(self.config.model)
         if family is not None and (put_right := overrides(family)):
             given = {**given, "hf_overrides": {**put_right, **given.get("hf_overrides", {})}}
+        sees = config_modality(self.config.model, family) is not None
         return VllmEngine(
             model,
             self.config.vllm.model_copy(update={**sizes, "args": given}),
@@ -257,7 +249,7 @@ class VllmMaker(EngineMaker):
             ray_options=ray_options,
             trust=self.config.model.trust_remote_code,
             unused=self.unused,
-            modality=modality_in(model, self.config.model.trust_remote_code),
+            modality=modality_in(model, self.config.model.trust_remote_code) if sees else None,
         )
 
 
@@ -279,16 +271,6 @@ def check_elastic(rollout: RolloutConfig, vllm: VllmConfig, weights: WeightsConf
             f"vllm.max_replicas: weights.route = {weights.route!r} does not reach machines that join; use 'auto', which "
             "changes the route when one does"
         )
-
-
-def check_replay(vllm: VllmConfig) -> None:
-    """Raise ConfigError for what `rollout.router_replay` does not work with in vLLM."""
-    for name in NOT_REPLAYED:
-        if name in vllm.args:
-            raise ConfigError(
-                f"vllm.args.{name}: with rollout.router_replay each process must see which experts all tokens of a request "
-                "go to, each once; unset one of the two"
-            )
 
 
 def _adapter_rank(model: ModelConfig, weights: WeightsConfig) -> int | None:

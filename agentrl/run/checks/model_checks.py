@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.config.envs import each, entry_name, other_models
 from agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
-from agentrl.data.expert_routing import Routers
+from agentrl.data.expert_routing import router_code
 from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
 from agentrl.env.base import plain_prompt
@@ -284,15 +284,9 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
     if "messages" in engine_of(config).traits:
         return
     for key, path in other_models(config).items() if trains else ():
-        try:
-            pictures = modality_of(load_model_config(path, config.model.trust_remote_code))
-        except ModelError:  # the check of that model says what is wrong with it
-            continue
-        if pictures is not None:
-            raise ConfigError(
-                f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model"
-                " (docs/howto/images.md)"
-            )
+        with suppress(ModelError):  # the check of that model says what is wrong with it
+            if modality_of(load_model_config(path, config.model.trust_remote_code)) is not None:
+                raise ConfigError(f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model")
     modality = modality_of(model_config(config.model))
     if modality is not None:
         modality.check(config, trains)
@@ -316,10 +310,4 @@ def check_router_replay(config: TrainConfig) -> None:
         )
     if config.model.compile:
         raise ConfigError("rollout.router_replay: routers of compiled layers cannot repeat choices; unset model.compile")
-    routers, model = Routers(meta_model(config.model)), config.model.path or "[model.init]"
-    if not len(routers) and not routers.problem:
-        raise ConfigError(f"rollout.router_replay: {model} is a dense model, which has no routers; set it to false")
-    try:
-        routers.probe()
-    except ModelError as problem:
-        raise ConfigError(f"rollout.router_replay: {model}: {problem}") from None
+    router_code().check(meta_model(config.model), config.model.path or "[model.init]")

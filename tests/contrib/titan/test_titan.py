@@ -33,8 +33,8 @@ from agentrl.trainer.train_state import load_state
 from agentrl.trainer.update import Pack
 from agentrl.utils.errors import ConfigError, DependencyError, ModelError
 from tests import moe
+from tests.contrib.moe.test_replay import actor_of, routed, updated
 from tests.e2e.inside import config_of, execute, updates
-from tests.trainer.test_router_replay import actor_of, routed, updated
 from tests.trainer.train_batches import make_batch, toy_optim
 
 pytestmark = pytest.mark.skipif(

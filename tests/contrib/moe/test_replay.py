@@ -14,7 +14,8 @@ from torch import Tensor
 
 from agentrl.cluster.worker import Call, Mesh, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.data.expert_routing import FREE, Routers, RouterWatch, load_metrics
+from agentrl.contrib.moe.routers import Routers, RouterWatch, load_metrics
+from agentrl.data.expert_routing import FREE
 from agentrl.data.rows import Ragged, nested_tensor, offsets_of, select
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.minibatch import cut_update
@@ -65,7 +66,7 @@ def alone(plain: Any, batch: TensorDict) -> Tensor:
     model, routers = plain
     found = []
     for ids, experts, sampled in zip(*(list(rows_of(batch, name)) for name in ("token_ids", "experts", "sampled")), strict=True):
-        with torch.inference_mode(), routers.dictate(experts):
+        with torch.inference_mode(), moe.dictate(routers, experts):
             logits = model(input_ids=ids.long()[None], use_cache=False).logits[0, :-1].float()
         logp = logits.log_softmax(-1).gather(1, ids.long()[1:, None]).squeeze(1)
         found.append(torch.cat([torch.zeros(1), logp]) * sampled)
@@ -163,7 +164,7 @@ def test_loads_are_those_of_the_tokens_that_were_computed(folder: str, plain: An
     for ids, experts in list(zip(rows_of(batch, "token_ids"), rows_of(batch, "experts"), strict=True))[:3]:
         model = moe.model("qwen3_moe")
         watch = RouterWatch(model)
-        with watch.watching(), torch.inference_mode(), watch.routers.dictate(experts):
+        with watch.watching(), torch.inference_mode(), moe.dictate(watch.routers, experts):
             model(input_ids=ids.long()[None], use_cache=False)
         for layer in range(2):
             counts[layer] += np.bincount(watch.experts()[:, layer].reshape(-1), minlength=moe.EXPERTS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentrl.config.schema import VllmConfig
-from agentrl.data.expert_routing import RouterWatch
+from agentrl.contrib.moe.routers import RouterWatch
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.engines.weights.parameters import Saving
 from agentrl.rollout.engine import Generation, Sampling

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.data.expert_routing import RouterWatch
-from agentrl.engines.vllm.vllm_maker import check_replay
+from agentrl.contrib.moe.routers import RouterWatch, check_vllm
 from agentrl.run.checks.model_checks import check_router_replay
 from agentrl.trainer.train_engine import TRAIN_ENGINES, check_train_engine
 from agentrl.utils.errors import ConfigError
@@ -89,4 +88,4 @@ def test_an_engine_that_cannot_is_refused(model: str, tmp_path: Path, monkeypatc
     for name in ("speculative_config", "enable_expert_parallel", "kv_transfer_config"):
         vllm = config_of(tmp_path, "x", f"model.path={model}", REPLAY, "engine=vllm", f"vllm.args.{name}=true")
         with pytest.raises(ConfigError, match=rf"vllm.args.{name}: with rollout.router_replay"):
-            check_replay(vllm.vllm)
+            check_vllm(vllm.vllm)

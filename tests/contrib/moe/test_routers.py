@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.data.expert_routing import FREE, Load, Routers, RouterWatch, load_metrics, narrow
+from agentrl.contrib.moe.routers import Routers, RouterWatch, Routing, load_metrics
+from agentrl.data.expert_routing import FREE, narrow
 from agentrl.utils.errors import ModelError
 from tests import moe
 
@@ -20,7 +21,7 @@ IDS = (torch.arange(TOKENS)[None] * 7 + 3) % moe.VOCAB
 
 
 def logits_of(model: Any, routers: Routers | None = None, dictated: Tensor | None = None) -> Tensor:
-    with torch.inference_mode(), nullcontext() if routers is None else routers.dictate(dictated):
+    with torch.inference_mode(), nullcontext() if routers is None else moe.dictate(routers, dictated):
         found: Tensor = model(input_ids=IDS, use_cache=False).logits[0]
     return found
 
@@ -88,7 +89,7 @@ def test_a_dictated_expert_has_the_gate_of_its_own_score(family: str) -> None:
     router = routers._routers[-1]
     module = model.get_submodule(router.name)
     hidden = torch.randn(TOKENS, 128 if "hidden_size" in moe.FAMILIES[family] else 64)
-    with routers.dictate(other):
+    with moe.dictate(routers, other):
         outs = [out for out in module(hidden) if out.shape == (TOKENS, moe.CHOSEN)]
     [indices] = [out for out in outs if not out.is_floating_point()]
     [found] = [out for out in outs if out.is_floating_point()]
@@ -136,7 +137,7 @@ def test_loads_are_counted_over_real_tokens() -> None:
     watch = RouterWatch(model)
     with watch.watching():
         logits_of(model)
-    load = Load(watch.routers)
+    load = Routing(watch.routers, None)
     for tokens in (TOKENS, 5):
         with load.counting(tokens):
             logits_of(model)
@@ -145,7 +146,7 @@ def test_loads_are_counted_over_real_tokens() -> None:
     assert load.counts is not None and load.counts.tolist() == [want.tolist()]
     sparse = moe.model("phimoe")
     plain = logits_of(sparse)
-    with Load(Routers(sparse)).counting(TOKENS):
+    with Routing(Routers(sparse), None).counting(TOKENS):
         assert torch.equal(logits_of(sparse), plain)
 
 

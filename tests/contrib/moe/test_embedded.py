@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import Choice
-from agentrl.data.expert_routing import RouterWatch
+from agentrl.contrib.moe.routers import RouterWatch
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec

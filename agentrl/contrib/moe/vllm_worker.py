@@ -7,14 +7,18 @@ of a step to a buffer, in graphs too. What a step computed for which request is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm_capturer
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from agentrl.contrib.moe.expert_log import Computed, ExpertLog
 from agentrl.data.expert_routing import narrow
-from agentrl.engines.vllm.expert_log import Computed, ExpertLog
 from agentrl.engines.vllm.replica_actor import ASKED
 from agentrl.engines.vllm.vllm_worker import WeightReceiver
 
@@ -25,11 +29,6 @@ class _Watched:
     """A model runner whose steps are noted. `group`: the KV cache group by whose blocks tokens are found."""
 
     def __init__(self, runner: Any, kv_cache_config: Any) -> None:
-        from vllm.distributed.parallel_state import get_tp_group
-        from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm_capturer
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
         full = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in kv_cache_config.kv_cache_groups]
         if True not in full:
             raise ValueError("rollout.router_replay: no layer of this model keeps all tokens in its KV cache; set it to false")
@@ -109,23 +108,17 @@ class ExpertReceiver(WeightReceiver):
         return None if rows is None else (rows.tobytes(), list(rows.shape), str(rows.dtype))
 
 
-def _watch(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    def initialize_kv_cache(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
-        out = initialize(runner, kv_cache_config, *args, **kwargs)
-        if hasattr(runner, "agentrl_watched"):  # vLLM makes a small cache first, to measure graphs with
-            runner.execute_model = runner.agentrl_watched.step
-        runner.agentrl_watched = _Watched(runner, kv_cache_config)
-        return out
-
-    return initialize_kv_cache
+_initialize = GPUModelRunner.initialize_kv_cache
 
 
-def watch_runners() -> None:
-    """Let every model runner of this process be watched, from when it has a cache on: before it captures graphs, in which its
-    layers do what they did then. Nothing that vLLM calls in a worker is called as early."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+def initialize_kv_cache(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's own, after which the runner is watched: before it captures graphs, in which its layers do what they did then.
+    Nothing that vLLM calls in a worker is called as early."""
+    out = _initialize(runner, kv_cache_config, *args, **kwargs)
+    if hasattr(runner, "agentrl_watched"):  # vLLM makes a small cache first, to measure graphs with
+        runner.execute_model = runner.agentrl_watched.step
+    runner.agentrl_watched = _Watched(runner, kv_cache_config)
+    return out
 
-    GPUModelRunner.initialize_kv_cache = _watch(GPUModelRunner.initialize_kv_cache)
 
-
-watch_runners()  # vLLM imports this module in its worker processes alone, for the class above
+GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # vLLM imports this module in its workers alone, for the class above
