@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +114,6 @@ def by_digest(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
     if wrong := [sha256 for sha256, image in found.items() if image.sha256 != sha256]:
         raise ImageError(f"image {wrong[0][:_SHOWN]}: another stands in its place ({found[wrong[0]].sha256[:_SHOWN]})")
     return found
-
-
-def images_of(rows: Sequence[Image | Mapping[str, Any]]) -> tuple[Image, ...]:
-    """Images from images and rows. Raises ImageError."""
-    return tuple(item if isinstance(item, Image) else Image.from_row(item) for item in rows)
 
 
 def split_at_images(text: str, images: Iterable[Image]) -> Iterator[str | Image]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from agentrl.data.images import Image, by_digest, images_of
+from agentrl.data.images import Image, by_digest
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.utils.parsing import deep_copy_json, json_text
 
@@ -95,10 +95,6 @@ class Message:
     reasoning: str | None = None
     images: tuple[Image, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.images:  # rows, if the message was made of one
-            object.__setattr__(self, "images", images_of(self.images))
-
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
@@ -111,10 +107,6 @@ class ToolResult:
     error: str | None = None
     seconds: float = 0.0
     images: tuple[Image, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.images:
-            object.__setattr__(self, "images", images_of(self.images))
 
     @property
     def message(self) -> Message:
@@ -352,9 +344,9 @@ def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _ALONE) 
 
 
 def _found(row: Mapping[str, Json], images: _Images) -> Mapping[str, Json]:
-    """The row with the images that it has by digest."""
+    """The row with its images, which it has by digest or in full."""
     held = row.get("images")
-    return {**row, "images": tuple(images[item] if isinstance(item, str) else item for item in held)} if held else row
+    return {**row, "images": tuple(images[one] if isinstance(one, str) else Image.from_row(one) for one in held)} if held else row
 
 
 @dataclass(slots=True)

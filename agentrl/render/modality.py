@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from agentrl.config.schema import InitModelConfig, ModelConfig, TrainConfig, VllmConfig
 from agentrl.data.images import Image
-from agentrl.render.template_text import Placeholders
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Registry
 
@@ -38,8 +36,12 @@ class Modality(ABC):
     EngineError if they do not agree."""
     tiny_tokens: ClassVar[Sequence[str]] = ()
     """Control tokens that `model.init.vision` adds to the packaged tokenizer."""
+    processor: Any
+    """transformers' processor of images."""
+    around: tuple[int, int, int]
+    """Tokens of an image's begin, of each placeholder, and of its end."""
     special: tuple[int, ...]
-    """Tokens that stand around or for images: no policy may sample them."""
+    """These, and others that no policy may sample."""
 
     @abstractmethod
     def __init__(self, path: str, config: Any) -> None:
@@ -61,12 +63,8 @@ class Modality(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def placeholders(self, tokenizer: Any) -> Placeholders:
-        """Markup of an image among the tokens."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write the files that say how images are prepared."""
+    def tokens(self, image: Image) -> int:
+        """Number of placeholders for an image."""
 
     @abstractmethod
     def freeze(self, model: Any) -> None:

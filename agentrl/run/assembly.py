@@ -25,6 +25,7 @@ from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.render.modality import make_modality
 from agentrl.render.syntaxes import SYNTAXES
+from agentrl.render.template_text import Placeholders
 from agentrl.render.tool_calls import ForTools, Parser, Syntax
 from agentrl.reward import Scorer
 from agentrl.rollout.context import make_context_policy
@@ -178,7 +179,7 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
     and not their lines. Raises ConfigError for an unknown name, DependencyError if vLLM is missing, ModelError if the parser does
     not fit the chat template."""
     modality = make_modality(config.path or "", model_config(config)) if sees else None
-    pictures = None if modality is None else modality.placeholders(tokenizer)
+    pictures = modality and Placeholders(*tokenizer.convert_ids_to_tokens(modality.around), modality.tokens)
     return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer), pictures, config.date)
 
 

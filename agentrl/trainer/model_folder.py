@@ -231,7 +231,7 @@ def save_model(
             shell.generation_config.save_pretrained(folder)
     load_tokenizer(source, trust, chat_template).save_pretrained(folder)
     if (modality := make_modality(source, config)) is not None:
-        modality.save(folder)
+        modality.processor.save_pretrained(folder)
 
 
 # Exporting a checkpoint

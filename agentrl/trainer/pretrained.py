@@ -88,7 +88,7 @@ def init_model(cfg: InitModelConfig, folder: str | Path, seed: int, chat_templat
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     if (modality := make_modality(str(target), config)) is not None:
-        modality.save(target)
+        modality.processor.save_pretrained(target)
     return target
 
 

@@ -251,9 +251,12 @@ class Routing:
         if micro.experts is not None:
             self._routers.check(micro.experts)
         if torch.is_grad_enabled() and len(micro.targets):
+            first, stop = 0, (tokens := len(micro.input_ids))
+            if self._group is not None:  # those of this rank; what pads its share comes after them
+                local = self._group.slice_of(tokens + -tokens % self._group.size)
+                first, stop = min(tokens, local.start), min(tokens, local.stop)
             # A shared prefix counts for each of its rows: how often it is computed hangs on ranks and micro-batches.
-            own = own_tokens(len(micro.input_ids), self._group)
-            with self.counting(own.stop - own.start, None if micro.row_counts is None else micro.row_counts[own]):
+            with self.counting(stop - first, None if micro.row_counts is None else micro.row_counts[first:stop]):
                 yield
         else:
             yield
@@ -284,14 +287,6 @@ class Routing:
         if self._group is not None:
             dist.all_reduce(counts, group=self._group.group)
         return counts.cpu()
-
-
-def own_tokens(tokens: int, group: Ulysses | None) -> slice:
-    """Mask of a micro-batch's tokens that are computed on this rank; what pads its share comes after them."""
-    if group is None:
-        return slice(0, tokens)
-    local = group.slice_of(tokens + -tokens % group.size)
-    return slice(min(tokens, int(local.start)), min(tokens, int(local.stop)))
 
 
 def routing_of(model: nn.Module, group: Ulysses | None) -> Routing | None:

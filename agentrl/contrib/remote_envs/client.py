@@ -26,6 +26,7 @@ from agentrl.data.trajectory import (
     ToolResult,
     Trajectory,
     message_of,
+    result_of,
     turn_of,
     user_calls_of,
 )
@@ -389,7 +390,7 @@ class RemoteEnv(ToolEnv):
         except BaseException as fault:
             await self._give_up(fault)
             raise
-        return ToolResult(**answer["result"])
+        return result_of(answer["result"])
 
     async def attach(self, session: str) -> Trajectory:
         """Go on with a session that another process began; returns its record so far, without token ledgers.

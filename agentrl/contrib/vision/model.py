@@ -22,7 +22,6 @@ from torch import Tensor
 from agentrl.config.schema import InitModelConfig, TrainConfig, VllmConfig
 from agentrl.data.images import Image
 from agentrl.render.modality import MODALITIES, Inputs, Modality, Rows
-from agentrl.render.template_text import Placeholders
 from agentrl.utils.errors import ConfigError, EngineError, ImageError, ModelError
 
 KEPT = 256
@@ -62,11 +61,12 @@ class Vision(Modality):
         vision, self.kind = config.vision_config, str(config.model_type)
         self.token = int(config.image_token_id)
         self.begin, self.end = int(config.vision_start_token_id), int(config.vision_end_token_id)
-        self.special = (self.token, int(config.video_token_id), self.begin, self.end)
+        self.around = (self.begin, self.token, self.end)
+        self.special = (*self.around, int(config.video_token_id))
         self.merge = int(vision.spatial_merge_size)
         self._patch = 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
         self._side = int(vision.patch_size) * self.merge
-        self._prepare = _processor(path, vision)
+        self.processor = _processor(path, vision)
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
 
     @classmethod
@@ -77,14 +77,6 @@ class Vision(Modality):
                     f"{what} does not go with a model that takes images ({' or '.join(ARCHITECTURES)}): "
                     "docs/howto/images.md says what does"
                 )
-
-    def placeholders(self, tokenizer: Any) -> Placeholders:
-        begin, pad, end = tokenizer.convert_ids_to_tokens([self.begin, self.token, self.end])
-        return Placeholders(begin, pad, end, self.tokens)
-
-    def save(self, folder: Path) -> None:
-        """Write preprocessor_config.json."""
-        self._prepare.save_pretrained(folder)
 
     def freeze(self, model: Any) -> None:
         """Freeze the vision tower, which attends by transformers' own function: packed rows are those of the text."""
@@ -181,7 +173,7 @@ class Vision(Modality):
         found = self._kept.get(image.sha256)
         if found is None:
             try:
-                made = self._prepare(images=[image.picture()], return_tensors="pt")
+                made = self.processor(images=[image.picture()], return_tensors="pt")
             except ValueError as problem:
                 raise ImageError(f"{image.line}: {problem}") from None
             time, height, width = (int(n) for n in made["image_grid_thw"][0])
@@ -195,7 +187,7 @@ class Vision(Modality):
     @property
     def most_tokens(self) -> int:
         """Placeholders of the largest image, as it is resized."""
-        return int(self._prepare.size["longest_edge"]) // self._side**2
+        return int(self.processor.size["longest_edge"]) // self._side**2
 
     def blank(self, tokens: int) -> Pixels:
         """An image of that many placeholders."""

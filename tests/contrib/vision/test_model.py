@@ -73,7 +73,7 @@ def qwen3_vl(folder: Path) -> Path:
     torch.manual_seed(0)
     Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     packaged_tokenizer(TINY.context, True).save_pretrained(folder)
-    Vision(str(folder), config).save(folder)
+    Vision(str(folder), config).processor.save_pretrained(folder)
     return folder
 
 
