@@ -86,7 +86,7 @@ MODALITIES: Registry[type[Modality]] = Registry(
 
 def modality_of(config: Any) -> type[Modality] | None:
     """The modality of a model by its transformers config; None for a model of text."""
-    kind = getattr(config, "model_type", None)
+    kind: str = getattr(config, "model_type", "")
     return MODALITIES.entry(kind).make if kind in MODALITIES else None
 
 

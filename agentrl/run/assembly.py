@@ -179,7 +179,10 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
     and not their lines. Raises ConfigError for an unknown name, DependencyError if vLLM is missing, ModelError if the parser does
     not fit the chat template."""
     modality = make_modality(config.path or "", model_config(config)) if sees else None
-    pictures = modality and Placeholders(*tokenizer.convert_ids_to_tokens(modality.around), modality.tokens)
+    pictures = None
+    if modality is not None:
+        begin, pad, end = tokenizer.convert_ids_to_tokens(modality.around)
+        pictures = Placeholders(begin, pad, end, modality.tokens)
     return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer), pictures, config.date)
 
 
