@@ -69,15 +69,12 @@ class Simulated(Player):
                 self._asked.popleft().set_result(None)
             await asyncio.sleep(0)
 
-    async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
-        return [await self.play(job, watch)]
-
-    async def play(self, job: Job, watch: Watch) -> Trajectory:
+    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
         self._asked.append(asyncio.get_running_loop().create_future())
         await self._asked[-1]
         made = copy.copy(self._made)
         made.member, made.seed = job.spec.member, job.spec.seed
-        return made
+        return [made]
 
 
 async def driven(workers: int, updates: int) -> float:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from agentrl.utils.registry import CONTRIB, Registry
 
 
 @cache
@@ -16,3 +19,8 @@ def tree(file: Path) -> ast.Module:
 def nodes(file: Path) -> list[ast.AST]:
     """All nodes of a file, from the top."""
     return list(ast.walk(tree(file)))
+
+
+def core_names(registry: Registry[Any]) -> list[str]:
+    """The names that the core registers itself."""
+    return [entry.name for entry in registry.own() if not entry.make.__module__.startswith(CONTRIB)]

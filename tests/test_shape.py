@@ -164,6 +164,7 @@ def registries() -> list[Registry[Any]]:
         "agentrl.rollout.player", "agentrl.rollout.samplers", "agentrl.run.callbacks", "agentrl.run.driver",
         "agentrl.cluster.doctor", "agentrl.reward.leaf", "agentrl.run.trackers", "agentrl.run.checks.plugin_checks",
         "agentrl.trainer.algorithms.advantages", "agentrl.data.expert_routing", "agentrl.render.modality",
+        "agentrl.run.checks.env_checks",
         "agentrl.trainer.algorithms.losses", "agentrl.trainer.train_engine",
     ]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}

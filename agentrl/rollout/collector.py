@@ -1,13 +1,14 @@
 """The collector: run groups of episodes under the group ledger and return the groups of each update.
 
-User filters of finished groups (`rollout.accept`), groups that get more members, and the collector."""
+User filters of finished groups (`rollout.accept`), groups that get more members, other ways to play members, the collector."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, score_group
 from agentrl.rollout.group_ledger import GroupLedger, GroupState, alike, first_of, more, roots, sound
 from agentrl.rollout.mixtures import MixedTasks
-from agentrl.rollout.player import EpisodeSlots, Job, Player, RunEnv, Trees, end_of, forest, success_rate
+from agentrl.rollout.player import Job, Player, RunEnv, end_of, success_rate
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.rollout.stats import RolloutStats
 from agentrl.utils.errors import CallbackError, StalledError, raised_text
@@ -79,6 +80,33 @@ def growth(group: Group, config: RolloutConfig) -> range:
     return range(size, min(size + config.group_size, largest(config)) if alike(group) else size)
 
 
+# Members of a group that do not begin independently
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """Parts with which an entry of `MEMBERS` plays the members of one group.
+
+    `job`: of an attempt at a member. `attempted` hears of each attempt with its number, from 0, and returns True after the last;
+    `over` hears of each member that has ended. `member` plays one from the beginning, with all of that.
+    """
+
+    player: Player
+    slots: asyncio.Semaphore
+    watch: Watch
+    retries: int
+    job: Callable[[int, int], Job]
+    attempted: Callable[[Trajectory, int], bool]
+    over: Callable[[int], None]
+    member: Callable[[int], Coroutine[Any, Any, Trajectory]]
+
+
+PlayMembers = Callable[[GroupRun, Sequence[int]], Awaitable[list[Trajectory]]]
+"""Plays the members with these numbers; returns them by number."""
+MEMBERS: Registry[Callable[[Any], PlayMembers]] = Registry("rollout", "MEMBERS", "agentrl.rollout.collector")
+"""Makers of `PlayMembers`, each of the section of [rollout] with its name."""
+
+
 # Run groups of episodes under the group ledger and return the groups of each update.
 #
 # One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: between two
@@ -117,7 +145,8 @@ class Collector:
         self.stats = RolloutStats(config, self.watch, None if accept is None else accept.name, say)
         self._greedy = frozenset(greedy)
         self._accept, self._on_group = accept, on_group
-        self._slots = EpisodeSlots(config.max_episodes)
+        self._slots = asyncio.Semaphore(config.max_episodes)
+        self._play = None if config.branch is None else MEMBERS.entry("branch").make(config.branch)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._crashed: list[int] = []
@@ -317,11 +346,12 @@ class Collector:
 
     async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
         """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
-        if self.config.branch is not None:
-            told = partial(self._count_attempt, index), partial(self._is_over, index)
-            job = partial(self._job, index, choice)
-            trees = Trees(self.player, self._slots, self.watch, self.config.retries, job, *told)
-            return await forest(numbers, self.config.branch.roots, trees.play, partial(self._member, index, choice))
+        if self._play is not None:
+            job, member = partial(self._job, index, choice), partial(self._member, index, choice)
+            hears = partial(self._count_attempt, index), partial(self._is_over, index)
+            return await self._play(
+                GroupRun(self.player, self._slots, self.watch, self.config.retries, job, *hears, member), numbers
+            )
         done: dict[int, Trajectory] = {}
         async with asyncio.TaskGroup() as tasks:
             running = {tasks.create_task(self._member(index, choice, member)): member for member in numbers}
@@ -355,7 +385,7 @@ class Collector:
         for attempt in range(self.config.retries + 1):
             job = self._job(index, choice, member, attempt)
             # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
-            async with self._slots.take():
+            async with self._slots:
                 trajectory = await self.player.play(job, self.watch)
             if self._count_attempt(index, trajectory, attempt):
                 break

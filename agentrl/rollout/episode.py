@@ -22,7 +22,7 @@ from agentrl.reward import Score, Scorer
 from agentrl.rollout.context import ContextPolicy, Moment, Stop, elide_outputs
 from agentrl.rollout.deadlines import CutError, EpisodeClock, Waits, Watch, whose
 from agentrl.rollout.engine import Engine, Generation, Sampling, derive
-from agentrl.rollout.starts import Fork, Keeper, begin_where_it_goes_on, prefix_of, scripted_ids
+from agentrl.rollout.starts import prefix_of, scripted_ids
 from agentrl.utils.errors import AgentFaultError, AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError
 from agentrl.utils.event_loop import LateError
 from agentrl.utils.spans import span
@@ -246,24 +246,34 @@ async def run_episode(
     limits: Limits,
     scorer: Scorer | None,
     watch: Watch | None = None,
-    begins: Fork | None = None,
-    keeper: Keeper | None = None,
+    hook: EpisodeHook | None = None,
 ) -> Trajectory:
     """Run one episode to its end and score it once; without a `scorer`, that is left to `score_episode`.
-
-    `begins`: it is a branch, which goes on from there with `env`, a fork of that fork's environment. `keeper`: is shown each
-    turn before it is sampled, and may keep a fork of it.
 
     A fault of the infrastructure (engine, environment, its timeouts) never raises here and never becomes a
     reward: it is recorded as a StopReason with `reward` None. If the policy's own code used up its time, the episode is truncated
     and scored. Cancellation tears the environment down and propagates. `watch` hears each wait and its end.
     """
-    episode = _Episode(env, policy, spec, limits, watch := watch or Watch(), begins, keeper)
+    episode = RunningEpisode(env, policy, spec, limits, watch := watch or Watch(), hook or EpisodeHook())
     with watch.plays(episode.ledgers):
         return await play_and_score(episode, env, spec, limits, scorer, watch)
 
 
-class _Episode:
+class EpisodeHook:
+    """A hook begins an episode elsewhere, looks at it before each turn, or changes its record."""
+
+    async def begin(self, episode: RunningEpisode) -> StopReason | None:
+        """Begin the episode; returns why it has ended already, if it has."""
+        return await episode.begin()
+
+    async def before(self, turn: int, episode: RunningEpisode) -> None:
+        """Look at the episode before it samples `turn`. Raises EnvError."""
+
+    def complete(self, trajectory: Trajectory) -> None:
+        """Change the record of the ended episode, before it is scored."""
+
+
+class RunningEpisode:
     """The state of one episode while it runs."""
 
     def __init__(
@@ -273,10 +283,9 @@ class _Episode:
         spec: EpisodeSpec,
         limits: Limits,
         watch: Watch,
-        begins: Fork | None,
-        keeper: Keeper | None,
+        hook: EpisodeHook,
     ) -> None:
-        self.begins, self.keeper = begins, keeper
+        self.hook = hook
         self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, watch)
         self.error: str | None = None
         self.env = env
@@ -301,14 +310,13 @@ class _Episode:
         return self.ledgers[-1]
 
     async def run(self) -> StopReason:
-        ended = await self._begin() if self.begins is None else self._go_on(self.begins)
+        ended = await self.hook.begin(self)
         assert self.record is not None
         for turn in range(len(self.record.turns), self.limits.max_turns if ended is None else 0):
             room, reason = self._room()
             if room <= 0:
                 return reason
-            if self.keeper is not None:
-                await self.keeper.before(turn, self)
+            await self.hook.before(turn, self)
             self._extend(turn)
             with span("turn", f"turn {turn}"):
                 ended = await self._turn(turn, room, reason)
@@ -316,7 +324,7 @@ class _Episode:
                 return ended
         return ended or StopReason.MAX_TURNS
 
-    async def _begin(self) -> StopReason | None:
+    async def begin(self) -> StopReason | None:
         """Reset the environment, and make the gold calls that the episode is given. Returns why it ends already, if it does."""
         reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
         observation, _ = await self._env(reset, "the setup", limit=self.limits.env_timeout)
@@ -327,28 +335,6 @@ class _Episode:
         most = min(self.limits.max_episode_tokens, self.limits.context)
         self.ledger.append_context((await self._start(observation))[:most], turn=0)
         return await self._begin_after(self.spec.given) if self.spec.given else None
-
-    def _go_on(self, fork: Fork) -> StopReason | None:
-        """Take over the conversation of another episode: all that it sampled is context here."""
-        self.record, self.renderer = self.env.trajectory, fork.renderer
-        self.record.parent, self.record.branch_turn = fork.member, fork.turn
-        for turn in self.record.turns:  # sampled by the parent: none of their tokens is this episode's
-            turn.ledger = turn.end = -1
-        self.ledgers[:] = fork.context()  # in place: who watches the episode has this list
-        self.shown, self.begun = fork.shown, fork.begun
-        self.fork, self.suffix, self.rewrites = fork.rewritten, fork.suffix, list(fork.rewrites)
-        self.waits.clock.used.update(fork.used)
-        return None
-
-    def fork_before(self, turn: int) -> Fork:
-        """The episode as it is before `turn`. Raises EnvError if its environment cannot be forked."""
-        try:
-            env = self.env.fork()
-        except Exception as fault:
-            raise EnvError(f"no fork before turn {turn}: {type(fault).__name__}: {fault}") from fault
-        ledgers, used = [(ledger, len(ledger)) for ledger in self.ledgers], dict(self.waits.clock.used)
-        at = (self.spec.member, turn, env, self.renderer, ledgers, self.shown, self.begun, self.fork, self.suffix)
-        return Fork(*at, list(self.rewrites), used)
 
     async def _begin_after(self, calls: int) -> StopReason | None:
         """Make the first gold calls in the environment; their turns are context. Returns why the episode ends already, if
@@ -575,8 +561,7 @@ class _Episode:
         trajectory = await complete(self.env, self.record, self.spec, stop, error, self.waits.clock)
         trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
         trajectory.rewrites = self.rewrites
-        if self.begins is not None:
-            begin_where_it_goes_on(trajectory)
+        self.hook.complete(trajectory)
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
         return trajectory
 

@@ -151,7 +151,7 @@ def assemble(
         with name_entry_in_errors(config, own):
             one = alone(config, own)
             scorer, limits = scorer_of(one, spec, judges), Limits.of(one.rollout, inputs.context)
-            envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs), one.rollout.branch))
+            envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs)))
     if asks:
         judges.expect(env.scorer for env in envs)
     return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), judges)

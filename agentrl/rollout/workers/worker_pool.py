@@ -169,8 +169,7 @@ class RemoteWorker:
     # -- jobs --------------------------------------------------------------------------------------
 
     async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
-        """The episode of a job, and its branches, played there. Raises GoneError if the worker is gone, and what playing raised
-        there."""
+        """The episodes of a job, played there. Raises GoneError if the worker is gone, and what playing raised there."""
         assert self._channel is not None
         number, watched = next(self._numbers), self._watches.number(watch)
         answer: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
@@ -468,11 +467,7 @@ class WorkerPool(Player):
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def play(self, job: Job, watch: Watch) -> Trajectory:
-        [trajectory] = await self.play_tree(job, watch)
-        return trajectory
-
-    async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
+    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
         while True:
             placed = self._router.begin(self._demand(job), await self._able(job.spec.key, watch))
             worker, found = placed.host, list[Trajectory]()
@@ -489,7 +484,7 @@ class WorkerPool(Player):
         watch.note_move()
         scorer = self._envs[job.env].scorer
         if scorer.asks:
-            keys = {spec.seed: spec.key for spec in (job.spec, *itertools.chain(*job.branches))}
+            keys = {spec.seed: spec.key for spec in job.specs()}
             await asyncio.gather(*(score_episode(each, scorer, keys[each.seed], watch) for each in found))
         return found
 

@@ -15,11 +15,11 @@ from agentrl.rollout.mixtures import make_mixture
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.env_checks import (
     check_agent,
-    check_branch,
     check_demonstrations,
     check_named,
     check_remote,
     check_start,
+    run_section_checks,
     suite_notes,
 )
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
@@ -108,7 +108,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             if trained_envs(one.envs):
                 check_trainable(one)
             check_start(one, ref)
-            check_branch(one, ref)
+            run_section_checks(one, ref)
             check_demonstrations(one, ref)
     check_held_out(config)
     make_mixture(config.rollout.mixture)

@@ -1,4 +1,4 @@
-"""Checks of environments: names, starts, branches, demonstrations; remote environments, suites, agents."""
+"""Checks of environments: names, sections of a config, starts, demonstrations; remote environments, suites, agents."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
+from functools import reduce
 
 import httpx
 
@@ -23,16 +24,14 @@ from agentrl.rollout.context import CONTEXTS
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
-from agentrl.rollout.player import plant_trees
 from agentrl.rollout.samplers import fresh_seed, make_sampler
-from agentrl.rollout.starts import places
 from agentrl.run.assembly import agents_of, read_inputs, renderer_of, scorer_of
 from agentrl.run.digests import suite_env
 from agentrl.run.engine_choice import engine_of
-from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.utils.errors import AgentrlError, CatalogError, ConfigError, ResourceError
 from agentrl.utils.network import exempt_own, through_proxy
 from agentrl.utils.redaction import resolve_references
+from agentrl.utils.registry import Registry
 
 # Names
 
@@ -87,6 +86,21 @@ def _with_key(
     return CatalogError(f"{'' if place in ('', DEFAULT) else f'{place}: '}{'.'.join(map(str, words))}: {problem}")
 
 
+# Sections whose features register checks
+
+CHECKS: Registry[Callable[[TrainConfig, EnvRef], None]] = Registry("section", "CHECKS", "agentrl.run.checks")
+"""Checks of a config with one environment, each by the name of a section without which it is not run."""
+OPTIONAL = ("rollout.branch",)
+"""Sections of features in contrib: a config with one of them is refused if its feature is not installed."""
+
+
+def run_section_checks(one: TrainConfig, ref: EnvRef) -> None:
+    """Run the checks of the sections that a config with one environment has. Raises a UserError."""
+    for name in sorted({*CHECKS, *OPTIONAL}):
+        if reduce(lambda section, key: getattr(section, key, None), name.split("."), one) is not None:
+            CHECKS.entry(name).make(one, ref)
+
+
 # Starts
 
 TASKS = 4
@@ -136,108 +150,6 @@ def each_env(rollout: RolloutConfig, ref: EnvRef) -> Iterator[ToolEnv]:
     for params in make_sampler(rollout.sampler).variants():
         with closing(ref.with_params(params).build()) as env:
             yield env
-
-
-# Branches
-
-BRANCHES = "branches"
-
-
-def check_branch(one: TrainConfig, ref: EnvRef) -> None:
-    """Raise ConfigError, naming the obstacle, if members of a group cannot branch off others.
-
-    Reads: rollout.branch, rollout.group_size, rollout.max_episodes, rollout.max_turns, rollout.grow, rollout.oversample_members,
-    rollout.context, rollout.sampler, algorithm, env, agent, seed.
-    """
-    rollout = one.rollout
-    if rollout.branch is not None and (why := _sizes(rollout) or _neighbors(one) or _branch_obstacle(one.seed, rollout, ref)):
-        raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
-
-
-def _sizes(rollout: RolloutConfig) -> str | None:
-    branch, size = rollout.branch, rollout.group_size
-    assert branch is not None
-    if branch.roots >= size:
-        return (
-            f"roots = {branch.roots} of rollout.group_size = {size} members begin at the beginning, so none would branch; set "
-            f"roots below {size}"
-        )
-    most = max(map(len, plant_trees(range(size), branch.roots).values()))
-    if 1 + most > rollout.max_episodes:
-        return (
-            f"a root and its branches are {1 + most} episodes at once, and rollout.max_episodes = {rollout.max_episodes}; "
-            "raise it, or roots"
-        )
-    if branch.turns and branch.at != "depth":
-        return f'turns are read with at = "depth" alone, and at = "{branch.at}"; leave turns out, or set at = "depth"'
-    if branch.turns and max(branch.turns) >= rollout.max_turns:
-        return (
-            f"turns = {branch.turns} are counted from 0, and rollout.max_turns = {rollout.max_turns}: none is above "
-            f"{rollout.max_turns - 1}"
-        )
-    if len(set(branch.turns)) < len(branch.turns):
-        return f"turns = {branch.turns} names one twice; several branches of one turn are `width`"
-    if len(branch.turns) > (used := places(branch, most)):
-        return (
-            f"turns = {branch.turns}, and a root has {most} branches, {branch.width} a turn, so only the first {used} are "
-            "used; take the others out, or raise rollout.group_size"
-        )
-    return None
-
-
-def _neighbors(one: TrainConfig) -> str | None:
-    rollout, algorithm = one.rollout, one.algorithm
-    if one.agent is not None:
-        return "[agent]: an agent that plays by itself cannot be forked; leave one of the two out"
-    if BRANCHES not in ADVANTAGES.entry(algorithm.advantage.name).traits:
-        return (
-            f'algorithm.advantage "{algorithm.advantage.name}" compares members as if none shared its beginning with another; '
-            f"use one of {ADVANTAGES.that_are(BRANCHES)}"
-        )
-    if algorithm.kl.coef > 0 and algorithm.kl.where == "reward":
-        return (
-            'algorithm.kl.where = "reward" would charge an episode for the turns that its branches are given for nothing; use '
-            'where = "loss"'
-        )
-    if algorithm.experience is not None:
-        return "algorithm.experience keeps whole episodes, and of a branch there is only the end; leave one of the two out"
-    if rollout.grow > 1:
-        return "rollout.grow looks at members that were drawn independently; set it to 1, or leave rollout.branch out"
-    if rollout.oversample_members > 1:
-        return (
-            "rollout.oversample_members drops the members that end last, which branches do by their nature; set it to 1, or "
-            "leave rollout.branch out"
-        )
-    if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
-        return (
-            f"rollout.context = {rollout.context.name!r}: a summary is sampled before the turn that it makes room for, so a "
-            "branch of that turn would share it; use another, or leave rollout.branch out"
-        )
-    return None
-
-
-def _branch_obstacle(seed: int, rollout: RolloutConfig, ref: EnvRef) -> str | None:
-    """Fork an episode of the first task, as a run does it: inside an event loop."""
-    if ref.at is not None:
-        return f"env.url = {ref.at.url!r}: an environment elsewhere is not forked in a run; leave one of the two out"
-    for env in each_env(rollout, ref):
-        if env.has_sources:
-            return "its tools are of an MCP server, whose state cannot be forked; leave one of the two out"
-        if env.user_models():
-            return "its user is a model, of whose forks nothing is known before they are paid for; leave one of the two out"
-        try:
-            run_sync(_fork_once(env, seed))
-        except (AgentrlError, TypeError, ValueError, RuntimeError) as fault:
-            return f"environment {env.id} cannot be forked: {type(fault).__name__}: {fault}; leave rollout.branch out"
-    return None
-
-
-async def _fork_once(env: ToolEnv, seed: int) -> None:
-    await env.areset(seed=fresh_seed(seed, 0), options={"split": "train"})
-    try:
-        await env.fork().aclose()
-    finally:
-        await env.aclose()
 
 
 # Demonstrations

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from oracles.batches import Array, Row
+from tests.algorithm.oracles.batches import Array, Row
 
 Key = tuple[int, int]
 Place = tuple[int, int]
@@ -30,7 +30,6 @@ ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     "multi_reward": {"eps": [1e-6, 1e-3, 1.0], "whitened": [True, False]},
     "pass_at_k": {"k": [1, 2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
     "reinforce_pp": {"gamma": GAMMAS},
-    "tree": {"local": [0.0, 0.3, 1.0], "share": [0.0, 0.5, 1.0], "eps": [1e-6, 1e-3, 1.0]},
     "turn_returns": {"gamma": GAMMAS, "divide": [True, False]},
 }
 """Estimator -> values that its arguments are drawn from; one that is not drawn stays at its default."""
@@ -316,62 +315,3 @@ def gigpo(rows: list[Row], gamma: float = 0.95, weight: float = 1.0, divide: boo
         [a + weight * b for a, b in zip(whole.advantages, step.advantages, strict=True)],
         [a & b for a, b in zip(whole.exact, step.exact, strict=True)],
     )
-
-
-# ---- trees of episodes
-
-
-@dataclass
-class Segment:
-    """What one member sampled from turn `start` to turn `stop`; `after`: what goes on from there, that member first."""
-
-    member: int
-    start: int
-    stop: float
-    reward: float
-    after: list[Segment]
-
-    def worth(self) -> float:
-        return mean_of([segment.worth() for segment in self.after]) if self.after else self.reward
-
-
-def mean_of(values: list[float]) -> float:
-    """NaN is not known."""
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
-
-
-def tree(rows: list[Row], local: float = 0.5, share: float = 0.0, eps: float = 1e-6) -> Out:
-    out, exact = empty(rows), never(rows)
-    for members in scored(rows).values():
-        first = {member: rows[numbers[0]] for (_, member), numbers in members.items()}
-        rewards = [row.reward for row in first.values()]
-
-        def grown(member: int, start: int, first: dict[int, Row] = first) -> Segment:
-            turns = sorted({row.branch_turn for row in first.values() if row.parent == member and row.branch_turn > start})
-            reward = first[member].reward if member in first else math.nan
-            if not turns:
-                return Segment(member, start, math.inf, reward, [])
-            others = [m for m, row in first.items() if row.parent == member and row.branch_turn == turns[0]]
-            return Segment(member, start, turns[0], reward, [grown(m, turns[0]) for m in (member, *others)])
-
-        def put(segment: Segment, place: float, portion: float, whole: float, members: Any = members, std_: float = 0.0) -> None:
-            value = segment.worth() - (1 - local) * whole - local * place
-            for key, numbers in members.items():
-                for n in numbers if key[1] == segment.member else ():
-                    row = rows[n]
-                    at = np.maximum(row.turns, row.branch_turn)
-                    mine = row.mask & (at >= segment.start) & (at < segment.stop)
-                    out[n][mine] = 0.0 if math.isnan(value) else portion**share * value / (std_ + eps)
-            known = sum(not math.isnan(other.worth()) for other in segment.after)
-            for other in segment.after:
-                put(other, segment.worth(), portion / max(known, 1), whole, members, std_)
-
-        absent = {row.parent for row in first.values()} - {-1, *first}
-        roots = [grown(member, 0) for member in [*(m for m, row in first.items() if row.parent < 0), *absent]]
-        whole = mean_of([segment.worth() for segment in roots])
-        for segment in roots:
-            put(segment, whole, 1.0, whole, members, std(rewards))
-        for n in itertools.chain(*members.values()):
-            exact[n][:] = flat_same(rewards)
-    return Out(out, exact)

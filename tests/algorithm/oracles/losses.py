@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from oracles.batches import Array, Tokens
+from tests.algorithm.oracles.batches import Array, Tokens
 
 BOUND = 20.0
 """The library's bound on log-ratios, which no paper has."""

@@ -21,9 +21,9 @@ from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import anchors_of
 from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, kl_estimate, value_loss
-from oracles import advantages as estimators
-from oracles import losses
-from oracles.batches import (
+from tests.algorithm.oracles import advantages as estimators
+from tests.algorithm.oracles import losses
+from tests.algorithm.oracles.batches import (
     Array,
     Row,
     Tokens,
@@ -34,6 +34,7 @@ from oracles.batches import (
     offsets_of,
     single,
 )
+from tests.sources import core_names
 
 CASES, BLOCK = int(os.environ.get("AGENTRL_ORACLE_CASES", "40")), 20
 """Batches for each function; so many of them come out of one number that hypothesis draws, which costs as much as a batch."""
@@ -86,8 +87,8 @@ def bound(make: Callable[..., Any], name: str, args: dict[str, Any]) -> Any:
     return BOUND[key]
 
 
-def expected_of(name: str, rows: list[Row], args: dict[str, Any]) -> tuple[dict[str, Any], estimators.Out]:
-    oracle: Callable[..., estimators.Out] = getattr(estimators, name)
+def expected_of(name: str, rows: list[Row], args: dict[str, Any], oracles: Any) -> tuple[dict[str, Any], estimators.Out]:
+    oracle: Callable[..., estimators.Out] = getattr(oracles, name)
     if name != "multi_reward":
         return args, oracle(rows, **args)
     names = ["a", "b", "c"][: len(rows[0].terms)]
@@ -97,11 +98,11 @@ def expected_of(name: str, rows: list[Row], args: dict[str, Any]) -> tuple[dict[
     return {**args, "terms": names}, oracle(rows, [1.0] * len(names), **args)
 
 
-def check_advantages(name: str, seed: int) -> None:
+def check_advantages(name: str, seed: int, oracles: Any = estimators) -> None:
     dtype, tolerance = (torch.float32, 1e-5) if seed % 4 == 0 else (torch.float64, 1e-9)
     rows = drawn_rows(seed)
     rows = single(rows) if dtype == torch.float32 else rows
-    args, expected = expected_of(name, rows, chosen(seed, estimators.ARGUMENTS.get(name, {})))
+    args, expected = expected_of(name, rows, chosen(seed, oracles.ARGUMENTS.get(name, {})), oracles)
     found = bound(advantages, name, args)(advantage_input(rows, dtype))
     assert found.advantages.dtype == dtype
     close(found.advantages, joined(expected.advantages), tolerance)
@@ -273,7 +274,7 @@ def check_value_loss(seed: int) -> None:
 
 
 CHECKS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
-    (check_advantages, [(name,) for name in sorted(ADVANTAGES)]),
+    (check_advantages, [(name,) for name in core_names(ADVANTAGES)]),
     (check_whiten, [()]),
     (check_anchors, [()]),
     (check_losses_and_their_gradients, [(name,) for name in sorted(POLICY_LOSSES)]),
@@ -298,10 +299,10 @@ def test_it_is_what_the_paper_says(check: Callable[..., None], names: tuple[Any,
 
 def test_every_function_has_an_oracle() -> None:
     for table, module in ((ADVANTAGES, estimators), (POLICY_LOSSES, losses), (CORRECTIONS, losses), (KL, losses)):
-        assert all(callable(getattr(module, name)) for name in table)
+        assert all(callable(getattr(module, name)) for name in core_names(table))
     for drawn, table in ((estimators.ARGUMENTS, ADVANTAGES), (losses.LOSSES, POLICY_LOSSES), (losses.WEIGHTS, CORRECTIONS)):
         assert {name: set(args) for name, args in drawn.items()} == {
-            name: wanted for name, function in table.items() if (wanted := arguments_of(function) - UNDRAWN.get(name, set()))
+            name: wanted for name in core_names(table) if (wanted := arguments_of(table[name]) - UNDRAWN.get(name, set()))
         }
 
 

@@ -14,19 +14,19 @@ import pytest
 from agentrl.config import RolloutConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import BranchConfig, Choice, RewardConfig
+from agentrl.contrib.branching.checks import check_branch
+from agentrl.contrib.branching.trees import TreeScript, plant_trees
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
-from agentrl.render.base import Renderer
 from agentrl.render.template import make_renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
-from agentrl.rollout.player import Job, LocalPlayer, RunEnv, plant_trees
-from agentrl.run.checks.env_checks import check_branch
+from agentrl.rollout.player import Job, LocalPlayer, RunEnv
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError
 from tests.rollout import test_workers as workers
@@ -40,7 +40,7 @@ FIXED = BranchConfig(at="depth", turns=[1, 3], roots=1)
 @pytest.fixture(autouse=True, scope="module")
 def shelf() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AGENTRL_PATH", str(Path(__file__).parent / "patient"))
+        patch.setenv("AGENTRL_PATH", str(Path(__file__).parents[2] / "rollout" / "patient"))
         yield
 
 
@@ -92,10 +92,11 @@ async def played(
     says = engine(turns)
     policy = Policy(says, RENDERER, context=make_context_policy(context))
     scorer = make_scorer(find_spec(ref, spec), RewardConfig(), ref)
-    player = LocalPlayer([RunEnv("kv", ref, policy, scorer, limits, branch=config)])
+    player = LocalPlayer([RunEnv("kv", ref, policy, scorer, limits)])
     keys = [key for key in turns if key != "r"]
     branches = tuple((EpisodeSpec(7, "train", n + 1, n + 1, key),) for n, key in enumerate(keys))
-    found = await player.play_tree(Job("kv", EpisodeSpec(7, "train", 0, 0, "r", **job), branches=branches), Watch())
+    script = TreeScript(config, branches)
+    found = await player.play_all(Job("kv", EpisodeSpec(7, "train", 0, 0, "r", **job), script=script), Watch())
     names = {0: "r", **{n + 1: key for n, key in enumerate(keys)}}
     return {names[trajectory.member]: trajectory for trajectory in found}, says
 
@@ -243,9 +244,9 @@ async def test_a_branch_that_fails_is_tried_again_from_the_same_fork() -> None:
     config, ref = BranchConfig(at="depth", turns=[2], roots=1), EnvRef("patient", {**REF.params, "broken": [0]})
     attempts = tuple(EpisodeSpec(7, "train", 1, 1, key) for key in ("b0", "b0'"))
     policy = Policy(Told(engine_turns), RENDERER, context=make_context_policy(Choice(name="stop")))
-    player = LocalPlayer([RunEnv("kv", ref, policy, make_scorer(find_spec(ref, "key_value_exact"), RewardConfig(), ref), WIDE,
-                                 branch=config)])  # fmt: skip
-    found = await player.play_tree(Job("kv", EpisodeSpec(7, "train", 0, 0, "r"), branches=(attempts,)), Watch())
+    player = LocalPlayer([RunEnv("kv", ref, policy, make_scorer(find_spec(ref, "key_value_exact"), RewardConfig(), ref), WIDE)])
+    job = Job("kv", EpisodeSpec(7, "train", 0, 0, "r"), script=TreeScript(config, (attempts,)))
+    found = await player.play_all(job, Watch())
     assert [(t.member, t.stop, t.branch_turn) for t in found] == [
         (0, StopReason.DONE, 0), (1, StopReason.ENV_ERROR, 2), (1, StopReason.DONE, 2),
     ]  # fmt: skip
@@ -326,7 +327,7 @@ def test_branches_are_dealt_out_evenly() -> None:
 
 @pytest.mark.parametrize("at", ["entropy", "depth", "failure"])
 async def test_groups_are_whole_and_the_same_wherever_they_are_played_with_faults_too(
-    at: Any, monkeypatch: pytest.MonkeyPatch, renderer: Renderer
+    at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request in ten fails: roots and branches are played again; a branch whose root has no place begins at the beginning."""
     config = RolloutConfig(
@@ -337,10 +338,10 @@ async def test_groups_are_whole_and_the_same_wherever_they_are_played_with_fault
 
     def make(engine: Engine) -> list[RunEnv]:
         spec = compile_spec(load_spec(ref.default_reward()))
-        return [RunEnv("p", ref, Policy(engine, renderer), spec, Limits.of(config, 2048), branch=config.branch)]
+        return [RunEnv("p", ref, Policy(engine, RENDERER), spec, Limits.of(config, 2048))]
 
     runs = [
-        (await workers.updates(make, workers.SeededEngine(renderer.stop_token_ids[0], fail=0.1), n, count=2))[0] for n in (0, 2)
+        (await workers.updates(make, workers.SeededEngine(RENDERER.stop_token_ids[0], fail=0.1), n, count=2))[0] for n in (0, 2)
     ]
     assert runs[0] == runs[1]
     members = [member for update in runs[0] for row in update for member in row["trajectories"]]

@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from agentrl.config.schema import BranchConfig
+from agentrl.contrib.branching.trees import Forest, TreeScript
 from agentrl.data.trajectory import StopReason, Task, Trajectory
+from agentrl.rollout.collector import GroupRun
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.episode import EpisodeSpec
-from agentrl.rollout.player import EpisodeSlots, Job, Player, Trees, forest
+from agentrl.rollout.player import Job, Player
 
 
 def ended(spec: EpisodeSpec, failed: bool = False) -> Trajectory:
@@ -32,17 +35,16 @@ class Made(Player):
             await asyncio.sleep(0)
         self.open -= count
 
-    async def play(self, job: Job, watch: Watch) -> Trajectory:
-        await self.held(1)
-        return ended(job.spec)
-
-    async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
+    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+        if not isinstance(job.script, TreeScript):
+            await self.held(1)
+            return [ended(job.spec)]
         self.trees.append(job.spec.key)
-        await self.held(1 + len(job.branches))
+        await self.held(1 + len(job.script.branches))
         if self.fails(job.spec.key):
             return [ended(job.spec, True)]
         found = [ended(job.spec)]
-        for attempts in job.branches:
+        for attempts in job.script.branches:
             for spec in attempts:
                 found.append(ended(spec, self.fails(spec.key)))
                 if not self.fails(spec.key):
@@ -54,28 +56,28 @@ def job(member: int, attempt: int) -> Job:
     return Job("kv", EpisodeSpec(0, "train", 0, member, f"m{member}.a{attempt}"))
 
 
-def trees(player: Made, slots: EpisodeSlots, told: list[tuple[str, int, bool]], over: list[int], retries: int = 1) -> Trees:
+def group(
+    player: Made, slots: asyncio.Semaphore, told: list[tuple[str, int, bool]], over: list[int], retries: int = 1
+) -> GroupRun:
     def attempted(trajectory: Trajectory, attempt: int) -> bool:
         last = not trajectory.stop.infrastructure or attempt == retries
         told.append((trajectory.task.id, attempt, last))
         return last
 
-    return Trees(player, slots, Watch(), retries, job, attempted, over.append)
+    async def alone(member: int) -> Trajectory:
+        async with slots:
+            return await player.play(job(member, 0), Watch())
+
+    return GroupRun(player, slots, Watch(), retries, job, attempted, over.append, alone)
 
 
 async def grown(
     player: Made, size: int, roots: int, slots: int
 ) -> tuple[list[Trajectory], list[tuple[str, int, bool]], list[int]]:
     told, over = list[tuple[str, int, bool]](), list[int]()
-    free = EpisodeSlots(slots)
-    plays = trees(player, free, told, over)
-
-    async def alone(member: int) -> Trajectory:
-        async with free.take():
-            return await player.play(job(member, 0), Watch())
-
     async with asyncio.timeout(10):
-        return await forest(range(size), roots, plays.play, alone), told, over
+        play = Forest(BranchConfig(roots=roots))
+        return await play(group(player, asyncio.Semaphore(slots), told, over), range(size)), told, over
 
 
 @pytest.mark.parametrize("slots", [3, 4, 6, 20])
@@ -88,31 +90,31 @@ async def test_no_more_episodes_are_open_than_there_are_slots_and_all_come_to_an
 
 async def test_two_trees_that_wait_for_slots_do_not_have_half_of_them_each() -> None:
     """All slots are taken, and come free one after the other while both trees wait."""
-    slots, player = EpisodeSlots(4), Made()
-    plays, gates = trees(player, slots, [], []), [asyncio.Event() for _ in range(4)]
+    slots, player, play = asyncio.Semaphore(4), Made(), Forest(BranchConfig(roots=1))
+    run, gates = group(player, slots, [], []), [asyncio.Event() for _ in range(4)]
 
     async def single(gate: asyncio.Event) -> None:
-        async with slots.take():
+        async with slots:
             await gate.wait()
 
     singles = [asyncio.create_task(single(gate)) for gate in gates]
     await asyncio.sleep(0)
-    both = [asyncio.create_task(plays.play(0, [1, 2])), asyncio.create_task(plays.play(3, [4, 5]))]
+    both = [asyncio.ensure_future(play(run, [0, 1, 2])), asyncio.ensure_future(play(run, [3, 4, 5]))]
     for gate in gates:
         for _ in range(3):
             await asyncio.sleep(0)
         gate.set()
     async with asyncio.timeout(10):
-        assert [sorted(found) for found in await asyncio.gather(*both)] == [[0, 1, 2], [3, 4, 5]]
+        assert [[one.member for one in found] for found in await asyncio.gather(*both)] == [[0, 1, 2], [3, 4, 5]]
         await asyncio.gather(*singles)
     assert player.most == 3
 
 
 async def test_who_gives_up_waiting_gives_back_what_it_had_and_no_more() -> None:
-    slots = EpisodeSlots(2)
+    slots, forest = asyncio.Semaphore(2), Forest(BranchConfig())
 
     async def hold(count: int, gate: asyncio.Event) -> None:
-        async with slots.take(count):
+        async with forest.take(slots, count):
             await gate.wait()
 
     gate = asyncio.Event()
@@ -128,11 +130,11 @@ async def test_who_gives_up_waiting_gives_back_what_it_had_and_no_more() -> None
     await first
     async with asyncio.timeout(10):
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05), slots.take():
+            async with asyncio.timeout(0.05), slots:
                 pass
     for task in inside:
         task.cancel()
-    async with asyncio.timeout(10), slots.take(2):
+    async with asyncio.timeout(10), forest.take(slots, 2):
         pass
 
 

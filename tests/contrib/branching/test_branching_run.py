@@ -18,7 +18,7 @@ from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
 from tests.engines.vllm_parts import skip_without_vllm
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 TURNS = "{at='depth', roots=2, turns=[1, 2]}"
 STEPS = 3
 

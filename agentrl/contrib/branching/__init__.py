@@ -1,0 +1,1 @@
+"""Episodes that branch off other episodes of their group (`[rollout.branch]`), and the advantage `tree`."""
