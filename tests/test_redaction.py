@@ -38,7 +38,6 @@ from agentrl.reward.judge import Judge, VerdictRequest, judge_call
 from agentrl.rollout.engine import Sampling
 from agentrl.run.checks.preflight import ApiModel, _ask
 from agentrl.run.folder import RunFolder
-from agentrl.run.tracing import attributes_of
 from agentrl.run.trackers import TRACKERS, check_trackers, makers
 from agentrl.utils import redaction
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError
@@ -55,7 +54,6 @@ from agentrl.utils.redaction import (
     resolve_references,
 )  # fmt: skip
 from agentrl.utils.search_path import give
-from agentrl.utils.spans import TraceSpan
 from tests.rollout.loopback import LoopbackServer, completion
 
 PLANTED = {
@@ -192,20 +190,6 @@ async def test_a_server_that_does_not_start_says_so_without_its_keys() -> None:
     missing = McpServerConfig(command=["true", "env:NOWHERE_SET"])
     with pytest.raises(ConfigError, match="NOWHERE_SET is not set"):
         await McpSource("s", missing).session().open()
-
-
-def test_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(PLANTED["tool"])
-    span = TraceSpan.__new__(TraceSpan)
-    for name, value in {
-        "kind": "tool",
-        "name": "t",
-        "error": "",
-        "place": "",
-        "values": {"call": f"x {PLANTED['tool']}"},
-    }.items():
-        object.__setattr__(span, name, value)
-    assert found_in(str(attributes_of(span, {}))) == []
 
 
 @pytest.mark.parametrize(

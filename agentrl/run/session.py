@@ -38,7 +38,7 @@ from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.judges import Judges, place_of
 from agentrl.run.role_placement import engine_room, open_pools, start_actors
 from agentrl.run.rollout_workers import with_workers
-from agentrl.run.tracing import FOLDER, Profile, Tracing
+from agentrl.run.trackers import SPANS, TRACING, StepTracing, TrackedRun
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_model, seal
 from agentrl.trainer.estimator_inputs import needs_greedy
@@ -319,7 +319,7 @@ class Session:
     publisher: Publisher
     watchdog: LoopWatchdog
     callbacks: Callbacks
-    tracing: Tracing | None
+    tracing: StepTracing | None
     judges: Judges
     opened: AsyncExitStack
     sft_threads: int | None = None
@@ -451,10 +451,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         opened.push_async_callback(saver.close)
         tracing = None
         if config.traces is not None or config.profile is not None:
-            profile = None
-            if config.profile is not None:
-                profile = Profile(config, folder.path / FOLDER, learner.groups, engine_name, display.warn)
-            tracing = Tracing(config, engine_name, profile)
+            run = TrackedRun(folder, config)
+            tracing = TRACING.entry(SPANS).make(run, engine_name, learner.groups, display.warn)
             opened.callback(tracing.close)
         watchdog = LoopWatchdog(SLOW_LOOP, display.warn)
         opened.callback(watchdog.stop)

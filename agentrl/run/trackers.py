@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.identity import without_secrets
-from agentrl.config.schema import PrometheusConfig
+from agentrl.config.schema import ProfileConfig, PrometheusConfig, TracesConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.run.folder import RunFolder
 from agentrl.utils.parsing import json_text
@@ -27,6 +27,7 @@ from agentrl.utils.redaction import resolve_references
 from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
+    from agentrl.cluster.group import WorkerGroup
     from agentrl.run.session import Session
 
 # The contract
@@ -129,16 +130,50 @@ class LiveMetrics(ABC):
 LIVE_METRICS: Registry[type[LiveMetrics]] = Registry("prometheus", "LIVE_METRICS", "agentrl.run.trackers")
 
 
+class StepTracing(ABC):
+    """Follows the spans of steps, for `[traces]` and `[profile]`."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, steps: int, traces: TracesConfig | None, profile: ProfileConfig | None) -> None:
+        """Raise a UserError if traces cannot be exported, or a timeline is asked for of a step that the run has not."""
+
+    @abstractmethod
+    def __init__(
+        self, run: TrackedRun, engine: str, groups: Callable[[], Sequence[WorkerGroup[Any]]], warn: Callable[[str], None]
+    ) -> None:
+        """`groups`: the training roles that there are."""
+
+    @abstractmethod
+    async def begin(self, step: int) -> None:
+        """Update number `step` begins, in the caller's task."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """The step is over, with its evaluation and the beginning of its checkpoint."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The run is over; a step that was left in the middle ends here."""
+
+
+TRACING: Registry[type[StepTracing]] = Registry("traces", "TRACING", "agentrl.run.trackers")
+SPANS = "steps"
+"""Name in `TRACING` of the tracing of steps."""
+
+
 def is_voided(phase: str, step: int, to: int) -> bool:
     """Return True if a row comes again if the run goes on from step `to`."""
     return to < -1 or (phase not in REPEATED and (step > to or phase == "after"))
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Raise a UserError for an unknown tracker or argument, and if one cannot work.
+    """Raise a UserError for an unknown tracker or argument, and if one of them, an endpoint or traces cannot work.
 
-    Reads: trackers, prometheus.
+    Reads: trackers, prometheus, traces, profile, steps.
     """
+    if config.traces is not None or config.profile is not None:
+        TRACING.entry(SPANS).make.check(config.steps, config.traces, config.profile)
     if config.prometheus is not None:
         LIVE_METRICS.entry("prometheus").make.check(config.prometheus)
     for choice in config.trackers:

@@ -309,7 +309,6 @@ class Course:
         from agentrl.rollout.deadlines import Watch
         from agentrl.rollout.group_ledger import GroupLedger
         from agentrl.run.display import Display
-        from agentrl.run.tracing import Tracing
 
         self.calls: list[tuple[str, Any]] = []
         ledger = GroupLedger(1, 0)
@@ -348,7 +347,7 @@ class Course:
             watchdog=SimpleNamespace(read=dict),
             demonstrations=None,
             callbacks=SimpleNamespace(step=self.waited("on_step", None)),
-            tracing=Tracing(config, "embedded"),
+            tracing=None,
             rest=self.waited("rest", None),
             learner=SimpleNamespace(step=self.waited("update", {}), tokens=None, sharing="off"),
             publish=self.waited("publish", None),

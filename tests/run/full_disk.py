@@ -44,7 +44,7 @@ TRAIN = {
     "trajectories": Writer("agentrl.run.folder:RunFolder.write_trajectories", ("trajectories/*.jsonl",), 3),
     "tokens": Writer("agentrl.run.folder:RunFolder.write_tokens", ("tokens/*.jsonl",), 3),
     "tensorboard": Writer("agentrl.run.trackers:TensorBoard.row", ("tensorboard/*",), 3),
-    "profile": Writer("agentrl.run.tracing:Timeline.write", ("profile/step_*.json.gz",)),
+    "profile": Writer("agentrl.contrib.trackers.tracing:Timeline.write", ("profile/step_*.json.gz",)),
     "checkpoint's folder": Writer("agentrl.trainer.checkpoint:Checkpoints.begin", (), 3),
     "checkpoint's actor": Writer("agentrl.trainer.actor:Actor.begin_save", ("checkpoints/*/actor/*",), 3),
     "checkpoint's critic": Writer("agentrl.trainer.roles:Critic.begin_save", ("checkpoints/*/critic/*",), 3),

@@ -27,7 +27,6 @@ from agentrl.run import session as checkpoint
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.run_log import RunLog, Writes
-from agentrl.run.tracing import Tracing
 from agentrl.utils.event_loop import LoopWatchdog
 
 
@@ -130,7 +129,7 @@ def session(tmp_path: Path, steps: int) -> Any:
         engine=SimpleNamespace(stats=nothing), learner=SimpleNamespace(step=nothing, tokens=None),
         player=SimpleNamespace(metrics=dict), judges=SimpleNamespace(metrics=dict, forget=nothing),
         watchdog=LoopWatchdog(0.0), callbacks=SimpleNamespace(step=nothing),
-        demonstrations=None, tracing=Tracing(config, "embedded"),
+        demonstrations=None, tracing=None,
     )  # fmt: skip
 
 

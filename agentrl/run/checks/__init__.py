@@ -45,7 +45,6 @@ from agentrl.run.checks.size_checks import (
     check_workers,
 )
 from agentrl.run.engine_choice import engine_name, resolve_engine
-from agentrl.run.tracing import check_profile, check_traces
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
 from agentrl.trainer.families import packing_of
@@ -73,8 +72,6 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     check_trackers(config)
     check_callbacks(config.callbacks)
     check_named(config)
-    check_traces(config.traces)
-    check_profile(config.steps, config.profile)
     check_model(config.model)
     check_models(config, True, planned)
     check_vision(config)

@@ -24,15 +24,17 @@ from agentrl.cluster.group import Shard
 from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Broadcast, Strategy, Worker
 from agentrl.config.load import config_from
-from agentrl.config.schema import ProfileConfig, PrometheusConfig
+from agentrl.config.schema import PrometheusConfig
 from agentrl.contrib.trackers import prometheus as scrape
+from agentrl.contrib.trackers import tracing as otel
 from agentrl.contrib.trackers.prometheus import MetricsEndpoint, metric_of_key
+from agentrl.contrib.trackers.tracing import Timeline, Tracing, attributes_of, lanes, name_of
 from agentrl.data.trajectory import Trajectory
-from agentrl.run import tracing as otel
+from agentrl.run.folder import RunFolder
 from agentrl.run.run_log import RunLog
-from agentrl.run.tracing import Profile, Timeline, Tracing, attributes_of, check_profile, check_traces, lanes, name_of
 from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker, check_trackers
 from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
+from agentrl.utils.redaction import remember
 from agentrl.utils.spans import TraceSpan, here
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
@@ -354,11 +356,23 @@ def test_a_port_that_is_taken_and_a_host_that_is_none_are_refused(monkeypatch: p
 # -- what is recorded --------------------------------------------------------------------------------
 
 
+def made(config: Any, *groups: Any) -> Tracing:
+    run = TrackedRun(RunFolder(Path(config.out) / config.name), config)
+    return Tracing(run, "embedded", lambda: groups, print)
+
+
+def test_a_secret_in_a_span_is_not_exported() -> None:
+    remember("planted-tool-0123456789")
+    values = {"call": "x planted-tool-0123456789"}
+    found = attributes_of(TraceSpan("tool", "t", 1, 2, 0, 0, "", True, values=values), {})
+    assert found["gen_ai.tool.call.id"].startswith("x ") and "planted" not in str(found)
+
+
 async def test_every_and_episodes_say_what_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="needs agentrl[otel]")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     for every, share in [(1, 1.0), (2, 0.25)]:
-        tracing, places = Tracing(of(traces={"every": every, "episodes": share}), "embedded"), []
+        tracing, places = made(of(traces={"every": every, "episodes": share})), []
         for step in (1, 2, 3):
             await tracing.begin(step)
             places.append(here())
@@ -385,21 +399,23 @@ class Summer(Worker):
 
 @proof  # another start of torch's profiler takes half a minute; the timeline above holds one
 async def test_torch_says_what_ranks_record(tmp_path: Path) -> None:
-    config = of(profile={"steps": [1]})
+    config = of(profile={"steps": [1]}, out=str(tmp_path), name="profiled")
+    folder = tmp_path / "profiled" / "profile"
+    folder.parent.mkdir()
     with launch(Summer, name="summer", backend="inline") as group:
-        tracing = Tracing(config, "embedded", Profile(config, tmp_path, lambda group=group: [group], "embedded", print))
+        tracing = made(config, group)
         await tracing.begin(1)
         for _ in range(3):
             await group.arun(Summer.total, TensorDict({"x": torch.ones(4, 2)}, [4]))
         assert await group.arun(Summer.name) == "summer"
         await tracing.end()
         tracing.close()
-    recorded = sorted(tmp_path.glob("step_000001.summer.0.*"))
+    recorded = sorted(folder.glob("step_000001.summer.0.*"))
     assert [path.name.split(".")[3:5] for path in recorded] == [[str(n), "total"] for n in range(1, 4)]
     for path in recorded:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         assert sum(event["name"] == "aten::matmul" for event in events) == 400
-    calls = read(tmp_path / "step_000001.json.gz").of("driver")
+    calls = read(folder / "step_000001.json.gz").of("driver")
     assert Counter(event["name"] for event in calls if event["cat"] == "call") == {"summer: total": 3, "summer: name": 1}
 
 
@@ -412,19 +428,19 @@ def of(**sections: Any) -> Any:
 
 def test_what_cannot_be_traced_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"profile.steps = \[2, 4\]: the run has steps = 3"):
-        check_profile(3, ProfileConfig(steps=[2, 4]))
-    check_profile(3, ProfileConfig(steps=[3]))
-    check_traces(of().traces)
+        check_trackers(of(profile={"steps": [2, 4]}))
+    check_trackers(of(profile={"steps": [3]}))
+    check_trackers(of())
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     pytest.importorskip("opentelemetry.sdk", reason="needs agentrl[otel]")
-    check_traces(of(traces={}).traces)
+    check_trackers(of(traces={}))
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkn")
     with pytest.raises(ConfigError, match=r"no installed package has the OpenTelemetry exporter 'zipkn'; there are: .*console"):
-        check_traces(of(traces={}).traces)
+        check_trackers(of(traces={}))
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier pigeon")
     with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL = 'carrier pigeon': expected one of http/protobuf, grpc"):
-        check_traces(of(traces={}).traces)
+        check_trackers(of(traces={}))
     monkeypatch.setattr(otel, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[otel\]'"):
-        check_traces(of(traces={}).traces)
+        check_trackers(of(traces={}))

@@ -18,7 +18,8 @@ from typing import Any
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.host import begin_recording, end_recording, load_profiler
-from agentrl.config.schema import ProfileConfig, TracesConfig, TrainConfig
+from agentrl.config.schema import ProfileConfig, TracesConfig
+from agentrl.run.trackers import TRACING, StepTracing, TrackedRun
 from agentrl.utils.errors import ConfigError, DependencyError, WorkerError
 from agentrl.utils.parsing import json_text
 from agentrl.utils.redaction import redact_said
@@ -132,30 +133,17 @@ MAX_EVENTS = 500_000
 """Of one timeline: the longest are kept, and the file counts the others."""
 
 
-def check_profile(steps: int, profile: ProfileConfig | None) -> None:
-    """Raise ConfigError if a timeline is asked for of a step that the run has not.
-
-    Reads: profile, steps.
-    """
-    if profile is not None and max(profile.steps) > steps:
-        raise ConfigError(f"profile.steps = {profile.steps}: the run has steps = {steps}")
-
-
 class Profile:
     """Listens before and during the steps of `profile.steps`, and writes a timeline for each; of the calls of its training roles
     torch writes files of its own."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        folder: Path,
-        groups: Callable[[], Sequence[WorkerGroup[Any]]],
-        engine: str,
-        warn: Callable[[str], None],
+        self, run: TrackedRun, engine: str, groups: Callable[[], Sequence[WorkerGroup[Any]]], warn: Callable[[str], None]
     ) -> None:
         """`groups`: the training roles that there are."""
+        config = run.config
         assert config.profile is not None
-        self._config, self._cfg, self._folder = config, config.profile, folder
+        self._config, self._cfg, self._folder = config, config.profile, run.folder.path / FOLDER
         self._groups, self._engine, self._warn = groups, engine, warn
         self._found: list[TraceSpan] = []
         self._leave: Callable[[], None] | None = None
@@ -248,15 +236,6 @@ NAMES: Mapping[Kind, Mapping[str, str]] = {
     "scoring": {"reward": "gen_ai.evaluation.score.value"},
 }
 """What our values of a span are called there."""
-
-
-def check_traces(traces: TracesConfig | None) -> None:
-    """Raise a UserError if traces are asked for and cannot be exported.
-
-    Reads: traces.
-    """
-    if traces is not None:
-        _exporter()
 
 
 class Traces:
@@ -360,16 +339,26 @@ def _exporter() -> EntryPoint | None:
 # Listeners
 
 
-class Tracing:
-    """Begins and ends the spans of steps; their parts open their own. Only with `[traces]` or `[profile]`."""
+@TRACING.register("steps")
+class Tracing(StepTracing):
+    """Begins and ends the spans of steps; their parts open their own."""
 
-    def __init__(self, config: TrainConfig, engine: str, profile: Profile | None = None) -> None:
-        self._config, self._profile = config, profile
+    @classmethod
+    def check(cls, steps: int, traces: TracesConfig | None, profile: ProfileConfig | None) -> None:
+        if traces is not None:
+            _exporter()
+        if profile is not None and max(profile.steps) > steps:
+            raise ConfigError(f"profile.steps = {profile.steps}: the run has steps = {steps}")
+
+    def __init__(
+        self, run: TrackedRun, engine: str, groups: Callable[[], Sequence[WorkerGroup[Any]]], warn: Callable[[str], None]
+    ) -> None:
+        config = self._config = run.config
+        self._profile = None if config.profile is None else Profile(run, engine, groups, warn)
         self._traces = None if config.traces is None else Traces(config.model.path or config.name, engine)
         self._step: TraceSpan | None = None
 
     async def begin(self, step: int) -> None:
-        """Update number `step` begins, in the caller's task."""
         if self._profile is not None:
             await self._profile.begin(step)
         traces = self._config.traces
@@ -382,13 +371,11 @@ class Tracing:
         stand(place.within(self._step))
 
     async def end(self) -> None:
-        """The step is over, with its evaluation and the beginning of its checkpoint."""
         self._finish()
         if self._profile is not None:
             await self._profile.end()
 
     def close(self) -> None:
-        """The run is over; a step that was left in the middle ends here."""
         self._finish()
         if self._profile is not None:
             self._profile.close()
