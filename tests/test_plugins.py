@@ -21,7 +21,7 @@ from agentrl.run.checks import check_config
 from agentrl.run.checks.size_checks import check_capacity
 from agentrl.run.driver import execute
 from agentrl.run.folder import RunFolder
-from agentrl.run.role_placement import roles_of
+from agentrl.run.role_placement import RunRoles
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.utils.errors import ConfigError, ResourceError
@@ -287,7 +287,7 @@ def test_a_context_policy_that_has_summaries_written_may_have_a_model_for_it(she
 
 def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:
     config = run_of("engine=far", "cluster.backend=ray")
-    assert roles_of(config, "far") == ["actor", "rollout"] and roles_of(config, "mine") == ["actor"]
+    assert RunRoles(config, "far").names == ["actor", "rollout"] and RunRoles(config, "mine").names == ["actor"]
     with pytest.raises(ResourceError, match=r"cannot run 100 worker processes \(cluster.actors=1, far.count=99\)"):
         check_capacity(config)
 

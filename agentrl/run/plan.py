@@ -30,15 +30,13 @@ from agentrl.run.role_placement import (
     GIB,
     Peak,
     RolePlacement,
-    check_fits,
-    locations_of_roles,
-    memory_of,
+    RunMemory,
+    RunRoles,
     memory_text,
     peaks,
     placement_table,
     table_of,
     waiting,
-    worker_lines,
 )
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import packing_of, with_packing
@@ -413,16 +411,18 @@ def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
     packing = packing_of(config)
     config = with_packing(config)
     maker_of(engine_name(config), config).check()
-    locations = locations_of_roles(config, engine_name(config))
+    roles = RunRoles(config, engine_name(config))
+    locations = roles.locations()
     total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
-    placed = memory_of(config, total)
+    memory = RunMemory(config, total)
+    placed = memory.roles()
     found = peaks(placed, total)
-    check_fits(config, placed, total)
+    memory.check_fits(placed)
     notes = [
         *survey_lines(config_for_checks(config)),
         *waiting(placed),
         *remote_lines(config),
-        *(worker_lines(config) if here else []),
+        *(roles.worker_lines() if here else []),
         f"model.packing: {packing.reason}",
         *(f"warning: {line}" for line in (*suspicious, *start_notes(config))),
         *(rehearse(one) for one in each(config) if one.agent is not None and here),

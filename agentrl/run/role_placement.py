@@ -25,11 +25,10 @@ from agentrl.cluster.placement import (
     pools_of_roles,
 )
 from agentrl.cluster.ray_cluster import ray_of
-from agentrl.config import ClusterConfig, ModelConfig, RolloutConfig, TrainConfig
+from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
 from agentrl.config.envs import other_models, trained_envs, widest
 from agentrl.rollout.engine import PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
-from agentrl.run.engine_choice import engine_name as engine_of_run
 from agentrl.run.judges import ROLE as JUDGE
 from agentrl.run.judges import judge_config, judge_maker, judge_processes, place_of
 from agentrl.trainer.actor import Actor
@@ -49,109 +48,159 @@ if TYPE_CHECKING:
 # Places
 
 
-def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
-    """The roles of this run that have processes, by their names in `cluster.roles`."""
-    present = {
-        "actor": True,
-        "rollout": maker_of(engine_name, config).processes() is not None,
-        "reference": separate_reference(config.model, config.algorithm),
-        "critic": config.critic is not None,
-        "reward_model": config.reward_model is not None,
-        "teacher": config.algorithm.distillation is not None,
-        JUDGE: bool(judge_processes(config)),
-    }
-    return [role for role, used in present.items() if used]
+class RunRoles:
+    """Roles of a run, with the places that their processes take on the cluster's nodes.
 
+    `engine`: the processes of the run's engine, None for one in the driver; `judges`: those of each judge that has some."""
 
-def pooled_roles(config: TrainConfig, engine_name: str) -> list[str]:
-    """The run's roles that have a pool."""
-    return [role for role in roles_of(config, engine_name) if role in {str(name) for name in config.cluster.roles}]
+    def __init__(self, config: TrainConfig, engine: str) -> None:
+        self.config, self.cluster, self.engine_name = config, config.cluster, engine
+        self.engine = maker_of(engine, config).processes()
+        self.judges = judge_processes(config)
 
+    @property
+    def names(self) -> list[str]:
+        """The roles of this run that have processes, by their names in `cluster.roles`."""
+        config = self.config
+        present = {
+            "actor": True,
+            "rollout": self.engine is not None,
+            "reference": separate_reference(config.model, config.algorithm),
+            "critic": config.critic is not None,
+            "reward_model": config.reward_model is not None,
+            "teacher": config.algorithm.distillation is not None,
+            JUDGE: bool(self.judges),
+        }
+        return [role for role, used in present.items() if used]
 
-def unpooled_roles(config: TrainConfig, engine_name: str) -> dict[str, Unpooled]:
-    """The run's roles without a pool whose processes have GPUs of their own: every actor takes one GPU, a process of the
-    engine as many as it computes on. Empty on nodes without GPUs: there Ray places the processes, by CPU slots alone."""
-    # The actors come first: the search gives the fewest nodes to the first role, and they are the ones that exchange gradients.
-    cluster, found = config.cluster, {}
-    if cluster.backend != "ray":
-        return {}
-    engine, colocated = maker_of(engine_name, config).processes(), beside(config, engine_name)
-    if "actor" not in cluster.roles and has_gpus(cluster, "actor"):
-        block = engine.gpus if engine is not None and colocated else 1
-        key = engine.gpus_key if engine is not None else ""
-        found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block, key)
-    if engine is not None and "rollout" not in {*cluster.roles, *colocated} and has_gpus(cluster, "rollout"):
-        found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus, 1, engine.gpus_key)
-    if JUDGE not in cluster.roles and has_gpus(cluster, JUDGE):
-        for name, own in judge_processes(config).items():
-            at = f"reward.judge.engines.{name}."
-            found[place_of(name)] = Unpooled(at + own.count_key, own.count, 0.0, own.gpus, 1, at + own.gpus_key)
-    return found
+    @property
+    def with_pool(self) -> list[str]:
+        """The roles that have a pool."""
+        return [role for role in self.names if role in {str(name) for name in self.cluster.roles}]
 
+    @property
+    def without_pool(self) -> dict[str, Unpooled]:
+        """The roles without a pool whose processes have GPUs of their own: every actor takes one GPU, a process of the engine as
+        many as it computes on. Empty on nodes without GPUs: there Ray places the processes, by CPU slots alone."""
+        # The actors come first: the search gives the fewest nodes to the first role, and they exchange gradients.
+        cluster, engine, found = self.cluster, self.engine, dict[str, Unpooled]()
+        if cluster.backend != "ray":
+            return {}
+        if "actor" not in cluster.roles and has_gpus(cluster, "actor"):
+            block = engine.gpus if engine is not None and self.beside else 1
+            key = engine.gpus_key if engine is not None else ""
+            found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block, key)
+        if engine is not None and "rollout" not in {*cluster.roles, *self.beside} and has_gpus(cluster, "rollout"):
+            found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus, 1, engine.gpus_key)
+        if JUDGE not in cluster.roles and has_gpus(cluster, JUDGE):
+            for name, own in self.judges.items():
+                at = f"reward.judge.engines.{name}."
+                found[place_of(name)] = Unpooled(at + own.count_key, own.count, 0.0, own.gpus, 1, at + own.gpus_key)
+        return found
 
-def beside(config: TrainConfig, engine_name: str) -> dict[str, str]:
-    """With `rollout.colocate`, an engine that has processes of its own uses the actors' GPUs: {"rollout": "actor"}."""
-    own = maker_of(engine_name, config).processes() is not None
-    return {"rollout": "actor"} if config.rollout.colocate and own and config.cluster.backend == "ray" else {}
+    @property
+    def beside(self) -> dict[str, str]:
+        """With `rollout.colocate`, an engine that has processes of its own uses the actors' GPUs: {"rollout": "actor"}."""
+        shares = self.config.rollout.colocate and self.engine is not None and self.cluster.backend == "ray"
+        return {"rollout": "actor"} if shares else {}
 
+    def check_room(self) -> None:
+        """Raise ResourceError, with a table, if the cluster's nodes have no room for the run's pools and its processes with GPUs,
+        even when nothing else runs there."""
+        pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
+        if self.cluster.backend == "ray" and (pools or unpooled):
+            assign(dict(pools.values()), list(unpooled.values()), nodes_of(self.cluster, "actor"))
 
-def check_room(config: TrainConfig, engine_name: str) -> None:
-    """Raise ResourceError, with a table, if the cluster's nodes have no room for the run's pools and its processes with GPUs,
-    even when nothing else runs there."""
-    pools = pools_of_roles(config.cluster, pooled_roles(config, engine_name))
-    unpooled = unpooled_roles(config, engine_name)
-    if config.cluster.backend == "ray" and (pools or unpooled):
-        assign(dict(pools.values()), list(unpooled.values()), nodes_of(config.cluster, "actor"))
+    def slots(self) -> float:
+        """CPU slots of the processes of a training run, other than rollout workers."""
+        pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
+        taken = sum(node_need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
+        taken += sum(one.cpus * one.count for one in unpooled.values())
+        # Without GPUs too each actor takes a slot of its own.
+        return taken + (0 if "actor" in {*pools, *unpooled} else self.cluster.actors)
 
+    def check_worker_room(self, trains: bool) -> None:
+        """Raise ResourceError if the nodes have too few CPU slots for `rollout.workers` next to the run's other processes;
+        `trains`: whether there are any."""
+        workers = workers_apart(self.config)
+        slots = sum(node.cpus for node in nodes_of(self.cluster, "actor"))
+        taken = self.slots() if trains else 0.0
+        if workers * WORKER_CPUS > slots - taken:
+            raise ResourceError(
+                f"rollout.workers = {workers}: each takes {WORKER_CPUS:g} CPU slots, and of {slots:g} the run's other processes "
+                f"take {taken:g}; lower rollout.workers to {max(int((slots - taken) / WORKER_CPUS), 0)}, or add nodes"
+            )
 
-def check_worker_room(config: TrainConfig, trains: bool) -> None:
-    """Raise ResourceError if the nodes have too few CPU slots for `rollout.workers` next to the run's other processes; `trains`:
-    whether there are any."""
-    workers = workers_apart(config)
-    slots = sum(node.cpus for node in nodes_of(config.cluster, "actor"))
-    taken = taken_slots(config, engine_of_run(config)) if trains else 0.0
-    if workers * WORKER_CPUS > slots - taken:
-        raise ResourceError(
-            f"rollout.workers = {workers}: each takes {WORKER_CPUS:g} CPU slots, and of {slots:g} the run's other processes take "
-            f"{taken:g}; lower rollout.workers to {max(int((slots - taken) / WORKER_CPUS), 0)}, or add nodes"
-        )
+    def worker_lines(self) -> list[str]:
+        """Resources of the rollout workers, in words; none without workers."""
+        config, workers, nodes = self.config, workers_apart(self.config), nodes_of(self.cluster, "actor")
+        if config.rollout.workers and not workers:
+            return [f"rollout.workers: {config.rollout.workers}, in the processes of the {self.engine_name} engine"]
+        if not workers:
+            return []
+        room = f"of {sum(node.cpus for node in nodes):g} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+        return [
+            f"rollout.workers: {workers} processes of {WORKER_CPUS:g} CPU slots ({room}) and about {PROCESS_MIB} MiB each, "
+            "spread over the nodes"
+        ]
 
+    def open_pools(self) -> Pools | None:
+        """Reserve the run's places: of its roles with a pool, and of the actors and the engine's processes if they use GPUs.
+        None if there is nothing to reserve, and with backend "inline".
 
-def taken_slots(config: TrainConfig, engine: str) -> float:
-    """The CPU slots of the processes of a training run, other than rollout workers."""
-    pools, unpooled = pools_of_roles(config.cluster, pooled_roles(config, engine)), unpooled_roles(config, engine)
-    taken = sum(node_need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
-    taken += sum(one.cpus * one.count for one in unpooled.values())
-    # Without GPUs too each actor takes a slot of its own.
-    return taken + (0 if "actor" in {*pools, *unpooled} else config.cluster.actors)
+        Raises ResourceError, with a table of demand and supply, if they do not fit. Ray must be up.
+        """
+        if self.cluster.backend != "ray" or not (self.with_pool or self.without_pool):
+            return None
+        from agentrl.cluster.placement import Pools
 
+        return Pools(self.cluster, self.with_pool, self.cluster.call_timeout, self.without_pool, self.beside)
 
-def worker_lines(config: TrainConfig) -> list[str]:
-    """Resources of a run's workers, in words; none without workers."""
-    workers, nodes = workers_apart(config), nodes_of(config.cluster, "actor")
-    if config.rollout.workers and not workers:
-        return [f"rollout.workers: {config.rollout.workers}, in the processes of the {engine_of_run(config)} engine"]
-    if not workers:
-        return []
-    room = f"of {sum(node.cpus for node in nodes):g} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
-    return [
-        f"rollout.workers: {workers} processes of {WORKER_CPUS:g} CPU slots ({room}) and about {PROCESS_MIB} MiB each, spread "
-        "over the nodes"
-    ]
+    def locations(self) -> dict[str, list[Location]]:
+        """Place of each process of each role: its node and its GPUs, by role and rank, as Ray reserves them now (and releases
+        again), or as they are assigned to planned nodes. Empty if there is nothing to reserve: then Ray places the processes by
+        CPU slots alone.
 
+        Raises ResourceError if they do not fit, now or at all. Starts or joins Ray if the run would, and if it was not up.
+        """
+        if self.cluster.backend != "ray":
+            [node, *_] = nodes_of(self.cluster, "actor")
+            one = Location(node.name, "", ("0",))
+            return {role: [one] for role in dict.fromkeys(["actor", "rollout", *self.names])} if is_planned() else {}
+        if not (self.with_pool or self.without_pool):
+            return {}
+        judges = [place_of(name) for name in self.judges]
+        roles = [*self.names, *judges]
+        own = (self._assign_places if is_planned() else self._reserve_places)(roles)
+        # A role without processes of its own uses the actors' processes.
+        shared = own.get("actor", [])
+        elsewhere = {"rollout", JUDGE, *judges}
+        return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
 
-def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
-    """Reserve the run's places: of its roles with a pool, and of the actors and the engine's processes if they use GPUs.
-    None if there is nothing to reserve, and with backend "inline".
+    def _assign_places(self, roles: Sequence[str]) -> dict[str, list[Location]]:
+        """The places of the roles that have some, on the nodes of a plan."""
+        pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
+        by_name, others = dict(pools.values()), self.beside
+        shares = assign(by_name, list(unpooled.values()), nodes_of(self.cluster, "actor"))
+        gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
+        places, keys = locations(shares, gpus), keys_of_roles(pools, unpooled, others)
+        size = self.engine.gpus if self.engine is not None else 0
+        return {
+            role: join_locations(places[key], size) if role in others and gpus[key] else places[key]
+            for role, key in keys.items()
+            if role in roles
+        }
 
-    Raises ResourceError, with a table of demand and supply, if they do not fit. Ray must be up.
-    """
-    roles, unpooled = pooled_roles(config, engine_name), unpooled_roles(config, engine_name)
-    if config.cluster.backend != "ray" or not (roles or unpooled):
-        return None
-    from agentrl.cluster.placement import Pools
-
-    return Pools(config.cluster, roles, config.cluster.call_timeout, unpooled, beside(config, engine_name))
+    def _reserve_places(self, roles: Sequence[str]) -> dict[str, list[Location]]:
+        """The places of the roles that have some, on the cluster's nodes."""
+        with ray_of(self.cluster):
+            pools = self.open_pools()
+            assert pools is not None
+            try:
+                gpus = self.engine.gpus if self.engine is not None else 0
+                return {role: pools.locations(role, gpus) for role in roles if role in pools}
+            finally:
+                pools.close()
 
 
 def start_actors(
@@ -175,59 +224,6 @@ def start_actors(
     except AgentrlError:
         pools.close()
         raise
-
-
-def locations_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[Location]]:
-    """Place of each process of each role: its node and its GPUs, by role and rank, as Ray reserves them now (and releases
-    again), or as they are assigned to planned nodes. Empty if there is nothing to reserve: then Ray places the processes by
-    CPU slots alone.
-
-    Raises ResourceError if they do not fit, now or at all. Starts or joins Ray if the run would, and if it was not up.
-    """
-    if config.cluster.backend != "ray":
-        [node, *_] = nodes_of(config.cluster, "actor")
-        one = Location(node.name, "", ("0",))
-        return (
-            {role: [one] for role in dict.fromkeys(["actor", "rollout", *roles_of(config, engine_name)])} if is_planned() else {}
-        )
-    if not (pooled_roles(config, engine_name) or unpooled_roles(config, engine_name)):
-        return {}
-    judges = [place_of(name) for name in judge_processes(config)]
-    roles = [*roles_of(config, engine_name), *judges]
-    own = (_assign_places if is_planned() else _reserve_places)(config, engine_name, roles)
-    # A role without processes of its own uses the actors' processes.
-    shared = own.get("actor", [])
-    elsewhere = {"rollout", JUDGE, *judges}
-    return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
-
-
-def _assign_places(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
-    """The places of the roles that have some, on the nodes of a plan."""
-    pools, unpooled = pools_of_roles(config.cluster, pooled_roles(config, engine_name)), unpooled_roles(config, engine_name)
-    by_name, others = dict(pools.values()), beside(config, engine_name)
-    shares = assign(by_name, list(unpooled.values()), nodes_of(config.cluster, "actor"))
-    gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
-    places, keys = locations(shares, gpus), keys_of_roles(pools, unpooled, others)
-    engine = maker_of(engine_name, config).processes()
-    size = engine.gpus if engine is not None else 0
-    return {
-        role: join_locations(places[key], size) if role in others and gpus[key] else places[key]
-        for role, key in keys.items()
-        if role in roles
-    }
-
-
-def _reserve_places(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
-    """The places of the roles that have some, on the cluster's nodes."""
-    engine = maker_of(engine_name, config).processes()
-    with ray_of(config.cluster):
-        pools = open_pools(config, engine_name)
-        assert pools is not None
-        try:
-            gpus = engine.gpus if engine is not None else 0
-            return {role: pools.locations(role, gpus) for role in roles if role in pools}
-        finally:
-            pools.close()
 
 
 def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:
@@ -298,136 +294,176 @@ def waiting(placed: list[RolePlacement]) -> list[str]:
     return between + always
 
 
-def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
-    """Every role of the run and what it takes on one of its devices: cards of `card` bytes, or host memory."""
-    config = _with_dtype(config, card)
-    found = _others(config, card, trains=True)
-    try:
-        maker, taken = _engine(config, found, card)
-    except ResourceError:
-        check_fits(config, found, card)  # first, if the other roles alone do not fit: with the table
-        raise
-    if taken is not None:
-        processes = maker.processes()
+class RunMemory:
+    """Memory of a run's roles on its devices: cards of `card` bytes, or host memory (None)."""
+
+    def __init__(self, config: TrainConfig, card: int | None) -> None:
+        dtype = config.model.computes_in(card is not None)
+        self.config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+        self.card = card
+
+    def roles(self) -> list[RolePlacement]:
+        """Every role of the run and what it takes on one of its devices."""
+        found, rollout = self._others(trains=True), self.config.rollout
+        try:
+            maker, taken = self._with_engine(found)
+        except ResourceError:
+            self.check_fits(found)  # first, if the other roles alone do not fit: with the table
+            raise
+        if taken is not None:
+            processes = maker.processes()
+            ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
+            device = _device(self.config.cluster, "rollout", processes is not None and not rollout.colocate)
+            memory = RoleMemory(weights=taken.weights, cache=taken.cache)
+            found.append(RolePlacement("rollout", device, ranks, memory, rollout.colocate, taken.lower))
+        return found
+
+    def engine(self) -> EngineMemory | None:
+        """The engine's own memory on a device. Raises UserError if that holds no episode."""
+        counted = card_of_engine(self.config, self.card) is not None and "kv_cache_mib" not in self.config.engine_args
+        return self._with_engine(self._count_others(trains=True) if counted else [])[1]
+
+    def _with_engine(self, others: list[RolePlacement]) -> tuple[EngineMaker, EngineMemory | None]:
+        """The engine's maker, and the memory that it takes in addition to the roles `others`."""
+        config = self.config
+        maker, dtype = maker_of(engine_name(config), config), config.model.dtype
+        maker.room = self._bytes_for_engine(others, card_of_engine(config, self.card))
+        model = shell(config.model.model_copy(update={"lora": None}))
+        assert dtype is not None
+        return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
+
+    def room(self, trains: bool) -> int | None:
+        """Bytes of the card that the run's other roles leave to its engine. Raises UserError as `roles`."""
+        return self._bytes_for_engine(self._count_others(trains), self.card)
+
+    def _count_others(self, trains: bool) -> list[RolePlacement]:
+        """As `_others`, for the size of the engine's cache."""
+        try:
+            return self._others(trains)
+        except (ConfigError, ModelError) as problem:
+            raise type(problem)(
+                f"engine_args.kv_cache_mib: it is not set, and what the trainer leaves of the GPU is not known ({problem}). "
+                "Set it"
+            ) from problem
+
+    def _others(self, trains: bool) -> list[RolePlacement]:
+        """All roles but the engine of the policy."""
+        # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
+        grouped = self.card is not None and self.config.model.dtype != "float32" and varlen_takes_groups()
+        roles = RunRoles(self.config, engine_name(self.config)).names if trains else []
+        found = [self._trained_role(role, grouped) for role in roles if role not in ("rollout", JUDGE)]
+        return found + [self._judge(name) for name in self.config.reward.judge.engines]
+
+    def _bytes_for_engine(self, found: list[RolePlacement], card: int | None) -> int | None:
+        """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
+        if card is None:
+            return None
+        beside = [one for one in found if one.device == _device(self.config.cluster, "rollout")]
+        held = sum(one.memory.held for one in beside if not one.rests)
+        turns = [] if self.config.rollout.colocate else [turn_of(one, beside) for one in beside]
+        return int(FILL * card) - max([held, *turns])
+
+    def _trained_role(self, role: str, grouped: bool) -> RolePlacement:
+        config = self.config
+        device = _device(config.cluster, role)
+        pool = config.cluster.pools.get(device)
+        ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
+        paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
+        path = other_models(config).get(paths.get(role, ""))
+        # What is frozen has no adapters; a reward model has no shared tokens either (trainer/roles.py).
+        plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {"lora": None} if role == "teacher" else {}
+        model = config.model.model_copy(update=plain)
+        module = shell(model, MODULE_OF[role], path, grouped=grouped)
+        engine = TRAIN_ENGINES.entry(model.engine).make
+        # A warm start has an optimizer of its own before that of the updates.
+        sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
+        optims = [optim for section, optim in optims_of(config).items() if section in sections]
+        memory = engine.memory(module, model, ranks, self._tokens(), optims)
+        return RolePlacement(role, device, ranks, memory, rests(config, role))
+
+    def _judge(self, name: str) -> RolePlacement:
+        """A judge on an engine of its own, which always holds its memory."""
+        config = self.config
+        positions = model_context(config.reward.judge.engines[name].path, config.model.trust_remote_code)
+        maker, own = judge_maker(config, name, positions), judge_config(config, name)
+        dtype, processes = own.model.computes_in(self.card is not None), maker.processes()
+        model = shell(own.model)
+        taken = maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
+        memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
         ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
-        memory = RoleMemory(weights=taken.weights, cache=taken.cache)
-        own = processes is not None and not config.rollout.colocate
-        found.append(
-            RolePlacement("rollout", _device(config.cluster, "rollout", own), ranks, memory, config.rollout.colocate, taken.lower)
+        # A pool is all judges'; without one each that has processes has places of its own.
+        device = _device(config.cluster, JUDGE) if processes is None or JUDGE in config.cluster.roles else place_of(name)
+        lower = f"reward.judge.engines.{name}.concurrency = {own.rollout.max_episodes}"
+        if processes is not None and taken is not None:
+            lower = f"reward.judge.engines.{name}.{taken.lower}"
+        return RolePlacement(place_of(name), device, ranks, memory, False, lower)
+
+    def _tokens(self) -> int:
+        """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
+        config = self.config
+        # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
+        if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
+            return config.optim.micro_tokens
+        return min(config.optim.micro_tokens, widest(config, trained_envs(config.envs)).rollout.max_episode_tokens)
+
+    def check_fits(self, placed: list[RolePlacement]) -> None:
+        """Raise ResourceError, with the keys that help and the table, if a device cannot hold its roles."""
+        for peak in peaks(placed, self.card):
+            if peak.size > peak.limit:
+                raise ResourceError(f"{memory_text(peak)}: it does not fit; {self.advice(placed, peak)}\n{table_of(placed)}")
+
+    def advice(self, placed: list[RolePlacement], peak: Peak) -> str:
+        """Keys that make a device's peak smaller, largest part first."""
+        beside = [one for one in placed if one.device == peak.device or peak.device == HOST]
+        # In a publish the weights and gathered layers are the actor's.
+        [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
+        memory, ways = one.memory, []
+        if memory.activations + memory.working and peak.role != PUBLISH:
+            thin = "" if memory.checkpoints else "set model.activation_checkpointing = true, "
+            lower = f"lower optim.micro_tokens = {self.config.optim.micro_tokens}"
+            ways.append((memory.activations + memory.working, f"{thin}{lower}"))
+        if memory.gradients and not memory.shards_gradients and one.ranks > 1 and peak.role != PUBLISH:
+            ways.append((memory.gradients, "set model.shard_gradients = true"))
+        if memory.optimizer:
+            ways.append((memory.weights + memory.optimizer, self._smaller(one, peak)))
+        if memory.cache:
+            ways.append((memory.cache, f"lower {one.lower}"))
+        waiting = sum(o.memory.held for o in beside if o is not one and not o.rests)
+        if waiting:
+            engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in beside) else ""
+            ways.append((waiting, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
+        if peak.device == HOST:
+            ways.append((0, "this machine has no GPU: for a run on cards of another one add --gpu-memory GIB"))
+        return "; ".join(text for _, text in sorted(ways, reverse=True) if text)
+
+    def _smaller(self, one: RolePlacement, peak: Peak) -> str:
+        """The ways to less weights and optimizer on a rank that are left; in host memory more ranks save nothing."""
+        model, cards = self.config.model, peak.device != HOST
+        ways = (
+            (model.replicas > 1, f"lower model.replicas = {model.replicas}"),
+            (cards and self.config.cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
+            (model.lora is None, "train adapters ([model.lora])"),
+            (cards and model.offload == "never", 'set model.offload = "always"'),
+            (peak.role == PUBLISH and model.offload == "idle", 'set model.offload = "always" instead of "idle"'),
         )
-    return found
-
-
-def engine_memory(config: TrainConfig, card: int | None) -> EngineMemory | None:
-    """The engine's own memory on a device: of a card of `card` bytes, or of host memory. Raises UserError if that holds no
-    episode."""
-    config = _with_dtype(config, card)
-    counted = _card_of_engine(config, card) is not None and "kv_cache_mib" not in config.engine_args
-    return _engine(config, _count_others(config, card, trains=True) if counted else [], card)[1]
-
-
-def _engine(config: TrainConfig, others: list[RolePlacement], card: int | None) -> tuple[EngineMaker, EngineMemory | None]:
-    """The engine's maker, and the memory that it takes in addition to the roles `others`."""
-    maker, dtype = maker_of(engine_name(config), config), config.model.dtype
-    maker.room = _bytes_for_engine(config.rollout, config.cluster, others, _card_of_engine(config, card))
-    model = shell(config.model.model_copy(update={"lora": None}))
-    assert dtype is not None
-    return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), card)
+        return ", or ".join(text for fits, text in ways if fits)
 
 
 def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
     """Bytes of this process's GPU that the run's other roles leave to its engine; None if the engine does not ask, or there is no
     GPU. `trains`: whether the run has more roles than its engine and judges.
 
-    Raises UserError as `memory_of`."""
-    if "kv_cache_mib" in config.engine_args or (card := _card_of_engine(config, None)) is None:
+    Raises UserError as `RunMemory.roles`."""
+    if "kv_cache_mib" in config.engine_args or (card := card_of_engine(config, None)) is None:
         return None
-    config = _with_dtype(config, card)
-    return _bytes_for_engine(config.rollout, config.cluster, _count_others(config, card, trains=trains), card)
+    return RunMemory(config, card).room(trains)
 
 
-def _count_others(config: TrainConfig, card: int | None, *, trains: bool) -> list[RolePlacement]:
-    """As `_others`, for the size of the engine's cache."""
-    try:
-        return _others(config, card, trains)
-    except (ConfigError, ModelError) as problem:
-        raise type(problem)(
-            f"engine_args.kv_cache_mib: it is not set, and what the trainer leaves of the GPU is not known ({problem}). Set it"
-        ) from problem
-
-
-def _card_of_engine(config: TrainConfig, card: int | None) -> int | None:
+def card_of_engine(config: TrainConfig, card: int | None) -> int | None:
     """Bytes of the GPU that the engine fills, which is in this process: of `card` in a plan for another machine."""
     if "fills" not in engine_of(config).traits:
         return None
     return card if is_planned() else driver_card()
-
-
-def _with_dtype(config: TrainConfig, card: int | None) -> TrainConfig:
-    dtype = config.model.computes_in(card is not None)
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-
-
-def _others(config: TrainConfig, card: int | None, trains: bool) -> list[RolePlacement]:
-    """All roles but the engine of the policy."""
-    # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
-    grouped = card is not None and config.model.dtype != "float32" and varlen_takes_groups()
-    roles = roles_of(config, engine_name(config)) if trains else []
-    found = [_trained_role(config, role, grouped) for role in roles if role not in ("rollout", JUDGE)]
-    return found + [_judge(config, name, card) for name in config.reward.judge.engines]
-
-
-def _bytes_for_engine(rollout: RolloutConfig, cluster: ClusterConfig, found: list[RolePlacement], card: int | None) -> int | None:
-    """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
-    if card is None:
-        return None
-    beside = [one for one in found if one.device == _device(cluster, "rollout")]
-    held = sum(one.memory.held for one in beside if not one.rests)
-    turns = [] if rollout.colocate else [turn_of(one, beside) for one in beside]
-    return int(FILL * card) - max([held, *turns])
-
-
-def _trained_role(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
-    device = _device(config.cluster, role)
-    pool = config.cluster.pools.get(device)
-    ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
-    paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
-    path = other_models(config).get(paths.get(role, ""))
-    # What is frozen has no adapters; a reward model has no shared tokens either (trainer/roles.py).
-    plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {"lora": None} if role == "teacher" else {}
-    model = config.model.model_copy(update=plain)
-    module = shell(model, MODULE_OF[role], path, grouped=grouped)
-    engine = TRAIN_ENGINES.entry(model.engine).make
-    # A warm start has an optimizer of its own before that of the updates.
-    sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
-    optims = [optim for section, optim in optims_of(config).items() if section in sections]
-    memory = engine.memory(module, model, ranks, _tokens(config), optims)
-    return RolePlacement(role, device, ranks, memory, rests(config, role))
-
-
-def _judge(config: TrainConfig, name: str, card: int | None) -> RolePlacement:
-    """A judge on an engine of its own, which always holds its memory."""
-    positions = model_context(config.reward.judge.engines[name].path, config.model.trust_remote_code)
-    maker, own = judge_maker(config, name, positions), judge_config(config, name)
-    dtype, processes = own.model.computes_in(card is not None), maker.processes()
-    model = shell(own.model)
-    taken = maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), card)
-    memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
-    ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
-    # A pool is all judges'; without one each that has processes has places of its own.
-    device = _device(config.cluster, JUDGE) if processes is None or JUDGE in config.cluster.roles else place_of(name)
-    lower = f"reward.judge.engines.{name}.concurrency = {own.rollout.max_episodes}"
-    if processes is not None and taken is not None:
-        lower = f"reward.judge.engines.{name}.{taken.lower}"
-    return RolePlacement(place_of(name), device, ranks, memory, False, lower)
-
-
-def _tokens(config: TrainConfig) -> int:
-    """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
-    # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
-    if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
-        return config.optim.micro_tokens
-    return min(config.optim.micro_tokens, widest(config, trained_envs(config.envs)).rollout.max_episode_tokens)
 
 
 def _device(cluster: ClusterConfig, role: str, own: bool = False) -> str:
@@ -454,13 +490,6 @@ def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
     return [Peak(HOST, max(turns.values())[1], total, usable_memory().free)]
 
 
-def check_fits(config: TrainConfig, placed: list[RolePlacement], card: int | None) -> None:
-    """Raise ResourceError, with the keys that help and the table, if a device cannot hold its roles."""
-    for peak in peaks(placed, card):
-        if peak.size > peak.limit:
-            raise ResourceError(f"{memory_text(peak)}: it does not fit; {advice(config, placed, peak)}\n{table_of(placed)}")
-
-
 def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
     """Bytes on a device in the turn of one of its roles: its own, and what those hold that do not give their memory back."""
     return one.memory.held + one.memory.turn + sum(o.memory.held for o in beside if o is not one and not o.rests)
@@ -474,43 +503,6 @@ def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
     actor, engine = parts["actor"], parts["rollout"]
     others = sum(one.memory.held for one in beside if one.role not in ("actor", "rollout") and not one.rests)
     return [(actor.memory.held + actor.memory.gathered + engine.memory.weights + others, PUBLISH)]
-
-
-def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
-    """Keys that make a device's peak smaller, largest part first."""
-    beside = [one for one in placed if one.device == peak.device or peak.device == HOST]
-    # In a publish the weights and gathered layers are the actor's.
-    [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
-    memory, ways = one.memory, []
-    if memory.activations + memory.working and peak.role != PUBLISH:
-        thin = "" if memory.checkpoints else "set model.activation_checkpointing = true, "
-        ways.append((memory.activations + memory.working, f"{thin}lower optim.micro_tokens = {config.optim.micro_tokens}"))
-    if memory.gradients and not memory.shards_gradients and one.ranks > 1 and peak.role != PUBLISH:
-        ways.append((memory.gradients, "set model.shard_gradients = true"))
-    if memory.optimizer:
-        ways.append((memory.weights + memory.optimizer, _smaller(config.model, config.cluster, one, peak)))
-    if memory.cache:
-        ways.append((memory.cache, f"lower {one.lower}"))
-    waiting = sum(o.memory.held for o in beside if o is not one and not o.rests)
-    if waiting:
-        engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in beside) else ""
-        ways.append((waiting, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
-    if peak.device == HOST:
-        ways.append((0, "this machine has no GPU: for a run on cards of another one add --gpu-memory GIB"))
-    return "; ".join(text for _, text in sorted(ways, reverse=True) if text)
-
-
-def _smaller(model: ModelConfig, cluster: ClusterConfig, one: RolePlacement, peak: Peak) -> str:
-    """The ways to less weights and optimizer on a rank that this run has not taken; in host memory more ranks save nothing."""
-    cards = peak.device != HOST
-    ways = (
-        (model.replicas > 1, f"lower model.replicas = {model.replicas}"),
-        (cards and cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
-        (model.lora is None, "train adapters ([model.lora])"),
-        (cards and model.offload == "never", 'set model.offload = "always"'),
-        (peak.role == PUBLISH and model.offload == "idle", 'set model.offload = "always" instead of "idle"'),
-    )
-    return ", or ".join(text for fits, text in ways if fits)
 
 
 def table_of(placed: list[RolePlacement]) -> str:

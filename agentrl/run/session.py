@@ -36,7 +36,7 @@ from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import needs_ray, resolve_engine, with_threads
 from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.judges import Judges, place_of
-from agentrl.run.role_placement import engine_room, open_pools, start_actors
+from agentrl.run.role_placement import RunRoles, engine_room, start_actors
 from agentrl.run.rollout_workers import with_workers
 from agentrl.run.trackers import SPANS, TRACING, StepTracing, TrackedRun
 from agentrl.trainer.actor import Actor
@@ -397,7 +397,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
         # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
         with display.doing("starting the training processes"):
-            pools = open_pools(config, engine_name)
+            pools = RunRoles(config, engine_name).open_pools()
             if pools is not None:
                 opened.callback(pools.close)
             actors = start_actors(config.model, config.cluster, pools)

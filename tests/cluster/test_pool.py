@@ -23,7 +23,7 @@ from agentrl.config.schema import (
     VllmConfig,
 )
 from agentrl.run.checks.size_checks import check_placement
-from agentrl.run.role_placement import roles_of
+from agentrl.run.role_placement import RunRoles
 from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import examples
 
@@ -127,9 +127,9 @@ def test_each_role_of_a_run_may_have_a_pool_of_its_own():
         replicas=4, critic=CriticConfig(),
     )  # fmt: skip
     check_placement(config, "vllm")
-    assert roles_of(config, "vllm") == ["actor", "rollout", "critic"]  # the others are not in this run
+    assert RunRoles(config, "vllm").names == ["actor", "rollout", "critic"]  # the others are not in this run
     penalty = config.algorithm.model_copy(update={"kl": KlConfig(coef=0.1)})
-    assert "reference" in roles_of(config.model_copy(update={"algorithm": penalty}), "embedded")
+    assert "reference" in RunRoles(config.model_copy(update={"algorithm": penalty}), "embedded").names
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.config.load import config_from
 from agentrl.run.plan import dry_run, lines, plan_of
-from agentrl.run.role_placement import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting
+from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, peaks, waiting
 from agentrl.trainer import memory as by_size
 from agentrl.trainer.memory import RoleMemory
 from agentrl.utils.errors import ConfigError, ModelError
@@ -40,7 +40,7 @@ def architecture(tmp_path: Path) -> Path:
 
 def placed(path: Path, *overrides: str) -> dict[str, RolePlacement]:
     base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(path)}}
-    return {one.role: one for one in memory_of(config_from(base, list(overrides)), 80 * GIB)}
+    return {one.role: one for one in RunMemory(config_from(base, list(overrides)), 80 * GIB).roles()}
 
 
 def test_the_weights_of_the_actor_and_the_engine_are_counted_from_the_architecture_alone(architecture: Path) -> None:
@@ -125,8 +125,9 @@ def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -
     def told(*overrides: str, card: int | None = GIB, place: int = 0) -> str:
         base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
         config = config_from(base, list(overrides))
-        placed = memory_of(config, card)
-        return advice(config, placed, peaks(placed, card)[place])
+        memory = RunMemory(config, card)
+        placed = memory.roles()
+        return memory.advice(placed, peaks(placed, card)[place])
 
     first, *rest = told("cluster.actors=2", "critic.lr=1e-3", "rollout.max_episodes=1").split("; ")
     assert first == "set model.activation_checkpointing = true, lower optim.micro_tokens = 16384"

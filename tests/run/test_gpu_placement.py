@@ -86,7 +86,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(config: TrainConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """(node, cards) of each actor and each replica, started as a session does it."""
     start_ray(config.cluster)
-    pools = placement.open_pools(config, "vllm")
+    pools = placement.RunRoles(config, "vllm").open_pools()
     assert pools is not None
     actors: WorkerGroup[Any] | None = None
     try:
@@ -160,7 +160,7 @@ def test_the_other_roles_are_with_the_actors_or_in_their_pool(address: str, mode
     ]  # fmt: skip
     config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *more])
     start_ray(config.cluster)
-    found = placement.locations_of_roles(config, "vllm")
+    found = placement.RunRoles(config, "vllm").locations()
     assert {role: len(of_role) for role, of_role in found.items()} == {"actor": 4, "rollout": 1, "reference": 2, "critic": 4}
     assert found["critic"] == found["actor"]
     own = [(one.node, card) for role in ("actor", "rollout", "reference") for one in found[role] for card in one.cards]
@@ -185,12 +185,12 @@ def test_judges_have_cards_that_no_other_process_has(
     small = ["cluster.actors=4", "vllm.replicas=1", "vllm.tensor_parallel=2"]
     config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *small, *JUDGES, *more])
     start_ray(config.cluster)
-    placement.check_room(config, "vllm")
-    places = placement.locations_of_roles(config, "vllm")
+    placement.RunRoles(config, "vllm").check_room()
+    places = placement.RunRoles(config, "vllm").locations()
     assert {role: [len(one.cards) for one in of_role] for role, of_role in places.items() if role.startswith("judge")} == found
     own = [(one.node, card) for of_role in places.values() for one in of_role for card in one.cards]
     assert len(own) == len(set(own))
-    pools = placement.open_pools(config, "vllm")
+    pools = placement.RunRoles(config, "vllm").open_pools()
     assert pools is not None
     try:
         options = {name: judges_of_run.options_of(config, name, pools) for name in ("big", "small")}
@@ -238,7 +238,7 @@ def test_judges_without_room_are_refused_with_the_table(address: str, models: di
     config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *wide])
     start_ray(config.cluster)
     with pytest.raises(ResourceError, match=r"reward\.judge\.engines\.big\.vllm\.replicas +any +17 in all"):
-        placement.check_room(config, "vllm")
+        placement.RunRoles(config, "vllm").check_room()
 
 
 EIGHT = "0 1 2 3 4 5 6 7"

@@ -25,7 +25,7 @@ from agentrl.run.checks import size_checks as sizes
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.plan import dry_run
-from agentrl.run.role_placement import FILL, GIB, memory_of
+from agentrl.run.role_placement import FILL, GIB, RunMemory
 from agentrl.run.session import open_session
 from agentrl.trainer.pretrained import SHAPES, init_model, shape_folder
 from agentrl.utils.errors import ResourceError
@@ -85,7 +85,7 @@ def test_a_config_for_one_gpu_starts_and_samples(name: str, card: None, tmp_path
 
     answer, limit = asyncio.run(sampled())
     with planned_elsewhere():
-        roles = {one.role: one.memory for one in memory_of(config, CARD)}
+        roles = {one.role: one.memory for one in RunMemory(config, CARD).roles()}
     assert len(answer.token_ids) == 2
     assert limit == int(FILL * CARD) - roles["actor"].held - roles["rollout"].weights
     assert limit >= config.rollout.max_episode_tokens * TOKEN[Path(name).name]
@@ -97,7 +97,7 @@ def test_the_real_models_leave_room_for_the_longest_episode(name: str, held: int
     config = load_config(CONFIGS / f"{name}.toml", find=find_config)
     with shape_folder(config.model.path) as folder, planned_elsewhere():
         given = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
-        roles = {one.role: one.memory for one in memory_of(given, CARD)}
+        roles = {one.role: one.memory for one in RunMemory(given, CARD).roles()}
     weights = roles["rollout"].weights
     assert roles["actor"].held == pytest.approx(held * weights / 2, rel=0.04)
     token = TOKEN[Path(name).name]
@@ -132,7 +132,7 @@ def test_the_cache_in_host_memory_is_not_the_cards(tmp_path: Path) -> None:
     """Without a card a plan counts what the engine would take: at most 4 GiB or a quarter of the machine, at least an episode."""
     base = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"init": {"layers": 36, "kv_heads": 8, "heads": 8,
             "head_dim": 128, "hidden": 32, "context": 40_960}}, "rollout": {"max_episode_tokens": 16_384}}  # fmt: skip
-    found = {one.role: one.memory for one in memory_of(config_from(base, []), None)}
+    found = {one.role: one.memory for one in RunMemory(config_from(base, []), None).roles()}
     assert 16_384 * 294_912 <= found["rollout"].cache <= max(16_384 * 294_912, 4 * GIB)
-    given = {one.role: one.memory for one in memory_of(config_from(base, ["engine_args.kv_cache_mib=5000"]), None)}
+    given = {one.role: one.memory for one in RunMemory(config_from(base, ["engine_args.kv_cache_mib=5000"]), None).roles()}
     assert given["rollout"].cache == 5000 << 20

@@ -63,7 +63,7 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
     }
     pooled = cluster.model_copy(update={"pools": {"p": PoolConfig()}, "roles": {"critic": "p"}})
     changed = config.model_copy(update={"cluster": pooled})
-    assert placement.open_pools(changed, "embedded") == (pooled, ["critic"], 9.0, {}, {})
+    assert placement.RunRoles(changed, "embedded").open_pools() == (pooled, ["critic"], 9.0, {}, {})
     inline = config.model_copy(update={"cluster": cluster.model_copy(update={"backend": "inline"})})
     assert placement.start_actors(inline.model, inline.cluster, None).world_size == 3 and seen["actor"]["backend"] == "inline"
 

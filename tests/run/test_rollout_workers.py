@@ -25,7 +25,7 @@ from agentrl.config.schema import ClusterConfig
 from agentrl.engines.vllm.vllm_maker import VllmMaker
 from agentrl.run import role_placement as placement
 from agentrl.run.checks.size_checks import check_workers
-from agentrl.run.engine_choice import workers_apart
+from agentrl.run.engine_choice import engine_name, workers_apart
 from agentrl.run.rollout_workers import recipe_of
 from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
@@ -38,6 +38,10 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
 def of(*overrides: str) -> TrainConfig:
     return load_config(QUICKSTART, list(overrides))
+
+
+def worker_lines(config: TrainConfig) -> list[str]:
+    return placement.RunRoles(config, engine_name(config)).worker_lines()
 
 
 def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,15 +58,15 @@ def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ResourceError, match=r"each takes 0.5 CPU slots, and of 3 the run's other processes take 1; .* to 4,"):
         check_workers(of("rollout.workers=5"), trains=True)
     check_workers(of("rollout.workers=6"), trains=False)
-    assert placement.worker_lines(of("rollout.workers=4")) == [
+    assert worker_lines(of("rollout.workers=4")) == [
         "rollout.workers: 4 processes of 0.5 CPU slots (of 3 on 2 nodes) and about 700 MiB each, spread over the nodes"
     ]
-    assert placement.worker_lines(of("rollout.workers=0")) == []
+    assert worker_lines(of("rollout.workers=0")) == []
     # vLLM's replicas host as many workers as they are, which take no slots; any other number have processes of their own. That is
     # counted from the config alone, also on a machine without vLLM.
     monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)
     inside = ("engine=vllm", "vllm.replicas=6", "rollout.workers=6")
-    assert placement.worker_lines(of(*inside)) == ["rollout.workers: 6, in the processes of the vllm engine"]
+    assert worker_lines(of(*inside)) == ["rollout.workers: 6, in the processes of the vllm engine"]
     check_workers(of(*inside), trains=True)
     assert [workers_apart(of(*inside, f"rollout.workers={n}")) for n in (5, 6, 7)] == [5, 0, 7]
     with pytest.raises(ResourceError, match=r"rollout.workers = 7: each takes 0.5 CPU slots"):

@@ -13,7 +13,7 @@ from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, LoraSection, ModelConfig
 from agentrl.data.rows import collate
 from agentrl.run.checks.size_checks import check_placement
-from agentrl.run.role_placement import roles_of
+from agentrl.run.role_placement import RunRoles
 from agentrl.trainer import learner as learner_of
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.roles import Reference
@@ -71,9 +71,9 @@ def test_a_reference_that_has_no_model_of_its_own_is_not_placed() -> None:
         "cluster": {"pools": {"train": {}}, "roles": {"actor": "train", "reference": "train"}},
     }
     config = config_from(base, [])
-    assert roles_of(config, "embedded") == ["actor", "reference"]
+    assert RunRoles(config, "embedded").names == ["actor", "reference"]
     check_placement(config, "embedded")
     config = config_from({**base, "model": {"path": "some/model", "lora": {}}}, [])
-    assert roles_of(config, "embedded") == ["actor"]
+    assert RunRoles(config, "embedded").names == ["actor"]
     with pytest.raises(ConfigError, match=r"cluster.roles.reference.*model\.lora"):
         check_placement(config, "embedded")

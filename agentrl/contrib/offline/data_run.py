@@ -30,7 +30,7 @@ from agentrl.run.driver import RUN_KINDS, RunKind
 from agentrl.run.engine_choice import with_threads
 from agentrl.run.folder import DRIVER, RunFolder
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.role_placement import open_pools, start_actors
+from agentrl.run.role_placement import RunRoles, start_actors
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import model_folder
 from agentrl.run.trackers import check_trackers
@@ -133,7 +133,7 @@ async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display
     try:
         kind = OBJECTIVES[data_of(config.data).loss]
         with display.doing("starting the training processes"):
-            pools = open_pools(config, ENGINE)
+            pools = RunRoles(config, ENGINE).open_pools()
             group = start_actors(config.model, config.cluster, pools, kind.role)
         await check_shared(group, folder.path, "out")
         with display.doing("loading the model"):

@@ -30,14 +30,13 @@ from agentrl.run.judges import (
     check_names,
     judge_config,
     judge_makers,
-    judge_processes,
     name_judge_in_errors,
     own_leaves,
 )
 from agentrl.run.judges import (
     ROLE as JUDGE,
 )
-from agentrl.run.role_placement import check_room, check_worker_room, engine_memory, roles_of
+from agentrl.run.role_placement import RunMemory, RunRoles
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.optim import MATRIX, Task, optims_of, usual_rate
@@ -67,18 +66,19 @@ def check_capacity(config: TrainConfig) -> None:
         raise ResourceError(f"{out}: {free} MiB of disk are free, {MIN_DISK_MIB} MiB are needed; free some space or set out=DIR")
     if not os.access(folder, os.W_OK):
         raise ResourceError(f"{folder}: no permission to write; set out=DIR")
-    _check_memory(config)
+    roles = RunRoles(config, engine_name(config))
+    _check_memory(roles)
     if config.cluster.backend == "ray":
-        _check_cores(config)
+        _check_cores(roles)
 
 
-def _check_memory(config: TrainConfig) -> None:
+def _check_memory(roles: RunRoles) -> None:
+    config, engine = roles.config, roles.engine
     need, away = MIN_MEMORY_MIB, joins(config.cluster)  # processes on a cluster use the memory of its nodes
     if config.cluster.backend == "ray" and not away:
         need += MEMORY_PER_PROCESS_MIB * (config.cluster.actors + workers_apart(config))
-    engine = _engine(config)
     if not away:
-        need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [*judge_processes(config).values()])
+        need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [*roles.judges.values()])
     free = usable_memory().free >> 20
     workers = ["rollout.workers"] if workers_apart(config) else []
     if free < need:
@@ -90,29 +90,25 @@ def _check_memory(config: TrainConfig) -> None:
         )
 
 
-def _check_cores(config: TrainConfig) -> None:
-    engine, cores = _engine(config), usable_cpus()
-    judges = sum(one.count for one in judge_processes(config).values())
-    need = config.cluster.actors + (engine.count if engine is not None else 0) + judges
+def _check_cores(roles: RunRoles) -> None:
+    cluster, engine, cores = roles.cluster, roles.engine, usable_cpus()
+    judges = sum(one.count for one in roles.judges.values())
+    need = cluster.actors + (engine.count if engine is not None else 0) + judges
     # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
-    if not joins(config.cluster) and need > 2 * cores:
+    if not joins(cluster) and need > 2 * cores:
         raise ResourceError(
-            f"{cores} cores cannot run {need} worker processes (cluster.actors={config.cluster.actors}"
+            f"{cores} cores cannot run {need} worker processes (cluster.actors={cluster.actors}"
             f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}"
             f"{f', judges: {judges}' if judges else ''}); at most {2 * cores} fit"
         )
-    check_room(config, engine_name(config))
-    slots = sum(int(node.cpus) for node in nodes_of(config.cluster, "actor"))
-    if "actor" not in config.cluster.roles and config.cluster.actors > slots:
-        where = "the cluster" if joins(config.cluster) else "this machine"
+    roles.check_room()
+    slots = sum(int(node.cpus) for node in nodes_of(cluster, "actor"))
+    if "actor" not in cluster.roles and cluster.actors > slots:
+        where = "the cluster" if joins(cluster) else "this machine"
         raise ResourceError(
-            f"cluster.actors = {config.cluster.actors}: each takes a CPU slot of its own, and {where} has {slots} of them; lower "
+            f"cluster.actors = {cluster.actors}: each takes a CPU slot of its own, and {where} has {slots} of them; lower "
             "cluster.actors, or place the actors in a pool whose `cpus` is less than 1"
         )
-
-
-def _engine(config: TrainConfig) -> Processes | None:
-    return maker_of(engine_name(config), config).processes()
 
 
 # Sizes
@@ -231,7 +227,7 @@ def check_cache(config: TrainConfig) -> None:
     cards = not joins(config.cluster) and has_gpus(config.cluster, "rollout")
     card = card_bytes(config.cluster) if cards else None
     if card is not None or "kv_cache_mib" in config.engine_args:
-        engine_memory(config, card)
+        RunMemory(config, card).engine()
 
 
 def advice(config: TrainConfig) -> list[str]:
@@ -323,8 +319,9 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, algorithm.distillation, critic, reward_model,
     model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route, reward.judge.engines.
     """
-    cluster = config.cluster
-    _check_one_process(config, engine_name)
+    cluster, places = config.cluster, RunRoles(config, engine_name)
+    engine = places.engine
+    _check_one_process(places)
     check_roles(cluster)
     if "reference" in cluster.roles and config.model.lora is not None:
         raise ConfigError(
@@ -337,19 +334,18 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
                 f"cluster.actors = {cluster.actors}: the driver's process has room for one, because torch.distributed has one "
                 'rank per process: set cluster.actors = 1 or cluster.backend = "ray"'
             )
-        _check_inline(config, engine_name)
+        _check_inline(places)
         return
-    engine = maker_of(engine_name, config).processes()
     if "rollout" in cluster.roles and engine is None:
         raise ConfigError(
-            f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_with_processes(config)}"
+            f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_engines_apart(config)}"
         )
-    if JUDGE in cluster.roles and not judge_processes(config):
+    if JUDGE in cluster.roles and not places.judges:
         raise ConfigError(
             f"cluster.roles.{JUDGE}: no judge has processes to place; remove the role, or set reward.judge.engines.NAME.engine = "
-            f"{_with_processes(config)}"
+            f"{_engines_apart(config)}"
         )
-    pools = pools_of_roles(cluster, roles_of(config, engine_name))
+    pools = pools_of_roles(cluster, places.names)
     colocated = engine is not None and config.rollout.colocate
     for role, (name, pool) in pools.items():
         slots = pool.nodes * pool.per_node
@@ -363,7 +359,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
                 f"role {role!r} fills its pool, so set {key} = {slots}"
             )
         if role == JUDGE:
-            _check_judges(config, name, [other for other in pools if other != JUDGE])
+            _check_judges(places, name, [other for other in pools if other != JUDGE])
             continue
         if role not in ("actor", "rollout"):
             mesh_of(config.model, config.cluster, slots)
@@ -379,9 +375,9 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
         _check_rollout(config.cluster, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
 
 
-def _check_one_process(config: TrainConfig, engine_name: str) -> None:
-    route, cluster = config.weights.route, config.cluster
-    samples = maker_of(engine_name, config).processes() is not None
+def _check_one_process(places: RunRoles) -> None:
+    route, cluster, engine_name = places.config.weights.route, places.cluster, places.engine_name
+    samples = places.engine is not None
     if route in ROUTES and "one_process" in ROUTES.entry(route).traits:
         if cluster.backend == "ray":
             why, instead = 'cluster.backend = "ray" trains in processes of its own', 'cluster.backend = "inline"'
@@ -396,16 +392,15 @@ def _check_one_process(config: TrainConfig, engine_name: str) -> None:
         )
 
 
-def _check_inline(config: TrainConfig, engine_name: str) -> None:
+def _check_inline(places: RunRoles) -> None:
     """Ray gives an engine's process the first GPU, not knowing that the driver computes on it."""
-    engine = maker_of(engine_name, config).processes()
-    judges = judge_processes(config)
-    if judges and not joins(config.cluster) and has_gpus(config.cluster, JUDGE):
+    cluster, engine = places.cluster, places.engine
+    if places.judges and not joins(cluster) and has_gpus(cluster, JUDGE):
         raise ConfigError(
-            f'cluster.backend = "inline": the driver trains on the first GPU, and judge {next(iter(judges))} would get the same '
-            'one; set cluster.backend = "ray", or engine = "embedded" for the judge'
+            f'cluster.backend = "inline": the driver trains on the first GPU, and judge {next(iter(places.judges))} would get '
+            'the same one; set cluster.backend = "ray", or engine = "embedded" for the judge'
         )
-    if engine is None or config.rollout.colocate or joins(config.cluster) or not has_gpus(config.cluster, "rollout"):
+    if engine is None or places.config.rollout.colocate or joins(cluster) or not has_gpus(cluster, "rollout"):
         return
     raise ConfigError(
         f'cluster.backend = "inline": the driver trains on the first GPU, and {engine.what} would get the same one; set '
@@ -413,7 +408,7 @@ def _check_inline(config: TrainConfig, engine_name: str) -> None:
     )
 
 
-def _with_processes(config: TrainConfig) -> str:
+def _engines_apart(config: TrainConfig) -> str:
     """The names of the engines that have their own processes, for a message."""
     return " or ".join(f'"{entry.name}"' for entry in ENGINES.own() if entry.make(config).processes() is not None)
 
@@ -434,10 +429,10 @@ def _check_rollout(cluster: ClusterConfig, engine: Processes, name: str, others:
         )
 
 
-def _check_judges(config: TrainConfig, name: str, others: list[str]) -> None:
+def _check_judges(places: RunRoles, name: str, others: list[str]) -> None:
     """Judges share a pool with no other role that has GPUs there, and fill it together."""
-    pool, roles = config.cluster.pools[name], {str(role): pool for role, pool in config.cluster.roles.items()}
-    processes = judge_processes(config)
+    pool, roles = places.cluster.pools[name], {str(role): pool for role, pool in places.cluster.roles.items()}
+    processes = places.judges
     count, slots = sum(one.count for one in processes.values()), pool.nodes * pool.per_node
     if beside := [role for role in others if roles[role] == name]:
         raise ConfigError(
@@ -505,7 +500,7 @@ def check_workers(config: TrainConfig, trains: bool) -> None:
             "some of them none; raise the one or lower the other"
         )
     if not is_planned():
-        check_worker_room(config, trains)
+        RunRoles(config, engine_name(config)).check_worker_room(trains)
 
 
 # Judges
