@@ -19,8 +19,7 @@ from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.rollout.collector import largest
 from agentrl.rollout.mixtures import MixedTasks, parts_of
-from agentrl.run.checks import check_config, check_train
-from agentrl.run.checks.env_checks import rehearse, remote_lines
+from agentrl.run.checks import RunStart, check_config, check_train, run_checks
 from agentrl.run.checks.model_checks import check_router_replay
 from agentrl.run.checks.reward_checks import evaluations_of
 from agentrl.run.checks.rollout_checks import survey_lines
@@ -421,11 +420,10 @@ def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
     notes = [
         *survey_lines(config_for_checks(config)),
         *waiting(placed),
-        *remote_lines(config),
         *(roles.worker_lines() if here else []),
         f"model.packing: {packing.reason}",
         *(f"warning: {line}" for line in (*suspicious, *start_notes(config))),
-        *(rehearse(one) for one in each(config) if one.agent is not None and here),
+        *run_checks(RunStart(config, {}, planned=True), "plan"),
     ]
     return DryRun(plan_of(config, total is not None), locations, placed, found, notes)
 

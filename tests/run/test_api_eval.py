@@ -30,9 +30,9 @@ from agentrl.run.engine_choice import make_api_engine
 from agentrl.run.evaluate import RolloutRequest, run_rollout
 from agentrl.trainer.pretrained import init_model, load_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError, ResourceError
+from tests.contrib.preflight.preflighted import preflight, with_spec
 from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.rollout.loopback import Loopback, solve
-from tests.run.preflighted import preflight, with_spec
 
 TASKS = ["health.preflight=false", "env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
 
@@ -40,7 +40,7 @@ TASKS = ["health.preflight=false", "env.params.set_share=0", "env.params.calls=[
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("agentrl.run.checks.preflight.ANSWER_S", 5.0)
+    monkeypatch.setattr("agentrl.contrib.preflight.services.ANSWER_S", 5.0)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
 
 

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from agentrl.config import Choice
+from agentrl.contrib.preflight.plugin_trials import TRIALS, TrialError, expect_type
 from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, Sandbox, SandboxProvider, SandboxSpec
-from agentrl.run.checks.plugin_checks import TRIALS, TrialError, expect_type
 
 
 @TRIALS.register("env.sandbox.provider")

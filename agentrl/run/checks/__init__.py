@@ -1,10 +1,15 @@
 """All checks before a run, in the order in which they run. Each says which config keys it reads.
 
 A check raises a UserError that names the key, its value and the expected one; no folder is created and no process started
-before the last check. What only the trainer can know is checked in `trainer/`, by the file that computes with it.
+before the last check. What only the trainer can know is checked in `trainer/`, by the file that computes with it; what a
+feature of contrib or a plug-in can know, by a function in `RUN_CHECKS`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from agentrl.config.envs import alone, name_entry_in_errors, trained_envs, warm_start_envs
 from agentrl.config.identity import check_references
@@ -14,17 +19,13 @@ from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.env_checks import (
-    check_agent,
     check_demonstrations,
     check_named,
-    check_remote,
     check_start,
     run_section_checks,
     suite_notes,
 )
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
-from agentrl.run.checks.plugin_checks import check_plugins
-from agentrl.run.checks.preflight import Purpose, check_preflight
 from agentrl.run.checks.reward_checks import check_decided, check_gold, check_judge, check_lint, check_success
 from agentrl.run.checks.rollout_checks import (
     check_assembly,
@@ -52,7 +53,39 @@ from agentrl.trainer.learner import check_learner
 from agentrl.trainer.publish import check_weights
 from agentrl.trainer.train_engine import check_train_engine
 from agentrl.utils.errors import ConfigError
+from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import quiet_libraries
+
+Purpose = Literal["train", "eval", "rollout"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """A command about to start. `scorers`: of each environment, once they are made. `planned`: nothing will be started, and
+    nothing that costs money is tried."""
+
+    config: TrainConfig
+    scorers: Mapping[str, Scorer]
+    purpose: Purpose = "train"
+    planned: bool = False
+
+
+RUN_CHECKS: Registry[Callable[[RunStart], Sequence[str]]] = Registry(
+    "check",
+    "RUN_CHECKS",
+    "agentrl.run.checks",
+    traits={
+        "first": "runs before all other checks, without scorers",
+        "plan": "runs for a plan alone; its lines describe the run, and are no warnings",
+    },
+)
+"""Checks of features and plug-ins before every start: each raises a UserError, or returns warnings."""
+
+
+def run_checks(start: RunStart, trait: str = "") -> list[str]:
+    """Call the checks with a trait, or those without one; returns their lines."""
+    found = [RUN_CHECKS.entry(name) for name in RUN_CHECKS]
+    return [line for one in found if one.traits == ({trait} if trait else set()) for line in one.make(start)]
 
 
 def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:
@@ -67,7 +100,7 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     """As `check_train`, of a training config; `capacity`: of the machine's free resources too."""
     quiet_libraries()  # the checks of a model trace it
     check_references(config)
-    check_plugins(config, planned)
+    early = run_checks(RunStart(config, {}, planned=planned), "first")
     check_engine(config)
     check_trackers(config)
     check_callbacks(config.callbacks)
@@ -77,7 +110,7 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     check_vision(config)
     if capacity:
         check_capacity(config)
-    return _check_parts(config, planned)
+    return [*early, *_check_parts(config, planned)]
 
 
 def check_not_data(data: DataConfig | None) -> None:
@@ -99,9 +132,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     for env in config.envs:
         with name_entry_in_errors(config, env):
             one = alone(config, env)
-            check_remote(one)
             ref, scorers[env.called] = check_assembly(one)
-            check_agent(one, ref)
             if trained_envs(one.envs):
                 check_trainable(one)
             check_start(one, ref)
@@ -128,7 +159,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     check_workers(config, True)
     check_judge(config, scorers)
     notes = check_judges(config, scorers, True, planned)
-    check_preflight(config, scorers, planned)
+    notes += run_checks(RunStart(config, scorers, planned=planned))
     notes += suite_notes(config)
     for env in config.envs:
         with name_entry_in_errors(config, env):
@@ -150,6 +181,7 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
     """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
     quiet_libraries()
     check_references(config)
+    run_checks(RunStart(config, {}, purpose), "first")
     check_models(config, False)
     check_vision(config, False)
     check_workers(config, False)
@@ -157,11 +189,9 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
     for env in config.envs:
         with name_entry_in_errors(config, env):
             one = alone(config, env)
-            check_remote(one)
             ref, scorers[env.called] = check_assembly(one)
-            check_agent(one, ref)
             check_decided(scorers[env.called])
             check_prompts(one, engine_name(config), ref)
     check_heads(config, engine_name(config))
     check_judges(config, scorers, False)
-    check_preflight(config, scorers, False, purpose)
+    run_checks(RunStart(config, scorers, purpose))

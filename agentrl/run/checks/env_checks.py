@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from functools import reduce
 
-import httpx
-
-from agentrl.config.envs import alone, each, entry_name, trained_at_all, warm_start_envs
+from agentrl.config.envs import alone, entry_name, trained_at_all, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
-from agentrl.config.schema import AgentConfig, RolloutConfig, TrainConfig
-from agentrl.data.trajectory import Message, Trajectory
+from agentrl.config.schema import RolloutConfig, TrainConfig
 from agentrl.env import ToolEnv
-from agentrl.env.address import PROTOCOLS
 from agentrl.env.catalog import EnvRef, ParameterError, check_ref
-from agentrl.env.spaces import run_sync
-from agentrl.env.wrappers import WRAPPERS, ToolWrapper
-from agentrl.render.base import Renderer
+from agentrl.env.wrappers import WRAPPERS
 from agentrl.rollout.context import CONTEXTS
-from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.samplers import fresh_seed, make_sampler
-from agentrl.run.assembly import agents_of, read_inputs, renderer_of, scorer_of
 from agentrl.run.digests import suite_env
-from agentrl.run.engine_choice import engine_of
-from agentrl.utils.errors import AgentrlError, CatalogError, ConfigError, ResourceError
-from agentrl.utils.network import exempt_own, through_proxy
-from agentrl.utils.redaction import resolve_references
+from agentrl.utils.errors import CatalogError, ConfigError
 from agentrl.utils.registry import Registry
 
 # Names
@@ -173,71 +158,6 @@ def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
         raise ConfigError(f"algorithm.demonstrations ({one.envs[0].called}): {why}; leave algorithm.demonstrations out")
 
 
-# Remote environments
-
-
-def check_remote(config: TrainConfig) -> None:
-    """Raise a UserError if the environment's server cannot be reached, speaks another protocol, has another environment, refuses
-    its parameters, wrappers or tool sets, or takes fewer episodes at once than the run plays; or if an
-    agent of the user's would play there.
-
-    Reads: env, tools, agent, rollout.max_episodes, sft.
-    """
-    ref = EnvRef.of(config)
-    if ref.at is None:
-        return
-    if not ref.at.ours:
-        PROTOCOLS[ref.at.protocol].describe(ref.at)
-        return
-    if config.tools.mcp:
-        raise ConfigError(
-            f"tools.mcp: the tools of an environment elsewhere run on its server, {ref.at.url}, which starts no programs for its "
-            "clients; put the tools into its tool sets (tools.sets)"
-        )
-    if config.tools.args:
-        raise ConfigError(
-            f"tools.args: the tools of an environment elsewhere run on its server, {ref.at.url}, which reads no files that its "
-            "clients name; leave it out, and give the set to the environment there"
-        )
-    if config.agent is not None:
-        raise ConfigError(
-            f"[agent]: its calls go to the tools one by one, and an environment elsewhere ({ref.at.url}) answers whole turns; "
-            "run where the environment is (without env.url)"
-        )
-    card = ref.card(fresh=True)
-    assert card is not None
-    most = card["limits"]["episodes"]
-    if config.rollout.max_episodes > most:
-        raise ConfigError(
-            f"rollout.max_episodes = {config.rollout.max_episodes}: {ref.at.url} takes {most} episodes at once; lower it, or "
-            f"start the server with --max-episodes {config.rollout.max_episodes} or more"
-        )
-    if config.sft is not None and not card["teacher"]:
-        raise ConfigError(f"env.id: {card['env']['id']} at {ref.at.url} has no teacher, so [sft] cannot warm a model up on it")
-
-
-def remote_lines(config: TrainConfig) -> list[str]:
-    """Lines about the environment's server, for `--dry-run`; nothing for environments that are here."""
-    lines = []
-    for ref in map(EnvRef.of, each(config)):
-        if ref.at is not None and not ref.at.ours:
-            lines.append(PROTOCOLS[ref.at.protocol].describe(ref.at))
-        elif ref.at is not None:
-            card = ref.card()
-            assert card is not None
-            limits, tools = card["limits"], ", ".join(row["function"]["name"] for row in card["toolbox"]["rows"]) or "none"
-            has = " and ".join(
-                what for what, there in (("gold solutions", card["gold"]), ("a teacher", card["teacher"])) if there
-            )
-            lines += [
-                f"environment: {ref.at.url} (agentrl {card['agentrl']}) has {card['env']['id']}, with "
-                f"{has or 'no gold solutions'}",
-                f"  tools: {tools}",
-                f"  at most {limits['episodes']} episodes at once, each closed after {limits['idle']:g} s without a request",
-            ]
-    return lines
-
-
 # Suites
 
 
@@ -248,127 +168,3 @@ def suite_notes(config: TrainConfig) -> list[str]:
     """
     built = [suite_env(EnvRef.of(alone(config, env))) for env in config.envs]
     return [note for env in built if env is not None for note in env.source_notes()]
-
-
-# Agents
-
-_ANSWERS_WITHIN = 10.0
-
-
-def check_agent(config: TrainConfig, env: EnvRef) -> None:
-    """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one.
-
-    Reads: agent, env, engine, rollout.context, rollout.summary_model.
-    """
-    if config.agent is None:
-        return
-    agents_of(config, read_inputs(config))
-    if config.agent.url is not None:
-        address = resolve_references(config.agent.url, "agent.url")
-        exempt_own(address)
-        try:
-            httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
-        except httpx.HTTPError as problem:
-            fault = f"{type(problem).__name__}: {problem}{through_proxy(address)}"
-            raise ResourceError(f"agent.url: {config.agent.url} does not answer: {fault}") from problem
-    if config.rollout.context != RolloutConfig().context or config.rollout.summary_model is not None:
-        raise ConfigError(
-            f"rollout.context = {config.rollout.context.name!r}: with [agent] the agent itself decides what the policy sees; "
-            "leave rollout.context and rollout.summary_model out"
-        )
-    if "messages" in engine_of(config).traits:
-        raise ConfigError("[agent]: an API model has an endpoint of its own; point the agent there")
-    built = env.build()
-    try:
-        _check_calls(built)
-        run_sync(_check_user(config.agent, built))
-    finally:
-        built.close()
-
-
-def rehearse(config: TrainConfig) -> str:
-    """One episode of the agent of a config with one environment, on a scripted policy, which plays the task's gold turns if
-    there are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
-    inputs, env = read_inputs(config), EnvRef.of(config).build()
-    agents, renderer, turns = agents_of(config, inputs), renderer_of(config.model, inputs.tokenizer), _gold(env)
-    assert agents is not None
-    policy = Policy(Scripted(renderer, turns), renderer)
-    spec = EpisodeSpec(0, env.splits[0], config.seed, 0, "rehearsal")
-    limits, began = Limits.of(config.rollout, inputs.context), time.monotonic()
-
-    async def play() -> Trajectory:
-        try:
-            return await agents.play(env, policy, spec, limits, scorer_of(config, inputs.specs[0]), Watch())
-        finally:
-            await agents.close()
-
-    trajectory = asyncio.run(play())
-    if trajectory.stop.infrastructure:
-        raise ConfigError(f"[agent]: a rehearsal of one episode ended with {trajectory.stop}: {trajectory.error}")
-    calls = sum(1 for _, _, result in trajectory.calls() if result is not None)
-    played = "gold turns" if len(turns) > 1 else "a turn without calls"
-    error = f" ({trajectory.error})" if trajectory.error else ""
-    return (
-        f"agent: a rehearsal on {played} ended with {trajectory.stop}{error} after {time.monotonic() - began:.1f} s: "
-        f"{len(trajectory.turns)} turns, {calls} tool calls, {len(trajectory.ledgers)} ledgers, reward {trajectory.reward}"
-    )
-
-
-def _gold(env: ToolEnv) -> list[Message]:
-    try:
-        return env.gold_turns(env.make_task(0, env.splits[0]))
-    except (NotImplementedError, AgentrlError):
-        return [Message("assistant", "This is a rehearsal.")]
-
-
-class Scripted(Engine):
-    """Samples the given turns one after the other, and then the last one again."""
-
-    def __init__(self, renderer: Renderer, turns: Sequence[Message]) -> None:
-        self._turns = [renderer.assistant(turn) for turn in turns]
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        ids = self._turns.pop(0) if len(self._turns) > 1 else self._turns[0]
-        cut = ids[: sampling.max_tokens]
-        return Generation(cut, [0.0] * len(cut), [0] * len(cut), "stop" if len(cut) == len(ids) else "length")
-
-    async def start(self) -> None: ...
-
-    async def abort(self, request_key: str) -> None: ...
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-    async def close(self) -> None: ...
-
-
-def _check_calls(env: ToolEnv) -> None:
-    """An agent makes its calls one by one, so what an environment does with whole steps would never happen."""
-    layer = env
-    while True:
-        base: type[ToolEnv] = ToolWrapper if isinstance(layer, ToolWrapper) else ToolEnv
-        own = type(layer)
-        steps = own.astep is not base.astep or own._answer is not ToolEnv._answer
-        if steps and own.acall is base.acall:
-            what = f"wrapper {own.__name__}" if base is ToolWrapper else f"environment {layer.id}"
-            raise ConfigError(
-                f"[agent]: {what} acts on whole steps (`astep`), and an agent makes its tool calls one by one; leave it out, or "
-                "give it an `acall`"
-            )
-        if not isinstance(layer, ToolWrapper):
-            return
-        layer = layer.env
-
-
-async def _check_user(agent: AgentConfig, env: ToolEnv) -> None:
-    """Some environments have a user only once a task is set up."""
-    try:
-        if not env.has_user:
-            await env.areset(seed=0, options={"split": env.splits[0]})
-        if env.has_user and not agent.user:
-            raise ConfigError(
-                f"[agent]: {env.id} has a user who answers, and an agent that is given a task does not hear it; set agent.user = "
-                "true if the agent talks with it (AGENTRL_USER_URL, docs/agents.md)"
-            )
-    finally:
-        await env.aclose()

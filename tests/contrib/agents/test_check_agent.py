@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from, load_config, with_absolute_paths
+from agentrl.contrib.agents.run_checks import check_agent, rehearse
 from agentrl.env.catalog import EnvRef
-from agentrl.run.checks.env_checks import check_agent, rehearse
 from agentrl.utils.errors import ConfigError, ResourceError, UserError
 
 AGENT = str(Path(__file__).with_name("agent_over_http.py"))

@@ -15,6 +15,7 @@ from agentrl.config.identity import identity_of
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
 from agentrl.contrib.remote_envs import client as link
+from agentrl.contrib.remote_envs.run_checks import check_server, remote_lines
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.data.trajectory import StopReason
 from agentrl.env.catalog import EnvRef
@@ -23,8 +24,7 @@ from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, make_context
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.assembly import scorer_of
-from agentrl.run.checks import check_eval
-from agentrl.run.checks.env_checks import check_remote, remote_lines
+from agentrl.run.checks import RunStart, check_eval
 from agentrl.run.digests import contents_of
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import CatalogError, ConfigError, UserError
@@ -62,8 +62,8 @@ def made(server: Running | None, *overrides: str) -> TrainConfig:
 
 
 def test_the_dry_run_tells_what_the_server_says(server: Running) -> None:
-    assert remote_lines(made(None)) == []
-    first, *rest = remote_lines(made(server))
+    assert remote_lines(RunStart(made(None), {})) == []
+    first, *rest = remote_lines(RunStart(made(server), {}))
     assert re.fullmatch(
         rf"environment: {server.url} \(agentrl [\d.]+\) has agentrl/KeyValue-v0, with gold solutions and a teacher", first
     )
@@ -97,7 +97,7 @@ def test_what_cannot_be_played_there_is_refused_before_the_run(
 ) -> None:
     monkeypatch.setattr("agentrl.contrib.remote_envs.client.CHECK_PATIENCE", 0.1)
     with pytest.raises(UserError, match=why):
-        check_remote(made(server, *overrides))
+        check_server(made(server, *overrides))
 
 
 def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
@@ -105,7 +105,7 @@ def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
     entries = [{"id": "key_value"}, {"id": "key_value", "name": "there", "url": server.url, "token_env": VARIABLE}]
     base = {"env": entries, "engine": "embedded", "model": {"init": {"layers": 1}}, "rollout": {"max_episodes": 64}}
     config = config_from(base, [])
-    assert len(remote_lines(config)) == 3
+    assert len(remote_lines(RunStart(config, {}))) == 3
     assert [ref.at for ref in map(EnvRef.of, each(config))] == [None, server.address()]
     found = contents_of(config, "train")
     assert found["the files of env.there.id"] == found["the files of env.key_value.id"]
@@ -115,8 +115,8 @@ def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
 
 def test_an_address_needs_a_url() -> None:
     with pytest.raises(ConfigError, match=r"env\.protocol, env\.token_env: only for an environment elsewhere"):
-        check_remote(made(None, "env.token_env=X"))
-    check_remote(made(None))
+        check_server(made(None, "env.token_env=X"))
+    check_server(made(None))
 
 
 def test_where_it_runs_is_no_part_of_what_a_run_is(server: Running) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import is_planned
 from agentrl.config import TrainConfig
@@ -31,6 +31,7 @@ from agentrl.reward.nodes import LeafNode, Node
 from agentrl.reward.values import decide, follow, parse_pointer, references
 from agentrl.rollout.engine import Sampling
 from agentrl.rollout.samplers import make_sampler
+from agentrl.run.checks import RUN_CHECKS, Purpose, RunStart
 from agentrl.run.digests import suite_env
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError
 from agentrl.utils.parsing import json_text
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 ANSWER_S = 20.0
 """Seconds in which each server and model must answer."""
 QUESTION = {"role": "user", "content": "Answer with the word: ready"}
-Purpose = Literal["eval", "rollout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,18 @@ class ApiModel:
         return str(self.request["model"])
 
 
-def check_preflight(config: TrainConfig, scorers: Mapping[str, Scorer], free: bool = False, purpose: Purpose = "eval") -> None:
+@RUN_CHECKS.register("services")
+def check_services(start: RunStart) -> list[str]:
     """Raise ConfigError for an MCP server that does not start or list its tools (with what it wrote), a missing or refused key
     (with its variable), a model that is not there and a request that it refuses (with the parameter); ResourceError for an
-    address that does not answer. `free`: nothing that costs money, so of an API only its key.
+    address that does not answer. In a plan nothing is asked that costs money, so of an API only its key.
 
     Reads: health, env, tools, agent, rollout.summary_model, rollout.max_turn_tokens, rollout.temperature, rollout.top_p,
     eval.temperature, reward.judge, api, model.path.
     """
+    config = start.config
     if not config.health.preflight:
-        return
+        return []
     for number, one in enumerate(each(config)):
         at = f"{entry_name(number, one.envs[0].called)}.tools" if config.envs[number].tools is not None else "tools"
         owners: dict[str, str] = {}
@@ -84,15 +86,16 @@ def check_preflight(config: TrainConfig, scorers: Mapping[str, Scorer], free: bo
                         f"{at}.mcp.{name}: its tool {tool!r} has the name of one of {at}.mcp.{other}. Set {at}.mcp.{name}.prefix"
                     )
     asked: set[str] = set()
-    for model in api_models(config, scorers, purpose):
+    for model in api_models(config, start.scorers, start.purpose):
         if (request := json_text([model.base, dict(model.request)])) not in asked:
             asked.add(request)
             _check_key(model)
-            if not free:
+            if not start.planned:
                 _ask(model, ANSWER_S)
+    return []
 
 
-def api_models(config: TrainConfig, scorers: Mapping[str, Scorer], purpose: Purpose = "eval") -> Iterator[ApiModel]:
+def api_models(config: TrainConfig, scorers: Mapping[str, Scorer], purpose: Purpose) -> Iterator[ApiModel]:
     """The models behind an API that a run asks: its judges, the writer of its summaries, those that play users, and the policy if
     it is one."""
     for one in each(config):
@@ -122,9 +125,9 @@ def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:
 
     rollout = one.rollout
     if (name := api_name(one.model.path)) is not None:
-        keys = {"temperature": f"{'eval' if purpose == 'eval' else 'rollout'}.temperature", "top_p": "rollout.top_p"}
+        keys = {"temperature": f"{'rollout' if purpose == 'rollout' else 'eval'}.temperature", "top_p": "rollout.top_p"}
         keys["max_tokens"] = "rollout.max_turn_tokens"
-        temperature = one.eval.temperature if purpose == "eval" else one_temperature(rollout, "a rollout")
+        temperature = one_temperature(rollout, "a rollout") if purpose == "rollout" else one.eval.temperature
         sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=temperature, top_p=rollout.top_p)
         request = LiteLlmEngine(name, one.api).request([QUESTION], _tools(one), sampling)
         yield ApiModel("--model", "api.base", one.api.base, request, given=one.api.args, set_by=keys)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import TrainConfig
+from agentrl.contrib.preflight.services import check_services
 from agentrl.run.assembly import scorer_of
-from agentrl.run.checks.preflight import check_preflight
+from agentrl.run.checks import RunStart
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 
@@ -25,4 +26,4 @@ def with_spec(folder: Path, root: dict[str, Any] = RIGHT, success: dict[str, Any
 
 def preflight(config: TrainConfig, free: bool = False) -> None:
     """Ask as `agentrl train` does, or as its dry run (`free`)."""
-    check_preflight(config, {"key_value": scorer_of(config)}, free)
+    check_services(RunStart(config, {"key_value": scorer_of(config)}, planned=free))

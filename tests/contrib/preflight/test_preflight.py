@@ -11,11 +11,12 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig
+from agentrl.contrib.preflight.services import check_services
 from agentrl.run.assembly import scorer_of
-from agentrl.run.checks.preflight import check_preflight
+from agentrl.run.checks import RunStart
 from agentrl.utils.errors import ConfigError
+from tests.contrib.preflight.preflighted import preflight, with_spec
 from tests.contrib.suites.toysuite import write_source, write_suite
-from tests.run.preflighted import preflight, with_spec
 
 DIES = [sys.executable, "-c", "import sys; sys.exit('no licence file at /etc/licence')"]
 
@@ -61,7 +62,7 @@ def test_two_servers_with_one_tool_name_are_both_named(tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_answer_is_waited_for_for_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.run.checks.preflight.ANSWER_S", 0.3)
+    monkeypatch.setattr("agentrl.contrib.preflight.services.ANSWER_S", 0.3)
     slow = {"mcp": {"shop": {"command": ["sleep", "30"]}}}
     with pytest.raises(ConfigError, match=r"no answer within 0\.3 s"):
         preflight(with_spec(tmp_path, tools=slow))
@@ -80,7 +81,7 @@ def test_a_judge_that_no_task_of_a_benchmark_asks_needs_no_key(tmp_path: Path, m
         config = with_spec(tmp_path, root).model_dump(exclude_unset=True)
         env = {**config["env"], "id": "sums", "params": {"source": source, **params}}
         config = TrainConfig.model_validate({**config, "env": env})
-        check_preflight(config, {"sums": scorer_of(config)}, free=True)
+        check_services(RunStart(config, {"sums": scorer_of(config)}, planned=True))
 
     check(families=["easy", "hard"])
     for families in (["easy", "odd"], None):

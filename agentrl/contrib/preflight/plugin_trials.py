@@ -23,6 +23,7 @@ from agentrl.rollout.context import Moment
 from agentrl.rollout.engine import EngineMaker
 from agentrl.rollout.mixtures import EnvOutcome
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice
+from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
 from agentrl.run.registries import registry_of
 from agentrl.run.trackers import Tracker
@@ -39,7 +40,7 @@ SAMPLED = [False, True, True, False, False, True]
 UNCALLED = ("engine", "model.engine", "weights.route", "trackers")
 """Keys of classes that start processes: only their form is checked."""
 
-TRIALS: Registry[Callable[[Any, Choice], None]] = Registry("trial", "TRIALS", "agentrl.run.checks.plugin_checks")
+TRIALS: Registry[Callable[[Any, Choice], None]] = Registry("trial", "TRIALS", "agentrl.contrib.preflight.plugin_trials")
 """Trials of components that a folder of `agentrl.contrib` defines, by config key. Each gets the component and its choice."""
 
 
@@ -47,18 +48,21 @@ class TrialError(Exception):
     """An answer that a run could not use: names it and the expected form."""
 
 
-def check_plugins(config: TrainConfig, planned: bool) -> None:
+@RUN_CHECKS.register("plugins", traits={"first"})
+def check_plugins(start: RunStart) -> list[str]:
     """Raise ConfigError with key, file and line if a plug-in of the user fails on made-up data, or gives an unusable answer. A
-    second load of its file is called, so nothing that it keeps is left. `planned`: callbacks are made too; a start makes them
-    itself.
+    second load of its file is called, so nothing that it keeps is left. In a plan callbacks are made too; a start makes them
+    itself. An evaluation calls none of them.
 
     Reads: algorithm, callbacks, engine, env, model.engine, rollout, trackers, weights.route.
     """
-    for key, choice, trial in _trials(config, planned):
+    config = start.config
+    for key, choice, trial in _trials(config, start.planned) if start.purpose == "train" else ():
         registry = registry_of(key)
         assert registry is not None
         if choice is not None and choice.name in registry and registry.is_plugin(choice.name):
             _try(key, registry, choice, trial, config.rollout.env_timeout + config.rollout.episode_timeout)
+    return []
 
 
 def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | None, Callable[[Any, Choice], Any]]]:

@@ -1,0 +1,168 @@
+"""Checks of a run whose episodes an agent plays, and its rehearsal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import httpx
+
+from agentrl.cluster.placement import is_planned
+from agentrl.config.envs import alone, each, name_entry_in_errors
+from agentrl.config.schema import AgentConfig, RolloutConfig, TrainConfig
+from agentrl.data.trajectory import Message, Trajectory
+from agentrl.env import ToolEnv
+from agentrl.env.catalog import EnvRef
+from agentrl.env.spaces import run_sync
+from agentrl.env.wrappers import ToolWrapper
+from agentrl.render.base import Renderer
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
+from agentrl.run.assembly import agents_of, read_inputs, renderer_of, scorer_of
+from agentrl.run.checks import RUN_CHECKS, RunStart
+from agentrl.run.engine_choice import engine_of
+from agentrl.utils.errors import AgentrlError, ConfigError, ResourceError
+from agentrl.utils.network import exempt_own, through_proxy
+from agentrl.utils.redaction import resolve_references
+
+_ANSWERS_WITHIN = 10.0
+
+
+@RUN_CHECKS.register("agents")
+def check_agents(start: RunStart) -> list[str]:
+    """Raise a UserError as `check_agent`, for each environment.
+
+    Reads: agent, env, engine, rollout.context, rollout.summary_model.
+    """
+    for env in start.config.envs:
+        with name_entry_in_errors(start.config, env):
+            one = alone(start.config, env)
+            check_agent(one, EnvRef.of(one))
+    return []
+
+
+def check_agent(config: TrainConfig, env: EnvRef) -> None:
+    """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one."""
+    if config.agent is None:
+        return
+    agents_of(config, read_inputs(config))
+    if config.agent.url is not None:
+        address = resolve_references(config.agent.url, "agent.url")
+        exempt_own(address)
+        try:
+            httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
+        except httpx.HTTPError as problem:
+            fault = f"{type(problem).__name__}: {problem}{through_proxy(address)}"
+            raise ResourceError(f"agent.url: {config.agent.url} does not answer: {fault}") from problem
+    if config.rollout.context != RolloutConfig().context or config.rollout.summary_model is not None:
+        raise ConfigError(
+            f"rollout.context = {config.rollout.context.name!r}: with [agent] the agent itself decides what the policy sees; "
+            "leave rollout.context and rollout.summary_model out"
+        )
+    if "messages" in engine_of(config).traits:
+        raise ConfigError("[agent]: an API model has an endpoint of its own; point the agent there")
+    built = env.build()
+    try:
+        _check_calls(built)
+        run_sync(_check_user(config.agent, built))
+    finally:
+        built.close()
+
+
+@RUN_CHECKS.register("agent_rehearsal", traits={"plan"})
+def rehearse_agents(start: RunStart) -> list[str]:
+    """A line about a rehearsed episode of each agent of a run that is not planned for other machines.
+
+    Reads: agent, env, model, engine, rollout, reward, tools, seed.
+    """
+    return [] if is_planned() else [rehearse(one) for one in each(start.config) if one.agent is not None]
+
+
+def rehearse(config: TrainConfig) -> str:
+    """One episode of the agent of a config with one environment, on a scripted policy, which plays the task's gold turns if
+    there are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
+    inputs, env = read_inputs(config), EnvRef.of(config).build()
+    agents, renderer, turns = agents_of(config, inputs), renderer_of(config.model, inputs.tokenizer), _gold(env)
+    assert agents is not None
+    policy = Policy(Scripted(renderer, turns), renderer)
+    spec = EpisodeSpec(0, env.splits[0], config.seed, 0, "rehearsal")
+    limits, began = Limits.of(config.rollout, inputs.context), time.monotonic()
+
+    async def play() -> Trajectory:
+        try:
+            return await agents.play(env, policy, spec, limits, scorer_of(config, inputs.specs[0]), Watch())
+        finally:
+            await agents.close()
+
+    trajectory = asyncio.run(play())
+    if trajectory.stop.infrastructure:
+        raise ConfigError(f"[agent]: a rehearsal of one episode ended with {trajectory.stop}: {trajectory.error}")
+    calls = sum(1 for _, _, result in trajectory.calls() if result is not None)
+    played = "gold turns" if len(turns) > 1 else "a turn without calls"
+    error = f" ({trajectory.error})" if trajectory.error else ""
+    return (
+        f"agent: a rehearsal on {played} ended with {trajectory.stop}{error} after {time.monotonic() - began:.1f} s: "
+        f"{len(trajectory.turns)} turns, {calls} tool calls, {len(trajectory.ledgers)} ledgers, reward {trajectory.reward}"
+    )
+
+
+def _gold(env: ToolEnv) -> list[Message]:
+    try:
+        return env.gold_turns(env.make_task(0, env.splits[0]))
+    except (NotImplementedError, AgentrlError):
+        return [Message("assistant", "This is a rehearsal.")]
+
+
+class Scripted(Engine):
+    """Samples the given turns one after the other, and then the last one again."""
+
+    def __init__(self, renderer: Renderer, turns: Sequence[Message]) -> None:
+        self._turns = [renderer.assistant(turn) for turn in turns]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        ids = self._turns.pop(0) if len(self._turns) > 1 else self._turns[0]
+        cut = ids[: sampling.max_tokens]
+        return Generation(cut, [0.0] * len(cut), [0] * len(cut), "stop" if len(cut) == len(ids) else "length")
+
+    async def start(self) -> None: ...
+
+    async def abort(self, request_key: str) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None: ...
+
+
+def _check_calls(env: ToolEnv) -> None:
+    """An agent makes its calls one by one, so what an environment does with whole steps would never happen."""
+    layer = env
+    while True:
+        base: type[ToolEnv] = ToolWrapper if isinstance(layer, ToolWrapper) else ToolEnv
+        own = type(layer)
+        steps = own.astep is not base.astep or own._answer is not ToolEnv._answer
+        if steps and own.acall is base.acall:
+            what = f"wrapper {own.__name__}" if base is ToolWrapper else f"environment {layer.id}"
+            raise ConfigError(
+                f"[agent]: {what} acts on whole steps (`astep`), and an agent makes its tool calls one by one; leave it out, or "
+                "give it an `acall`"
+            )
+        if not isinstance(layer, ToolWrapper):
+            return
+        layer = layer.env
+
+
+async def _check_user(agent: AgentConfig, env: ToolEnv) -> None:
+    """Some environments have a user only once a task is set up."""
+    try:
+        if not env.has_user:
+            await env.areset(seed=0, options={"split": env.splits[0]})
+        if env.has_user and not agent.user:
+            raise ConfigError(
+                f"[agent]: {env.id} has a user who answers, and an agent that is given a task does not hear it; set agent.user = "
+                "true if the agent talks with it (AGENTRL_USER_URL, docs/agents.md)"
+            )
+    finally:
+        await env.aclose()

@@ -1,0 +1,86 @@
+"""Checks of a run whose environments are elsewhere, and lines about their servers for a plan."""
+
+from __future__ import annotations
+
+from agentrl.config import TrainConfig
+from agentrl.config.envs import alone, each, name_entry_in_errors
+from agentrl.env.address import PROTOCOLS
+from agentrl.env.catalog import EnvRef
+from agentrl.run.checks import RUN_CHECKS, RunStart
+from agentrl.utils.errors import ConfigError
+
+
+@RUN_CHECKS.register("remote_envs", traits={"first"})
+def check_servers(start: RunStart) -> list[str]:
+    """Raise a UserError if an environment's server cannot be used, as `check_server` says.
+
+    Reads: env, tools, agent, rollout.max_episodes, sft.
+    """
+    for env in start.config.envs:
+        with name_entry_in_errors(start.config, env):
+            check_server(alone(start.config, env))
+    return []
+
+
+def check_server(config: TrainConfig) -> None:
+    """Raise a UserError if the environment's server cannot be reached, speaks another protocol, has another environment, refuses
+    its parameters, wrappers or tool sets, or takes fewer episodes at once than the run plays; or if an
+    agent of the user's would play there.
+    """
+    ref = EnvRef.of(config)
+    if ref.at is None:
+        return
+    if not ref.at.ours:
+        PROTOCOLS[ref.at.protocol].describe(ref.at)
+        return
+    if config.tools.mcp:
+        raise ConfigError(
+            f"tools.mcp: the tools of an environment elsewhere run on its server, {ref.at.url}, which starts no programs for its "
+            "clients; put the tools into its tool sets (tools.sets)"
+        )
+    if config.tools.args:
+        raise ConfigError(
+            f"tools.args: the tools of an environment elsewhere run on its server, {ref.at.url}, which reads no files that its "
+            "clients name; leave it out, and give the set to the environment there"
+        )
+    if config.agent is not None:
+        raise ConfigError(
+            f"[agent]: its calls go to the tools one by one, and an environment elsewhere ({ref.at.url}) answers whole turns; "
+            "run where the environment is (without env.url)"
+        )
+    card = ref.card(fresh=True)
+    assert card is not None
+    most = card["limits"]["episodes"]
+    if config.rollout.max_episodes > most:
+        raise ConfigError(
+            f"rollout.max_episodes = {config.rollout.max_episodes}: {ref.at.url} takes {most} episodes at once; lower it, or "
+            f"start the server with --max-episodes {config.rollout.max_episodes} or more"
+        )
+    if config.sft is not None and not card["teacher"]:
+        raise ConfigError(f"env.id: {card['env']['id']} at {ref.at.url} has no teacher, so [sft] cannot warm a model up on it")
+
+
+@RUN_CHECKS.register("remote_env_lines", traits={"plan"})
+def remote_lines(start: RunStart) -> list[str]:
+    """Lines about the environments' servers; nothing for environments that are here.
+
+    Reads: env, tools, agent, rollout, algorithm, eval, sft.
+    """
+    lines = []
+    for ref in map(EnvRef.of, each(start.config)):
+        if ref.at is not None and not ref.at.ours:
+            lines.append(PROTOCOLS[ref.at.protocol].describe(ref.at))
+        elif ref.at is not None:
+            card = ref.card()
+            assert card is not None
+            limits, tools = card["limits"], ", ".join(row["function"]["name"] for row in card["toolbox"]["rows"]) or "none"
+            has = " and ".join(
+                what for what, there in (("gold solutions", card["gold"]), ("a teacher", card["teacher"])) if there
+            )
+            lines += [
+                f"environment: {ref.at.url} (agentrl {card['agentrl']}) has {card['env']['id']}, with "
+                f"{has or 'no gold solutions'}",
+                f"  tools: {tools}",
+                f"  at most {limits['episodes']} episodes at once, each closed after {limits['idle']:g} s without a request",
+            ]
+    return lines
