@@ -81,7 +81,7 @@ os.environ["AGENTRL_HOME"] = str(Path(__file__).parent / ".no_home")
 os.environ["AGENTRL_SOURCES"] = json.dumps({"bfcl": str(Path(__file__).parent / "contrib" / "suites" / "bfcl_toy" / "bfcl_eval")})
 
 
-# Limits of test runs are tiny on purpose: tests/run/test_solvable.py alone plays gold solutions against them.
+# Limits of test runs are tiny on purpose: tests/contrib/preflight/test_solvable.py alone plays gold solutions against them.
 os.environ["AGENTRL_SURVEY"] = "0"
 
 # Also if agentrl was installed before it had the plugin.

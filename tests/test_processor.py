@@ -22,7 +22,7 @@ from agentrl.config.schema import InitModelConfig
 from agentrl.engines.embedded import embedded_engine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.vllm import vllm_engine
-from agentrl.run.engine_choice import engine_computes, make_engine, trainer_computes, with_threads
+from agentrl.run.engine_choice import computation_line, make_engine, with_threads
 from agentrl.trainer.pretrained import meta_model
 from agentrl.utils import processor
 from agentrl.utils.processor import (
@@ -272,12 +272,12 @@ def test_the_start_says_type_and_threads(real: str, monkeypatch: pytest.MonkeyPa
     """A command that trains nothing has no trainer to share the cores with, whatever its config says of one."""
     config = config_from({"env": {"id": "key_value"}, "model": {"path": real}}, ["engine=embedded", "rollout.max_staleness=1"])
     said = "the model is computed in float32 on the CPU, by {} threads of each process (model.dtype, model.threads)"
-    assert (trainer_computes(config), engine_computes(config)) == (said.format(4), said.format(8))
+    assert (computation_line(config, True), computation_line(config, False)) == (said.format(4), said.format(8))
     assert with_threads(config, trains=False).model.threads == 8
     api = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/m"}}, [])
-    assert engine_computes(api) == ""
+    assert computation_line(api, False) == ""
     monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
-    assert trainer_computes(config) == "the model is computed in bfloat16 (model.dtype, model.threads)"
+    assert computation_line(config, True) == "the model is computed in bfloat16 (model.dtype, model.threads)"
 
 
 async def test_an_engine_of_its_own_takes_what_its_model_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

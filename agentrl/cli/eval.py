@@ -333,6 +333,7 @@ def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[st
 
 
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
+    from agentrl.run.engine_choice import engine_name
     from agentrl.run.provenance import changed_files, differences_from_run, model_note, other_engine
 
     args = argparse.Namespace(**{**vars(args), "model": path})
@@ -347,7 +348,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         return plan
     differs = [line for env in config.envs for line in differences_from_run(folder, config, env.called)]
     tasks, unpaired = _other_tasks(args, config)
-    differs += [*changed_files(folder, config), *tasks, *other_engine(folder, config)]
+    differs += [*changed_files(folder, config), *tasks, *other_engine(folder, engine_name(config))]
     plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan
@@ -379,19 +380,21 @@ def _requests(
 ) -> dict[str, RolloutRequest]:
     """A request for each environment; of a config with several, each in a folder of its own, also if one is chosen."""
     from agentrl.config.envs import alone
+    from agentrl.env.catalog import EnvRef
     from agentrl.run.compare import suite_choice, suite_tasks
     from agentrl.run.evaluate import RolloutRequest
 
     requests, given = {}, args.config is not None or folder is not None
     for env in config.envs:
-        own = alone(config, env).eval
+        one = alone(config, env)
+        own, ref = one.eval, EnvRef.of(one)
         split = args.split or (own.split if given or several else args.defaults["split"])
-        there = suite_tasks(config, env, split)
+        there = suite_tasks(ref, split)
         tasks = args.tasks or (own.tasks if given or env.eval is not None else there or args.defaults["tasks"])
         tasks = tasks if there is None else min(tasks, there)  # a benchmark's tasks once each: all, if nothing else is said
         place = out / env.called if several else out
         # A run's model plays what the run evaluates on, which are the first ones.
-        chosen = () if there is None or folder is not None else suite_choice(config, env, split, tasks)
+        chosen = () if there is None or folder is not None else suite_choice(ref, split, tasks, config.seed)
         requests[env.called] = RolloutRequest("eval", args.model, tasks, args.samples or 1, split, place, chosen)
     return requests
 

@@ -288,8 +288,8 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
     from agentrl.run.folder import check_free
     from agentrl.run.interrupt import ended_as_interrupted
 
-    kind = RUN_KINDS[DATA]
-    notes = kind.check(config)
+    kind = RUN_KINDS[DATA](config)
+    notes = kind.check()
     if not args.overwrite:
         check_free(config.name, config.out)  # before the data is read, which may take long
     out = Path(config.out)
@@ -297,7 +297,7 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
     read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
     try:
         with ended_as_interrupted(), Display() as display:
-            kind.prepare(config, read, display)
+            kind.prepare(read, display)
         file = None if args.config is None else find_config_file(args.config)
         origins = Origins() if file is None else read_origins(file, overrides, find_config_file)
         folder = open_folder(config, overwrite=args.overwrite, origins=origins)
@@ -322,4 +322,4 @@ def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -
             f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
         )
     check_resumed(before, config, Path(args.resume))
-    return _continue(args, before, config, texts, partial(RUN_KINDS[DATA].check, prepared=True), restarts)
+    return _continue(args, before, config, texts, lambda config: RUN_KINDS[DATA](config).check(prepared=True), restarts)

@@ -7,7 +7,17 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from agentrl.config.schema import Choice, EnvConfig, RewardConfig, RolloutConfig, SftConfig, Steps, TrainConfig
+from agentrl.config.schema import (
+    Choice,
+    EnvConfig,
+    EvalConfig,
+    ExperienceConfig,
+    RewardConfig,
+    RolloutConfig,
+    SftConfig,
+    Steps,
+    TrainConfig,
+)
 from agentrl.utils.errors import ConfigError, UserError, hint_text
 
 Table = dict[str, Any]
@@ -149,10 +159,10 @@ def trained_at_all(weight: Steps | None) -> bool:
 
 
 @contextmanager
-def name_entry_in_errors(config: TrainConfig, env: EnvConfig) -> Iterator[None]:
-    """Begins a UserError with the entry of `[[env]]` that it is about, if there are several."""
+def name_entry_in_errors(config: TrainConfig, env: EnvConfig) -> Iterator[TrainConfig]:
+    """Begins a UserError with the entry of `[[env]]` that it is about, if there are several. Yields the config of it `alone`."""
     try:
-        yield
+        yield alone(config, env)
     except UserError as problem:
         if len(config.envs) == 1:
             raise
@@ -243,14 +253,14 @@ def one_temperature(rollout: RolloutConfig, what: str) -> float:
     return rollout.temperature
 
 
-def check_temperatures(config: TrainConfig) -> None:
+def check_temperatures(rollout: RolloutConfig, evaluation: EvalConfig, experience: ExperienceConfig | None) -> None:
     """Raise ConfigError for temperatures that cannot be sampled at, and for points next to what trains tokens of other updates.
 
     Reads: rollout.temperature, rollout.max_staleness, eval.temperature, algorithm.experience.
     """
-    given = config.rollout.temperature
+    given = rollout.temperature
     points = given if isinstance(given, list) else [(0, given)]
-    for section, value in (*(("rollout", value) for _, value in points), ("eval", config.eval.temperature)):
+    for section, value in (*(("rollout", value) for _, value in points), ("eval", evaluation.temperature)):
         if 0 < value < LEAST_TEMPERATURE:
             raise ConfigError(
                 f"{section}.temperature = {value:g}: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}; "
@@ -263,9 +273,9 @@ def check_temperatures(config: TrainConfig) -> None:
         raise ConfigError(f"rollout.temperature: expected points [step, temperature] with ascending steps, got {steps}")
     # What is trained is softmax(logits / T) with the T of the update; every token must have been sampled at it.
     other = None
-    if config.rollout.max_staleness > 0:
-        other = f"rollout.max_staleness = {config.rollout.max_staleness} trains tokens that earlier updates' episodes sampled"
-    elif config.algorithm.experience is not None:
+    if rollout.max_staleness > 0:
+        other = f"rollout.max_staleness = {rollout.max_staleness} trains tokens that earlier updates' episodes sampled"
+    elif experience is not None:
         other = "algorithm.experience trains episodes of earlier updates"
     if other is not None:
         raise ConfigError(

@@ -18,7 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import ModelConfig, TrainConfig
-from agentrl.config.envs import alone, name_entry_in_errors, temperature_at, the_env
+from agentrl.config.envs import name_entry_in_errors, temperature_at, the_env
+from agentrl.config.schema import AgentConfig, OptimConfig
 from agentrl.engines.makers import API
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render import make_renderer
@@ -32,7 +33,7 @@ from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import AGENTS, Agents, LocalPlayer, Player, RunEnv
-from agentrl.run.engine_choice import engine_name, engine_of, make_api_engine, make_engine, maker_of
+from agentrl.run.engine_choice import engine_name, engine_of, make_engine, maker_of
 from agentrl.run.judges import Judges
 from agentrl.trainer.pretrained import (
     load_tokenizer,
@@ -112,8 +113,8 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
     """
     specs = []
     for env in config.envs:
-        with name_entry_in_errors(config, env):
-            specs.append(find_spec(EnvRef.of(alone(config, env)), env.reward))
+        with name_entry_in_errors(config, env) as one:
+            specs.append(find_spec(EnvRef.of(one), env.reward))
     entry = engine_of(config)
     if "messages" in entry.traits:
         return Inputs(tuple(specs), None, maker_of(entry.name, config).context(0))
@@ -148,20 +149,18 @@ def assemble(
     policy = make_policy(config, engine, renderer, temperature)
     envs, judges = [], Judges(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):
-        with name_entry_in_errors(config, own):
-            one = alone(config, own)
+        with name_entry_in_errors(config, own) as one:
             scorer, limits = scorer_of(one, spec, judges), Limits.of(one.rollout, inputs.context)
-            envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs)))
+            agents = agents_of(one.agent, inputs.tokenizer)
+            envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents))
     if asks:
         judges.expect(env.scorer for env in envs)
     return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), judges)
 
 
-def agents_of(config: TrainConfig, inputs: Inputs) -> Agents | None:
+def agents_of(agent: AgentConfig | None, tokenizer: Any) -> Agents | None:
     """The player of [agent] that replaces the built-in loop; None without [agent]. Raises ConfigError or DependencyError."""
-    if config.agent is None:
-        return None
-    return AGENTS[PROGRAM](config.agent, None if inputs.tokenizer is None else inputs.tokenizer.decode)
+    return None if agent is None else AGENTS[PROGRAM](agent, None if tokenizer is None else tokenizer.decode)
 
 
 def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, judges: Judges | None = None) -> Scorer:
@@ -227,7 +226,7 @@ def _api_model(config: TrainConfig, path: str) -> tuple[Engine, Renderer]:
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     # Shared: the renderer numbers messages, since episodes consist of ids, and the engine maps the numbers back.
     transcript = Transcript()
-    return make_api_engine(config, transcript), ApiRenderer(transcript)
+    return maker_of(engine_name(config), config).make_with(transcript), ApiRenderer(transcript)
 
 
 def tokenizer_of(model_config: ModelConfig, model: str | None = None) -> Any:
@@ -254,6 +253,6 @@ def context_length(config: TrainConfig, engine: str, model: str | None = None) -
     return maker_of(engine, config).context(context)
 
 
-def longest_row(config: TrainConfig) -> int:
+def longest_row(optim: OptimConfig, model: ModelConfig) -> int:
     """The most tokens of a transcript: what a micro-batch holds, but not more than the model takes."""
-    return min(config.optim.micro_tokens, model_length(config.model))
+    return min(optim.micro_tokens, model_length(model))

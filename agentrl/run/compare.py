@@ -14,7 +14,6 @@ from rich.console import Console
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone
 from agentrl.config.identity import changes
-from agentrl.config.schema import EnvConfig
 from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.env.official import WHOLE, Benchmark, mean_with_interval, played_of
@@ -39,19 +38,19 @@ def official(config: TrainConfig, episodes: Mapping[str, Sequence[Trajectory]], 
     return {name: table for name, table in tables.items() if table["rows"]}
 
 
-def suite_tasks(config: TrainConfig, env: EnvConfig, split: str) -> int | None:
+def suite_tasks(env: EnvRef, split: str) -> int | None:
     """Number of tasks of a split of an environment, if it belongs to a suite; else None. Raises TaskDataError if it has none."""
-    suite = suite_env(EnvRef.of(alone(config, env)))
+    suite = suite_env(env)
     if suite is None:
         return None
     return suite.task_count(split) or len([suite.make_task(0, split)])
 
 
-def suite_choice(config: TrainConfig, env: EnvConfig, split: str, tasks: int) -> tuple[int, ...]:
+def suite_choice(env: EnvRef, split: str, tasks: int, seed: int) -> tuple[int, ...]:
     """Tasks of a split that `tasks` of them are, if the environment belongs to a suite that has more: spread over its kinds,
-    drawn by the run's seed (`Benchmark.spread`). Else none, which stands for the first ones."""
-    suite = suite_env(EnvRef.of(alone(config, env)))
-    return suite.spread(split, tasks, config.seed) if suite is not None and tasks < suite.task_count(split) else ()
+    drawn by `seed` (`Benchmark.spread`). Else none, which stands for the first ones."""
+    suite = suite_env(env)
+    return suite.spread(split, tasks, seed) if suite is not None and tasks < suite.task_count(split) else ()
 
 
 def _table(parts: Sequence[tuple[Benchmark, Sequence[Trajectory]]], split: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, judge_models, name_entry_in_errors, other_models
+from agentrl.config.envs import judge_models, name_entry_in_errors, other_models
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
 from agentrl.env.official import Benchmark
@@ -33,8 +33,8 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     for own in config.envs:
-        with name_entry_in_errors(config, own):
-            env = EnvRef.of(alone(config, own))
+        with name_entry_in_errors(config, own) as one:
+            env = EnvRef.of(one)
             at = f"env.{own.called}" if isinstance(config.env, list) else "env"
             digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
             tools = f"{at}.tools" if own.tools is not None else "tools"

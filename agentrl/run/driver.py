@@ -19,10 +19,10 @@ from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, uns
 from agentrl.config.origin import Origins
 from agentrl.config.schema import DataConfig, TrainConfig
 from agentrl.run.callbacks import Callback
-from agentrl.run.checks.rollout_checks import survey_lines
+from agentrl.run.checks import RunStart, run_checks
 from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
-from agentrl.run.engine_choice import trainer_computes
+from agentrl.run.engine_choice import computation_line
 from agentrl.run.folder import NOTHING, LogFile, RunFolder, lock_folder
 from agentrl.run.interrupt import TWICE, Interrupt, put_off
 from agentrl.run.loop import evaluate_now, train_loop
@@ -60,29 +60,27 @@ log = logging.getLogger(__name__)
 class RunKind(ABC):
     """A run that learns without playing episodes, as registered in `RUN_KINDS`."""
 
-    @staticmethod
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
     @abstractmethod
-    def check(config: TrainConfig, *, prepared: bool = False) -> list[str]:
+    def check(self, *, prepared: bool = False) -> list[str]:
         """Warnings. `prepared`: the run's folder has its data. Raises ConfigError for a config that cannot run."""
 
-    @staticmethod
     @abstractmethod
-    def prepare(config: TrainConfig, folder: Path, display: Display) -> object:
+    def prepare(self, folder: Path, display: Display) -> object:
         """Write into `folder` what the run reads, before the run has a folder. Raises ConfigError."""
 
-    @staticmethod
     @abstractmethod
-    def relevant_sections(config: TrainConfig) -> TrainConfig:
+    def relevant_sections(self) -> TrainConfig:
         """The config with only the sections that the run reads."""
 
-    @staticmethod
     @abstractmethod
-    async def train(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
+    async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
         """Train; returns False if interrupted."""
 
-    @staticmethod
     @abstractmethod
-    def summary(config: TrainConfig, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Entries of summary.json, from the rows of metrics.jsonl."""
 
 
@@ -154,20 +152,21 @@ def execute(
             display.say(restored)
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
-        shown = config if config.data is None else RUN_KINDS[DATA].relevant_sections(config)
+        shown = config if config.data is None else RUN_KINDS[DATA](config).relevant_sections()
         packing = packing_of(shown)
         log.info("packing: %s", packing.reason)
         # One decision for all roles and ranks, before any of them is started.
         config, shown = with_packing(config), with_packing(shown)
-        display.say(trainer_computes(config))
-        for line in () if resumed else survey_lines(shown):
+        display.say(computation_line(config, trains=True))
+        for line in () if resumed else run_checks(RunStart(shown, {}), "start"):
             display.say(line)
         slower = [f"model.packing: {packing.reason}"] if packing.way != "packed" or not packing.shares else []
         for line in (*notes, *slower, *start_notes(shown)):
             display.warn(line)
+        run = RunDriver(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks)
         try:
-            with last_words(unsaid(f"continue with: {_resume_command(config.data, folder)}")):
-                run_loop(_train(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks))
+            with last_words(unsaid(f"continue with: {run.resume_command()}")):
+                run_loop(run.train())
         except (asyncio.CancelledError, KeyboardInterrupt):
             outcome.status = "interrupted"
         except NothingScoredError as error:
@@ -177,7 +176,7 @@ def execute(
             outcome.error = f"{type(error).__name__}: {error}"
             if isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
                 then = "\n" if "\n" in str(error) else "; "  # below a table
-                raise type(error)(f"{error}{then}continue with: {_resume_command(config.data, folder)}") from error
+                raise type(error)(f"{error}{then}continue with: {run.resume_command()}") from error
             raise
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -190,137 +189,182 @@ def execute(
             raise
         finally:
             with put_off(display.say):
-                _finish(config, folder, outcome, run_log)
+                run.finish()
         if outcome.full is not None:
             raise outcome.full
-        _say_end(config, display, folder, outcome, [tracker.look for tracker in run_log.trackers if tracker.look])
+        run.say_end()
     return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
 
 
-async def _train(
-    config: TrainConfig,
-    folder: RunFolder,
-    display: Display,
-    run_log: RunLog,
-    outcome: RunOutcome,
-    interrupt: Interrupt,
-    callbacks: Sequence[Callback],
-) -> None:
-    interrupt.install()
-    while True:
-        # Everything is closed and opened again, because torch.distributed groups do not survive the loss of a rank.
-        try:
-            await while_ray_lives(_attempt(config, folder, display, run_log, outcome, interrupt, callbacks))
-            return
-        except (*LOSSES, NothingScoredError) as error:
-            if isinstance(error, DiskFullError):
-                raise
-            await asyncio.sleep(TWICE)  # a signal to all processes may have ended that one first
-            if interrupt.requested:
-                log.warning("stopped as it was asked to, without the step's end: %s", error)
-                outcome.status = "interrupted"
+@dataclass(slots=True)
+class RunDriver:
+    """Drives a run through its phases, attempts and end."""
+
+    config: TrainConfig
+    folder: RunFolder
+    display: Display
+    run_log: RunLog
+    outcome: RunOutcome
+    interrupt: Interrupt
+    callbacks: Sequence[Callback] = ()
+
+    def resume_command(self) -> str:
+        """Command that continues the run."""
+        return _resume_command(self.config.data, self.folder)
+
+    async def train(self) -> None:
+        """Attempt the run until it ends; after the loss of a worker again, from the newest checkpoint."""
+        self.interrupt.install()
+        outcome, most = self.outcome, self.config.cluster.max_restarts
+        while True:
+            # Everything is closed and opened again, because torch.distributed groups do not survive the loss of a rank.
+            try:
+                await while_ray_lives(self._attempt())
                 return
-            if not isinstance(error, WorkerDiedError) or outcome.restarts >= config.cluster.max_restarts:
-                raise
-            outcome.restarts += 1
-            display.say(restarting(error, outcome.restarts, config.cluster.max_restarts))
+            except (*LOSSES, NothingScoredError) as error:
+                if isinstance(error, DiskFullError):
+                    raise
+                await asyncio.sleep(TWICE)  # a signal to all processes may have ended that one first
+                if self.interrupt.requested:
+                    log.warning("stopped as it was asked to, without the step's end: %s", error)
+                    outcome.status = "interrupted"
+                    return
+                if not isinstance(error, WorkerDiedError) or outcome.restarts >= most:
+                    raise
+                outcome.restarts += 1
+                self.display.say(restarting(error, outcome.restarts, most))
 
-
-async def _attempt(
-    config: TrainConfig,
-    folder: RunFolder,
-    display: Display,
-    run_log: RunLog,
-    outcome: RunOutcome,
-    interrupt: Interrupt,
-    callbacks: Sequence[Callback],
-) -> None:
-    then = f"continue with: {_resume_command(config.data, folder)}"
-    tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
-    if outcome.restarts:
-        check_contents(config, folder)  # the files are read again
-    if config.data is not None:
-        outcome.engine, outcome.status = "none", "interrupted"
-        if await RUN_KINDS[DATA].train(config, folder, display, run_log, interrupt):
-            outcome.status = "done"
-        return
-    try:
-        session = await open_session(config, folder, display, callbacks)
-    except ResourceError as error:
-        if not outcome.restarts or isinstance(error, DiskFullError):
-            raise
-        raise NoRoomLeftError(f"the remaining nodes have no room for the run: {error}") from error
-    outcome.engine = session.engine_name
-    run_log.live(session)
-    try:
-        with error_told():
-            await _phases(session, run_log, outcome, interrupt)
-    finally:
-        run_log.live(None)
-        await session.close()
-
-
-async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interrupt: Interrupt) -> None:
-    config, folder = session.config, session.folder
-    if config.rollout.colocate:
-        await session.publisher.sleep()  # until the first publish: what starts until then uses the same memory
-    outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
-    if config.sft is not None and not warmed_up(folder):
-        folder.rewind(NOTHING)  # rows of an attempt that ended in its warm start would be written twice
-        run_log.rewound(NOTHING)
-        await warm_start(session, run_log, interrupt)
-        if interrupt.requested:
+    async def _attempt(self) -> None:
+        config, folder, outcome = self.config, self.folder, self.outcome
+        then = f"continue with: {self.resume_command()}"
+        tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
+        if outcome.restarts:
+            check_contents(config, folder)  # the files are read again
+        if config.data is not None:
+            outcome.engine, outcome.status = "none", "interrupted"
+            if await RUN_KINDS[DATA](config).train(folder, self.display, self.run_log, self.interrupt):
+                outcome.status = "done"
             return
-    if outcome.only_warm_start:
-        outcome.status = "done"
-        return
-    loaded = await session.begin()
-    run_log.rewound(session.collector.version if loaded else -1)
-    if loaded:
-        session.display.recall(points(folder.read_metrics(), EVALUATED, "success"))
-    else:
-        session.display.phase("before", 1)
-        before = await evaluate_now(session, run_log, "before")
-        check_any_scored(before)
-        await session.saver.save(before)
-    if run_log.health is not None:
-        run_log.health.begin(session.collector.version, folder.read_metrics(), lambda: session.collector.stats.fault)
-    try:
-        await train_loop(session, run_log, interrupt)
-    except JudgeBudgetError as error:
-        step = await session.saver.save_missing()
-        raise JudgeBudgetError(
-            f"{error}, and continue from the checkpoint of step {step}: {_resume_command(config.data, folder)} reward.judge..."
-        ) from error
-    if session.collector.ledger.version >= config.steps or not interrupt.requested:
-        session.display.phase("finish", 1)
-        await session.saver.rate(await evaluate_now(session, run_log, "after"))
-        await run_log.writes.wait()
+        try:
+            session = await open_session(config, folder, self.display, self.callbacks)
+        except ResourceError as error:
+            if not outcome.restarts or isinstance(error, DiskFullError):
+                raise
+            raise NoRoomLeftError(f"the remaining nodes have no room for the run: {error}") from error
+        outcome.engine = session.engine_name
+        self.run_log.live(session)
+        try:
+            with error_told():
+                await self._phases(session)
+        finally:
+            self.run_log.live(None)
+            await session.close()
+
+    async def _phases(self, session: Session) -> None:
+        config, folder = session.config, session.folder
+        run_log, outcome, interrupt = self.run_log, self.outcome, self.interrupt
         if config.rollout.colocate:
-            await session.rest()
-        with session.display.doing("writing the trained model"):
-            folder.clear_final()
-            await session.actors.arun(Actor.export_hf, str(folder.final))
-        await check_arrived(session.actors, folder.final, "the trained model")
-        await in_thread("files", seal, folder.final, session.collector.version)
-        outcome.status = "done"
+            await session.publisher.sleep()  # until the first publish: what starts until then uses the same memory
+        outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
+        if config.sft is not None and not warmed_up(folder):
+            folder.rewind(NOTHING)  # rows of an attempt that ended in its warm start would be written twice
+            run_log.rewound(NOTHING)
+            await warm_start(session, run_log, interrupt)
+            if interrupt.requested:
+                return
+        if outcome.only_warm_start:
+            outcome.status = "done"
+            return
+        loaded = await session.begin()
+        run_log.rewound(session.collector.version if loaded else -1)
+        if loaded:
+            session.display.recall(points(folder.read_metrics(), EVALUATED, "success"))
+        else:
+            session.display.phase("before", 1)
+            before = await evaluate_now(session, run_log, "before")
+            check_any_scored(before)
+            await session.saver.save(before)
+        if run_log.health is not None:
+            run_log.health.begin(session.collector.version, folder.read_metrics(), lambda: session.collector.stats.fault)
+        try:
+            await train_loop(session, run_log, interrupt)
+        except JudgeBudgetError as error:
+            step = await session.saver.save_missing()
+            raise JudgeBudgetError(
+                f"{error}, and continue from the checkpoint of step {step}: {self.resume_command()} reward.judge..."
+            ) from error
+        if session.collector.ledger.version >= config.steps or not interrupt.requested:
+            session.display.phase("finish", 1)
+            await session.saver.rate(await evaluate_now(session, run_log, "after"))
+            await run_log.writes.wait()
+            if config.rollout.colocate:
+                await session.rest()
+            with session.display.doing("writing the trained model"):
+                folder.clear_final()
+                await session.actors.arun(Actor.export_hf, str(folder.final))
+            await check_arrived(session.actors, folder.final, "the trained model")
+            await in_thread("files", seal, folder.final, session.collector.version)
+            outcome.status = "done"
 
+    def finish(self) -> None:
+        """Give the verdict, draw the curve and write the summary."""
+        config, folder, outcome, run_log = self.config, self.folder, self.outcome, self.run_log
+        rows = folder.read_metrics()
+        if outcome.error is not None and outcome.status != MOSTLY_UNSCORED:
+            outcome.status = "failed"
+        ended = outcome.status == "done" and not outcome.only_warm_start and config.data is None
+        if ended and run_log.health is not None and (finding := run_log.health.verdict(rows)) is not None:
+            outcome.cause = str(finding)
+            outcome.status = finding.status if finding.fails else "done"
+        outcome.findings = [] if run_log.health is None else run_log.health.findings
+        with _unless_failed(outcome, "the curve is not drawn"):
+            if config.data is None:
+                draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
+        with _unless_failed(outcome, "summary.json is not written"):
+            folder.write_summary(summary := _summary(config, rows, outcome))
+            run_log.end(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
 
-def _finish(config: TrainConfig, folder: RunFolder, outcome: RunOutcome, run_log: RunLog) -> None:
-    rows = folder.read_metrics()
-    if outcome.error is not None and outcome.status != MOSTLY_UNSCORED:
-        outcome.status = "failed"
-    ended = outcome.status == "done" and not outcome.only_warm_start and config.data is None
-    if ended and run_log.health is not None and (finding := run_log.health.verdict(rows)) is not None:
-        outcome.cause = str(finding)
-        outcome.status = finding.status if finding.fails else "done"
-    outcome.findings = [] if run_log.health is None else run_log.health.findings
-    with _unless_failed(outcome, "the curve is not drawn"):
-        if config.data is None:
-            draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
-    with _unless_failed(outcome, "summary.json is not written"):
-        folder.write_summary(summary := _summary(config, rows, outcome))
-        run_log.end(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
+    def say_end(self) -> None:
+        """Show how the run ended, and what to do next."""
+        config, display, folder, outcome = self.config, self.display, self.folder, self.outcome
+        if outcome.status == "interrupted":
+            display.say(f"newest checkpoint           {newest_checkpoint(folder.path)}")
+            display.say(f"interrupted. Continue with: {self.resume_command()}")
+            return
+        if config.data is not None:
+            where = shlex.quote(str(folder.final))
+            use = f"reward_model.path={where}" if config.data.loss == "reward" else f"agentrl eval ENV --model {where}"
+            display.say(f"the trained model is in {folder.final}; next: {use}")
+            return
+        if outcome.only_warm_start:
+            display.say(f"the warmed-up model is in {folder.warm_start}")
+            return
+        rows = folder.read_metrics()
+        summary = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
+        display.say("")
+        before, after = (percent(summary.get(phase)) for phase in ("before", "after"))
+        display.say(f"success on held-out tasks   before {before}   after {after}")
+        for env in config.envs if len(config.envs) > 1 else ():
+            one = _of_env(rows, env.called)
+            before, after = (percent(one[f"success_{phase}"]) for phase in ("before", "after"))
+            display.say(f"  {env.called:<26}before {before}   after {after}   {one['tokens']:,} tokens sampled")
+            _say_horizons(display, one.get("horizons", {}))
+        _say_horizons(display, summary_of(rows))
+        spent = thrown_away([row for row in rows if row["phase"] == "train"])
+        if spent.get("tokens_thrown"):
+            away, of = spent["tokens_thrown"], spent["tokens_sampled"]
+            causes = ", ".join(f"{why} {percent(count / of)}" for why, count in spent["thrown"].items())
+            display.say(f"thrown away                 {away:,} of {of:,} sampled tokens ({percent(away / of)}: {causes})")
+        display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
+        if outcome.status == "done":
+            display.say(f"trained model               {folder.final}")
+        for tracker in self.run_log.trackers:
+            if tracker.look:
+                display.say(f"look at it                  {tracker.look}")
+        for finding in outcome.findings:
+            display.say(f"but                         {finding_text(finding)}")
+        for line in _next(config.steps, folder, outcome):
+            display.say(line)
 
 
 @contextmanager
@@ -360,7 +404,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
         **thrown_away(updates),
         "seconds": round(seconds, 1),
         "restarts": outcome.restarts,
-        **(RUN_KINDS[DATA].summary(config, rows) if config.data is not None else {}),
+        **(RUN_KINDS[DATA](config).summary(rows) if config.data is not None else {}),
     }
 
 
@@ -377,47 +421,6 @@ def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         **({"horizons": horizons} if (horizons := summary_of(rows, name)) else {}),
         "tokens": sum(row.get(f"env/{name}/tokens", 0) for row in rows if row["phase"] == "train"),
     }
-
-
-def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: RunOutcome, looks: list[str]) -> None:
-    if outcome.status == "interrupted":
-        display.say(f"newest checkpoint           {newest_checkpoint(folder.path)}")
-        display.say(f"interrupted. Continue with: {_resume_command(config.data, folder)}")
-        return
-    if config.data is not None:
-        where = shlex.quote(str(folder.final))
-        use = f"reward_model.path={where}" if config.data.loss == "reward" else f"agentrl eval ENV --model {where}"
-        display.say(f"the trained model is in {folder.final}; next: {use}")
-        return
-    if outcome.only_warm_start:
-        display.say(f"the warmed-up model is in {folder.warm_start}")
-        return
-    rows = folder.read_metrics()
-    summary = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
-    display.say("")
-    display.say(f"success on held-out tasks   before {percent(summary.get('before'))}   after {percent(summary.get('after'))}")
-    for env in config.envs if len(config.envs) > 1 else ():
-        one = _of_env(rows, env.called)
-        said = (
-            f"before {percent(one['success_before'])}   after {percent(one['success_after'])}   {one['tokens']:,} tokens sampled"
-        )
-        display.say(f"  {env.called:<26}{said}")
-        _say_horizons(display, one.get("horizons", {}))
-    _say_horizons(display, summary_of(rows))
-    spent = thrown_away([row for row in rows if row["phase"] == "train"])
-    if spent.get("tokens_thrown"):
-        away, of = spent["tokens_thrown"], spent["tokens_sampled"]
-        causes = ", ".join(f"{why} {percent(count / of)}" for why, count in spent["thrown"].items())
-        display.say(f"thrown away                 {away:,} of {of:,} sampled tokens ({percent(away / of)}: {causes})")
-    display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
-    if outcome.status == "done":
-        display.say(f"trained model               {folder.final}")
-    for look in looks:
-        display.say(f"look at it                  {look}")
-    for finding in outcome.findings:
-        display.say(f"but                         {finding_text(finding)}")
-    for line in _next(config.steps, folder, outcome):
-        display.say(line)
 
 
 def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None:

@@ -16,7 +16,6 @@ from agentrl.utils.registry import Entry
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
-    from agentrl.engines.api_models import Transcript
 
 
 AUTO = "auto"
@@ -90,11 +89,6 @@ def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
     return ENGINES.entry(engine_name(config))
 
 
-def needs_ray(config: TrainConfig) -> bool:
-    """Return True if a training run must start Ray: for its workers, or for what samples."""
-    return config.cluster.backend == "ray" or samples_on_ray(config)
-
-
 def samples_on_ray(config: TrainConfig) -> bool:
     """Return True if what samples needs Ray: the run's engine, or that of a judge."""
     entries = [engine_of(config), *(ENGINES.entry(one.engine) for one in config.reward.judge.engines.values())]
@@ -125,18 +119,15 @@ def with_threads(config: TrainConfig, trains: bool = True, samples: bool = True)
     pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
     actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
     training = (actors if pool is None else pool.nodes * pool.per_node) if trains else 0
-    sampling = _sampling(config) if samples and config.data is None else 0
+    sampling = 0
+    if samples and config.data is None:  # the processes that compute for the engine and the judges
+        engine = maker_of(engine_name(config), config).processes()
+        sampling = len(config.reward.judge.engines) + (1 if engine is None else engine.count * max(engine.gpus, 1))
     at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
     nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
     # Processes are spread evenly over nodes, and none has more cores than its node.
     threads = threads_for(config.model.size(), min(sum(nodes), max(nodes) * at_once), at_once)
     return config.model_copy(update={"model": config.model.model_copy(update={"threads": threads})})
-
-
-def _sampling(config: TrainConfig) -> int:
-    """The processes that compute for the engine and the judges."""
-    engine = maker_of(engine_name(config), config).processes()
-    return len(config.reward.judge.engines) + (1 if engine is None else engine.count * max(engine.gpus, 1))
 
 
 def computation_text(dtype: str, threads: int | str | None) -> str:
@@ -146,19 +137,12 @@ def computation_text(dtype: str, threads: int | str | None) -> str:
     return f"computed in {dtype} on the CPU, by {threads} thread{'' if threads == 1 else 's'} of each process"
 
 
-def trainer_computes(config: TrainConfig) -> str:
-    """Type and threads of a run's model, as a line for its start."""
-    return _said(config, "actor")
-
-
-def engine_computes(config: TrainConfig) -> str:
-    """The same for a command that trains nothing; empty if the engine computes no model itself."""
-    return _said(config, "rollout") if "judges" in engine_of(config).traits else ""
-
-
-def _said(config: TrainConfig, role: str) -> str:
-    cuda = has_gpus(config.cluster, role)
-    how = computation_text(config.model.computes_in(cuda), None if cuda else with_threads(config, role == "actor").model.threads)
+def computation_line(config: TrainConfig, trains: bool) -> str:
+    """Type and threads of a run's model, as a line; empty if `trains` is False and the engine computes no model itself."""
+    if not trains and "judges" not in engine_of(config).traits:
+        return ""
+    cuda = has_gpus(config.cluster, "actor" if trains else "rollout")
+    how = computation_text(config.model.computes_in(cuda), None if cuda else with_threads(config, trains).model.threads)
     return f"the model is {how} (model.dtype, model.threads)"
 
 
@@ -180,8 +164,3 @@ def make_engine(
     if pools is not None and processes is not None and "rollout" in pools:
         ray_options = pools.ray_options("rollout", processes.gpus)
     return maker.make(named_anywhere(model), model_context(model, config.model.trust_remote_code), ray_options)
-
-
-def make_api_engine(config: TrainConfig, transcript: Transcript) -> Engine:
-    """The engine of an API model (`api:NAME`), with the settings of the config's `api` section."""
-    return maker_of(engine_name(config), config).make_with(transcript)

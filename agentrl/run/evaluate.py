@@ -21,7 +21,7 @@ from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop
 from agentrl.cluster.ray_parent import error_told, tell, unsaid
 from agentrl.config import ClusterConfig, TrainConfig
 from agentrl.config.envs import alone, eval_weights, one_temperature, the_env
-from agentrl.config.identity import Identity, check_same_identity, identity_of
+from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory, Turn
 from agentrl.engines.makers import api_name
 from agentrl.env.official import mean_with_interval, success_rates
@@ -32,7 +32,7 @@ from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import official
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
-from agentrl.run.engine_choice import engine_computes, samples_on_ray, talks_in_messages, with_threads
+from agentrl.run.engine_choice import computation_line, samples_on_ray, talks_in_messages, with_threads
 from agentrl.run.folder import with_date
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import by_label
@@ -307,6 +307,11 @@ class RolloutRequest:
         """The sampling temperature; an evaluation has its own."""
         return config.eval.temperature if self.purpose == "eval" else one_temperature(config.rollout, "a rollout")
 
+    @property
+    def note(self) -> Path:
+        """The file that says what the episodes in `out` are."""
+        return self.out / f"{self.purpose}.json"
+
 
 @dataclass(slots=True)
 class RolloutOutcome:
@@ -330,20 +335,21 @@ async def run_rollout(
     interrupt.install()  # the start of Ray and of the engine is to be ended too
     for note in suite_notes(config):
         display.warn(note)
-    outcome = RolloutOutcome(_resume(config, request))
-    session = shared or open_session(config, request.temperature(config))
+    job = _RolloutJob(config, request, display)
+    outcome = job.outcome
+    session = shared or open_session(config, job.temperature)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
     if missing:
         if api_name(request.model) is not None or not talks_in_messages(request.model):
-            display.say(f"[{request.purpose}] {sampling_line(config, request)}")
-        if computes := engine_computes(config):
+            display.say(f"[{request.purpose}] {job.sampling_line()}")
+        if computes := computation_line(config, trains=False):
             display.say(computes)
     try:
         if missing:
             tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
             with last_words(unsaid(LATER)):
-                await while_ray_lives(_play(config, request, session, missing, outcome, display))
+                await while_ray_lives(job.play(session, missing))
     except WorkerDiedError as error:
         raise WorkerDiedError(f"{error}; {LATER}") from error
     except asyncio.CancelledError:
@@ -359,94 +365,89 @@ async def run_rollout(
 
 def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     """`config` with the date of the episodes that are in the request's folder, or else today's."""
-    if not (note := _note(request)).exists():
+    if not request.note.exists():
         return with_date(config)
-    day = (read_json(note.read_text()).get("identity") or {}).get("model.date")
+    day = (read_json(request.note.read_text()).get("identity") or {}).get("model.date")
     return config if day is None else with_date(config, day)  # an older agentrl kept none: what it began goes on without
 
 
-def _note(request: RolloutRequest) -> Path:
-    return request.out / f"{request.purpose}.json"
+class _RolloutJob:
+    """Plays the missing episodes of a request; a config with one environment says how."""
 
+    def __init__(self, config: TrainConfig, request: RolloutRequest, display: Display) -> None:
+        """Raises ConfigError if `request.out` holds something else."""
+        self.config, self.request, self.display = config, request, display
+        self.temperature = request.temperature(config)
+        self.outcome = RolloutOutcome(self._resume())
 
-def sampling_line(config: TrainConfig, request: RolloutRequest) -> str:
-    """The model's sampling parameters, by their keys."""
-    section, temperature = "eval" if request.purpose == "eval" else "rollout", request.temperature(config)
-    limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
-    more = [f"rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
-    greedy = " (greedy)" if temperature == 0 else ""
-    return ", ".join([f"{section}.temperature = {temperature:g}{greedy}", *more])
+    def sampling_line(self) -> str:
+        """The model's sampling parameters, by their keys."""
+        section, rollout = "eval" if self.request.purpose == "eval" else "rollout", self.config.rollout
+        limits = (("top_p", rollout.top_p), ("top_k", rollout.top_k))
+        more = [f"rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
+        greedy = " (greedy)" if self.temperature == 0 else ""
+        return ", ".join([f"{section}.temperature = {self.temperature:g}{greedy}", *more])
 
+    async def play(self, session: EvalSession, missing: list[Pair]) -> None:
+        """Play the episodes; each is in the file and in `outcome` once it ends."""
+        config, request, outcome, display = self.config, self.request, self.outcome, self.display
+        parts, done = session.parts, len(request.pairs) - len(missing)
+        scored = done
+        watch, lost = Watch(), list[str]()
+        display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
+        with display.doing("starting the engine", parts.starting):
+            await session.start(config.cluster)
+        with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
 
-async def _play(
-    config: TrainConfig,
-    request: RolloutRequest,
-    session: EvalSession,
-    missing: list[Pair],
-    outcome: RolloutOutcome,
-    display: Display,
-) -> None:
-    parts, done = session.parts, len(request.pairs) - len(missing)
-    scored = done
-    watch, lost = Watch(), list[str]()
-    display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
-    with display.doing("starting the engine", parts.starting):
-        await session.start(config.cluster)
-    with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
+            def keep(trajectory: Trajectory) -> None:
+                nonlocal done, scored
+                with naming(Path(file.name)):
+                    file.write(redact(json_text(trajectory.to_json())) + "\n")
+                    file.flush()
+                outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
+                done += 1
+                scored += _is_scored(trajectory)
+                if not _is_scored(trajectory):
+                    lost.append(fault_of(trajectory))
+                display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
 
-        def keep(trajectory: Trajectory) -> None:
-            nonlocal done, scored
-            with naming(Path(file.name)):
-                file.write(redact(json_text(trajectory.to_json())) + "\n")
-                file.flush()
-            outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
-            done += 1
-            scored += _is_scored(trajectory)
-            if not _is_scored(trajectory):
-                lost.append(fault_of(trajectory))
-            display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
+            with watch_loop(SLOW_LOOP, display.warn), display.doing("episodes", waits=watch.waiting):
+                await run_tasks(
+                    parts.player,
+                    the_env(config.envs).called,
+                    missing,
+                    seed=config.seed,
+                    max_episodes=config.rollout.max_episodes,
+                    split=request.split,
+                    temperature=self.temperature,
+                    on_episode=keep,
+                    watch=watch,
+                )
 
-        with watch_loop(SLOW_LOOP, display.warn), display.doing("episodes", waits=watch.waiting):
-            await run_tasks(
-                parts.player,
-                the_env(config.envs).called,
-                missing,
-                seed=config.seed,
-                max_episodes=config.rollout.max_episodes,
-                split=request.split,
-                temperature=request.temperature(config),
-                on_episode=keep,
-                watch=watch,
-            )
-
-
-def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajectory]:
-    """The scored episodes that are there; an outage is run again. Raises ConfigError if `out` holds something else."""
-    request.out.mkdir(parents=True, exist_ok=True)
-    note, path = _note(request), request.out / "trajectories.jsonl"
-    identity = _identity(config, request)
-    if note.exists():
-        kind = "an evaluation" if request.purpose == "eval" else "a rollout"
-        before = read_json(note.read_text()).get("identity")
-        check_same_identity(before, identity, f"{kind} of something else ({note})", request.out)
-    elif path.exists():
-        raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    there = [Trajectory.from_json(read_json(line)) for line in lines]
-    scored = {(t.task.seed, t.member): t for t in there if _is_scored(t)}
-    atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
-    atomic_write(path, "".join(redact(json_text(t.to_json())) + "\n" for t in scored.values()))
-    return scored
+    def _resume(self) -> dict[Pair, Trajectory]:
+        """The scored episodes that are there; an outage is run again."""
+        request, purpose = self.request, self.request.purpose
+        request.out.mkdir(parents=True, exist_ok=True)
+        # All that an episode depends on; `-n` and `-k` only say which episodes there are.
+        own = {"command": purpose, "--split": request.split}
+        identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose)}
+        note, path = request.note, request.out / "trajectories.jsonl"
+        if note.exists():
+            kind = "an evaluation" if purpose == "eval" else "a rollout"
+            before = read_json(note.read_text()).get("identity")
+            check_same_identity(before, identity, f"{kind} of something else ({note})", request.out)
+        elif path.exists():
+            raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        there = [Trajectory.from_json(read_json(line)) for line in lines]
+        scored = {(t.task.seed, t.member): t for t in there if _is_scored(t)}
+        atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
+        atomic_write(path, "".join(redact(json_text(t.to_json())) + "\n" for t in scored.values()))
+        return scored
 
 
 def _is_scored(trajectory: Trajectory) -> bool:
     return trajectory.reward is not None or trajectory.success is not None
-
-
-def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
-    """All that an episode depends on; `-n` and `-k` only say which episodes there are."""
-    own = {"command": request.purpose, "--split": request.split}
-    return {**identity_of(config, request.purpose), **own, **contents_of(config, request.purpose)}
 
 
 # Evaluation

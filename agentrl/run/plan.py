@@ -22,7 +22,6 @@ from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.run.checks import RunStart, check_config, check_train, run_checks
 from agentrl.run.checks.model_checks import check_router_replay
 from agentrl.run.checks.reward_checks import evaluations_of
-from agentrl.run.checks.rollout_checks import survey_lines
 from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.engine_choice import AUTO, computation_text, engine_name, maker_of, with_threads
 from agentrl.run.role_placement import (
@@ -418,7 +417,7 @@ def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
     found = peaks(placed, total)
     memory.check_fits(placed)
     notes = [
-        *survey_lines(config_for_checks(config)),
+        *run_checks(RunStart(config_for_checks(config), {}, planned=True), "start"),
         *waiting(placed),
         *(roles.worker_lines() if here else []),
         f"model.packing: {packing.reason}",

@@ -19,7 +19,6 @@ from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
 from agentrl.run.checks import check_train
 from agentrl.run.digests import code_of, contents_of
-from agentrl.run.engine_choice import engine_name
 from agentrl.run.folder import DRIVER, RunFolder, stored_object
 from agentrl.trainer.checkpoint import Checkpoints, check_model
 from agentrl.trainer.learner import policy_updates
@@ -141,7 +140,9 @@ def _resume_notes(before: TrainConfig, config: TrainConfig, folder: RunFolder) -
     if optim.schedule != "constant" and before.steps != steps:
         # Updates in which only the critic learns do not count for the policy's schedule.
         past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
-        was, now = (rate(past, optim.warmup, optim.schedule, policy_updates(each)) for each in (before, config))
+        was, now = (
+            rate(past, optim.warmup, optim.schedule, policy_updates(each.steps, each.critic)) for each in (before, config)
+        )
         notes.append(
             f'optim.schedule = "{optim.schedule}" ends with the run, which has {steps} steps now and had {before.steps}: '
             f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}"
@@ -282,11 +283,11 @@ def model_note(model: str, config: TrainConfig) -> str | None:
     )
 
 
-def other_engine(folder: RunFolder, config: TrainConfig) -> list[str]:
-    """That the run sampled with another engine, whose numbers differ in their last digits, if it did."""
+def other_engine(folder: RunFolder, now: str) -> list[str]:
+    """That the run sampled with another engine than `now`, whose numbers differ in their last digits, if it did."""
     if (summary := folder.read_summary()) is None:
         return []
-    was, now = summary["engine"], engine_name(config)
+    was = summary["engine"]
     return [f"engine was {was}, is {now}"] if was and was != now else []
 
 

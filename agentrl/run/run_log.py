@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 from agentrl.config.envs import own_advantages
-from agentrl.config.schema import HealthConfig, KeepConfig, PrometheusConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import CriticConfig, HealthConfig, KeepConfig, PrometheusConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.player import Evaluation, fault_of
 from agentrl.run.display import Display, percent
@@ -208,9 +208,10 @@ class Updates:
     """Kept figures of a run's updates (perhaps tens of thousands): the newest rows, `health.idle_updates` at most,
     how many of the newest taught nothing, and whether any before them taught something."""
 
-    def __init__(self, config: TrainConfig, rows: Iterable[HealthRow] = ()) -> None:
-        self._warmup = 0 if config.critic is None else config.critic.warmup
-        self.newest = deque[HealthRow](maxlen=config.health.idle_updates)
+    def __init__(self, critic: CriticConfig | None, most: int, rows: Iterable[HealthRow] = ()) -> None:
+        """`most`: how many of the newest rows are kept."""
+        self._warmup = 0 if critic is None else critic.warmup
+        self.newest = deque[HealthRow](maxlen=most)
         self.idle, self.taught = 0, False
         for row in rows:
             self.add(row)
@@ -305,11 +306,12 @@ SIGNS = (
 class SignWatch:
     """A sign in the updates of a run, or of one of its environments, under `env/NAME/`; `found`: when it was there."""
 
-    def __init__(self, sign: Sign, config: TrainConfig, scope: str) -> None:
-        self.sign, self._scope, self._left = sign, scope, sign.first(config)
+    def __init__(self, sign: Sign, first: int, most: int, scope: str) -> None:
+        """`first`: as `Sign.first`; `most`: updates in a row in which the sign must show."""
+        self.sign, self._scope, self._left = sign, scope, first
         self._start: float | None = None
-        self._before = deque[float | None](maxlen=config.health.idle_updates)
-        self._newest = deque[tuple[int, float, float | None]](maxlen=config.health.idle_updates)
+        self._before = deque[float | None](maxlen=most)
+        self._newest = deque[tuple[int, float, float | None]](maxlen=most)
         self.found: list[dict[str, Any]] = []
 
     def add(self, row: HealthRow, fault: str | None = None) -> dict[str, Any] | None:
@@ -352,7 +354,7 @@ class Health:
 
     def __init__(self, config: TrainConfig, warn: Callable[[str], None]) -> None:
         self._config, self._warn = config, warn
-        self._updates, self._watches = Updates(config), watches(config)
+        self._updates, self._watches = self._updates_of(()), self._watch_signs()
         self._said: set[str] = set()
         self._fault: str | None = None
         self._faults: Callable[[], str | None] = lambda: None
@@ -361,7 +363,7 @@ class Health:
         """Updates begin after `step`, with these rows before them; those after it are forgotten, as they are done again. `fault`:
         why the first episode of theirs was unscored, once there was one."""
         before = [row for row in rows if row["phase"] == "train" and row["step"] <= step]
-        self._updates, self._watches = Updates(self._config, before), watches(self._config)
+        self._updates, self._watches = self._updates_of(before), self._watch_signs()
         for row in before:
             for watch in self._watches:
                 watch.add(row)
@@ -382,7 +384,7 @@ class Health:
         """Look at a row of phase "train"."""
         updates = self._updates
         updates.add(row)
-        findings = idle(updates, self._config), unscored_finding(updates.newest, self._config.health, self.fault)
+        findings = idle(updates, self._config.rollout), unscored_finding(updates.newest, self._config.health, self.fault)
         found = {finding.status: finding for finding in findings if finding}
         enough = len(updates.newest) == updates.newest.maxlen
         for status, finding in found.items():
@@ -417,8 +419,22 @@ class Health:
         return (
             unscored_finding(updates, self._config.health, self.fault)
             or (None if last is None else unscored_finding([last], self._config.health, self.fault))
-            or (None if self._has_reached(rows) else idle(Updates(self._config, updates), self._config))
+            or (None if self._has_reached(rows) else idle(self._updates_of(updates), self._config.rollout))
         )
+
+    def _updates_of(self, rows: Iterable[HealthRow]) -> Updates:
+        return Updates(self._config.critic, self._config.health.idle_updates, rows)
+
+    def _watch_signs(self) -> list[SignWatch]:
+        """The signs to look for; those of episodes in each environment, if there are several."""
+        config, most = self._config, self._config.health.idle_updates
+        names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
+        return [
+            SignWatch(one, one.first(config), most, scope)
+            for one in SIGNS
+            if one.applies(config)
+            for scope in (names if one.per_env else [""])
+        ]
 
     def _has_reached(self, rows: Sequence[HealthRow]) -> bool:
         goal = self._config.stop_at_success
@@ -432,31 +448,25 @@ class Health:
         return any(map(has_trained, updates)) and bool(first and last) and sum(last) / len(last) > sum(first) / len(first)
 
 
-def watches(config: TrainConfig) -> list[SignWatch]:
-    """The signs to look for; those of episodes in each environment, if there are several."""
-    names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
-    return [SignWatch(one, config, scope) for one in SIGNS if one.applies(config) for scope in (names if one.per_env else [""])]
-
-
 def finding_text(one: Mapping[str, Any]) -> str:
     """A finding in words, for the log and the end of a run."""
     until = "" if one["until"] is None else f" to {one['until']}"
     return f"{one['name']}, from update {one['since']}{until}: {one['cause']}. {one['advice']}"
 
 
-def idle(updates: Updates, config: TrainConfig) -> Finding | None:
-    """Return True if the newest updates, `health.idle_updates` of them or all if there are fewer, trained nothing. Not if every
+def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
+    """Return True if the newest updates, as many as are kept or all if there are fewer, trained nothing. Not if every
     episode of them was a success after others that taught something: then nothing is left to learn."""
     newest, count = updates.of_policy, updates.idle
     if not newest or any(has_trained(row) for row in newest):
         return None
     if updates.taught and all(row["success"] == 1.0 for row in newest):
         return None
-    cause, advice = _why_idle(newest, config.rollout)
+    cause, advice = _why_idle(newest, rollout)
     last = "last " if updates.taught else ""
     many = f"{last}{count} updates" if count > 1 else f"{last}update"
     said = f"no token was trained in the {many}: {cause}"
-    return Finding(TRAINED_NOTHING, said, advice, fails=count >= config.health.idle_updates)
+    return Finding(TRAINED_NOTHING, said, advice, fails=count >= (updates.newest.maxlen or 0))
 
 
 def has_trained(row: HealthRow) -> bool:

@@ -33,7 +33,7 @@ from agentrl.rollout.warm_start import gold_transcript, without_chance
 from agentrl.run.assembly import assemble, longest_row, read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.display import Display, percent
-from agentrl.run.engine_choice import needs_ray, resolve_engine, with_threads
+from agentrl.run.engine_choice import resolve_engine, samples_on_ray, with_threads
 from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.judges import Judges, place_of
 from agentrl.run.role_placement import RunRoles, engine_room, start_actors
@@ -389,7 +389,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         with display.doing("making the model"):
             path = model_folder(config.seed, config.model, folder)
         engine_name = resolve_engine(config)
-        if needs_ray(config):
+        if config.cluster.backend == "ray" or samples_on_ray(config):
             with display.doing("starting Ray"):
                 if start_ray(config.cluster):
                     opened.callback(stop_ray)
@@ -414,7 +414,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         # A loss of the user's own, which only this process knows.
         await actors.in_processes(unpack, pack_given(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))
         with display.doing("loading the model"):
-            await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
+            await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config.steps, config.critic))
         # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
         if rests(config, "actor"):
             await actors.arun(Actor.offload)
@@ -423,7 +423,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             await parts.start()
 
         asked = config.algorithm.demonstrations
-        demonstrations = None if asked is None else Demonstrations(parts.envs, asked.episodes, longest_row(config))
+        longest = longest_row(config.optim, config.model)
+        demonstrations = None if asked is None else Demonstrations(parts.envs, asked.episodes, longest)
 
         async def on_group(group: Group) -> None:
             if demonstrations is not None:

@@ -128,11 +128,12 @@ def steps_batch(rows: Sequence[Trajectory], each: int, sharing: Mode) -> TensorD
 def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
     """The transcripts of the environments that take part, by their weights at step 0 (equal, if all of these are 0)."""
     config, sources = session.config, {}
+    longest = longest_row(config.optim, config.model)
     parts = {part.name: part for part in session.envs}
     for env, own in _taking_part(session):
         part = parts[env.called]
         ref = part.env.with_params(own.params)
-        sources[env.called] = Transcripts(ref, part.policy.renderer, own.teacher, config.seed, longest_row(config))
+        sources[env.called] = Transcripts(ref, part.policy.renderer, own.teacher, config.seed, longest)
     if len(sources) == 1:
         return next(iter(sources.values()))
     weights = {env.called: weight_at(env.weight, 0) for env, _ in _taking_part(session)}

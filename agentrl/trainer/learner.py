@@ -26,7 +26,7 @@ from agentrl.config.envs import (
     trained_envs,
 )
 from agentrl.config.load import check_unread
-from agentrl.config.schema import AlgorithmConfig, Choice, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, RewardModelConfig, TrainConfig
 from agentrl.data.rows import Ragged
 from agentrl.data.schedule import effective_mode, token_ratio, with_trees
 from agentrl.trainer.actor import Actor
@@ -135,8 +135,8 @@ def check_learner(config: TrainConfig) -> None:
     check_offload(config)
     check_moving(config.algorithm, config.model, config.cluster)
     for env in trained_envs(config.envs):
-        with name_entry_in_errors(config, env):
-            _check_estimator(alone(config, env))
+        with name_entry_in_errors(config, env) as one:
+            _check_estimator(one.algorithm, config.critic, config.reward_model)
     names = {alone(config, env).algorithm.advantage.name for env in trained_envs(config.envs)}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
         users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
@@ -150,14 +150,14 @@ def check_learner(config: TrainConfig) -> None:
         )
 
 
-def _check_estimator(config: TrainConfig) -> None:
+def _check_estimator(algorithm: AlgorithmConfig, critic: CriticConfig | None, reward_model: RewardModelConfig | None) -> None:
     """Raise ConfigError if the advantage estimator of a config with one environment lacks what it needs."""
-    name, kl = config.algorithm.advantage.name, config.algorithm.kl
-    advantages(name, config.algorithm.advantage.args)
+    name, kl = algorithm.advantage.name, algorithm.kl
+    advantages(name, algorithm.advantage.args)
     needs = ADVANTAGES.entry(name).needs
-    if "values" in needs and config.critic is None:
+    if "values" in needs and critic is None:
         raise ConfigError(f'algorithm.advantage "{name}" needs a critic: add a [critic] section')
-    if needs & {"baseline", "terms"} and config.reward_model is not None:
+    if needs & {"baseline", "terms"} and reward_model is not None:
         raise ConfigError(
             f'algorithm.advantage "{name}" reads scores of the reward spec, and the score of a [reward_model] is not part of it'
         )
@@ -186,9 +186,9 @@ W = TypeVar("W", bound=Worker)
 R = TypeVar("R", Critic, Reference, RewardModel, TeacherModel)
 
 
-def policy_updates(config: TrainConfig) -> int:
+def policy_updates(steps: int, critic: CriticConfig | None) -> int:
     """Number of training steps in which the policy learns: all except those in which only the critic does."""
-    return max(config.steps - (config.critic.warmup if config.critic is not None else 0), 1)
+    return max(steps - (critic.warmup if critic is not None else 0), 1)
 
 
 class Learner:

@@ -79,8 +79,9 @@ async def test_where_every_draw_is_too_long_the_run_is_refused_before_it_starts(
 
 
 def test_a_row_is_as_long_as_a_micro_batch_and_as_the_model_takes() -> None:
-    assert longest_row(config_of("optim.micro_tokens=700")) == 700
-    assert longest_row(config_of("optim.micro_tokens=9000")) == 4096
+    for given, longest in ((700, 700), (9000, 4096)):
+        config = config_of(f"optim.micro_tokens={given}")
+        assert longest_row(config.optim, config.model) == longest
 
 
 @pytest.mark.parametrize(("least", "most", "refused"), [(401, 400, True), (400, 400, False), (1, 400, False)])

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +22,8 @@ CHECKS: dict[str, Callable[..., Any]] = {
     for name, found in vars(checks).items()
     if name.startswith("check_") and name not in ("check_train", "check_config", "check_eval")
 }
+ENTERED = {name: entry for name in checks.RUN_CHECKS if "plan" not in (entry := checks.RUN_CHECKS.entry(name)).traits}
+CHECKS |= {name: entry.make for name, entry in ENTERED.items()}
 # What an environment sets itself is read before any check, to give it the config of a single environment (config/envs.py).
 OWN = {"agent", *(f"env.{n}" for n in ("name", "weight", "tools", "agent", "limits", "sampler", "advantage", "eval", "sft"))}
 
@@ -87,7 +90,10 @@ def test_each_check_reads_what_it_says_and_nothing_else(path: Path, monkeypatch:
         return run
 
     for name, check in CHECKS.items():
-        monkeypatch.setattr(checks, name, watched(name, check))
+        if name in ENTERED:
+            monkeypatch.setitem(checks.RUN_CHECKS._own, name, replace(ENTERED[name], make=watched(name, check)))
+        else:
+            monkeypatch.setattr(checks, name, watched(name, check))
     monkeypatch.setattr(Frozen, "__getattribute__", reading)
     checks.check_config(config)
     checks.check_eval(config)

@@ -46,11 +46,11 @@ def trained(monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: typ
         if len(attempts) <= deaths:
             raise error("group 'actor': worker process gone: rank 1")
 
-    monkeypatch.setattr(main, "_attempt", attempt)
+    monkeypatch.setattr(main.RunDriver, "_attempt", attempt)
     config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(max_restarts=limit))
     display, outcome, failed = Heard(), main.RunOutcome(), None
     try:
-        asyncio.run(main._train(config, None, display, None, outcome, Interrupt(display.say), []))  # type: ignore[arg-type]
+        asyncio.run(main.RunDriver(config, None, display, None, outcome, Interrupt(display.say)).train())  # type: ignore[arg-type]
     except Exception as problem:
         failed = problem
     return len(attempts), display.lines, outcome, failed

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from agentrl.cli.eval import read_plans
 from agentrl.cli.main import _parse
 from agentrl.config.envs import alone
 from agentrl.config.load import config_from
-from agentrl.run.driver import RunOutcome, _say_end
+from agentrl.run.driver import RunDriver, RunOutcome
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import FILE, RunModel, model_of, run_folder
 from agentrl.utils.errors import CheckpointError, ConfigError
@@ -61,7 +62,8 @@ def ended(
     folder.write_summary({"status": status, "steps": 3, "engine": ""})
     for row in rows:
         folder.append_metrics(row)
-    _say_end(config, display, folder, RunOutcome(status=status, cause=cause), [])  # type: ignore[arg-type]
+    outcome, log = RunOutcome(status=status, cause=cause), SimpleNamespace(trackers=[])
+    RunDriver(config, display=display, folder=folder, run_log=log, outcome=outcome, interrupt=None).say_end()  # type: ignore[arg-type]
     return folder, display.lines
 
 

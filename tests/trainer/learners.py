@@ -27,7 +27,7 @@ def config_of(**sections: Any) -> TrainConfig:
 def opened(tiny: str, config: TrainConfig) -> Learner:
     """The learner of a run, all its roles started from the tiny model."""
     actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, tiny, config.model, config.optim, policy_updates(config))
+    actors.run(Actor.init_model, tiny, config.model, config.optim, policy_updates(config.steps, config.critic))
     learner = Learner(config, actors)
     asyncio.run(learner.open(tiny))
     return learner

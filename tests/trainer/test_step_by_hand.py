@@ -110,7 +110,7 @@ def test_the_policys_schedule_ends_with_the_run_when_the_critic_warms_up_first(t
     """5 steps, 3 of them of the critic alone: the policy's two updates are at the start and the middle of its schedule."""
     algorithm = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
     config = config_of(algorithm=algorithm, critic=toy_critic(warmup=3), optim=toy_optim(schedule="linear", lr=1e-3), steps=5)
-    assert policy_updates(config) == 2 and policy_updates(config_of(steps=7)) == 7
+    assert policy_updates(config.steps, config.critic) == 2 and policy_updates(7, None) == 7
     learner = opened(tiny, config)
     found = [asyncio.run(learner.step(collate(trajectories(8)), step)) for step in range(5)]
     assert [row.get("lr") for row in found] == [None, None, None, 1e-3, pytest.approx(5e-4)]

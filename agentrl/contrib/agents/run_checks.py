@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import httpx
 
 from agentrl.cluster.placement import is_planned
-from agentrl.config.envs import alone, each, name_entry_in_errors
+from agentrl.config.envs import each, name_entry_in_errors
 from agentrl.config.schema import AgentConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.env import ToolEnv
@@ -37,8 +37,7 @@ def check_agents(start: RunStart) -> list[str]:
     Reads: agent, env, engine, rollout.context, rollout.summary_model.
     """
     for env in start.config.envs:
-        with name_entry_in_errors(start.config, env):
-            one = alone(start.config, env)
+        with name_entry_in_errors(start.config, env) as one:
             check_agent(one, EnvRef.of(one))
     return []
 
@@ -47,7 +46,7 @@ def check_agent(config: TrainConfig, env: EnvRef) -> None:
     """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one."""
     if config.agent is None:
         return
-    agents_of(config, read_inputs(config))
+    agents_of(config.agent, read_inputs(config).tokenizer)
     if config.agent.url is not None:
         address = resolve_references(config.agent.url, "agent.url")
         exempt_own(address)
@@ -84,7 +83,7 @@ def rehearse(config: TrainConfig) -> str:
     """One episode of the agent of a config with one environment, on a scripted policy, which plays the task's gold turns if
     there are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
     inputs, env = read_inputs(config), EnvRef.of(config).build()
-    agents, renderer, turns = agents_of(config, inputs), renderer_of(config.model, inputs.tokenizer), _gold(env)
+    agents, renderer, turns = agents_of(config.agent, inputs.tokenizer), renderer_of(config.model, inputs.tokenizer), _gold(env)
     assert agents is not None
     policy = Policy(Scripted(renderer, turns), renderer)
     spec = EpisodeSpec(0, env.splits[0], config.seed, 0, "rehearsal")

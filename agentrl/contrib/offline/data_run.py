@@ -16,7 +16,7 @@ from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, check_references, identity_of
 from agentrl.config.load import check_unread
-from agentrl.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
+from agentrl.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RolloutConfig
 from agentrl.contrib.offline.objectives import OBJECTIVES, Found, Objective, classifier_of
 from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import About, RowStore, sources
@@ -64,18 +64,6 @@ def only_data(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={**dropped, **kept})
 
 
-def write_data(config: TrainConfig, folder: Path, display: Display) -> About:
-    """Read the data of a config into a store in `folder`, and say what is in it. Raises ConfigError if it cannot be used."""
-    tokenizer = tokenizer_of(config.model)
-    made = Preparation(data_of(config.data), renderer_of(config.model, tokenizer), tokenizer, longest_row(config))
-    display.phase("data", 1)
-    with display.doing("reading the data", made.said):
-        about = made.write(folder, config.seed)
-    for line in _describe_store(about):
-        display.say(line)
-    return about
-
-
 def _describe_store(about: About) -> Iterator[str]:
     what = "pairs" if about.each == 2 else "examples"
     yield (
@@ -117,50 +105,6 @@ class DataRun:
 
 def total_steps(data: DataConfig, store: RowStore) -> int:
     return data.epochs * store.steps(data.batch)
-
-
-async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
-    """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
-    identity, config = identity_of(config, "train"), with_threads(only_data(config))
-    store = await in_thread("files", RowStore, folder.data)
-    with display.doing("making the model"):
-        path = await in_thread("files", _start_model, config, folder)
-    began = False
-    if config.cluster.backend == "ray":
-        with display.doing("starting Ray"):
-            began = start_ray(config.cluster)
-    pools, group = None, None
-    try:
-        kind = OBJECTIVES[data_of(config.data).loss]
-        with display.doing("starting the training processes"):
-            pools = RunRoles(config, ENGINE).open_pools()
-            group = start_actors(config.model, config.cluster, pools, kind.role)
-        await check_shared(group, folder.path, "out")
-        with display.doing("loading the model"):
-            init: Any = kind.role.init_model  # type: ignore[attr-defined]
-            await group.arun(init, path, config.model, optims_of(config)["optim"], total_steps(data_of(config.data), store))
-        objective = kind(data_of(config.data), store, group, _sharing(config))
-        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
-        run = DataRun(config, folder, display, run_log, store, identity, group, objective, checkpoints)
-        return await _run(run, interrupt)
-    finally:
-        if group is not None:
-            group.close()
-        if pools is not None:
-            pools.close()
-        if began:
-            stop_ray()
-
-
-def _sharing(config: TrainConfig) -> Mode:
-    if data_of(config.data).loss == "reward" or not shares_prefixes(config.model):
-        return "off"
-    return effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
-
-
-def _start_model(config: TrainConfig, folder: RunFolder) -> str:
-    path = model_folder(config.seed, config.model, folder)
-    return path if data_of(config.data).loss != "reward" else classifier_of(path, folder.path / "classifier", config.model)
 
 
 async def _run(run: DataRun, interrupt: Interrupt) -> bool:
@@ -262,51 +206,10 @@ async def _export(run: DataRun, step: int) -> None:
     await in_thread("files", seal, folder.final, step)
 
 
-def summary_of_data(config: TrainConfig, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Entries of summary.json for a run on data, apart from its end."""
-    steps = [row for row in rows if row["phase"] == "data"]
-    held = [row for row in rows if row["phase"] == "heldout"]
-    return {
-        "steps": steps[-1]["step"] if steps else 0,
-        "loss": steps[-1]["loss"] if steps else None,
-        "heldout_before": held[0]["loss"] if held else None,
-        "heldout_after": held[-1]["loss"] if len(held) > 1 else None,
-        "tokens": int(sum(row.get("tokens_trained", 0) for row in steps)),
-    }
-
-
 # Checks
 
 
-def check_data(config: TrainConfig, *, prepared: bool = False) -> list[str]:
-    """Raise a UserError for a config that cannot be trained on its data; returns warnings. `prepared`: the run has
-    all of its data already, wherever that came from.
-
-    Reads: data, model, optim, cluster, trackers, out.
-    """
-    quiet_libraries()
-    view = only_data(config)
-    check_references(view)
-    check_trackers(view)
-    check_model(view.model)
-    check_models(view)
-    check_vision(view)
-    check_capacity(view)
-    _check_loss(view)
-    check_train_engine(view)
-    check_learner(view)
-    packing_of(view)
-    check_placement(view, ENGINE)
-    if not prepared:
-        sources(data_of(view.data).path)
-    renderer_of(view.model, tokenizer_of(view.model))
-    if config.sft is not None:
-        return ["[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]"]
-    return []
-
-
-def _check_loss(config: TrainConfig) -> None:
-    data, model = data_of(config.data), config.model
+def _check_loss(data: DataConfig, model: ModelConfig) -> None:
     traits = TRAIN_ENGINES.entry(model.engine).traits
     if data.loss != "dpo":
         check_unread("data", data, ("beta",), 'data.loss = "dpo"')
@@ -341,8 +244,98 @@ def _check_loss(config: TrainConfig) -> None:
 class DataRunKind(RunKind):
     """Training on [data]: `agentrl sft --data`."""
 
-    check = staticmethod(check_data)
-    prepare = staticmethod(write_data)
-    relevant_sections = staticmethod(only_data)
-    train = staticmethod(train_on_data)
-    summary = staticmethod(summary_of_data)
+    def check(self, *, prepared: bool = False) -> list[str]:
+        """Raise a UserError for a config that cannot be trained on its data; returns warnings. `prepared`: the run has
+        all of its data already, wherever that came from.
+
+        Reads: data, model, optim, cluster, trackers, out.
+        """
+        quiet_libraries()
+        view = only_data(self.config)
+        check_references(view)
+        check_trackers(view)
+        check_model(view.model)
+        check_models(view)
+        check_vision(view)
+        check_capacity(view)
+        _check_loss(data_of(view.data), view.model)
+        check_train_engine(view)
+        check_learner(view)
+        packing_of(view)
+        check_placement(view, ENGINE)
+        if not prepared:
+            sources(data_of(view.data).path)
+        renderer_of(view.model, tokenizer_of(view.model))
+        if self.config.sft is not None:
+            return ["[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]"]
+        return []
+
+    def prepare(self, folder: Path, display: Display) -> About:
+        """Read the data of a config into a store in `folder`, and say what is in it. Raises ConfigError if it cannot be used."""
+        config, tokenizer = self.config, tokenizer_of(self.config.model)
+        longest = longest_row(config.optim, config.model)
+        made = Preparation(data_of(config.data), renderer_of(config.model, tokenizer), tokenizer, longest)
+        display.phase("data", 1)
+        with display.doing("reading the data", made.said):
+            about = made.write(folder, config.seed)
+        for line in _describe_store(about):
+            display.say(line)
+        return about
+
+    def relevant_sections(self) -> TrainConfig:
+        return only_data(self.config)
+
+    async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
+        """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
+        identity, config = identity_of(self.config, "train"), with_threads(only_data(self.config))
+        store = await in_thread("files", RowStore, folder.data)
+        with display.doing("making the model"):
+            path = await in_thread("files", self._start_model, folder)
+        began = False
+        if config.cluster.backend == "ray":
+            with display.doing("starting Ray"):
+                began = start_ray(config.cluster)
+        pools, group = None, None
+        try:
+            kind = OBJECTIVES[data_of(config.data).loss]
+            with display.doing("starting the training processes"):
+                pools = RunRoles(config, ENGINE).open_pools()
+                group = start_actors(config.model, config.cluster, pools, kind.role)
+            await check_shared(group, folder.path, "out")
+            with display.doing("loading the model"):
+                init: Any = kind.role.init_model  # type: ignore[attr-defined]
+                await group.arun(init, path, config.model, optims_of(config)["optim"], total_steps(data_of(config.data), store))
+            objective = kind(data_of(config.data), store, group, self._sharing())
+            checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
+            run = DataRun(config, folder, display, run_log, store, identity, group, objective, checkpoints)
+            return await _run(run, interrupt)
+        finally:
+            if group is not None:
+                group.close()
+            if pools is not None:
+                pools.close()
+            if began:
+                stop_ray()
+
+    def _sharing(self) -> Mode:
+        config = self.config
+        if data_of(config.data).loss == "reward" or not shares_prefixes(config.model):
+            return "off"
+        return effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
+
+    def _start_model(self, folder: RunFolder) -> str:
+        config = self.config
+        path = model_folder(config.seed, config.model, folder)
+        return path if data_of(config.data).loss != "reward" else classifier_of(path, folder.path / "classifier", config.model)
+
+    def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Entries of summary.json for a run on data, apart from its end."""
+        steps = [row for row in rows if row["phase"] == "data"]
+        held = [row for row in rows if row["phase"] == "heldout"]
+        return {
+            "steps": steps[-1]["step"] if steps else 0,
+            "loss": steps[-1]["loss"] if steps else None,
+            "heldout_before": held[0]["loss"] if held else None,
+            "heldout_after": held[-1]["loss"] if len(held) > 1 else None,
+            "tokens": int(sum(row.get("tokens_trained", 0) for row in steps)),
+        }

@@ -1,1 +1,1 @@
-"""Preflight: servers, models behind an API and plug-ins of a run are called once before it starts."""
+"""Preflight: servers, models, plug-ins and gold solutions of a run are tried before it starts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, each, name_entry_in_errors
+from agentrl.config.envs import each, name_entry_in_errors
 from agentrl.env.address import PROTOCOLS
 from agentrl.env.catalog import EnvRef
 from agentrl.run.checks import RUN_CHECKS, RunStart
@@ -17,8 +17,8 @@ def check_servers(start: RunStart) -> list[str]:
     Reads: env, tools, agent, rollout.max_episodes, sft.
     """
     for env in start.config.envs:
-        with name_entry_in_errors(start.config, env):
-            check_server(alone(start.config, env))
+        with name_entry_in_errors(start.config, env) as one:
+            check_server(one)
     return []
 
 

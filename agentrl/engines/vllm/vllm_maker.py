@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.config.schema import ModelConfig, RolloutConfig, TrainConfig, VllmConfig, WeightsConfig
+from agentrl.config.schema import ModelConfig, RolloutConfig, VllmConfig, WeightsConfig
 from agentrl.data.expert_routing import router_code
 from agentrl.engines.vllm.options import (
     check_args,
@@ -84,21 +84,6 @@ def itemsize(dtype: str, args: dict[str, Any]) -> int:
     if str(args.get("kv_cache_dtype", "auto")).startswith("fp8"):
         return 1
     return 4 if dtype == "float32" else 2
-
-
-def cpu_mib(config: TrainConfig, dtype: str) -> int:
-    """MiB of KV cache of each rank on a CPU: as many full sequences as run at once, at most CPU_MIB but at least one."""
-    vllm = config.vllm
-    if vllm.kv_cache_mib is not None:
-        return vllm.kv_cache_mib
-    shape = CacheShape.of(config.model)
-    if shape is None:
-        return CPU_MIB
-    running = min(vllm.args.get("max_num_seqs") or CPU_SEQUENCES, config.rollout.max_episodes)
-    length = min(vllm.max_model_len, shape.positions) + BLOCK
-    one = math.ceil(length * shape.token_bytes(vllm.tensor_parallel, itemsize(dtype, vllm.args)) / 2**20)
-    # The lower bound wins over CPU_MIB: an engine that holds no sequence does not start.
-    return max(one, min(CPU_MIB, running * one))
 
 
 def check_room(model: ModelConfig, vllm: VllmConfig, dtype: str) -> None:
@@ -194,7 +179,7 @@ class VllmMaker(EngineMaker):
     def processes(self) -> Processes:
         """Host memory: a driver-side process and one per rank; on a CPU also each rank's KV cache, which a GPU has itself."""
         vllm, cuda = self.config.vllm, self.cuda()
-        cache = 0 if cuda else cpu_mib(self.config, self.config.model.computes_in(cuda))
+        cache = 0 if cuda else self._cpu_mib()
         return Processes(
             count=vllm.replicas,
             gpus=vllm.tensor_parallel,
@@ -205,6 +190,21 @@ class VllmMaker(EngineMaker):
             what="a vLLM replica",
         )
 
+    def _cpu_mib(self) -> int:
+        """MiB of KV cache of each rank on a CPU: as many full sequences as run at once, at most CPU_MIB but at least one."""
+        model, vllm = self.config.model, self.config.vllm
+        if vllm.kv_cache_mib is not None:
+            return vllm.kv_cache_mib
+        shape = CacheShape.of(model)
+        if shape is None:
+            return CPU_MIB
+        running = min(vllm.args.get("max_num_seqs") or CPU_SEQUENCES, self.config.rollout.max_episodes)
+        length = min(vllm.max_model_len, shape.positions) + BLOCK
+        size = itemsize(model.computes_in(False), vllm.args)
+        one = math.ceil(length * shape.token_bytes(vllm.tensor_parallel, size) / 2**20)
+        # The lower bound wins over CPU_MIB: an engine that holds no sequence does not start.
+        return max(one, min(CPU_MIB, running * one))
+
     def seats(self) -> int:
         workers = self.config.rollout.workers
         return workers if workers == self.config.vllm.replicas else 0
@@ -212,7 +212,7 @@ class VllmMaker(EngineMaker):
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
         vllm = self.config.vllm
         own = weights // vllm.tensor_parallel
-        mib = vllm.kv_cache_mib if device is not None else cpu_mib(self.config, self.config.model.computes_in(False))
+        mib = vllm.kv_cache_mib if device is not None else self._cpu_mib()
         if device is None or mib is not None:
             return EngineMemory(own, (mib or 0) << 20, f"vllm.kv_cache_mib = {mib}")
         fraction = vllm.args.get("gpu_memory_utilization", FRACTION)
@@ -232,7 +232,7 @@ class VllmMaker(EngineMaker):
         cuda = self.cuda()
         sizes: dict[str, int] = {"max_model_len": self.context(positions)}
         if not cuda:
-            sizes["kv_cache_mib"] = cpu_mib(self.config, self.config.model.computes_in(cuda))
+            sizes["kv_cache_mib"] = self._cpu_mib()
         given, family = self.config.vllm.args, family_of(self.config.model)
         if family is not None and (put_right := overrides(family)):
             given = {**given, "hf_overrides": {**put_right, **given.get("hf_overrides", {})}}

@@ -16,6 +16,7 @@ from agentrl.config.envs import alone, entry_of
 from agentrl.config.identity import check_resumed
 from agentrl.config.load import with_absolute_paths
 from agentrl.data.trajectory import Group, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.reward.explain import reasons
 from agentrl.run.api.base import Both, Config, Table, config_of, env_table
 from agentrl.run.callbacks import Callback, Functions
@@ -92,12 +93,13 @@ async def _evaluate(
     Raises a UserError for what cannot work, CallbackError if the policy raised.
     """
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "eval")
-    own = alone(config, config.envs[0]).eval
-    there = await in_thread("load", suite_tasks, config, config.envs[0], split or own.split)
+    one = alone(config, config.envs[0])
+    own, ref = one.eval, EnvRef.of(one)
+    there = await in_thread("load", suite_tasks, ref, split or own.split)
     wanted = own.tasks if n is None else n
     tasks = wanted if there is None else min(wanted, there)
     first = there is None or (not callable(model) and (Path(str(model)) / "config.toml").is_file())  # a run's, as it evaluates
-    chosen = () if first else await in_thread("load", suite_choice, config, config.envs[0], split or own.split, tasks)
+    chosen = () if first else await in_thread("load", suite_choice, ref, split or own.split, tasks, config.seed)
     with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder:
         at = Path(folder if out is None else out)
         request = RolloutRequest("eval", name, tasks, k, split or own.split, at, chosen=chosen)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.config.envs import alone, name_entry_in_errors, trained_envs, warm_start_envs
+from agentrl.config.envs import name_entry_in_errors, trained_envs, warm_start_envs
 from agentrl.config.identity import check_references
 from agentrl.config.schema import DataConfig, TrainConfig
 from agentrl.env.catalog import EnvRef
@@ -32,7 +32,6 @@ from agentrl.run.checks.rollout_checks import (
     check_engine,
     check_held_out,
     check_model,
-    check_solvable,
     check_trainable,
     check_warm_start,
 )
@@ -76,7 +75,8 @@ RUN_CHECKS: Registry[Callable[[RunStart], Sequence[str]]] = Registry(
     "agentrl.run.checks",
     traits={
         "first": "runs before all other checks, without scorers",
-        "plan": "runs for a plan alone; its lines describe the run, and are no warnings",
+        "start": "its lines describe a run, at its start and in its plan, and are no warnings",
+        "plan": "the same, in its plan alone",
     },
 )
 """Checks of features and plug-ins before every start: each raises a UserError, or returns warnings."""
@@ -130,8 +130,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     # checked in the config of each, as if it were alone.
     scorers: dict[str, Scorer] = {}
     for env in config.envs:
-        with name_entry_in_errors(config, env):
-            one = alone(config, env)
+        with name_entry_in_errors(config, env) as one:
             ref, scorers[env.called] = check_assembly(one)
             if trained_envs(one.envs):
                 check_trainable(one)
@@ -148,8 +147,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     packing_of(config)
     engine = resolve_engine(config)
     for env in config.envs:
-        with name_entry_in_errors(config, env):
-            one = alone(config, env)
+        with name_entry_in_errors(config, env) as one:
             if trained_envs(one.envs):
                 check_estimator_inputs(one.algorithm.advantage, scorers[env.called])
             check_sizes(one, engine)
@@ -162,17 +160,14 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     notes += run_checks(RunStart(config, scorers, planned=planned))
     notes += suite_notes(config)
     for env in config.envs:
-        with name_entry_in_errors(config, env):
-            one = alone(config, env)
+        with name_entry_in_errors(config, env) as one:
             check_gold(one.envs, one.eval, EnvRef.of(one), scorers[env.called])
             check_success(one, EnvRef.of(one), scorers[env.called])
-            check_solvable(one)
             at = f"{env.called}: " if len(config.envs) > 1 else ""
             if trained_envs(one.envs):  # a reward that teaches the wrong thing, of what teaches nothing
                 notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
     for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
-        with name_entry_in_errors(config, env):
-            one = alone(config, env)
+        with name_entry_in_errors(config, env) as one:
             check_warm_start(one, EnvRef.of(one))
     return notes
 
@@ -187,8 +182,7 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
     check_workers(config, False)
     scorers: dict[str, Scorer] = {}
     for env in config.envs:
-        with name_entry_in_errors(config, env):
-            one = alone(config, env)
+        with name_entry_in_errors(config, env) as one:
             ref, scorers[env.called] = check_assembly(one)
             check_decided(scorers[env.called])
             check_prompts(one, engine_name(config), ref)

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from dataclasses import replace
 
-import numpy as np
-
-from agentrl.config.envs import alone, check_temperatures, each, the_env, trained_at_all, warm_start_envs
+from agentrl.config.envs import alone, check_temperatures, the_env, warm_start_envs
 from agentrl.config.envs import trained_envs as trained
 from agentrl.config.schema import EnvConfig, ModelConfig, TrainConfig
-from agentrl.data.trajectory import Message, Task, Trajectory
-from agentrl.env import ToolEnv
+from agentrl.data.trajectory import Message, Task
 from agentrl.env.catalog import EnvRef
 from agentrl.env.wrappers import WRAPPERS
-from agentrl.render.base import Renderer
 from agentrl.reward import Scorer
 from agentrl.rollout.collector import FILTERS
-from agentrl.rollout.context import CONTEXTS, Stop, make_context_policy
+from agentrl.rollout.context import CONTEXTS, make_context_policy
 from agentrl.rollout.engine import ENGINES
 from agentrl.rollout.mixtures import TaskSource
-from agentrl.rollout.samplers import fresh_seed, make_sampler
-from agentrl.rollout.warm_start import Transcripts, gold_transcript, without_chance
-from agentrl.run.assembly import context_length, longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
-from agentrl.run.checks.reward_checks import check_scoring_time, in_daemon_thread
-from agentrl.run.engine_choice import engine_name, engine_of, maker_of, resolve_engine
-from agentrl.run.outcomes import label_of
+from agentrl.rollout.samplers import make_sampler
+from agentrl.rollout.warm_start import Transcripts
+from agentrl.run.assembly import longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
+from agentrl.run.checks.reward_checks import check_scoring_time
+from agentrl.run.engine_choice import engine_name, engine_of, maker_of
 from agentrl.trainer.publish import check_takes_weights
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderError, TaskDataError
 
@@ -122,7 +113,7 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     eval.temperature, algorithm.experience, reward_model, weights.lora, engine, env, seed.
     """
     rollout = config.rollout
-    check_temperatures(config)
+    check_temperatures(rollout, config.eval, config.algorithm.experience)
     if rollout.accept is not None:
         FILTERS.bind(rollout.accept.name, rollout.accept.args)
     source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
@@ -232,236 +223,6 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     return env, scorer
 
 
-# Room for the solution
-
-SOLVABLE_SECONDS = 3.0
-"""No solution of an environment is begun after this many seconds."""
-TASKS = 24
-"""Tasks of each set of parameters, and held-out ones, that are played."""
-NAMED = 5
-"""Tasks that are named."""
-OFF = "AGENTRL_SURVEY"
-"""With this variable set to 0 no gold is played here: for suites of tests, whose limits are often tiny on purpose."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskNeed:
-    """Needs of a task's gold solution, by the keys of limits; `over`: key, need and limit, where the limit is less."""
-
-    task: str
-    seed: int
-    horizon: int
-    needs: dict[str, int]
-    over: tuple[tuple[str, int, int], ...] = ()
-
-    def __str__(self) -> str:
-        why = ", ".join(f"{needed:,} of {key} = {given:,}" for key, needed, given in self.over)
-        return f"{self.task} (seed {self.seed}, {self.horizon} calls) needs {why}"
-
-
-@dataclass(slots=True)
-class TaskKind:
-    """Tasks of one kind: those that were played, how many were to be, and why others could not be, by task."""
-
-    name: str
-    wanted: int
-    needs: list[TaskNeed] = field(default_factory=list)
-    unplayed: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        """Of the tasks whose gold was played, those that have no room for it."""
-        return sum(bool(need.over) for need in self.needs) / max(len(self.needs), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """Findings about one environment. `skipped`: why nothing was played; `limits`: what an episode has, by key."""
-
-    env: str
-    limits: dict[str, int]
-    parts: list[TaskKind]
-    seconds: float = 0.0
-    skipped: str = ""
-
-    def lines(self) -> list[str]:
-        """A table by horizon, and a line for each task that has no room for its solution, up to `NAMED`."""
-        if self.skipped:
-            return [f"gold solutions of {self.env} are not played before the start: {self.skipped}"]
-        needs = [need for part in self.parts for need in part.needs]
-        parts = "; ".join(f"{part.name}: {len(part.needs)} of {part.wanted} tasks" for part in self.parts)
-        lost = Counter(why for part in self.parts for why in part.unplayed.values())
-        said = "".join(f"; {count} could not be played ({why})" for why, count in lost.most_common(1))
-        head = f"room for the gold solutions of {self.env}, played in {self.seconds:.1f} s ({parts}{said}):"
-        over = [str(need) for need in needs if need.over]
-        more = f"; and {len(over) - NAMED} more" if len(over) > NAMED else ""
-        return [
-            head,
-            *_table(needs, self.limits),
-            *(f"  no room: {line}" for line in over[:NAMED]),
-            *([f"  no room{more}"] if more else []),
-        ]
-
-
-_surveys: dict[str, Survey] = {}
-
-
-def check_solvable(one: TrainConfig) -> None:
-    """Raise ConfigError if more than `health.max_unsolvable` of the tasks of a kind have no room for their gold solution, with
-    what they need and the keys that say what there is. An environment without gold, an agent that plays, and an environment
-    elsewhere are left out, and `survey_lines` says so.
-
-    Reads: health.max_unsolvable, env, tools, agent, rollout, eval, seed, model, engine.
-    """
-    survey = survey_of(one)
-    bad = [part for part in survey.parts if part.share > one.health.max_unsolvable]
-    if not bad:
-        return
-    needs = [need for part in bad for need in part.needs if need.over]
-    most: dict[str, tuple[int, int]] = {}
-    for need in needs:
-        for key, needed, given in need.over:
-            most[key] = max(most.get(key, (0, given)), (needed, given))
-    raise ConfigError(
-        "; ".join(f"{part.share:.0%} of the tasks of {part.name}" for part in bad)
-        + f" ({len(needs)} of {sum(len(part.needs) for part in bad)} that were played) have no room for their gold solution: "
-        + "; ".join(str(need) for need in needs[:NAMED])
-        + (f"; and {len(needs) - NAMED} more" if len(needs) > NAMED else "")
-        + ". Set "
-        + ", ".join(f"{key} to at least {needed:,}" for key, (needed, _) in most.items())
-        + ", make tasks shorter (env.params), or start all the same with health.max_unsolvable = 1"
-    )
-
-
-def survey_lines(config: TrainConfig) -> list[str]:
-    """Lines about each environment of a run, for its reader; the survey is made once in a process."""
-    return [line for one in each(config) for line in survey_of(one).lines()]
-
-
-def survey_of(one: TrainConfig) -> Survey:
-    """The survey of a config's only environment: that of this process, or a new one."""
-    key = one.model_dump_json()
-    if key not in _surveys:
-        while len(_surveys) >= 16:
-            _surveys.pop(next(iter(_surveys)))
-        _surveys[key] = _make_survey(one)
-    return _surveys[key]
-
-
-def _make_survey(one: TrainConfig) -> Survey:
-    called = one.envs[0].called
-    why = f"{OFF} = 0" if os.environ.get(OFF) == "0" else ""
-    if one.envs[0].url is not None:
-        why = why or f"the environment is at {one.envs[0].url}"
-    elif one.agent is not None:
-        why = why or "an agent plays, which renders its own prompts"
-    elif one.model.path is not None and "messages" in engine_of(one).traits:
-        why = why or "the engine takes messages, so nothing is known of its tokens"
-    if why:
-        return Survey(called, {}, [], skipped=why)
-    limits = limits_of(one)
-    renderer, began = renderer_of(one.model, tokenizer_of(one.model)), time.monotonic()
-    limit = one.rollout.env_timeout + one.rollout.episode_timeout
-    try:
-        parts = in_daemon_thread(
-            lambda: asyncio.run(_survey(one, renderer, limits, began + SOLVABLE_SECONDS)), limit + SOLVABLE_SECONDS
-        )
-    except NotImplementedError:
-        return Survey(called, {}, [], skipped="it has no gold solutions")
-    except Exception as fault:  # the environment's own code; where gold is played for its score, `check_success` names its fault
-        return Survey(called, {}, [], skipped=f"its gold cannot be played: {type(fault).__name__}: {fault}")
-    if not any(part.needs for part in parts):
-        why = next((why for part in parts for why in part.unplayed.values()), "there was no time for one")
-        return Survey(called, {}, [], skipped=f"its gold cannot be played: {why}")
-    return Survey(called, limits, parts, time.monotonic() - began)
-
-
-def limits_of(one: TrainConfig) -> dict[str, int]:
-    """Limits of an episode, by config key. With a context policy the model's context is no limit: history is rewritten."""
-    rollout = one.rollout
-    found = {
-        "rollout.max_turns": rollout.max_turns,
-        "rollout.max_turn_tokens": rollout.max_turn_tokens,
-        "rollout.max_episode_tokens": rollout.max_episode_tokens,
-    }
-    if not isinstance(make_context_policy(rollout.context), Stop):
-        return found
-    return {**found, "the context": context_length(one, resolve_engine(one))}
-
-
-async def _survey(one: TrainConfig, renderer: Renderer, limits: dict[str, int], until: float) -> list[TaskKind]:
-    """In turn of each kind of tasks, so that each has some when the time is over. Raises NotImplementedError without gold."""
-    parts, todo, opened = [], [], list[ToolEnv]()
-    for name, ref, split, seeds in variants_of(one):
-        env = without_chance(ref).build()
-        opened.append(env)
-        chosen = seeds_in(env, split, seeds)
-        parts.append(part := TaskKind(name, len(chosen)))
-        todo.append([(part, env, split, seed) for seed in chosen])
-    try:
-        for task in filter(None, chain.from_iterable(zip_longest(*todo))):
-            if time.monotonic() > until:
-                break
-            part, env, split, seed = task
-            try:
-                part.needs.append(need_of(await gold_transcript(env, renderer, seed, split), limits))
-            except NotImplementedError:
-                raise
-            except Exception as fault:  # of one task: the others say what there is room for
-                part.unplayed[f"{split} {seed}"] = f"{type(fault).__name__}: {fault}"
-    finally:
-        for env in opened:
-            await env.aclose()
-    return parts
-
-
-def variants_of(one: TrainConfig) -> list[tuple[str, EnvRef, str, Sequence[int]]]:
-    """The tasks of an environment's run: in words, the environment with its parameters, the split, and the seeds of the first
-    tasks. Of training for each `params` of the sampler (none with a weight of 0 throughout), and the held-out ones."""
-    ref, sampler = EnvRef.of(one), make_sampler(one.rollout.sampler)
-    fresh = [fresh_seed(one.seed, index) for index in range(TASKS)]
-    held = range(min(one.eval.tasks, TASKS))
-    variants = list(sampler.variants()) if trained_at_all(one.envs[0].weight) else []
-    named = [
-        ", ".join(f"{key} = {value}" for key, value in params.items()) if len(variants) > 1 else "training" for params in variants
-    ]
-    trained = [(name, ref.with_params(params), "train", fresh) for name, params in zip(named, variants, strict=True)]
-    return [*trained, ("held-out", ref, one.eval.split, held)]
-
-
-def seeds_in(env: ToolEnv, split: str, seeds: Sequence[int]) -> Sequence[int]:
-    """The seeds as tasks of a split that may have an end: as many of its tasks, spread over it."""
-    count = env.task_count(split)
-    if count is None:
-        return seeds
-    return [int(at) for at in np.linspace(0, count - 1, min(count, len(seeds)))] if count else []
-
-
-def need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:
-    """Needs of an episode with these very turns, against its limits."""
-    turns = [int(np.bincount(ledger.turns[ledger.sampled]).max()) for ledger in played.ledgers if ledger.sampled_tokens]
-    needs = {
-        "rollout.max_turns": len(played.turns),
-        "rollout.max_turn_tokens": max(turns, default=0),
-        "rollout.max_episode_tokens": played.tokens,
-        "the context": max((len(ledger) for ledger in played.ledgers), default=0),
-    }
-    over = tuple((key, needs[key], given) for key, given in limits.items() if needs[key] > given)
-    return TaskNeed(played.task.id, played.task.seed, played.horizon or 0, needs, over)
-
-
-def _table(needs: Sequence[TaskNeed], limits: dict[str, int]) -> list[str]:
-    """By horizon: the tasks, the most that one of them needs against what there is, and how many fit."""
-    rows = [["calls", "tasks", *(key.removeprefix("rollout.").removeprefix("the ") for key in limits), "fit"]]
-    labels = {need.horizon: label_of(need.horizon) for need in sorted(needs, key=lambda need: need.horizon)}
-    for label in dict.fromkeys(labels.values()):
-        members = [need for need in needs if labels[need.horizon] == label]
-        most = [f"{max(need.needs[key] for need in members):,} of {given:,}" for key, given in limits.items()]
-        rows.append([label, str(len(members)), *most, f"{1 - sum(bool(n.over) for n in members) / len(members):.0%}"])
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
-
-
 # The warm start
 
 
@@ -489,7 +250,7 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
         renderer_of(config.model, tokenizer_of(config.model)),
         sft.teacher,
         config.seed,
-        longest_row(config),
+        longest_row(config.optim, config.model),
     )
     # In another thread, so that this can be called while an event loop is running (in a notebook).
     with ThreadPoolExecutor(max_workers=1) as pool:

@@ -13,13 +13,14 @@ from agentrl.cli.main import main
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each
 from agentrl.config.load import config_from
+from agentrl.contrib.agents.run_checks import Scripted
+from agentrl.contrib.preflight import solvable
+from agentrl.contrib.preflight.solvable import OFF, check_solvable, survey_lines, survey_of
 from agentrl.data.trajectory import StopReason
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run.assembly import renderer_of, tokenizer_of
-from agentrl.run.checks import rollout_checks as solvable
-from agentrl.run.checks.env_checks import Scripted
-from agentrl.run.checks.rollout_checks import OFF, check_solvable, survey_lines, survey_of
+from agentrl.run.checks import RunStart
 from agentrl.utils.errors import ConfigError
 
 
@@ -74,14 +75,14 @@ async def test_an_episode_with_exactly_what_is_needed_succeeds_and_with_less_of_
 def test_too_many_tasks_without_room_are_refused_by_name() -> None:
     one = config(rollout={"max_turns": 8})
     with pytest.raises(ConfigError) as refused:
-        check_solvable(one)
+        check_solvable(RunStart(one, {}))
     text = str(refused.value)
     assert "key_value/train/" in text and "(seed " in text and "of rollout.max_turns = 8" in text
     assert "Set rollout.max_turns to at least 11" in text and "health.max_unsolvable = 1" in text
     over = {need.horizon for part in survey_of(one).parts for need in part.needs if need.over}
     assert over == {n for part in survey_of(one).parts for need in part.needs if (n := need.horizon) > 7}, "calls and an answer"
-    check_solvable(config(rollout={"max_turns": 8}, health={"max_unsolvable": 1.0}))
-    check_solvable(config(rollout={"max_turns": 11}))
+    check_solvable(RunStart(config(rollout={"max_turns": 8}, health={"max_unsolvable": 1.0}), {}))
+    check_solvable(RunStart(config(rollout={"max_turns": 11}), {}))
 
 
 @pytest.mark.parametrize(
@@ -90,16 +91,16 @@ def test_too_many_tasks_without_room_are_refused_by_name() -> None:
 )
 def test_tokens_are_those_of_the_runs_own_renderer(limit: dict[str, int], needs: str) -> None:
     with pytest.raises(ConfigError, match=f"of rollout.{needs}"):
-        check_solvable(config(rollout=limit))
+        check_solvable(RunStart(config(rollout=limit), {}))
 
 
 def test_each_kind_of_tasks_counts_by_itself_so_a_stage_beyond_the_limits_is_named() -> None:
     stages = [{"calls": [2, 4]}, {"calls": [4, 6]}, {"calls": [18, 20]}]
     staged = {"max_turns": 12, "sampler": {"name": "staged", "args": {"stages": stages}}}
     with pytest.raises(ConfigError, match=r"^100% of the tasks of calls = \[18, 20\] \(8 of 8"):
-        check_solvable(config(rollout=staged, env={"params": {"calls": [2, 4]}}))
+        check_solvable(RunStart(config(rollout=staged, env={"params": {"calls": [2, 4]}}), {}))
     few = config(rollout={"max_turns": 10}, health={"max_unsolvable": 0.9})
-    check_solvable(few)
+    check_solvable(RunStart(few, {}))
     shares = [part.share for part in survey_of(few).parts]
     assert 0.05 < max(shares) < 0.9, "as many as were asked for"
 
@@ -118,7 +119,7 @@ def test_an_environment_that_is_only_evaluated_has_its_held_out_tasks_alone() ->
 
 
 def test_the_table_is_by_horizon_and_a_run_that_may_start_still_names_its_tasks() -> None:
-    lines = survey_lines(config(rollout={"max_turns": 4}, health={"max_unsolvable": 1.0}))
+    lines = survey_lines(RunStart(config(rollout={"max_turns": 4}, health={"max_unsolvable": 1.0}), {}))
     rows = {line.split()[0]: line for line in lines[2:] if not line.startswith("  no room")}
     assert lines[0].startswith("room for the gold solutions of key_value, played in ") and "held-out: 6 of 6 tasks" in lines[0]
     assert rows["2"].endswith("100%") and rows["9-12"].endswith("0%") and "11 of 4" in rows["9-12"]
@@ -128,8 +129,8 @@ def test_the_table_is_by_horizon_and_a_run_that_may_start_still_names_its_tasks(
 
 def test_what_cannot_be_played_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(one: TrainConfig) -> str:
-        check_solvable(one)
-        (line,) = survey_lines(one)
+        check_solvable(RunStart(one, {}))
+        (line,) = survey_lines(RunStart(one, {}))
         return line
 
     assert "the environment is at http://127.0.0.1:9" in told(config(env={"url": "http://127.0.0.1:9"}))
@@ -149,13 +150,13 @@ def test_gold_that_fails_in_one_task_is_said_and_the_others_count(monkeypatch: p
         return await real(env, renderer, seed, split)
 
     monkeypatch.setattr(solvable, "gold_transcript", failing)
-    assert "1 could not be played (RuntimeError: the server of task 2 is gone)" in survey_lines(config())[0]
+    assert "1 could not be played (RuntimeError: the server of task 2 is gone)" in survey_lines(RunStart(config(), {}))[0]
 
     async def none(*_: Any) -> Any:
         raise NotImplementedError
 
     monkeypatch.setattr(solvable, "gold_transcript", none)
-    assert survey_lines(config(seed=1)) == [
+    assert survey_lines(RunStart(config(seed=1), {})) == [
         "gold solutions of key_value are not played before the start: it has no gold solutions"
     ]
 
