@@ -120,7 +120,7 @@ def timed(way: Callable[[str, FsdpEngine], None], path: str, engine: FsdpEngine)
 def own_slices(path: str, engine: FsdpEngine) -> None:
     """How ranks load: each reads its rows. Here into memory that it has already."""
     with WeightFiles(path) as files:
-        for name, parameter in engine.named():
+        for name, parameter in engine.named_weights():
             local(parameter).copy_(files.read(name, region_of(parameter)))
 
 
@@ -129,7 +129,7 @@ def scattered(path: str, engine: FsdpEngine) -> None:
     """The other way: rank 0 reads every tensor, and sends each rank its rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with WeightFiles(path) as files:
-        for name, parameter in engine.named():
+        for name, parameter in engine.named_weights():
             mine = local(parameter)
             rows = -(-len(parameter) // world)
             part = torch.empty(rows, *parameter.shape[1:])

@@ -61,7 +61,7 @@ def main() -> None:
             size = numbers(shell(ModelConfig(path=place)).parameters())
             found = [counted(folder, ranks, tokens) for ranks in CARDS]
             found.append(counted(folder, 1, tokens, lora=LoraSection()))
-        print(f"| {name} | {size / 1e9:.1f}B |", " | ".join(f"{(one.held + one.turn) / GIB:,.0f}" for one in found), "|")
+        print(f"| {name} | {size / 1e9:.1f}B |", " | ".join(f"{(one.resident + one.turn) / GIB:,.0f}" for one in found), "|")
 
 
 if __name__ == "__main__":

@@ -75,11 +75,11 @@ async def episode(engine: Engine, number: int, tokens: int) -> Trajectory:
     for turn, length in enumerate((40, 20)):
         source = np.random.default_rng(number // 4) if turn == 0 else rng
         ledger.append_context(source.integers(0, VOCAB, length).tolist(), turn)
-        sampling = Sampling(tokens, seed=1000 * number + turn, experts_from=ledger.routed)
+        sampling = Sampling(tokens, seed=1000 * number + turn, experts_from=ledger.routed_tokens)
         answer = await engine.generate(ledger.ids(), sampling, f"e{number}")
         ledger.append_sampled(answer.token_ids, answer.logprobs, answer.versions, turn)
         assert answer.experts is not None
-        ledger.add_experts(ledger.routed, answer.experts)
+        ledger.add_experts(ledger.routed_tokens, answer.experts)
     return Trajectory(
         "made-up", Task(f"t{number // 4}", number // 4), member=number % 4, ledgers=[ledger], reward=float(number % 2)
     )

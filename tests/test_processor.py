@@ -257,7 +257,7 @@ def test_the_type_by_device_and_size(
 )
 def test_the_threads_of_a_run(keys: list[str], threads: int, alone: int, real: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_from({"env": {"id": "key_value"}, "model": {"path": real}}, keys)
-    monkeypatch.setattr("agentrl.run.engine_choice.resolve_engine", lambda config: config.engine)  # vLLM may not be installed
+    monkeypatch.setattr("agentrl.run.engine_choice.engine_name", lambda config: config.engine)  # vLLM may not be installed
     made = with_threads(config)
     assert made.model.threads == threads
     assert with_threads(config, samples=False).model.threads == alone, "in a warm start the engine rests"

@@ -17,11 +17,11 @@ from agentrl.utils.spans import (
     add_listener,
     at,
     here,
+    in_span,
     new_id,
     note,
     now,
     span,
-    traced,
 )
 from agentrl.utils.threads import in_thread
 
@@ -69,7 +69,7 @@ async def test_an_episode_lies_in_the_part_that_plays_it_wherever_it_was_admitte
 
 
 async def test_an_error_is_in_the_span_and_a_note_has_the_time_since(found: list[TraceSpan]) -> None:
-    @traced("evaluation", root=True)
+    @in_span("evaluation", root=True)
     async def fails(since: int) -> None:
         note("bucket", "b", since, bytes=7)
         raise ValueError("no")

@@ -275,7 +275,8 @@ def write_template(name: str, shelf: str, template: str = "stateless") -> Path:
     if template == "mcp":
         env = f"""id = "mcp"
 params = {{ command = ["python", "envs/{name}/server.py"], tasks = "envs/{name}/tasks.jsonl" }}"""
-        files = {"server.py": SERVER.format(name=name), "tasks.jsonl": "".join(json.dumps(row) + "\n" for row in _price_tasks())}
+        tasks = "".join(json.dumps(row) + "\n" for row in _price_tasks())
+        files = {"server.py": SERVER.format(name=name), "tasks.jsonl": tasks}
     else:
         source, reward = (ENV, REWARD) if template == "stateless" else (SQLITE, STATE_REWARD)
         files = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from agentrl.utils.terminal import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentrl.config import TrainConfig
+    from agentrl.config import EvalConfig, TrainConfig
     from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.folder import RunFolder
 
@@ -333,6 +333,7 @@ def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[st
 
 
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
+    from agentrl.config.envs import each
     from agentrl.run.engine_choice import engine_name
     from agentrl.run.provenance import changed_files, differences_from_run, model_note, other_engine
 
@@ -347,19 +348,16 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         plan.notes = [] if note is None else [note]
         return plan
     differs = [line for env in config.envs for line in differences_from_run(folder, config, env.called)]
-    tasks, unpaired = _other_tasks(args, config)
+    tasks, unpaired = _other_tasks(args, {one.envs[0].called: one.eval for one in each(config)})
     differs += [*changed_files(folder, config), *tasks, *other_engine(folder, engine_name(config))]
     plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan
 
 
-def _other_tasks(args: argparse.Namespace, config: TrainConfig) -> tuple[list[str], list[str]]:
-    """Differences if the options choose other tasks than the run was evaluated on, and a note that says so: a reader may hold
-    the figures against the run's."""
-    from agentrl.config.envs import alone
-
-    own = {env.called: alone(config, env).eval for env in config.envs}
+def _other_tasks(args: argparse.Namespace, own: Mapping[str, EvalConfig]) -> tuple[list[str], list[str]]:
+    """Differences if the options choose other tasks than the run was evaluated on (`own`, by environment), and a note that says
+    so: a reader may hold the figures against the run's."""
     at = {name: f" of {name}" if len(own) > 1 else "" for name in own}
     tasks = [f"tasks{at[n]} were {e.tasks}, are {args.tasks}" for n, e in own.items() if args.tasks not in (None, e.tasks)]
     splits = [f"the split{at[n]} was {e.split}, is {args.split}" for n, e in own.items() if args.split not in (None, e.split)]

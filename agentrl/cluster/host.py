@@ -182,7 +182,7 @@ class Host:
         """The GPUs that Ray gave this process."""
         return self._cards
 
-    def listen(self, host: str) -> Rendezvous:
+    def bind_rendezvous(self, host: str) -> Rendezvous:
         """Bind the rendezvous socket (rank 0 only)."""
         return listen(host)
 

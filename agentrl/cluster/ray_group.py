@@ -95,7 +95,7 @@ class Hosts:
         one_node = len({node for _, _, node in self.nodes}) == 1
         address = LOOPBACK_ADDRESS if one_node else self.nodes[0][0]
         try:
-            rendezvous = ray.get(self.handles[0].listen.remote(address), timeout=self.timeout)
+            rendezvous = ray.get(self.handles[0].bind_rendezvous.remote(address), timeout=self.timeout)
             contexts = [WorkerContext(role, rank, mesh, rendezvous) for rank in range(len(self.handles))]
             refs = [h.create.remote(role, cls, c) for h, c in zip(self.handles, contexts, strict=True)]
             ray.get(refs, timeout=self.timeout)

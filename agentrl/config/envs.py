@@ -7,17 +7,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from agentrl.config.schema import (
-    Choice,
-    EnvConfig,
-    EvalConfig,
-    ExperienceConfig,
-    RewardConfig,
-    RolloutConfig,
-    SftConfig,
-    Steps,
-    TrainConfig,
-)
+from agentrl.config.schema import Choice, EnvConfig, EvalConfig, RewardConfig, RolloutConfig, SftConfig, Steps, TrainConfig
 from agentrl.utils.errors import ConfigError, UserError, hint_text
 
 Table = dict[str, Any]
@@ -253,7 +243,7 @@ def one_temperature(rollout: RolloutConfig, what: str) -> float:
     return rollout.temperature
 
 
-def check_temperatures(rollout: RolloutConfig, evaluation: EvalConfig, experience: ExperienceConfig | None) -> None:
+def check_temperatures(rollout: RolloutConfig, evaluation: EvalConfig, experience: bool) -> None:
     """Raise ConfigError for temperatures that cannot be sampled at, and for points next to what trains tokens of other updates.
 
     Reads: rollout.temperature, rollout.max_staleness, eval.temperature, algorithm.experience.
@@ -275,7 +265,7 @@ def check_temperatures(rollout: RolloutConfig, evaluation: EvalConfig, experienc
     other = None
     if rollout.max_staleness > 0:
         other = f"rollout.max_staleness = {rollout.max_staleness} trains tokens that earlier updates' episodes sampled"
-    elif experience is not None:
+    elif experience:
         other = "algorithm.experience trains episodes of earlier updates"
     if other is not None:
         raise ConfigError(

@@ -353,7 +353,11 @@ def plan_ranks(
     plain, plain_load = _spread(tokens, ranks, apart, nothing, keep)
     if trees is None:
         return RankPlan(plain, apart, nothing, plain_load, 1.0)
-    together, prefix = _used_trees(*trees)
+    tree, prefix = trees
+    # Trees with at least two rows here: if a tree is cut over minibatches, a part of one row shares nothing.
+    count = np.bincount(tree[tree >= 0], minlength=1)
+    used = (tree >= 0) & (count[np.maximum(tree, 0)] > 1)
+    together, prefix = np.where(used, tree, -1), np.where(used, prefix, 0)
     shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
     if plain_load <= shared_load + tree_cost * max(own_cost(together[rows]) for rows in shared):
         return RankPlan(plain, apart, nothing, plain_load, 1.0)
@@ -367,13 +371,6 @@ def own_cost(together: np.ndarray) -> float:
     """Extra cost of the trees among some rows, in tokens. `together`: each row's tree, -1 if it has none."""
     rows = np.unique(together[together >= 0], return_counts=True)[1]
     return float(PER_TREE * len(rows) + PER_ROW * rows.sum())
-
-
-def _used_trees(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The trees with at least two rows here: if a tree is cut over minibatches, a part of one row shares nothing."""
-    count = np.bincount(tree[tree >= 0], minlength=1)
-    alive = (tree >= 0) & (count[np.maximum(tree, 0)] > 1)
-    return np.where(alive, tree, -1), np.where(alive, prefix, 0)
 
 
 def _spread(

@@ -207,7 +207,7 @@ class TokenLedger:
         self.experts, self.images = state.get("experts"), state.get("images", ())
 
     @property
-    def routed(self) -> int:
+    def routed_tokens(self) -> int:
         """Number of the first tokens that have `experts`."""
         return 0 if self.experts is None else len(self.experts)
 
@@ -217,14 +217,14 @@ class TokenLedger:
 
         Raises ValueError if they leave a gap, go beyond the tokens, or are of another shape or type than those before.
         """
-        if start > self.routed or start + len(experts) > self._length:
+        if start > self.routed_tokens or start + len(experts) > self._length:
             raise ValueError(
                 f"experts of tokens {start} to {start + len(experts)}: the ledger has {self._length} tokens "
-                f"and those of the first {self.routed}"
+                f"and those of the first {self.routed_tokens}"
             )
         if experts.ndim != 3 or experts.dtype not in (np.uint8, np.int16):
             raise ValueError(f"experts are [tokens, routers, k] of uint8 or int16, got {experts.dtype} {experts.shape}")
-        fresh = experts[self.routed - start :]
+        fresh = experts[self.routed_tokens - start :]
         if self.experts is not None and (self.experts.shape[1:], self.experts.dtype) != (experts.shape[1:], experts.dtype):
             raise ValueError(f"experts of shape {experts.shape[1:]} after some of shape {self.experts.shape[1:]}")
         self.experts = fresh.copy() if self.experts is None else np.concatenate((self.experts, fresh))
@@ -338,13 +338,13 @@ class TokenLedger:
         return child
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists, one per column, and `experts` as in `packed`; `from_json` is the inverse."""
+        """Plain lists, one per column, and `experts` as in `to_packed_json`; `from_json` is the inverse."""
         plain: dict[str, Any] = {
             name: self._column(name).astype(np.int32 if name == "sampled" else kind).tolist() for name, kind in KINDS.items()
         }
         return {**plain, **packed_experts(self.experts)}
 
-    def packed(self) -> dict[str, Json]:
+    def to_packed_json(self) -> dict[str, Json]:
         """The form in files, about 6 to 11 bytes per token; `from_json` is the inverse.
 
         `token_ids`: int32, `logprobs` of the sampled tokens only: float32, each as base64 of little-endian
@@ -358,7 +358,7 @@ class TokenLedger:
     def json_chunks(self) -> Iterator[str]:
         """`packed` as JSON text, piece by piece: the long parts are base64, which needs no escaping, so they are not copied."""
         before = "{"
-        for name, value in self.packed().items():
+        for name, value in self.to_packed_json().items():
             yield f'{before}"{name}": '
             yield from ('"', value, '"') if isinstance(value, str) else (json.dumps(value),)
             before = ", "

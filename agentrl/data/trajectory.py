@@ -248,7 +248,7 @@ class Trajectory:
             "task": asdict(self.task),
             **{name: [asdict(item, dict_factory=_referring) for item in getattr(self, name)] for name in ("messages", "turns")},
             **({"user_calls": [asdict(made, dict_factory=_referring) for made in self.user_calls]} if self.user_calls else {}),
-            "ledgers": [ledger.packed() for ledger in self.ledgers],
+            "ledgers": [ledger.to_packed_json() for ledger in self.ledgers],
         }
 
     def json_chunks(self) -> Iterator[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, KeysView, Mapping, Se
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -419,7 +420,7 @@ class ScriptedEngine(FunctionEngine):
             first = await in_thread("load", next, lines)  # a solution may be looked for, or be asked of a server
         except NotImplementedError as problem:
             raise ConfigError(f"--policy {self._script}: {problem}") from problem
-        self._lines[key] = _after(first, lines)
+        self._lines[key] = chain([first], lines)
 
     def end(self, key: str) -> None:
         """The episode is over."""
@@ -427,11 +428,6 @@ class ScriptedEngine(FunctionEngine):
 
     async def _next(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
         return next(self._lines[EPISODE.get()])
-
-
-def _after(first: Message, rest: Iterator[Message]) -> Iterator[Message]:
-    yield first
-    yield from rest
 
 
 class _Seated(GoldUser):

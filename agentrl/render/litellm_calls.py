@@ -50,7 +50,9 @@ def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str,
     from agentrl.render.tool_calls import sendable, write_call
 
     row: dict[str, Json] = {"role": "assistant", "content": message.content, **message.model_dump(exclude_none=True)}
-    if load_litellm().get_llm_provider(model)[1] in _openai_like():
+    # Providers whose requests have OpenAI's form, so that a field of a message reaches them under its own name.
+    alike = {"openai", "azure", "openrouter", "custom_openai", *load_litellm().openai_compatible_providers}
+    if load_litellm().get_llm_provider(model)[1] in alike:
         # litellm keeps fields that are not OpenAI's apart; the forms of other providers it makes of those itself.
         more = row.pop("provider_specific_fields", None) or {}
         row = {**{name: value for name, value in more.items() if value is not None}, **row}
@@ -78,11 +80,6 @@ def _reasoning(row: Mapping[str, Any]) -> str | None:
             return str(row[name])
     texts = [str(block["thinking"]) for block in row.get("thinking_blocks") or () if block.get("thinking")]
     return "\n".join(texts) or None
-
-
-def _openai_like() -> set[str]:
-    """The providers whose requests have OpenAI's form, so that a field of a message reaches them under its own name."""
-    return {"openai", "azure", "openrouter", "custom_openai", *load_litellm().openai_compatible_providers}
 
 
 def passes(problem: BaseException) -> bool:

@@ -366,7 +366,7 @@ class _PythonReader:
             found.append(self.call())
             self.take(",")
         if self.at < len(self.text):
-            raise self.unexpected("the end")
+            raise self.unexpected_text("the end")
         return found
 
     def ends(self, closing: str) -> bool:
@@ -376,7 +376,7 @@ class _PythonReader:
 
     def call(self) -> tuple[str, dict[str, Json]]:
         name = self.match(_PYTHON_NAME, "the name of a function")
-        self.need("(")
+        self.require("(")
         arguments: dict[str, Json] = {}
         while not self.take(")"):
             if self.take("**"):  # how a name is written that Python takes for no argument
@@ -389,7 +389,7 @@ class _PythonReader:
                 raise ValueError(f"the argument {min(twice)} is given twice")
             arguments |= more
             if not self.take(","):
-                self.need(")")
+                self.require(")")
                 break
         check_json(arguments)
         return name, arguments
@@ -423,7 +423,7 @@ class _PythonReader:
             return _number(number.group())
         word = _WORD.match(self.text, self.at)
         if word is None or word.group() not in _WORDS:
-            raise self.unexpected("a string in quotes, a number, True, False, None, a list or a dict")
+            raise self.unexpected_text("a string in quotes, a number, True, False, None, a list or a dict")
         self.at = word.end()
         return _WORDS[word.group()]
 
@@ -434,7 +434,7 @@ class _PythonReader:
         while not self.take(closing):
             found.append(self.value(depth + 1))
             if not self.take(","):
-                self.need(closing)
+                self.require(closing)
                 break
             comma = True
         return found, comma
@@ -444,12 +444,12 @@ class _PythonReader:
         while not self.take("}"):
             key = self.value(depth + 1)
             if not self.take(":"):
-                raise ValueError(f"{self.unexpected(repr(':'))} (a set is not JSON)")
+                raise ValueError(f"{self.unexpected_text(repr(':'))} (a set is not JSON)")
             if not isinstance(key, str):
                 raise ValueError("the keys of a dict must be strings")
             found[key] = self.value(depth + 1)
             if not self.take(","):
-                self.need("}")
+                self.require("}")
                 break
         return found
 
@@ -476,19 +476,19 @@ class _PythonReader:
         self.blank()
         return True
 
-    def need(self, mark: str) -> None:
+    def require(self, mark: str) -> None:
         if not self.take(mark):
-            raise self.unexpected(repr(mark))
+            raise self.unexpected_text(repr(mark))
 
     def match(self, pattern: re.Pattern[str], expected: str) -> str:
         self.blank()
         found = pattern.match(self.text, self.at)
         if found is None:
-            raise self.unexpected(expected)
+            raise self.unexpected_text(expected)
         self.at = found.end()
         return found.group()
 
-    def unexpected(self, expected: str) -> ValueError:
+    def unexpected_text(self, expected: str) -> ValueError:
         rest = self.text[self.at : self.at + 20]
         return ValueError(f"expected {expected}, got {rest!r}" if rest else f"expected {expected}, but the text ends")
 

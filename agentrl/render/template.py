@@ -148,7 +148,7 @@ class TemplateRenderer(Renderer):
             content, calls = self._parse_calls(rest)
         if finish == "length":
             calls = name_cut(calls)
-        show = self._text.shown
+        show = self._text.fill_placeholders
         shown = tuple(
             replace(call, name=show(call.name), arguments=show(call.arguments), raw=show(call.raw), error=show(call.error))
             for call in calls

@@ -187,7 +187,7 @@ class TemplateText:
         text = self.codec.decode(ids) if text is None else text
         return sum(1 for i in ids if i in control) == sum(1 for _ in self._pattern.finditer(text))
 
-    def shown(self, value: Any) -> Any:
+    def fill_placeholders(self, value: Any) -> Any:
         """The value with every placeholder in its strings replaced by what it stands for."""
         return self._map(value, lambda text: _HIDDEN.sub(self._name, text))
 
@@ -427,7 +427,9 @@ class TurnText:
         self._text = text
         self._lost: dict[str, int | None] = {}
         self.tools_need_system = False
-        if not self._taken([QUESTION], ()):  # a template for tools alone goes through their list, whether there is one or not
+        if not self._render_text(
+            [QUESTION], ()
+        ):  # a template for tools alone goes through their list, whether there is one or not
             text.change(no_list=False)
         # After a turn in a conversation, and at the end of one that nothing follows: some templates differ there.
         self.written_stop = self._first_control([QUESTION, _ASKED, QUESTION])
@@ -440,7 +442,7 @@ class TurnText:
         self.stop = self._first_control([QUESTION, _ASKED]) or self.written_stop
         self.call_stop = self.stop
         self.opening = text.render([QUESTION], generate=True)
-        if not self._taken([QUESTION, Message("assistant"), QUESTION], ()):  # a turn in which the policy said nothing
+        if not self._render_text([QUESTION, Message("assistant"), QUESTION], ()):  # a turn in which the policy said nothing
             text.change(nothing=" ")
         self._learn_reasoning()
         frame = text.form.frame
@@ -566,13 +568,13 @@ class TurnText:
         opening = [QUESTION]
         if CALL.name not in self._text.render(opening, [TOOL], generate=True):
             opening = [Message("system", "Instructions"), QUESTION]
-            self.tools_need_system = CALL.name in self._taken(opening)  # some templates take no system message
+            self.tools_need_system = CALL.name in self._render_text(opening)  # some templates take no system message
             if not self.tools_need_system:
                 raise RenderError("it ignores tools")
         answered = [*opening, _CALLED, ANSWER]
-        if not self._taken(answered):
+        if not self._render_text(answered):
             self._text.change(arguments_as_text=True)
-            self._text.change(arguments_as_text=bool(self._taken(answered)))
+            self._text.change(arguments_as_text=bool(self._render_text(answered)))
         prompt, _, call = self._text.render(answered, [TOOL], generate=False).partition(QUESTION.content)
         return call, prompt
 
@@ -586,14 +588,14 @@ class TurnText:
         if self.call_stop not in text.control:
             self.call_stop = self.stop
         two = [QUESTION, Message("assistant", "", (CALL, SECOND)), ANSWER, SECOND_ANSWER]
-        if self._taken(two).count(MARK) < 2 and syntax is not None:
+        if self._render_text(two).count(MARK) < 2 and syntax is not None:
             text.change(one_call=syntax)
         # What is said of a call that could not be parsed must be seen: such a call is given as text, if that does.
-        text.change(malformed_as_calls=ANSWER.content not in self._taken([QUESTION, _ASKED, ANSWER]).partition(MARK)[2])
-        if not self._taken([QUESTION, Message("assistant", "Said", (CALL,), reasoning="Thought"), ANSWER]):
+        text.change(malformed_as_calls=ANSWER.content not in self._render_text([QUESTION, _ASKED, ANSWER]).partition(MARK)[2])
+        if not self._render_text([QUESTION, Message("assistant", "Said", (CALL,), reasoning="Thought"), ANSWER]):
             text.change(content_as_reasoning=True)
 
-    def _taken(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (TOOL,)) -> str:
+    def _render_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (TOOL,)) -> str:
         """The template's text of messages; empty if it refuses them."""
         try:
             return self._text.render(messages, tools, generate=False)
@@ -611,7 +613,7 @@ class TurnText:
         # Some templates write the reasoning of a turn with calls only.
         for field, turn in product(_FIELDS, thoughtful):
             self._text.change(reasoning=field)
-            before, thought, after = self._taken([QUESTION, turn], [TOOL] if turn.tool_calls else ()).partition(_THOUGHT)
+            before, thought, after = self._render_text([QUESTION, turn], [TOOL] if turn.tool_calls else ()).partition(_THOUGHT)
             fitting = [
                 frame
                 for frame in FRAMES

@@ -178,7 +178,7 @@ class Collector:
         self.ledger.train(groups)
         for group in groups:
             self._names.pop(group.index, None)
-            self.stats.trained(group)
+            self.stats.forget_trained(group)
         self.tasks.update(self.ledger.version)
 
     async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
@@ -227,7 +227,7 @@ class Collector:
         """Progress of the next update's episodes, in words. May be called from any thread."""
         size = self.config.group_size
         wanted = self.config.groups * size
-        ended = self.ledger.completed * size + sum(min(count, size) for count in list(self._over.values()))
+        ended = self.ledger.waiting_count * size + sum(min(count, size) for count in list(self._over.values()))
         return f"{min(ended, wanted)}/{wanted} episodes"
 
     @property
@@ -326,7 +326,7 @@ class Collector:
             self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")
         elif refused and self._accept is not None:
             self._drop(index, GroupState.REFUSED, f"refused by {self._accept.name!r}")
-            self.stats.tell_refused(self.version, self.ledger.completed)
+            self.stats.tell_refused(self.version, self.ledger.waiting_count)
         else:
             self.ledger.complete(group)
 
@@ -413,7 +413,7 @@ class Collector:
 
     async def _wait(self) -> None:
         shares = self.tasks.shares() if self.tasks.several else {}
-        self.stats.check(self.version, self._names, self.ledger.completed, shares)
+        self.stats.check(self.version, self._names, self.ledger.waiting_count, shares)
         self._changed.clear()
         self._raise_crashed()
         quiet, changed = Quiet(lambda: self.watch.moves), asyncio.ensure_future(self._changed.wait())

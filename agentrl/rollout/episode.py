@@ -514,7 +514,7 @@ class RunningEpisode:
         try:
             self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
             if generation.experts is not None:
-                self.ledger.add_experts(self.ledger.routed, generation.experts)
+                self.ledger.add_experts(self.ledger.routed_tokens, generation.experts)
         except ValueError as fault:
             # What a ledger refuses only an engine can have made: the episode is unscored and run again, and the run goes on.
             raise EngineError(f"{purpose} {turn}: {fault}") from None
@@ -531,7 +531,7 @@ class RunningEpisode:
             stop_token_ids=policy.renderer.stop_token_ids,
             # From the turn rather than a counter of calls: a turn's stream is the same with and without summaries.
             seed=derive(self.spec.seed, purpose, turn),
-            experts_from=self.ledger.routed if own and policy.router_replay else None,
+            experts_from=self.ledger.routed_tokens if own and policy.router_replay else None,
         )
         began = time.monotonic()
         try:

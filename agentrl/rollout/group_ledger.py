@@ -222,7 +222,7 @@ class GroupLedger:
     # -- accounting --------------------------------------------------------------------------------
 
     @property
-    def completed(self) -> int:
+    def waiting_count(self) -> int:
         """Groups that wait for an update."""
         return self._complete
 

@@ -161,7 +161,7 @@ class RolloutStats:
                 self._dead.append(index)
         self._reasons[state] = f"group {index}: {reason}"
 
-    def trained(self, group: Group) -> None:
+    def forget_trained(self, group: Group) -> None:
         """The group was trained."""
         self._kept.pop(group.index, None)
 

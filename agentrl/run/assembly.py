@@ -118,7 +118,8 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
     entry = engine_of(config)
     if "messages" in entry.traits:
         return Inputs(tuple(specs), None, maker_of(entry.name, config).context(0))
-    return Inputs(tuple(specs), tokenizer_of(config.model, model), context_length(config, entry.name, model))
+    context = maker_of(entry.name, config).context(model_length(config.model, model))
+    return Inputs(tuple(specs), tokenizer_of(config.model, model), context)
 
 
 def assemble(
@@ -245,12 +246,6 @@ def model_length(model_config: ModelConfig, model: str | None = None) -> int:
         return model_context(path, model_config.trust_remote_code)
     assert init is not None
     return init.context
-
-
-def context_length(config: TrainConfig, engine: str, model: str | None = None) -> int:
-    """The most tokens of a prompt together with its turn: the model's limit or the engine's, whichever is lower."""
-    context = model_length(config.model, model)
-    return maker_of(engine, config).context(context)
 
 
 def longest_row(optim: OptimConfig, model: ModelConfig) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone
 from agentrl.config.identity import changes
 from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
@@ -26,14 +25,14 @@ from agentrl.utils.terminal import cell, folding
 # Official metrics
 
 
-def official(config: TrainConfig, episodes: Mapping[str, Sequence[Trajectory]], split: str) -> dict[str, Any]:
-    """For each suite among the environments of `config`, whose episodes are given by name: what a report keeps as "official".
-    Several environments of a suite have one table. A suite without metrics of its own has none."""
+def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajectory]], split: str) -> dict[str, Any]:
+    """For each suite among environments (`each`), whose episodes are given by name: what a report keeps as
+    "official". Several environments of a suite have one table. A suite without metrics of its own has none."""
     found: dict[str, list[tuple[Benchmark, Sequence[Trajectory]]]] = {}
-    for env in config.envs:
-        suite = suite_env(EnvRef.of(alone(config, env)))
-        if suite is not None and env.called in episodes:
-            found.setdefault(suite.suite, []).append((suite, episodes[env.called]))
+    for one in envs:
+        suite, called = suite_env(EnvRef.of(one)), one.envs[0].called
+        if suite is not None and called in episodes:
+            found.setdefault(suite.suite, []).append((suite, episodes[called]))
     tables = {name: _table(parts, split) for name, parts in found.items()}
     return {name: table for name, table in tables.items() if table["rows"]}
 

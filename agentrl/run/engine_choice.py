@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
 from agentrl.config import ClusterConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.config.envs import widest
+from agentrl.config.schema import RewardConfig
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
 from agentrl.trainer.pretrained import model_context, named_anywhere
 from agentrl.utils.processor import threads_for
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
-def resolve_engine(config: TrainConfig) -> str:
-    """The name of the config's engine: `auto` is the one that best suits the GPUs available to it (vLLM if there are any,
-    else embedded).
+def engine_name(config: TrainConfig) -> str:
+    """The engine of a run: the one that claims its model (`api:NAME`), else that of `engine`; `auto` is the one that best suits
+    the GPUs available to it (vLLM if there are any, else embedded).
 
     Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed,
     ResourceError if the cluster's nodes do not answer.
     """
+    if claiming := _claiming(config.model):
+        return claiming[0]
     if config.engine == AUTO:
         return _best_for(engine_gpus(config.rollout, config.cluster))
     maker = ENGINES.entry(config.engine).make
@@ -78,20 +81,14 @@ def engine_gpus(rollout: RolloutConfig, cluster: ClusterConfig) -> float:
     return available - taken - unplaced
 
 
-def engine_name(config: TrainConfig) -> str:
-    """The engine of a run: the one that claims its model (`api:NAME`), else that of `engine`. Raises as `resolve_engine`."""
-    claiming = _claiming(config.model)
-    return claiming[0] if claiming else resolve_engine(config)
-
-
 def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
-    """The registry entry of the run's engine, with its needs and traits. Raises as `resolve_engine`."""
+    """The registry entry of the run's engine, with its needs and traits. Raises as `engine_name`."""
     return ENGINES.entry(engine_name(config))
 
 
-def samples_on_ray(config: TrainConfig) -> bool:
+def samples_on_ray(engine: Entry[type[EngineMaker]], reward: RewardConfig) -> bool:
     """Return True if what samples needs Ray: the run's engine, or that of a judge."""
-    entries = [engine_of(config), *(ENGINES.entry(one.engine) for one in config.reward.judge.engines.values())]
+    entries = [engine, *(ENGINES.entry(one.engine) for one in reward.judge.engines.values())]
     return any("ray" in entry.needs for entry in entries)
 
 
@@ -154,7 +151,7 @@ def make_engine(
     unused: Sequence[int] = (),
     room: int | None = None,
 ) -> Engine:
-    """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
+    """The engine, not started. `name` is a result of `engine_name`, `model` a folder or hub name; with
     `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn;
     `room`: bytes of its GPU for it (run/role_placement.py)."""
     maker = maker_of(name, config)

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop_ray, while_ray_lives
 from agentrl.cluster.ray_parent import error_told, tell, unsaid
-from agentrl.config import ClusterConfig, TrainConfig
-from agentrl.config.envs import alone, eval_weights, one_temperature, the_env
+from agentrl.config import ClusterConfig, EvalConfig, RolloutConfig, TrainConfig
+from agentrl.config.envs import alone, each, eval_weights, one_temperature, the_env
 from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory, Turn
 from agentrl.engines.makers import api_name
@@ -32,7 +32,7 @@ from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import official
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
-from agentrl.run.engine_choice import computation_line, samples_on_ray, talks_in_messages, with_threads
+from agentrl.run.engine_choice import computation_line, engine_of, samples_on_ray, talks_in_messages, with_threads
 from agentrl.run.folder import with_date
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import by_label
@@ -273,7 +273,7 @@ def open_session(config: TrainConfig, temperature: float) -> EvalSession:
     if workers:
         assert config.model.path is not None
         parts = with_workers(config, inputs, parts, config.model.path, temperature=temperature)
-    return EvalSession(parts, workers or samples_on_ray(config))
+    return EvalSession(parts, workers or samples_on_ray(engine_of(config), config.reward))
 
 
 # Rollouts
@@ -303,9 +303,9 @@ class RolloutRequest:
         """(task, member) of every episode, in order."""
         return [(task, member) for task in self.chosen or range(self.tasks) for member in range(self.samples)]
 
-    def temperature(self, config: TrainConfig) -> float:
+    def temperature(self, rollout: RolloutConfig, evaluation: EvalConfig) -> float:
         """The sampling temperature; an evaluation has its own."""
-        return config.eval.temperature if self.purpose == "eval" else one_temperature(config.rollout, "a rollout")
+        return evaluation.temperature if self.purpose == "eval" else one_temperature(rollout, "a rollout")
 
     @property
     def note(self) -> Path:
@@ -377,7 +377,7 @@ class _RolloutJob:
     def __init__(self, config: TrainConfig, request: RolloutRequest, display: Display) -> None:
         """Raises ConfigError if `request.out` holds something else."""
         self.config, self.request, self.display = config, request, display
-        self.temperature = request.temperature(config)
+        self.temperature = request.temperature(config.rollout, config.eval)
         self.outcome = RolloutOutcome(self._resume())
 
     def sampling_line(self) -> str:
@@ -470,7 +470,7 @@ async def run_eval(
     if outcome.interrupted:
         return None, outcome
     episodes = [outcome.episodes[pair] for pair in request.pairs]
-    found = official(config, {config.envs[0].called: episodes}, request.split)
+    found = official([config], {config.envs[0].called: episodes}, request.split)
     own = {"official": found} if found else {}
     report = {**make_report(episodes, request.samples), "model": request.model, **about, **own}
     atomic_write(request.out / "report.json", json_text(redact_json(report, said=True), indent=2) + "\n")
@@ -499,7 +499,7 @@ async def run_evals(
             reports[name], episodes[name] = report, [outcome.episodes[pair] for pair in request.pairs]
     finally:
         await shared.close()
-    found = official(config, episodes, request.split)
+    found = official(each(config), episodes, request.split)
     own = {"official": found} if found else {}
     whole = {"success": mean_success(reports, eval_weights(config.envs)), "model": request.model, **about, **own, "envs": reports}
     atomic_write(request.out.parent / "report.json", json_text(redact_json(whole, said=True), indent=2) + "\n")

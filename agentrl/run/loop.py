@@ -32,7 +32,7 @@ from agentrl.run.session import Session, republish_to_new_replicas
 from agentrl.trainer.estimator_inputs import with_estimator_inputs
 from agentrl.trainer.experience import with_rare
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.spans import Kind, span, traced
+from agentrl.utils.spans import Kind, in_span, span
 from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ async def _evaluate_step(session: Session, run_log: RunLog) -> tuple[Evaluation,
     return found, _reaches(found.success, session.config.stop_at_success)
 
 
-@traced("evaluation", root=True)
+@in_span("evaluation", root=True)
 async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluation:
     """Held-out success and reward under the engine's current weights, recorded as `phase`."""
     began = time.monotonic()
@@ -185,7 +185,7 @@ def staleness(batch: TensorDict, version: int) -> dict[str, float]:
     return {"staleness_mean": ages.double().mean().item(), "staleness_max": ages.max().item()}
 
 
-@traced("log")
+@in_span("log")
 async def log_step(session: Session, run_log: RunLog, step: int, groups: list[Group], update: Row, clock: Clock) -> Row:
     """One metrics row, the step's trajectories, and the display; returns the row as it is written."""
     members = [t for group in groups for t in group.trajectories]

@@ -244,7 +244,9 @@ def more(count: int, factor: float) -> int:
 def lines(plan: RunPlan) -> list[str]:
     """The plan as a person reads it, a line for each question."""
     b, ev = plan.batches, plan.evaluations
-    cut = f"{len(b.minibatches)} minibatches of {_span(b.minibatches)}" if len(b.minibatches) > 1 else "1 minibatch"
+    least, most = min(b.minibatches), max(b.minibatches)
+    sizes = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    cut = f"{len(b.minibatches)} minibatches of {sizes}" if len(b.minibatches) > 1 else "1 minibatch"
     passes = f" x {b.epochs} passes" if b.epochs > 1 else ""
     more = f" ({b.started:,} are started)" if b.started > b.episodes else ""
     added = [f"{count:,} {what}" for count, what in ((b.kept, "kept"), (b.shown, "demonstrations")) if count]
@@ -315,10 +317,6 @@ def _parameters(model: ModelConfig, critic: CriticConfig | None) -> list[Paramet
             parameters = list(shell(model, role, path).parameters())
             found.append(Parameters(name, numbers(parameters), numbers(p for p in parameters if p.requires_grad)))
     return found
-
-
-def _span(sizes: list[int]) -> str:
-    return f"{max(sizes):,}" if min(sizes) == max(sizes) else f"{min(sizes):,} to {max(sizes):,}"
 
 
 def _count(number: int, what: str) -> str:

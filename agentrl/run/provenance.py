@@ -47,7 +47,7 @@ def check_resumable(
     Raises a UserError if something that the run needs is missing (the message then says where it was started), and ConfigError if
     a file has other content than at the start, or config.toml other values than the newest checkpoint was trained with.
     """
-    _check_own_config(before, folder)
+    _check_own_config(identity_of(before, "train"), folder)
     try:
         notes = check(config)
     except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
@@ -68,7 +68,7 @@ def check_resumable(
 
 def check_unchanged(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> None:
     """The part of `check_resumable` that checks a run's files. Raises as it does."""
-    _check_own_config(before, folder)
+    _check_own_config(identity_of(before, "train"), folder)
     check_contents(config, folder)
 
 
@@ -106,14 +106,13 @@ def origin_hint(folder: RunFolder) -> str:
     return f"\nthe run began in {recorded['folder']}; if the cause is a file there, resume from there or with AGENTRL_PATH={path}"
 
 
-def _check_own_config(before: TrainConfig, folder: RunFolder) -> None:
+def _check_own_config(now: Identity, folder: RunFolder) -> None:
     """Raises ConfigError if config.toml was changed by hand or is another run's. Keys that one lacks are another version's."""
     newest = Checkpoints(folder.checkpoints, keep=1).newest()
     try:
         then: Identity = {} if newest is None else read_json(read_plain(newest / DRIVER)).get("identity", {})
     except (OSError, ValueError, AttributeError):
         return  # damaged: it is not loaded either, which is said then
-    now = identity_of(before, "train")
     both = then.keys() & now.keys()
     if newest is not None and (found := differences({k: then[k] for k in both}, {k: now[k] for k in both})):
         raise ConfigError(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.folder import RunFolder, stored_object
-from agentrl.utils.errors import ConfigError, RunFolderError, checked, hint_text
+from agentrl.utils.errors import ConfigError, RunFolderError, checks_arguments, hint_text
 from agentrl.utils.files import open_plain, read_plain, shown_path
 from agentrl.utils.parsing import json_text, read_json, toml_table
 
@@ -164,7 +164,7 @@ class RunRecord:
                 found.append(EpisodeFile(path.stem, path, PHASES[named[1]], int(named[2])))
         return sorted(found, key=lambda file: (file.step, _ORDER[file.phase], file.name))
 
-    @checked
+    @checks_arguments
     def episodes(self, phase: str | None = None, step: int | None = None) -> Iterator[Trajectory]:
         """The episodes in order of their files' steps, one at a time in memory. Raises ConfigError for an unknown phase,
         RunFolderError for a damaged row."""
@@ -219,7 +219,7 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and any((path / name).exists() for name in names)
 
 
-@checked
+@checks_arguments
 def load_run(path: str | Path) -> RunRecord:
     """The run in a folder. Raises RunFolderError without one, with near names."""
     folder = Path(path)
@@ -247,34 +247,6 @@ def find_runs(folder: Path, depth: int = 3) -> list[RunRecord]:
         elif depth > 1 and path.is_dir() and not path.name.startswith(".") and not path.is_symlink():
             found += find_runs(path, depth - 1)
     return found
-
-
-def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """A run as a row of a list; None is unknown. `rows`: its metrics, if known. A damaged folder has `error`."""
-    out: dict[str, Any] = {"path": str(run.path), "name": run.name, "envs": run.envs, "started": run.started, "live": run.live}
-    out |= dict.fromkeys(("status", "error", "steps", "updates", "success_before", "success_after", "seconds", "tokens"))
-    try:
-        summary = {} if out["live"] else run.summary or {}
-        found = run.metrics if rows is None else rows
-        out["steps"] = run.table.get("steps")
-    except RunFolderError as problem:
-        return out | {"status": "damaged", "error": str(problem)}
-    train = [row for row in found if row.get("phase") in ("train", "data")]
-    if train and train[-1].get("epoch"):  # of a run on data: steps in all passes over it
-        out["steps"] = round(train[-1]["step"] / train[-1]["epoch"] * run.table["data"]["epochs"])
-    out["updates"] = train[-1].get("step") if train else (None if run.evaluation else 0)
-    for phase in ("before", "after"):
-        values = [row.get("success") for row in found if row.get("phase") == phase]
-        out[f"success_{phase}"] = values[-1] if values else None
-    out["tokens"] = sum(row.get("tokens") or 0 for row in train) if any("tokens" in row for row in train) else None
-    out["seconds"], out["error"] = summary.get("seconds"), summary.get("error")
-    if run.evaluation is not None:
-        first = run.report.get("pass@1")
-        out["success_after"] = first.get("mean") if isinstance(first, dict) else None
-    last = found[-1] if found else {}
-    live = f"warm start, step {last['step']}" if last.get("phase") in ("sft", "gate") else "running"
-    out["status"] = live if out["live"] else summary.get("status") or run.evaluation or "unfinished"
-    return out
 
 
 def _json(path: Path) -> Any:

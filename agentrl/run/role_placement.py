@@ -27,7 +27,7 @@ from agentrl.cluster.placement import (
 from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
 from agentrl.config.envs import other_models, trained_envs, widest
-from agentrl.rollout.engine import PROCESS_MIB, EngineMaker, EngineMemory
+from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
 from agentrl.run.judges import ROLE as JUDGE
 from agentrl.run.judges import judge_config, judge_maker, judge_processes, place_of
@@ -97,6 +97,10 @@ class RunRoles:
                 at = f"reward.judge.engines.{name}."
                 found[place_of(name)] = Unpooled(at + own.count_key, own.count, 0.0, own.gpus, 1, at + own.gpus_key)
         return found
+
+    def engines_apart(self) -> str:
+        """The names of the engines that have their own processes, for a message."""
+        return " or ".join(f'"{one.name}"' for one in ENGINES.own() if one.make(self.config).processes() is not None)
 
     @property
     def beside(self) -> dict[str, str]:
@@ -284,7 +288,7 @@ class Peak:
 def waiting(placed: list[RolePlacement]) -> list[str]:
     """Host memory that roles hold, between their turns or always, a line each."""
     between = [
-        f"{one.role}: {one.memory.held / GIB:.1f} GiB of pinned host memory a rank between its turns"
+        f"{one.role}: {one.memory.resident / GIB:.1f} GiB of pinned host memory a rank between its turns"
         for one in placed
         if one.rests and one.role != "rollout"
     ]
@@ -320,14 +324,16 @@ class RunMemory:
 
     def engine(self) -> EngineMemory | None:
         """The engine's own memory on a device. Raises UserError if that holds no episode."""
-        counted = card_of_engine(self.config, self.card) is not None and "kv_cache_mib" not in self.config.engine_args
+        counted = (
+            card_of_engine(engine_of(self.config).traits, self.card) is not None and "kv_cache_mib" not in self.config.engine_args
+        )
         return self._with_engine(self._count_others(trains=True) if counted else [])[1]
 
     def _with_engine(self, others: list[RolePlacement]) -> tuple[EngineMaker, EngineMemory | None]:
         """The engine's maker, and the memory that it takes in addition to the roles `others`."""
         config = self.config
         maker, dtype = maker_of(engine_name(config), config), config.model.dtype
-        maker.room = self._bytes_for_engine(others, card_of_engine(config, self.card))
+        maker.room = self._bytes_for_engine(others, card_of_engine(engine_of(config).traits, self.card))
         model = shell(config.model.model_copy(update={"lora": None}))
         assert dtype is not None
         return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
@@ -359,7 +365,7 @@ class RunMemory:
         if card is None:
             return None
         beside = [one for one in found if one.device == _device(self.config.cluster, "rollout")]
-        held = sum(one.memory.held for one in beside if not one.rests)
+        held = sum(one.memory.resident for one in beside if not one.rests)
         turns = [] if self.config.rollout.colocate else [turn_of(one, beside) for one in beside]
         return int(FILL * card) - max([held, *turns])
 
@@ -428,7 +434,7 @@ class RunMemory:
             ways.append((memory.weights + memory.optimizer, self._smaller(one, peak)))
         if memory.cache:
             ways.append((memory.cache, f"lower {one.lower}"))
-        waiting = sum(o.memory.held for o in beside if o is not one and not o.rests)
+        waiting = sum(o.memory.resident for o in beside if o is not one and not o.rests)
         if waiting:
             engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in beside) else ""
             ways.append((waiting, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
@@ -454,14 +460,14 @@ def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
     GPU. `trains`: whether the run has more roles than its engine and judges.
 
     Raises UserError as `RunMemory.roles`."""
-    if "kv_cache_mib" in config.engine_args or (card := card_of_engine(config, None)) is None:
+    if "kv_cache_mib" in config.engine_args or (card := card_of_engine(engine_of(config).traits, None)) is None:
         return None
     return RunMemory(config, card).room(trains)
 
 
-def card_of_engine(config: TrainConfig, card: int | None) -> int | None:
+def card_of_engine(traits: frozenset[str], card: int | None) -> int | None:
     """Bytes of the GPU that the engine fills, which is in this process: of `card` in a plan for another machine."""
-    if "fills" not in engine_of(config).traits:
+    if "fills" not in traits:
         return None
     return card if is_planned() else driver_card()
 
@@ -492,7 +498,7 @@ def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
 
 def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
     """Bytes on a device in the turn of one of its roles: its own, and what those hold that do not give their memory back."""
-    return one.memory.held + one.memory.turn + sum(o.memory.held for o in beside if o is not one and not o.rests)
+    return one.memory.resident + one.memory.turn + sum(o.memory.resident for o in beside if o is not one and not o.rests)
 
 
 def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
@@ -501,15 +507,15 @@ def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
     if "actor" not in parts or "rollout" not in parts or not parts["rollout"].rests:
         return []
     actor, engine = parts["actor"], parts["rollout"]
-    others = sum(one.memory.held for one in beside if one.role not in ("actor", "rollout") and not one.rests)
-    return [(actor.memory.held + actor.memory.gathered + engine.memory.weights + others, PUBLISH)]
+    others = sum(one.memory.resident for one in beside if one.role not in ("actor", "rollout") and not one.rests)
+    return [(actor.memory.resident + actor.memory.gathered + engine.memory.weights + others, PUBLISH)]
 
 
 def table_of(placed: list[RolePlacement]) -> str:
     """The memory of every role on one of its devices, in GiB; `all`: in its turn, without other roles."""
     rows: list[tuple[str, ...]] = [("device", "role", "ranks", *COLUMNS, "all")]
     for one in placed:
-        sizes = [*(getattr(one.memory, column) for column in COLUMNS), one.memory.held + one.memory.turn]
+        sizes = [*(getattr(one.memory, column) for column in COLUMNS), one.memory.resident + one.memory.turn]
         rows.append((one.device, one.role, str(one.ranks), *(f"{size / GIB:.2f}" for size in sizes)))
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]

@@ -228,12 +228,6 @@ class Updates:
         return [row for row in self.newest if row["step"] > self._warmup]
 
 
-def compares_members(config: TrainConfig) -> bool:
-    """Return True if an estimator of the run compares the members of a group."""
-    chosen = [config.algorithm.advantage, *own_advantages(config.envs).values()]
-    return any("group" in ADVANTAGES.entry(one.name).needs for one in chosen)
-
-
 @dataclass(frozen=True, slots=True)
 class Sign:
     """A number in the rows of updates by which a run goes wrong: `shows(value, start)` in `health.idle_updates` of them in a row.
@@ -298,7 +292,10 @@ SIGNS = (
         "thin baselines", "thin_groups", lambda now, start: now >= 0.25,
         "members are compared with few others, because the rest of their group is unscored",
         "Find out why they are unscored (log.txt); rollout.min_survivors replaces such groups.",
-        applies=compares_members,
+        applies=lambda config: any(  # an estimator compares the members of a group
+            "group" in ADVANTAGES.entry(one.name).needs
+            for one in (config.algorithm.advantage, *own_advantages(config.envs).values())
+        ),
     ),
 )  # fmt: skip
 

@@ -33,7 +33,8 @@ from agentrl.rollout.warm_start import gold_transcript, without_chance
 from agentrl.run.assembly import assemble, longest_row, read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.display import Display, percent
-from agentrl.run.engine_choice import resolve_engine, samples_on_ray, with_threads
+from agentrl.run.engine_choice import engine_name as name_of_engine
+from agentrl.run.engine_choice import engine_of, samples_on_ray, with_threads
 from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.judges import Judges, place_of
 from agentrl.run.role_placement import RunRoles, engine_room, start_actors
@@ -53,7 +54,7 @@ from agentrl.utils.files import naming
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.search_path import pack_given, unpack
 from agentrl.utils.search_path import used_names as used
-from agentrl.utils.spans import at, here, note, now, traced
+from agentrl.utils.spans import at, here, in_span, note, now
 from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class Saver:
         self._checkpoints = Checkpoints(folder.checkpoints, cfg.keep, cfg.keep_best)
         self._writing: asyncio.Task[None] | None = None
 
-    @traced("checkpoint")
+    @in_span("checkpoint")
     async def save(self, evaluated: Evaluation | None = None) -> None:
         """Start the checkpoint of the ledger's version, after the previous one is complete.
 
@@ -237,7 +238,7 @@ class Saver:
     async def load(self) -> bool:
         """Load the newest complete checkpoint; False without one. Metrics after it are removed."""
         # Before `newest`: it may move back a checkpoint, which is then the newest one.
-        lost = self._checkpoints.lost()
+        lost = self._checkpoints.recover_interrupted()
         newest, damaged = await in_thread("files", self._checkpoints.newest_intact)
         faults = [f"a checkpoint is damaged: {problem}" for problem in damaged]
         faults += [f"checkpoint {step} was being written when the run ended and is lost" for step in lost]
@@ -274,7 +275,7 @@ class Saver:
             try:
                 # Around the waiting alone: a TimeoutError of the commit has another cause.
                 async with asyncio.timeout(limit):
-                    while not await self._learner.saved():
+                    while not await self._learner.is_saved():
                         await asyncio.sleep(POLL)
             except TimeoutError:
                 raise CheckpointError(f"checkpoint {step} was not written within {limit:g} s (cluster.call_timeout)") from None
@@ -388,8 +389,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         display.phase("start", 1)
         with display.doing("making the model"):
             path = model_folder(config.seed, config.model, folder)
-        engine_name = resolve_engine(config)
-        if config.cluster.backend == "ray" or samples_on_ray(config):
+        engine_name = name_of_engine(config)
+        if config.cluster.backend == "ray" or samples_on_ray(engine_of(config), config.reward):
             with display.doing("starting Ray"):
                 if start_ray(config.cluster):
                     opened.callback(stop_ray)

@@ -65,7 +65,7 @@ class Tracker(ABC):
         """Start, or continue what this run has begun there before."""
 
     @classmethod
-    def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
+    def check(cls, args: Mapping[str, Any]) -> None:
         """Raise a UserError if this cannot work: a package or a login is missing. Called before a run, in its main thread; `args`
         are all arguments."""
         return None
@@ -180,7 +180,7 @@ def check_trackers(config: TrainConfig) -> None:
         args = TRACKERS.arguments(choice.name, resolve_references(choice.args, f"trackers.{choice.name}.args"))
         make = TRACKERS.entry(choice.name).make
         if isinstance(make, type) and issubclass(make, Tracker):
-            make.check(config, args)
+            make.check(args)
 
 
 def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callable[[], Tracker]]]:
@@ -395,9 +395,9 @@ class TensorBoard(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         self._folder = run.folder.tensorboard
         self._last = 0
-        self._open()
+        self._open_writer()
 
-    def _open(self) -> None:
+    def _open_writer(self) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._events = SummaryWriter(str(self._folder))
@@ -415,7 +415,7 @@ class TensorBoard(Tracker):
         self._events.close()
         for file in sorted(self._folder.glob("events.out.tfevents.*")):
             _take_back(file, step)
-        self._open()
+        self._open_writer()
 
     def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
         if not rows:

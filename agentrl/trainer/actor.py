@@ -231,7 +231,7 @@ class Actor(TrainedRole):
     def take_visits(self) -> LogRatios:
         """The log ratios that the last update saw of this rank's rows, if its batch had the column `SOURCE`; once."""
         visits, self._visits = self._visits, None
-        return {} if visits is None else visits.taken()
+        return {} if visits is None else visits.take()
 
     # -- a training step, piece by piece ---------------------------------------------------------------
 

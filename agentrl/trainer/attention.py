@@ -441,10 +441,10 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     blocks, results = mixer_blocks(packed), list[Any]()
     for block in blocks:
 
-        def padded(tensor: Tensor, block: Block = block) -> Tensor:
+        def pad_to_block(tensor: Tensor, block: Block = block) -> Tensor:
             return block.pad(tensor[0])
 
-        inner, named = _each((args, kwargs), tokens, padded)
+        inner, named = _each((args, kwargs), tokens, pad_to_block)
         results.append(forward(*inner, **named))
     out = _join_blocks(results, blocks, tokens)
     return out if group is None else _each(out, tokens, lambda t: t[:, group.slice_of(tokens)])

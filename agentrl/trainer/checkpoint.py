@@ -213,7 +213,7 @@ class Checkpoints:
             raise CheckpointError(f"{path}: no whole checkpoint; whole ones: {', '.join(known) or 'none'}")
         return path
 
-    def lost(self) -> list[int]:
+    def recover_interrupted(self) -> list[int]:
         """Steps newer than the newest whole checkpoint whose writing was started but not completed, because the process
         was killed during a save. Removes the temporary folders, and moves a checkpoint back that was moved away for a
         new one of the same step that never took its place."""

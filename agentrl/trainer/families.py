@@ -325,11 +325,11 @@ class Sample:
             return Measured(0.0)
         return _compare_results(lambda: self._alone(row[: PREFIX + 2]), whole[: PREFIX + 1])
 
-    def packed(self) -> Measured:
+    def measure_packed(self) -> Measured:
         """All rows in one pass."""
         return _compare_results(lambda: self._ours(PACKED, [(0, 1, 2, 3)], ()), torch.cat(self.reference))
 
-    def shared(self) -> Measured:
+    def measure_shared(self) -> Measured:
         """All rows in one pass, and their common beginning once."""
         trees = (Tree((0, 1, 3), PREFIX), Tree((2,), 0))
         return _compare_results(lambda: self._ours(PACKED, [(0, 1, 2, 3)], trees), torch.cat(self.reference))
@@ -609,7 +609,7 @@ def _probe(config: Any, kind: Kind, name: str, one_row: bool) -> Probed:
             f"{name} is not causal: with another end of a row, its own code's values at the beginning {ahead}, so the "
             f"sampled policy is not the trained one; take another model ({RIGHT})"
         )
-    packed, shared = sample.packed(), sample.shared()
+    packed, shared = sample.measure_packed(), sample.measure_shared()
     own = sample.one_row() if one_row or not packed.right else None
     eager = sample.one_row("eager") if own is not None else None
     return Probed(name, packed, shared, own, eager)

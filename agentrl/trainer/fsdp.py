@@ -163,7 +163,7 @@ class FsdpEngine(BaseEngine):
         self.optimizers = None
         self._offloaded = Offloaded()
 
-        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named()))
+        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
 
     def _shard(self) -> None:
         # A bfloat16 sum over many ranks would swallow the small gradients, hence the reduction in float32.
@@ -195,7 +195,7 @@ class FsdpEngine(BaseEngine):
     def _parts(self) -> list[FSDPModule]:
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
         """Trained parameters by Hugging Face name; a tied output embedding appears once, under the input's name."""
         return [(self.hf_name(n), p) for n, p in self.module.named_parameters() if p.requires_grad]
 
@@ -242,7 +242,7 @@ class FsdpEngine(BaseEngine):
     def step(self, sound: bool = True) -> float:
         assert self.optimizers is not None
         # Mesh by mesh, because an operation takes tensors of one mesh only.
-        meshes = by_mesh([p for _, p in self.named() if p.grad is not None])
+        meshes = by_mesh([p for _, p in self.named_weights() if p.grad is not None])
         norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in meshes]
         # Of all ranks' shards, so that every rank decides alike below.
         size = math.hypot(*(float(full_tensor(norm)) for norm in norms))
@@ -268,7 +268,7 @@ class FsdpEngine(BaseEngine):
 
     def finite(self) -> bool:
         # One NaN or infinity anywhere shows in the norm, and no mask as long as the weights is made.
-        size = torch.nn.utils.get_total_norm([local(p).detach() for _, p in self.named()])
+        size = torch.nn.utils.get_total_norm([local(p).detach() for _, p in self.named_weights()])
         broken = torch.logical_not(torch.isfinite(size)).to(self.device, torch.float32)
         if self.sharded:  # over all ranks, not only the data-parallel ones: each has shards of its own
             dist.all_reduce(broken, dist.ReduceOp.MAX)
@@ -291,7 +291,7 @@ class FsdpEngine(BaseEngine):
     def resident(self) -> list[Tensor]:
         if self._gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
             return []
-        return [local(tensor) for _, tensor in self.named() if tensor.dtype == self.compute_dtype]
+        return [local(tensor) for _, tensor in self.named_weights() if tensor.dtype == self.compute_dtype]
 
     @property
     def _gathers(self) -> bool:

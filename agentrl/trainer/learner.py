@@ -59,7 +59,7 @@ from agentrl.trainer.roles import (
     moves,
     with_scores,
 )
-from agentrl.trainer.train_engine import check_offload, mesh_of, rests, separate_reference, shares_prefixes
+from agentrl.trainer.train_engine import mesh_of, rests, separate_reference, shares_prefixes
 from agentrl.trainer.update import check_algorithm, mismatch
 from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 from agentrl.utils.parsing import json_text, read_json
@@ -117,8 +117,8 @@ def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
 
     Reads: algorithm, critic, data, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel,
-    cluster.actors, model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens,
-    rollout.max_episode_tokens; and as `check_offload`, `check_experience`, `check_distillation`, `check_moving` and
+    cluster, model.expert_parallel, model.offload, model.lora, rollout.colocate, rollout.max_turns, rollout.max_turn_tokens,
+    rollout.max_episode_tokens; and as `check_experience`, `check_distillation`, `check_moving` and
     `check_optims`.
     """
     check_optims(config)
@@ -132,7 +132,12 @@ def check_learner(config: TrainConfig) -> None:
     check_experience(config.envs, config.rollout, config.algorithm)
     check_distillation(config.algorithm, config.rollout)
     mesh_of(config.model, config.cluster)
-    check_offload(config)
+    if config.model.offload == "idle" and not rests(config, "actor"):
+        raise ConfigError(
+            'model.offload = "idle": the actor never waits for another role on its GPU (no [critic], [reward_model], '
+            "algorithm.distillation or algorithm.kl.coef without a pool of its own, and the engine has other GPUs without "
+            "rollout.colocate); unset it"
+        )
     check_moving(config.algorithm, config.model, config.cluster)
     for env in trained_envs(config.envs):
         with name_entry_in_errors(config, env) as one:
@@ -460,10 +465,10 @@ class Learner:
         if self.experience is not None:
             self.experience.save(folder / FILE)
 
-    async def saved(self) -> bool:
+    async def is_saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete; raises the error of a role whose part failed."""
         for group in self._kept_roles().values():
-            if not await group.arun(SavedRole.saved):
+            if not await group.arun(SavedRole.is_saved):
                 return False
         return True
 

@@ -227,7 +227,7 @@ class RoleMemory:
     shards_gradients: bool = False
 
     @property
-    def held(self) -> int:
+    def resident(self) -> int:
         """Memory that stays between turns."""
         return self.weights + self.optimizer + self.cache
 
@@ -260,10 +260,10 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
     # As FsdpEngine decides: checkpointing by the model without adapters, sharded gradients by what is trained.
     size = numbers(p for name, p in module.named_parameters() if ".lora_" not in name)
     checkpoints, shards_gradients = by_size(cfg.activation_checkpointing, size), by_size(cfg.shard_gradients, numbers(learning))
-    states = [sum(state_bytes(name, p, optim) * held[id(p)].held for name, p in named) for optim in optims]
+    states = [sum(state_bytes(name, p, optim) * held[id(p)].most for name, p in named) for optim in optims]
     # On the rank that holds the most.
-    own = {"weights": MASTER * sum(held[id(p)].held for p in parameters), "optimizer": math.ceil(max(states, default=0.0))}
-    sharded = MASTER * sum(held[id(p)].held for p in learning)
+    own = {"weights": MASTER * sum(held[id(p)].most for p in parameters), "optimizer": math.ceil(max(states, default=0.0))}
+    sharded = MASTER * sum(held[id(p)].most for p in learning)
     whole = MASTER * _whole(learning, held)
     gathered = _gathered_bytes(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
     if cfg.offload == "always":

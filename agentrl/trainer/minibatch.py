@@ -44,7 +44,7 @@ class Visits:
         # Left on the device until the end: reading them now would wait for it.
         self._kept.append((rows, offsets, log_ratio.detach()))
 
-    def taken(self) -> LogRatios:
+    def take(self) -> LogRatios:
         """float16, whose relative precision of 1e-3 holds down to log ratios of 1e-4."""
         out: LogRatios = {}
         for rows, offsets, values in self._kept:

@@ -325,7 +325,7 @@ class Share:
         return math.prod(self.shape)
 
     @property
-    def held(self) -> int:
+    def most(self) -> int:
         """Numbers on the rank that holds the most: equal pieces, the last ones shorter."""
         length = self.shape[self.along] if self.shape else 1
         return math.ceil(length / self.shards) * (self.whole // max(length, 1))

@@ -158,7 +158,7 @@ class Publisher:
         reasons: list[str] = []
         for name in order() if self._cfg.route == AUTO else (self._cfg.route,):
             try:
-                await self._open(name, len(members))
+                await self._open_route(name, len(members))
             except ConfigError as problem:
                 reasons.append(str(problem))
                 continue
@@ -168,7 +168,7 @@ class Publisher:
         await self._actors.arun(Actor.close_route)
         raise ConfigError("; ".join(reasons))
 
-    async def _open(self, name: str, receivers: int) -> None:
+    async def _open_route(self, name: str, receivers: int) -> None:
         offer = await self._actors.arun(Actor.open_route, name, self._cfg, receivers, self._target.loads_saved)
         await self._target.attach(offer)
         await self._actors.arun(Actor.route_attached)

@@ -105,7 +105,7 @@ class SavedRole(ModelRole):
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "save": Broadcast(),
         "begin_save": Broadcast(),
-        "saved": Broadcast(),
+        "is_saved": Broadcast(),
         "load": Broadcast(),
     }
 
@@ -119,10 +119,10 @@ class SavedRole(ModelRole):
         save_state(self._made_engine(), Path(folder), {"updates": self._updates})
 
     def begin_save(self, folder: str) -> None:
-        """`save`, in the background: returns when the state is copied. See `saved`."""
+        """`save`, in the background: returns when the state is copied. See `is_saved`."""
         self._saving.begin(self._made_engine(), Path(folder), {"updates": self._updates})
 
-    def saved(self) -> bool:
+    def is_saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete; raises its error if it failed."""
         return self._saving.done()
 

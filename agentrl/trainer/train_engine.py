@@ -112,18 +112,18 @@ class BaseEngine(ABC):
     # -- parameters and steps --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def named(self) -> Named:
+    def named_weights(self) -> Named:
         """Trained parameters by Hugging Face name, as they are on this rank: what an optimizer takes. After the last
         `backward` their `grad` is the summed gradient. A tied output embedding appears once, under the input's name."""
 
     def use_optimizer(self, cfg: OptimConfig) -> None:
         """A fresh optimizer `cfg.name` over `named`, in place of the one that there was; `cfg.lr` is set (trainer/optim.py)."""
         self.optimizers = None  # its memory goes before another's is taken
-        self.optimizers = make_optimizers(self.named(), cfg)
+        self.optimizers = make_optimizers(self.named_weights(), cfg)
 
     def freeze(self) -> None:
         """Make it a model that is only asked: no parameter has a gradient from now on."""
-        for _, parameter in self.named():
+        for _, parameter in self.named_weights():
             parameter.requires_grad_(False)
 
     @abstractmethod
@@ -136,7 +136,7 @@ class BaseEngine(ABC):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients that wait for a step; between a `last` backward pass and the next one."""
-        for _, parameter in self.named():
+        for _, parameter in self.named_weights():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
@@ -513,17 +513,3 @@ def rests(config: TrainConfig, role: str) -> bool:
     }
     homes = {name: pools.get(name, pools.get("actor")) for name, used in present.items() if used}
     return any(home == homes[role] for name, home in homes.items() if name != role)
-
-
-def check_offload(config: TrainConfig) -> None:
-    """Raise ConfigError for a `model.offload` of "idle" that could not free anything, as no role waits.
-
-    Reads: model.offload, rollout.colocate, critic, reward_model, algorithm.kl.coef, algorithm.distillation,
-    model.lora, cluster.
-    """
-    if config.model.offload == "idle" and not rests(config, "actor"):
-        raise ConfigError(
-            'model.offload = "idle": the actor never waits for another role on its GPU (no [critic], [reward_model], '
-            "algorithm.distillation or algorithm.kl.coef without a pool of its own, and the engine has other GPUs without "
-            "rollout.colocate); unset it"
-        )

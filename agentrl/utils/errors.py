@@ -88,7 +88,7 @@ def place_of(made: Any, problem: BaseException | None = None) -> str:
     return f"{file}:{lines[-1] if lines else line}"
 
 
-def checked(function: Callable[P, R]) -> Callable[P, R]:
+def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator for a function that users call: it raises ConfigError, which names the argument, for one of a wrong type."""
 
     @wraps(function)

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from agentrl.utils.errors import CatalogError, ConfigError, checked, did_you_mean, hint_text
+from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, hint_text
 
 # What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
 # losses, filters, policies.
@@ -40,7 +40,7 @@ class Given:
 _TABLE: dict[str, Given] = {}
 
 
-@checked
+@checks_arguments
 def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), traits: Collection[str] = ()) -> str:
     """Keep a class, a function or a reward spec under `name`, by default its own, and return what a config calls it:
     "given:NAME". Replaces an earlier object of that name (a cell that is run again) for runs that start from now on.

@@ -197,7 +197,7 @@ def open_spans() -> list[TraceSpan]:
     return list(_LISTENERS.open.values())
 
 
-def traced(kind: Kind, root: bool = False) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
+def in_span(kind: Kind, root: bool = False) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
     """Decorator: each call of the async function is a span."""
 
     def wrap(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:

@@ -109,10 +109,10 @@ def _split(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.d
     attended = shape.layers * _attention_seconds(shape, lengths, device, "auto")
     forward_backward(engine, micro)
     assert engine.optimizers is not None
-    kept = [p.grad for _, p in engine.named()]
+    kept = [p.grad for _, p in engine.named_weights()]
 
     def stepped() -> None:
-        for (_, parameter), grad in zip(engine.named(), kept, strict=True):
+        for (_, parameter), grad in zip(engine.named_weights(), kept, strict=True):
             parameter.grad = grad
         engine.step()
 

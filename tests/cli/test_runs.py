@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.contrib.view.library import overview
 from agentrl.contrib.view.terminal import _OVERVIEW, figures
 from agentrl.data.trajectory import Message, ToolCall, ToolResult, UserCall
-from agentrl.run.reader import load_run, overview
+from agentrl.run.reader import load_run
 from agentrl.utils.errors import ConfigError
 from tests.run.made_folders import episode, run_folder, touch, unscored
 

@@ -293,7 +293,7 @@ def chosen_engine(config: TrainConfig, out: Path) -> Any:
         patch.setattr(engines, "model_context", lambda model, trust: 4096)
         patch.setattr("agentrl.engines.vllm.vllm_maker.importlib.util.find_spec", lambda name: object())
         patch.setattr(embedded, "EmbeddedEngine", lambda *args, **options: SimpleNamespace(**options))
-        return type(engines.make_engine(engines.resolve_engine(config), model, config)).__name__
+        return type(engines.make_engine(engines.engine_name(config), model, config)).__name__
 
 
 # -- the phases of a run ---------------------------------------------------------------------------

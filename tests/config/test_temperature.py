@@ -43,9 +43,9 @@ def test_between_points_lies_a_straight_line_and_beyond_them_the_nearest() -> No
 def test_points_that_no_update_could_follow_are_refused(temperature: Any, more: dict[str, Any], message: str) -> None:
     config, plain = config_of(temperature, **more), config_of(0.9, **more)
     with pytest.raises(ConfigError, match=message):
-        check_temperatures(config.rollout, config.eval, config.algorithm.experience)
+        check_temperatures(config.rollout, config.eval, config.algorithm.experience is not None)
     if more:
-        check_temperatures(plain.rollout, plain.eval, plain.algorithm.experience)
+        check_temperatures(plain.rollout, plain.eval, plain.algorithm.experience is not None)
 
 
 def test_without_updates_one_number_is_asked_for() -> None:

@@ -22,7 +22,7 @@ def test_the_memory_of_one_option_is_free_before_the_next(device: torch.device, 
         engine = trainer(model_folder(SHAPES["tiny"], tmp_path), device)
         forward_backward(engine, micro_of([64, 64], 512, device))
         engine.step()
-        left = [weakref.ref(parameter) for _, parameter in engine.named()]
+        left = [weakref.ref(parameter) for _, parameter in engine.named_weights()]
         assert engine.optimizers is not None
         left += [weakref.ref(tensor) for tensor in engine.optimizers.state().values()]
         del engine

@@ -95,7 +95,7 @@ def gradient(folder: str, device: torch.device, **model: Any) -> tuple[float, Te
     logprobs, entropy = engine.logprobs(micro, 1.0, True)
     loss = -(logprobs.mean() + 0.01 * entropy.mean())
     engine.backward(loss, last=True)
-    grads = [p.grad for _, p in engine.named() if p.grad is not None]
+    grads = [p.grad for _, p in engine.named_weights() if p.grad is not None]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
     return float(loss), torch.cat([g.double().reshape(-1) for g in whole])
 
@@ -138,10 +138,10 @@ def trained(small: str, **model: Any) -> Any:
 def test_the_model_is_on_the_card(small: str, card: torch.device) -> None:
     group, _ = trained(small)
     engine = group.backend._workers[0]._engine
-    devices = {p.to_local().device if isinstance(p, DTensor) else p.device for _, p in engine.named()}
+    devices = {p.to_local().device if isinstance(p, DTensor) else p.device for _, p in engine.named_weights()}
     state = {tensor.device for name, tensor in engine.optimizers.state().items() if not name.endswith(".step")}
     assert {device.type for device in devices | state} == {"cuda"}
-    assert {p.dtype for _, p in engine.named()} == {torch.float32}  # the master weights
+    assert {p.dtype for _, p in engine.named_weights()} == {torch.float32}  # the master weights
 
 
 def test_weights_in_host_memory_train_alike(small: str, card: torch.device) -> None:
@@ -157,7 +157,7 @@ def test_weights_in_host_memory_train_alike(small: str, card: torch.device) -> N
     assert float(moves[0].norm()) > 0
     assert float(F.cosine_similarity(moves[0], moves[1], dim=0)) > 0.95
     engine = away.backend._workers[0]._engine
-    assert {p.to_local().device.type for _, p in engine.named()} == {"cpu"}
+    assert {p.to_local().device.type for _, p in engine.named_weights()} == {"cpu"}
 
 
 def test_an_actor_that_waits_gives_the_card_back_and_learns_the_same(small: str, card: torch.device, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_an_actor_that_waits_gives_the_card_back_and_learns_the_same(small: str,
 def test_a_saved_run_goes_on_to_the_digit(small: str, tmp_path: Path, device: torch.device, background: bool) -> None:
     straight, _ = trained(small)
     straight.run(Actor.begin_save if background else Actor.save, str(tmp_path))
-    while background and not straight.run(Actor.saved):
+    while background and not straight.run(Actor.is_saved):
         pass
     resumed = started(small)
     resumed.run(Actor.load, str(tmp_path))

@@ -27,6 +27,7 @@ from agentrl.contrib.agents.protocols import Exchange, read_anthropic, read_chat
 from agentrl.contrib.remote_envs.offer import EnvOffer
 from agentrl.contrib.remote_envs.server import EnvApp
 from agentrl.contrib.remote_envs.sessions import Secret
+from agentrl.contrib.view.library import overview
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.engines.chat_format import RequestError
 from agentrl.env import Tool, Toolbox
@@ -36,7 +37,7 @@ from agentrl.render.base import ProseReader
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tool_calls import ForTools
 from agentrl.reward import compile_spec
-from agentrl.run.reader import RunRecord, episode_of, overview
+from agentrl.run.reader import RunRecord, episode_of
 from agentrl.trainer.checkpoint import MANIFEST, check_intact, is_whole
 from agentrl.utils.errors import CatalogError, CheckpointError, ConfigError, RewardSpecError, RunFolderError
 from agentrl.utils.parsing import json_text, read_json

@@ -47,12 +47,12 @@ def test_experts_stay_with_their_tokens(parts: list[Any], kind: Any, data: st.Da
         ledger.append_context(context, turn)
         ledger.append_sampled(sampled, [-1.0] * len(sampled), [0] * len(sampled), turn)
         ids += context + sampled
-        start, stop = 0 if whole else ledger.routed, max(ledger.routed, len(ids) - 1 - behind)
+        start, stop = 0 if whole else ledger.routed_tokens, max(ledger.routed_tokens, len(ids) - 1 - behind)
         if not lost:
             told = experts_of(ids, start, stop, kind, turn)
             ledger.add_experts(start, told)
             want += told[len(want) - start :].tolist()  # a token keeps those of the turn that first told them
-    assert ledger.routed == len(want) and (ledger.experts is None) == all(part[3] for part in parts)
+    assert ledger.routed_tokens == len(want) and (ledger.experts is None) == all(part[3] for part in parts)
     if ledger.experts is None:
         return
     assert ledger.experts.tolist() == want and ledger.experts.dtype == kind
@@ -66,7 +66,7 @@ def test_experts_stay_with_their_tokens(parts: list[Any], kind: Any, data: st.Da
     fork = ledger.fork(keep)
     assert fork.experts is not None and fork.experts.tolist() == want[:keep]
     fork.append_context([5, 6], 0)
-    if fork.routed == keep:
+    if fork.routed_tokens == keep:
         fork.add_experts(keep, np.ones((1, *SHAPE), kind))
         assert fork.experts.tolist() == [*want[:keep], np.ones(SHAPE).tolist()] and ledger.experts.tolist() == want
 
@@ -85,7 +85,7 @@ def test_what_a_ledger_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             ledger.add_experts(start, rows)
-    assert ledger.routed == 2 and TokenLedger() != ledger
+    assert ledger.routed_tokens == 2 and TokenLedger() != ledger
     other = ledger.fork(4)
     assert other == ledger
     other.add_experts(2, np.ones((1, 3, 2), np.uint8))

@@ -21,8 +21,8 @@ from agentrl.reward import compile_spec
 from agentrl.rollout.context import Compact, ContextPolicy, KeepRecent, Stop
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.run.assembly import context_length
-from agentrl.run.engine_choice import make_engine
+from agentrl.run.assembly import model_length
+from agentrl.run.engine_choice import make_engine, maker_of
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from tests.rollout.test_context_policies import TURNS, Endless, replayed
 
@@ -140,7 +140,8 @@ async def test_an_episode_budget_over_the_context_is_no_prompt_over_the_context(
     engine = make_engine("embedded", folder, config)
     await engine.start()
     await engine.close()
-    assert context_length(config, "embedded", folder) == CONTEXT and context_length(config, "vllm", folder) == 1000
+    length = model_length(config.model, folder)
+    assert [maker_of(name, config).context(length) for name in ("embedded", "vllm")] == [CONTEXT, 1000]
 
 
 @torch.inference_mode()

@@ -62,7 +62,7 @@ def test_columns_files_and_forks_are_those_of_plain_lists(parts: list[Any], data
                      "turns": np.int16}  # fmt: skip
     for copy in (
         TokenLedger.from_json(json.loads(json.dumps(ledger.to_json()))),
-        TokenLedger.from_json(json.loads(json.dumps(ledger.packed()))),
+        TokenLedger.from_json(json.loads(json.dumps(ledger.to_packed_json()))),
         pickle.loads(pickle.dumps(ledger)),
     ):
         assert copy == ledger and copy.to_json() == plain and copy.oldest == ledger.oldest
@@ -141,7 +141,7 @@ def test_a_token_takes_15_bytes_and_at_most_a_quarter_more() -> None:
         ledger.append_sampled(rng.integers(0, 150_000, 40).tolist(), (-rng.random(40)).tolist(), [turn] * 40, turn)
     assert 15 * len(ledger) <= ledger.nbytes <= 15 * 1.25 * len(ledger)
     assert len(pickle.dumps(ledger)) <= 15 * len(ledger) + 1000  # no room to grow is sent
-    size = len(json.dumps(ledger.packed()))
+    size = len(json.dumps(ledger.to_packed_json()))
     assert size < 8 * len(ledger), size / len(ledger)
     assert size < len(json.dumps(ledger.to_json())) / 3
     assert sys.getsizeof(ledger) < 100
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="is -inf"):
         ledger.append_sampled([1], [-1e39], [0], 0)
     assert len(ledger) == 1 and ledger.oldest is None
-    plain, packed = ledger.to_json(), ledger.packed()
+    plain, packed = ledger.to_json(), ledger.to_packed_json()
     with pytest.raises(ValueError, match="differ in length"):
         TokenLedger.from_json({**plain, "turns": []})
     with pytest.raises(ValueError, match="on the sampled tokens"):
@@ -241,7 +241,7 @@ def test_a_file_with_a_log_probability_that_is_no_number_is_refused(wrong: float
     ledger.append_sampled([3, 4], [-0.5, -0.25], [0, 0], 0)
     columns = ledger.to_json()
     assert TokenLedger.from_json(columns) == ledger
-    packed = ledger.packed()
+    packed = ledger.to_packed_json()
     columns["logprobs"][3] = wrong
     found = np.array([-0.5, wrong], dtype="<f4")
     packed["logprobs"] = base64.b64encode(found.tobytes()).decode()

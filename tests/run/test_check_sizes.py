@@ -26,6 +26,7 @@ from agentrl.run.checks import size_checks as sizes
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import LossInput, LossOutput
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
+from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import count_parameters, model_context
 from agentrl.utils.errors import ConfigError, ModelError
 from agentrl.utils.registry import Entry
@@ -173,11 +174,15 @@ def test_parameters_are_counted_from_the_config(tmp_path: Path) -> None:
     assert count_parameters(model(tmp_path, 2)) == 2 * layer + 4096 + 16 * 4096
 
 
+def rates(config: Any) -> list[str]:
+    return sizes.rate_notes(config.model, config.data, optims_of(config))
+
+
 def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tmp_path: Path) -> None:
     path = model(tmp_path, 1)  # 202M
 
     def said(*more: str, **sections: Any) -> list[str]:
-        return sizes.advice(config_of(*more, model={"path": path}, **sections))
+        return rates(config_of(*more, model={"path": path}, **sections))
 
     assert said() == said("critic={}", "sft={}") == said("optim.lr=1.1e-7") == said("optim.lr=2.9e-5") == []
     [line] = said("optim.lr=1e-3")
@@ -191,8 +196,8 @@ def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tm
     assert [line.split()[0] for line in lines] == ["optim.lr", "critic.lr", "sft.lr", "sft.matrix_lr"]
     assert said("optim.lr=1e-4", "model.lora.rank=4") == []
     assert "with LoRA: 1e-05" in said("optim.lr=1e-3", "model.lora.rank=4")[0]
-    assert sizes.advice(config_of("optim.lr=1e-3")) == []
-    [line] = sizes.advice(config_of("optim.lr=1e-6"))
+    assert rates(config_of("optim.lr=1e-3")) == []
+    [line] = rates(config_of("optim.lr=1e-6"))
     assert line.startswith("optim.lr = 1e-06 is low for reinforcement learning of a model of random weights: 0.001 is")
     small = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(small))

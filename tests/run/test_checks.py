@@ -15,6 +15,7 @@ import pytest
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.schema import Frozen
 from agentrl.run import checks
+from agentrl.utils.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.toml"))
 CHECKS: dict[str, Callable[..., Any]] = {
@@ -108,3 +109,27 @@ def test_each_check_reads_what_it_says_and_nothing_else(path: Path, monkeypatch:
     }
     assert {name: keys for name, keys in silent.items() if keys} == {}
     assert len(read) >= 9
+
+
+PLUGIN = """
+from agentrl.run.checks import RUN_CHECKS
+from agentrl.utils.errors import ConfigError
+
+@RUN_CHECKS.register("few_steps")
+def few_steps(start):
+    if start.config.steps > 9:
+        raise ConfigError(f"steps = {start.config.steps}: too many. Set at most 9")
+    return [f"{start.purpose}: {start.config.steps} steps, scored by {', '.join(start.scorers)}"]
+"""
+
+
+def test_a_plug_in_refuses_a_start_or_warns_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "few.py").write_text(PLUGIN)
+    file, keys = CONFIGS[0].with_name("quickstart.toml"), ["engine=embedded", "cluster.backend=inline"]
+    few, many = (load_config(file, [*keys, f"steps={steps}"]) for steps in (3, 10))
+    assert "few_steps" not in checks.RUN_CHECKS
+    monkeypatch.chdir(tmp_path)
+    assert "train: 3 steps, scored by key_value" in checks.check_config(few)
+    with pytest.raises(ConfigError, match=r"^steps = 10: too many\. Set at most 9$"):
+        checks.check_config(many)

@@ -67,7 +67,7 @@ def test_gradients_are_kept_whole_or_sharded_and_layers_are_gathered(architectur
     # With replicas each has a whole model; in the driver's process nothing is sharded or gathered.
     assert placed(architecture, *many, "model.replicas=4")["actor"].memory.weights == 4 * ALL
     assert placed(architecture, "cluster.backend=inline", "model.dtype=float32")["actor"].memory.gathered == 0
-    assert placed(architecture, *many, "model.offload=always")["actor"].memory.held == 0
+    assert placed(architecture, *many, "model.offload=always")["actor"].memory.resident == 0
 
 
 def test_adapters_leave_one_model_and_little_to_train(architecture: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_config_for_one_gpu_starts_and_samples(name: str, card: None, tmp_path
     with planned_elsewhere():
         roles = {one.role: one.memory for one in RunMemory(config, CARD).roles()}
     assert len(answer.token_ids) == 2
-    assert limit == int(FILL * CARD) - roles["actor"].held - roles["rollout"].weights
+    assert limit == int(FILL * CARD) - roles["actor"].resident - roles["rollout"].weights
     assert limit >= config.rollout.max_episode_tokens * TOKEN[Path(name).name]
 
 
@@ -99,9 +99,9 @@ def test_the_real_models_leave_room_for_the_longest_episode(name: str, held: int
         given = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
         roles = {one.role: one.memory for one in RunMemory(given, CARD).roles()}
     weights = roles["rollout"].weights
-    assert roles["actor"].held == pytest.approx(held * weights / 2, rel=0.04)
+    assert roles["actor"].resident == pytest.approx(held * weights / 2, rel=0.04)
     token = TOKEN[Path(name).name]
-    left = int(FILL * CARD) - roles["actor"].held - weights
+    left = int(FILL * CARD) - roles["actor"].resident - weights
     assert roles["rollout"].cache == min(left, 256 * 16_384 * token) > 4 * 16_384 * token
 
 

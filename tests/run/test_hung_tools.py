@@ -26,7 +26,7 @@ from tests.weights.publish_parts import trained
 class Written:
     """A learner whose files are all there."""
 
-    async def saved(self) -> bool:
+    async def is_saved(self) -> bool:
         return True
 
     async def check_saved(self, folder: Path) -> None: ...

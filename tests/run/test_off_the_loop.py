@@ -254,7 +254,7 @@ def test_the_loop_answers_while_a_checkpoint_writes_its_groups(tmp_path: Path, m
             return True
 
         config = TrainConfig.model_validate({"name": "x", "out": str(tmp_path), "env": {"id": "key_value"}})
-        learner: Any = SimpleNamespace(begin_save=saved, saved=saved, check_saved=saved, load=saved)
+        learner: Any = SimpleNamespace(begin_save=saved, is_saved=saved, check_is_saved=saved, load=saved)
         collector: Any = ledger
         saver = checkpoint.Saver(config, RunFolder.create(config), learner, collector, print)
         async with beating() as pulse:

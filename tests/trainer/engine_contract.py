@@ -64,11 +64,11 @@ def whole(tensor: Any) -> Tensor:
 
 
 def parameters_of(engine: BaseEngine) -> dict[str, Tensor]:
-    return {name: whole(parameter) for name, parameter in engine.named()}
+    return {name: whole(parameter) for name, parameter in engine.named_weights()}
 
 
 def gradients_of(engine: BaseEngine) -> dict[str, Tensor]:
-    return {name: whole(parameter.grad) for name, parameter in engine.named()}
+    return {name: whole(parameter.grad) for name, parameter in engine.named_weights()}
 
 
 def updated(engine: BaseEngine) -> float:
@@ -118,7 +118,7 @@ class TrainEngineContract:
             # The first step's moments are g and g^2, after the correction of their bias.
             step = clipped / (clipped.abs() + 1e-8) + decay * weight
             assert (after[name].double() - (weight - 0.005 * step)).abs().max() < 1e-5, name
-        assert all(parameter.grad is None for _, parameter in engine.named())
+        assert all(parameter.grad is None for _, parameter in engine.named_weights())
 
     def test_a_step_that_is_not_finite_or_not_sound_is_not_taken(self, made: Made) -> None:
         engine = made()
@@ -129,11 +129,11 @@ class TrainEngineContract:
         assert not math.isfinite(engine.step())
         engine.backward(loss_of(engine, micro_of(ROWS)), last=True)
         assert math.isfinite(engine.step(sound=False))
-        assert all(parameter.grad is None for _, parameter in engine.named())
+        assert all(parameter.grad is None for _, parameter in engine.named_weights())
         assert all(torch.equal(tensor, before[name]) for name, tensor in parameters_of(engine).items())
         assert all(torch.equal(whole(tensor), state[name]) for name, tensor in engine.state().items())
         assert engine.finite()
-        name, parameter = engine.named()[3]
+        name, parameter = engine.named_weights()[3]
         local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.detach().view(-1)[-1] = math.nan
         assert not engine.finite(), name
@@ -183,7 +183,7 @@ class TrainEngineContract:
             one.use_optimizer(toy_optim())
             updated(one)
         engine.offload()
-        assert all(local_bytes(parameter) == 0 for _, parameter in engine.named())
+        assert all(local_bytes(parameter) == 0 for _, parameter in engine.named_weights())
         before = parameters_of(again)
         save_state(engine, tmp_path / "state", {})  # also while it is away
         engine.onload()
@@ -198,7 +198,7 @@ class TrainEngineContract:
     def test_a_model_that_is_only_asked_has_no_gradients(self, made: Made) -> None:
         engine = made()
         engine.freeze()
-        assert engine.named() == [] and not engine.logprobs(micro_of(ROWS), 1.0, False)[0].requires_grad
+        assert engine.named_weights() == [] and not engine.logprobs(micro_of(ROWS), 1.0, False)[0].requires_grad
         counts = torch.tensor([3.0, -1.0])
         assert torch.equal(engine.reduce(counts, "sum"), counts) and torch.equal(engine.reduce(counts, "max"), counts)
 
@@ -230,7 +230,7 @@ class TrainEngineContract:
                 assert torch.equal(engine.logprobs(micro, 1.0, False)[0], base)
         assert (adapted - base).abs().max() > 1e-3
         assert {name for name, _ in engine.tensors()} == {name for name, _ in plain.tensors()}
-        assert len(engine.adapter()) == len(engine.named()) and all(".lora_" in name for name in engine.adapter())
+        assert len(engine.adapter()) == len(engine.named_weights()) and all(".lora_" in name for name in engine.adapter())
 
 
 def local_bytes(parameter: Tensor) -> int:

@@ -190,7 +190,7 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
         actor.init_model(tiny, model, optim)
         for name, change in LOSSES.items():
             algorithm = AlgorithmConfig(minibatch=7).model_copy(update=change)
-            update_log = UpdateLog(actor._engine.named())
+            update_log = UpdateLog(actor._engine.named_weights())
             actor._engine.optimizers = update_log
             batch = mine(Actor, BATCHES.get(name, noisy)(), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1)
@@ -221,7 +221,7 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
             actor, critic, algorithm = Actor(context), Critic(context), AlgorithmConfig(minibatch=7)
             actor.init_model(str(out / family), model, toy_optim(micro_tokens=400, max_grad_norm=1e9))
             engine = actor._made_engine()
-            engine.optimizers = update_log = UpdateLog(engine.named())
+            engine.optimizers = update_log = UpdateLog(engine.named_weights())
             batch = mine(Actor, sharing(noisy(120), "on"), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
             critic.init_model(str(out / family), model, toy_optim(micro_tokens=400), toy_critic())
@@ -238,7 +238,7 @@ def of_routers(path: str, model: ModelConfig, optim: OptimConfig, context: Worke
     computed again."""
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(path, model.model_copy(update={"activation_checkpointing": True}), optim)
-    actor._engine.optimizers = update_log = UpdateLog(actor._engine.named())
+    actor._engine.optimizers = update_log = UpdateLog(actor._engine.named_weights())
     return actor.update(mine(Actor, routed(), algorithm, context), algorithm, step=1), update_log.seen
 
 
@@ -246,7 +246,7 @@ def loads(path: str, model: ModelConfig, optim: OptimConfig, context: WorkerCont
     """Metrics of such an update of rows that begin alike, without shared prefixes and with them."""
     actor, algorithm, found = Actor(context), AlgorithmConfig(minibatch=13), []
     actor.init_model(path, model, optim)
-    actor._engine.optimizers = UpdateLog(actor._engine.named())
+    actor._engine.optimizers = UpdateLog(actor._engine.named_weights())
     for mode in ("off", "on"):
         batch, _ = by_token(sharing(noisy(120), mode), 2)
         found.append(actor.update(mine(Actor, batch, algorithm, context), algorithm, step=1))
@@ -258,7 +258,7 @@ def of_critic(tiny: str, model: ModelConfig, optim: OptimConfig, context: Worker
     critic, algorithm = Critic(context), AlgorithmConfig(minibatch=7)
     critic.init_model(tiny, model, optim, toy_critic(clip=None))
     torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
-    update_log = UpdateLog(critic._engine.named())
+    update_log = UpdateLog(critic._engine.named_weights())
     critic._engine.optimizers = update_log
     batch = mine(Critic, noisy(), algorithm, context)
     batch["values"] = critic.compute_values(batch)["values"]
@@ -281,7 +281,7 @@ def reduced(tiny: str, out: Path) -> Body:
                 actor, algorithm = Actor(context), AlgorithmConfig(minibatch=13)
                 actor.init_model(tiny, model.model_copy(update={"shard_gradients": often}), toy_optim(micro_tokens=64))
                 engine = actor._engine
-                engine.optimizers = update_log = UpdateLog(engine.named())
+                engine.optimizers = update_log = UpdateLog(engine.named_weights())
                 kept, backward = [], engine.backward
 
                 def counted(loss: Any, last: bool, engine=engine, kept=kept, backward=backward) -> None:
@@ -291,7 +291,12 @@ def reduced(tiny: str, out: Path) -> Body:
 
                 engine.backward = counted
                 actor.update(mine(Actor, noisy(), algorithm, context), algorithm, step=1)
-                found[f"{name} {often}"] = update_log.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
+                found[f"{name} {often}"] = (
+                    update_log.seen,
+                    max(kept),
+                    len(kept),
+                    sum(p.numel() for _, p in engine.named_weights()),
+                )
         found["base"] = of_base(tiny, context)
         found["moved"] = moved(tiny, context)
         found["waited"] = {engine: [waiting(tiny, context, engine, away) for away in (False, True)] for engine in ENGINES}
@@ -506,7 +511,7 @@ def saving_for_ever(tiny: str, root: Path) -> Body:
             actor.begin_save(str(aside / "actor"))
             critic.begin_save(str(aside / "critic"))
             tell(root, context, f"began {step}")
-            while not together(actor.saved() and critic.saved()):  # training goes on meanwhile
+            while not together(actor.is_saved() and critic.is_saved()):  # training goes on meanwhile
                 actor.compute_logprob(batch)
             if context.rank == 0:
                 checkpoints.commit(step)

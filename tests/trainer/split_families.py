@@ -43,7 +43,7 @@ def measured(path: str, cfg: ModelConfig) -> tuple[torch.Tensor, dict[str, torch
         loss = (logprobs * torch.cos(micro.position_ids[micro.before].float())).sum() + 0.1 * entropy.sum()
         engine.backward(loss, last=len(rows) == 2)
         found.append(logprobs.detach())
-    grads = {name: p.grad for name, p in engine.named() if p.grad is not None}
+    grads = {name: p.grad for name, p in engine.named_weights() if p.grad is not None}
     return torch.cat(found), {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 
 

@@ -94,7 +94,7 @@ class Logged:
         self._engine, step = engine, engine.step
 
         def logged(sound: bool = True) -> float:
-            self.seen.append({name: whole(p.grad) for name, p in engine.named()})
+            self.seen.append({name: whole(p.grad) for name, p in engine.named_weights()})
             size: float = step(sound)
             return size
 
@@ -136,7 +136,7 @@ def broken(actor: Actor, context: WorkerContext) -> list[bool]:
     """What `finite` says as it is, and with one NaN on the last rank alone."""
     engine: Any = actor._made_engine()
     found = [engine.finite()]
-    parameter: Any = next(p for name, p in engine.named() if "q_proj" in name and p.ndim > 1)
+    parameter: Any = next(p for name, p in engine.named_weights() if "q_proj" in name and p.ndim > 1)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     kept = local.detach().clone()
     if context.rank == context.world_size - 1:

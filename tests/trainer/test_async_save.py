@@ -51,7 +51,7 @@ def test_training_goes_on_and_the_save_holds_the_moment(tiny: str, tmp_path: Pat
     group.run(Actor.begin_save, str(tmp_path / "c"))
     for step in range(1, 4):
         train_batch(group, Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
-    while not group.run(Actor.saved):
+    while not group.run(Actor.is_saved):
         pass
     resumed = started(tiny)
     resumed.run(Actor.load, str(tmp_path / "c"))
@@ -66,9 +66,9 @@ class SlowLearner(Learner):
 
     slow = 0
 
-    async def saved(self) -> bool:
+    async def is_saved(self) -> bool:
         self.slow -= 1
-        return await super().saved() and self.slow < 0
+        return await super().is_saved() and self.slow < 0
 
 
 class Ledger(GroupLedger):
@@ -187,7 +187,7 @@ async def test_a_run_that_ended_while_it_saved_says_so(tiny: str, tmp_path: Path
     await bench.saver.wait()
     bench.learner.slow = 10**9
     await bench.save(7)
-    while not await Learner.saved(bench.learner):  # the writer of a run that ended does not write on
+    while not await Learner.is_saved(bench.learner):  # the writer of a run that ended does not write on
         await asyncio.sleep(0.01)
     await bench.saver.close()
     later = Bench(tiny, tmp_path)

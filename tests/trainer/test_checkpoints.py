@@ -162,7 +162,7 @@ def test_the_only_checkpoint_survives_one_of_its_own_step_that_fails(tmp_path: P
     assert names(tmp_path) == ["step_000010"] and checkpoints.newest() == tmp_path / "step_000010"
     (tmp_path / "step_000010").rename(tmp_path / ".old_step_000010")  # what a kill between the two leaves
     again = Checkpoints(tmp_path, keep=1)
-    assert again.lost() == [] and again.newest() == tmp_path / "step_000010"
+    assert again.recover_interrupted() == [] and again.newest() == tmp_path / "step_000010"
 
 
 def test_the_manifest_has_size_and_sum_of_every_file(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_short_file_is_damage_and_not_a_checkpoint_that_was_being_written(tmp_
         write(checkpoints, step)
     (tmp_path / "step_000020" / "actor" / "data.bin").write_bytes(b"x")
     checkpoints.begin(30)
-    assert checkpoints.lost() == [30]
+    assert checkpoints.recover_interrupted() == [30]
     found, wrong = checkpoints.newest_intact()
     assert found == tmp_path / "step_000010" and "step_000020" in wrong[0]
 

@@ -150,17 +150,17 @@ def test_a_loss_that_is_not_finite_skips_the_step_even_where_its_gradient_is(tin
         found, _ = engine.logprobs(Pack(view, rows, engine.device).micro, 1.0, False)
         return found.mean() + (shift if 5 in rows else 0.0)
 
-    before = [p.detach().clone() for _, p in engine.named()]
+    before = [p.detach().clone() for _, p in engine.named_weights()]
     with caplog.at_level(logging.ERROR, "agentrl"):
         steps.take(3, [[0, 1], [5]], partial(loss, shift=math.inf))
     assert steps.skipped == 1 and math.isfinite(steps.norms[0])
-    assert all(torch.equal(old, p) for old, (_, p) in zip(before, engine.named(), strict=True))
+    assert all(torch.equal(old, p) for old, (_, p) in zip(before, engine.named_weights(), strict=True))
     assert steps.metrics() == {"skipped_optimizer_steps": 1.0, "optimizer_steps": 0.0}, "a mean norm of no step is unknown"
     assert "here: optimizer step 3 is skipped" in caplog.text
     assert "(group 1, member 1, ledger 0)" in caplog.text and "group 0" not in caplog.text
-    assert all(p.grad is None for _, p in engine.named())
+    assert all(p.grad is None for _, p in engine.named_weights())
     steps.take(4, [[0, 1], [5]], partial(loss, shift=0.0))
-    assert steps.skipped == 1 and not all(torch.equal(old, p) for old, (_, p) in zip(before, engine.named(), strict=True))
+    assert steps.skipped == 1 and not all(torch.equal(old, p) for old, (_, p) in zip(before, engine.named_weights(), strict=True))
     assert steps.metrics() == {"grad_norm": steps.norms[1], "skipped_optimizer_steps": 1.0, "optimizer_steps": 1.0}
 
 

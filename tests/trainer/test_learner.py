@@ -82,7 +82,7 @@ def test_critic_warm_up_leaves_the_policy(tiny: str) -> None:
 async def saved_in_background(learner: Learner, folder: Path) -> None:
     await learner.begin_save(folder)
     async with asyncio.timeout(60):
-        while not await learner.saved():
+        while not await learner.is_saved():
             await asyncio.sleep(0.01)
 
 

@@ -161,7 +161,7 @@ def test_adapters_are_drawn_as_without_ranks(tmp_path: Path) -> None:
         with as_rank(rank, RANKS):
             engine = FsdpEngine(path, ModelConfig(lora=lora), 1.0)
             agree(engine, plain)
-            assert {".lora_" in name for name, _ in engine.named()} == {True}
+            assert {".lora_" in name for name, _ in engine.named_weights()} == {True}
 
 
 def test_old_files_are_read_too(tmp_path: Path) -> None:
@@ -318,9 +318,9 @@ def test_no_digit_hangs_on_the_file_that_weights_come_from(tiny: str, tmp_path: 
         file = folder / "model.safetensors"
         save_file(load_file(file), file, {"format": "pt", "more": "x" * (64 + more)})
         engine = FsdpEngine(str(folder), ModelConfig(), max_grad_norm=1.0)
-        matrices = {name: p.detach() for name, p in engine.named() if p.shape[1:] == (32,)}
+        matrices = {name: p.detach() for name, p in engine.named_weights() if p.shape[1:] == (32,)}
         found.append({name: (state @ matrix.t()).tolist() for name, matrix in matrices.items()})
-        assert {p.data_ptr() % 64 for _, p in engine.named()} == {0}
+        assert {p.data_ptr() % 64 for _, p in engine.named_weights()} == {0}
     assert found[0] == found[1] and len(found[0]) > 8
 
 

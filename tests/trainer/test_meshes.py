@@ -52,7 +52,7 @@ def test_the_meshes_of_replicas_and_sequence_parallel(
         engine = FsdpEngine(tiny, model, 1.0)
         assert engine.layout.fsdp is not None
         assert dict(zip(engine.layout.fsdp.mesh_dim_names or (), engine.layout.fsdp.shape, strict=True)) == mesh
-        weight: Any = dict(engine.named())["model.layers.0.mlp.up_proj.weight"]
+        weight: Any = dict(engine.named_weights())["model.layers.0.mlp.up_proj.weight"]
         assert tuple(weight.shape) == (64, 32) and tuple(weight.to_local().shape) == (64 // share, 32)
         if parallel == 1:
             assert engine.layout.ulysses is None
@@ -77,7 +77,7 @@ def test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in(
         engine = FsdpEngine(tiny, config.model, 1.0)
         layer = next(module for name, module in engine.module.named_modules() if name.endswith("mlp.up_proj"))
         layer.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].dtype))
-        assert {p.dtype for _, p in engine.named()} == {torch.float32}
+        assert {p.dtype for _, p in engine.named_weights()} == {torch.float32}
         engine.logprobs(Pack(Ragged.of(make_batch(4)), [0, 1, 2, 3], engine.device).micro, 1.0, False)
         assert set(given) == {expected}
         assert {tensor.dtype for _, tensor in engine.tensors()} == {expected}

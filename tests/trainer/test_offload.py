@@ -73,7 +73,7 @@ def test_an_actor_that_is_sent_away_frees_its_storages_and_learns_the_same(
 ) -> None:
     stays, goes = (started(tiny, ModelConfig(offload="idle", lora=lora)) for _ in range(2))
     numbers = sum(p.numel() for p in engine_of(goes).module.parameters())
-    trained = sum(p.numel() for _, p in engine_of(goes).named())
+    trained = sum(p.numel() for _, p in engine_of(goes).named_weights())
     for step in range(3):
         batch = make_batch(8, seed=step)
         rows = [train_batch(group, Actor.update, batch, ALGORITHM, step=step) for group in (stays, goes)]
@@ -86,7 +86,7 @@ def test_an_actor_that_is_sent_away_frees_its_storages_and_learns_the_same(
         assert resident(goes) == 0
     goes.run(Actor.onload)
     goes.run(Actor.onload)
-    while not goes.run(Actor.saved):
+    while not goes.run(Actor.is_saved):
         pass
     assert resident(goes) == 4 * numbers + 8 * trained
     mine, theirs = weights_of(stays), weights_of(goes)

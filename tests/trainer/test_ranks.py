@@ -173,7 +173,7 @@ def test_kill_in_the_middle_of_a_background_save(out: Path, tiny: str, world: in
     assert newest is not None
     step = int(newest.name.removeprefix("step_"))
     assert sealed <= step <= began and step >= began - 1
-    lost = checkpoints.lost()
+    lost = checkpoints.recover_interrupted()
     assert lost in ([], [step + 1]) and (step == began or lost == [began])
     resumed = launch(Actor, backend="inline", world_size=1)
     resumed.run(Actor.init_model, tiny, ModelConfig(), toy_optim())

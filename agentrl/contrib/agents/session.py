@@ -140,9 +140,9 @@ class Position:
     begun: int
 
     @property
-    def routed(self) -> int:
+    def routed_tokens(self) -> int:
         """Number of the prompt's first tokens that have experts already."""
-        return 0 if self.parent is None else min(self.parent.ledger.routed, self.keep)
+        return 0 if self.parent is None else min(self.parent.ledger.routed_tokens, self.keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class AgentSession:
             keys = self._new_keys(position, ask.choices)
             seeds = [self._seed_of(ask, number, choice) for choice in range(ask.choices)]
             told = [_teller(choice, renderer.reader(ask.stop), hear) for choice in range(ask.choices)] if hear else None
-            routed = None if sampling.experts_from is None else position.routed
+            routed = None if sampling.experts_from is None else position.routed_tokens
             asked = [replace(sampling, seed=seed, experts_from=routed) for seed in seeds]
             generations = await self._sample(position, asked, keys, told)
             messages = [await renderer.aparse(generation.token_ids, generation.finish) for generation in generations]
@@ -357,7 +357,7 @@ class AgentSession:
             branch.ledger.append_context(position.prompt[position.keep :], turn)
             branch.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
             if generation.experts is not None:
-                branch.ledger.add_experts(position.routed, generation.experts)
+                branch.ledger.add_experts(position.routed_tokens, generation.experts)
         except ValueError as fault:  # what a ledger refuses only an engine can have made
             self.failure = EngineError(f"turn {turn} of session {self.name}: {fault}")
             raise self.failure from None

@@ -57,13 +57,6 @@ def data_of(data: DataConfig | None) -> DataConfig:
     return data
 
 
-def only_data(config: TrainConfig) -> TrainConfig:
-    """The config with what training on data reads: no environment, no engine, and no roles but the one that learns."""
-    dropped = dict.fromkeys(("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile"))
-    kept = {"engine": ENGINE, "engine_args": {}, "rollout": RolloutConfig(), "algorithm": AlgorithmConfig()}
-    return config.model_copy(update={**dropped, **kept})
-
-
 def _describe_store(about: About) -> Iterator[str]:
     what = "pairs" if about.each == 2 else "examples"
     yield (
@@ -164,7 +157,7 @@ async def _load(run: DataRun) -> int:
     newest, damaged = await in_thread("files", run.checkpoints.newest_intact)
     for problem in damaged:
         run.display.say(f"a checkpoint is damaged: {problem}; going on from {newest and newest.name}")
-    run.checkpoints.lost()
+    run.checkpoints.recover_interrupted()
     if newest is None:
         run.folder.rewind(-1)
         run.run_log.rewound(-1)
@@ -251,7 +244,7 @@ class DataRunKind(RunKind):
         Reads: data, model, optim, cluster, trackers, out.
         """
         quiet_libraries()
-        view = only_data(self.config)
+        view = self.relevant_sections()
         check_references(view)
         check_trackers(view)
         check_model(view.model)
@@ -283,11 +276,14 @@ class DataRunKind(RunKind):
         return about
 
     def relevant_sections(self) -> TrainConfig:
-        return only_data(self.config)
+        """The config with no environment, no engine, and no roles but the one that learns."""
+        dropped = dict.fromkeys(("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile"))
+        kept = {"engine": ENGINE, "engine_args": {}, "rollout": RolloutConfig(), "algorithm": AlgorithmConfig()}
+        return self.config.model_copy(update={**dropped, **kept})
 
     async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
         """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
-        identity, config = identity_of(self.config, "train"), with_threads(only_data(self.config))
+        identity, config = identity_of(self.config, "train"), with_threads(self.relevant_sections())
         store = await in_thread("files", RowStore, folder.data)
         with display.doing("making the model"):
             path = await in_thread("files", self._start_model, folder)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config import Choice, TrainConfig
+from agentrl.config import Choice, RolloutConfig
 from agentrl.config.envs import alone
 from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
 from agentrl.engines.weights.base import Route
@@ -56,17 +56,18 @@ def check_plugins(start: RunStart) -> list[str]:
 
     Reads: algorithm, callbacks, engine, env, model.engine, rollout, trackers, weights.route.
     """
-    config = start.config
-    for key, choice, trial in _trials(config, start.planned) if start.purpose == "train" else ():
+    limit = start.config.rollout.env_timeout + start.config.rollout.episode_timeout
+    for key, choice, trial in _trials(start) if start.purpose == "train" else ():
         registry = registry_of(key)
         assert registry is not None
         if choice is not None and choice.name in registry and registry.is_plugin(choice.name):
-            _try(key, registry, choice, trial, config.rollout.env_timeout + config.rollout.episode_timeout)
+            _try(key, registry, choice, trial, limit)
     return []
 
 
-def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | None, Callable[[Any, Choice], Any]]]:
+def _trials(start: RunStart) -> Iterator[tuple[str, Choice | None, Callable[[Any, Choice], Any]]]:
     """Each choice of the config with its key, and the call that its component gets."""
+    config = start.config
     algorithm, rollout = config.algorithm, config.rollout
     yield "algorithm.advantage", algorithm.advantage, partial(_advantage, rollout.group_size)
     yield "algorithm.loss", algorithm.loss, _loss
@@ -74,7 +75,7 @@ def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | 
     yield "rollout.sampler", rollout.sampler, _sampler
     yield "rollout.accept", rollout.accept, partial(_filter, rollout.group_size)
     yield "rollout.mixture", rollout.mixture, partial(_mixture, [env.called for env in config.envs])
-    for choice in config.callbacks if planned else ():
+    for choice in config.callbacks if start.planned else ():
         yield "callbacks", choice, _callback
     for key, name, kind in (
         ("engine", config.engine, EngineMaker),
@@ -91,7 +92,7 @@ def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | 
             choice = Choice(name=env.sandbox.provider, args=env.sandbox.args)
             yield "env.sandbox.provider", choice, TRIALS["env.sandbox.provider"]
         yield "env.sampler", env.sampler, _sampler
-        yield "rollout.context", one.rollout.context, partial(_context, one)
+        yield "rollout.context", one.rollout.context, partial(_context, one.rollout)
 
 
 def _try(key: str, registry: Registry[Any], choice: Choice, trial: Callable[[Any, Choice], Any], limit: float) -> None:
@@ -251,17 +252,17 @@ def _callback(make: Any, choice: Choice) -> None:
         raise TrialError(f"makes {made!r:.60}, expected a Callback with on_step and on_group")
 
 
-def _context(one: TrainConfig, make: Any, choice: Choice) -> None:
+def _context(rollout: RolloutConfig, make: Any, choice: Choice) -> None:
     """A conversation that has room, and one that has none left."""
     call = ToolCall("look", {"at": "it"}, "1")
     turn = [Message("assistant", "", (call,)), Message("tool", "It is there.", tool_call_id="1", name="look")]
     talk, policy = [Message("system", "Instructions"), Message("user", "Question"), *turn * 3], make()
-    most = one.rollout.max_episode_tokens
+    most = rollout.max_episode_tokens
 
     async def ask(instruction: Message, tokens: int) -> str | None:
         return "A summary."
 
     for tokens in (len(talk), most):
-        answer = asyncio.run(policy.rewrite(Moment(talk, 1, tokens, one.rollout.max_turn_tokens, most, ask)))
+        answer = asyncio.run(policy.rewrite(Moment(talk, 1, tokens, rollout.max_turn_tokens, most, ask)))
         for message in () if answer is None else answer:
             expect_type(Message, message)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import is_planned
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, each, entry_name, one_temperature
-from agentrl.config.schema import McpServerConfig
+from agentrl.config.envs import each, entry_name, one_temperature
+from agentrl.config.schema import AgentConfig, Choice, McpServerConfig
 from agentrl.data.trajectory import Json, Task
 from agentrl.engines.makers import api_name, is_script
 from agentrl.env.catalog import EnvRef
@@ -86,7 +86,7 @@ def check_services(start: RunStart) -> list[str]:
                         f"{at}.mcp.{name}: its tool {tool!r} has the name of one of {at}.mcp.{other}. Set {at}.mcp.{name}.prefix"
                     )
     asked: set[str] = set()
-    for model in api_models(config, start.scorers, start.purpose):
+    for model in api_models(start):
         if (request := json_text([model.base, dict(model.request)])) not in asked:
             asked.add(request)
             _check_key(model)
@@ -95,17 +95,19 @@ def check_services(start: RunStart) -> list[str]:
     return []
 
 
-def api_models(config: TrainConfig, scorers: Mapping[str, Scorer], purpose: Purpose) -> Iterator[ApiModel]:
+def api_models(start: RunStart) -> Iterator[ApiModel]:
     """The models behind an API that a run asks: its judges, the writer of its summaries, those that play users, and the policy if
     it is one."""
+    config = start.config
     for one in each(config):
-        yield from _policies(one, purpose)
+        yield from _policies(one, start.purpose)
     if not is_script(config.model.path):  # its user is scripted too
         for one in each(config):
-            yield from _users(one)
+            yield from _users(one.envs[0].called, EnvRef.of(one))
     judge = config.reward.judge
-    for called, scorer in scorers.items():
-        tasks = _all_tasks(config, called) if scorer.asks else None
+    for one in each(config):
+        scorer = start.scorers[one.envs[0].called]
+        tasks = _all_tasks(EnvRef.of(one), one.rollout.sampler) if scorer.asks else None
         for leaf in _judges(scorer, tasks):
             verdict = VerdictRequest(str(leaf.args["model"]), (QUESTION,), leaf.verdict_schema, leaf.max_tokens)
             yield ApiModel(
@@ -123,34 +125,32 @@ def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:
     """The policy, and the writer of summaries, as an environment's episodes ask them."""
     from agentrl.engines.api_models import LiteLlmEngine
 
-    rollout = one.rollout
+    rollout, tools = one.rollout, partial(_tools, EnvRef.of(one), one.agent)
     if (name := api_name(one.model.path)) is not None:
         keys = {"temperature": f"{'rollout' if purpose == 'rollout' else 'eval'}.temperature", "top_p": "rollout.top_p"}
         keys["max_tokens"] = "rollout.max_turn_tokens"
         temperature = one_temperature(rollout, "a rollout") if purpose == "rollout" else one.eval.temperature
         sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=temperature, top_p=rollout.top_p)
-        request = LiteLlmEngine(name, one.api).request([QUESTION], _tools(one), sampling)
+        request = LiteLlmEngine(name, one.api).request([QUESTION], tools(), sampling)
         yield ApiModel("--model", "api.base", one.api.base, request, given=one.api.args, set_by=keys)
     if rollout.summary_model is not None:
         sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=0.0)
-        request = LiteLlmEngine(rollout.summary_model, one.api).request([QUESTION], _tools(one), sampling)
+        request = LiteLlmEngine(rollout.summary_model, one.api).request([QUESTION], tools(), sampling)
         yield ApiModel("rollout.summary_model", "api.base", one.api.base, request, given=one.api.args)
 
 
-def _tools(one: TrainConfig) -> list[dict[str, Json]]:
+def _tools(ref: EnvRef, agent: AgentConfig | None) -> list[dict[str, Json]]:
     """The tools of an environment, but for those of servers and of a task."""
-    ref = EnvRef.of(one)
-    if ref.at is not None or one.agent is not None:
+    if ref.at is not None or agent is not None:
         return []
     with closing(ref.build()) as built:
         return built.toolbox.schemas()
 
 
-def _users(config: TrainConfig) -> Iterator[ApiModel]:
-    ref = EnvRef.of(config)
+def _users(called: str, ref: EnvRef) -> Iterator[ApiModel]:
     if ref.at is not None:  # they are asked by its server
         return
-    key, own = f"the user of environment {config.envs[0].called!r}", {"temperature": "the option `temperature` of its model"}
+    key, own = f"the user of environment {called!r}", {"temperature": "the option `temperature` of its model"}
     with closing(ref.build()) as built:
         for user in built.user_models():
             base, request = user.options.get("api_base"), {**user.request([QUESTION]), **ONCE}
@@ -184,11 +184,10 @@ def _may_hold(when: Mapping[str, Json], task: Task) -> bool:
     return decide(when, lambda ref: follow(document, parse_pointer(str(ref["$"])))) is not False
 
 
-def _all_tasks(config: TrainConfig, called: str) -> Sequence[Task] | None:
+def _all_tasks(ref: EnvRef, sampler: Choice) -> Sequence[Task] | None:
     """Every task of an environment that is a suite; None of another, or if its parameters change in the run."""
-    one = next(alone(config, env) for env in config.envs if env.called == called)
-    suite = suite_env(EnvRef.of(one))
-    if suite is None or any(make_sampler(one.rollout.sampler).variants()):
+    suite = suite_env(ref)
+    if suite is None or any(make_sampler(sampler).variants()):
         return None
     return [suite.make_task(seed, WHOLE) for seed in range(suite.task_count(WHOLE))]
 

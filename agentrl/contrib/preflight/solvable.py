@@ -21,10 +21,10 @@ from agentrl.render.base import Renderer
 from agentrl.rollout.context import Stop, make_context_policy
 from agentrl.rollout.samplers import fresh_seed, make_sampler
 from agentrl.rollout.warm_start import gold_transcript, without_chance
-from agentrl.run.assembly import context_length, renderer_of, tokenizer_of
+from agentrl.run.assembly import model_length, renderer_of, tokenizer_of
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
-from agentrl.run.engine_choice import engine_of, resolve_engine
+from agentrl.run.engine_choice import engine_name, engine_of, maker_of
 from agentrl.run.outcomes import label_of
 from agentrl.utils.errors import ConfigError
 
@@ -202,7 +202,8 @@ class _Surveyor:
         }
         if not isinstance(make_context_policy(rollout.context), Stop):
             return found
-        return {**found, "the context": context_length(self._one, resolve_engine(self._one))}
+        maker = maker_of(engine_name(self._one), self._one)
+        return {**found, "the context": maker.context(model_length(self._one.model))}
 
     async def _play(self, renderer: Renderer, limits: dict[str, int], until: float) -> list[TaskKind]:
         """In turn of each kind of tasks, so that each has some when the time is over. Raises NotImplementedError without gold."""

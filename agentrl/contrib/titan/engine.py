@@ -117,7 +117,7 @@ class TitanEngine(FsdpEngine):
         self._load(loader)
         self.module.train()
         self.optimizers, self._offloaded = None, Offloaded()
-        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named()))
+        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
 
     @classmethod
     def check(cls, cfg: ModelConfig, ranks: int) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from agentrl.config import TrainConfig
 from agentrl.config.identity import without_secrets
 from agentrl.run.folder import RunFolder
 from agentrl.run.trackers import FLUSH_S, TRACKERS, Cell, Status, TrackedRun, Tracker
@@ -105,7 +104,7 @@ class WeightsAndBiases(Tracker):
         self._phases: set[str] = set()
 
     @classmethod
-    def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
+    def check(cls, args: Mapping[str, Any]) -> None:
         require_packages('trackers "wandb"', "wandb", "wandb")
         if _mode(args["mode"]) == "online" and not _logged_in():
             raise ConfigError(
@@ -194,7 +193,7 @@ class MLflow(Tracker):
             self._client.log_batch(made.info.run_id, params=params[start : start + PARAMS])
 
     @classmethod
-    def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
+    def check(cls, args: Mapping[str, Any]) -> None:
         uri = _uri(args["uri"])
         database = uri.partition(":")[0].startswith(("sqlite", "postgresql", "mysql", "mssql"))
         require_packages('trackers "mlflow"', "mlflow", "mlflow", *(("sqlalchemy", "alembic") if database else ()))
@@ -288,7 +287,7 @@ class Trackio(Tracker):
         self._given.save()
 
     @classmethod
-    def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
+    def check(cls, args: Mapping[str, Any]) -> None:
         require_packages('trackers "trackio"', "trackio", "trackio")
         space = args["space"] or os.environ.get("TRACKIO_SPACE_ID")
         if space:

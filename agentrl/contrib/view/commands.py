@@ -101,8 +101,9 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     """List runs."""
+    from agentrl.contrib.view.library import overview
     from agentrl.contrib.view.terminal import console, print_json, runs_table
-    from agentrl.run.reader import find_runs, is_run, load_run, overview
+    from agentrl.run.reader import find_runs, is_run, load_run
 
     found: list[RunRecord] = []
     for name in args.folders or ["runs"]:
@@ -125,8 +126,9 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare runs: a table of config keys that differ, and one of figures."""
+    from agentrl.contrib.view.library import overview
     from agentrl.contrib.view.terminal import config_differences, console, figures, print_json, table
-    from agentrl.run.reader import load_run, overview
+    from agentrl.run.reader import load_run
 
     runs = [load_run(folder) for folder in args.folders]
     names = [shown_path(run.path) for run in runs]

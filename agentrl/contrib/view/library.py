@@ -6,14 +6,14 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.contrib.view.index import Index
 from agentrl.contrib.view.queries import NotFoundError
-from agentrl.run.reader import RunRecord, find_runs, is_run, load_run, overview
+from agentrl.run.reader import RunRecord, find_runs, is_run, load_run
 from agentrl.utils.errors import RunFolderError, hint_text
 from agentrl.utils.files import open_plain
 from agentrl.utils.parsing import read_json
@@ -23,6 +23,34 @@ Json = Any
 WANTED_S = 60.0
 """Seconds for which a run that was asked about is kept up to date."""
 POLL_S = 2.0
+
+
+def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """A run as a row of a list; None is unknown. `rows`: its metrics, if known. A damaged folder has `error`."""
+    out: dict[str, Any] = {"path": str(run.path), "name": run.name, "envs": run.envs, "started": run.started, "live": run.live}
+    out |= dict.fromkeys(("status", "error", "steps", "updates", "success_before", "success_after", "seconds", "tokens"))
+    try:
+        summary = {} if out["live"] else run.summary or {}
+        found = run.metrics if rows is None else rows
+        out["steps"] = run.table.get("steps")
+    except RunFolderError as problem:
+        return out | {"status": "damaged", "error": str(problem)}
+    train = [row for row in found if row.get("phase") in ("train", "data")]
+    if train and train[-1].get("epoch"):  # of a run on data: steps in all passes over it
+        out["steps"] = round(train[-1]["step"] / train[-1]["epoch"] * run.table["data"]["epochs"])
+    out["updates"] = train[-1].get("step") if train else (None if run.evaluation else 0)
+    for phase in ("before", "after"):
+        values = [row.get("success") for row in found if row.get("phase") == phase]
+        out[f"success_{phase}"] = values[-1] if values else None
+    out["tokens"] = sum(row.get("tokens") or 0 for row in train) if any("tokens" in row for row in train) else None
+    out["seconds"], out["error"] = summary.get("seconds"), summary.get("error")
+    if run.evaluation is not None:
+        first = run.report.get("pass@1")
+        out["success_after"] = first.get("mean") if isinstance(first, dict) else None
+    last = found[-1] if found else {}
+    live = f"warm start, step {last['step']}" if last.get("phase") in ("sft", "gate") else "running"
+    out["status"] = live if out["live"] else summary.get("status") or run.evaluation or "unfinished"
+    return out
 
 
 class Metrics:

@@ -117,7 +117,7 @@ def console() -> Console:
 
 
 def runs_table(rows: Sequence[Mapping[str, Json]]) -> Table:
-    """Runs, as `run.reader.overview` gives them; success on held-out tasks before and after."""
+    """Runs, as `library.overview` gives them; success on held-out tasks before and after."""
     columns = ("run", "status", "env", "updates", "success", "tokens", "min")
     return table(
         "",

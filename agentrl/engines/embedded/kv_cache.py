@@ -81,7 +81,7 @@ class Pool:
         return self.kv.shape[2]
 
     @property
-    def used(self) -> int:
+    def used_slots(self) -> int:
         return self.slots - len(self._free)
 
     @property
@@ -152,11 +152,11 @@ class Slots:
 
     def new(self, key: str, tokens: list[int]) -> CachedSequence | None:
         """A sequence with a slot for all its tokens, or None if there is not enough memory."""
-        # For the tokens so far, not for all that may be sampled: most turns end early, and `widen` moves those that do not.
+        # For the tokens so far, not for all that may be sampled: most turns end early, and `enlarge` moves those that do not.
         pool = self._room(len(tokens))
         return None if pool is None else CachedSequence(key, tokens, pool, pool.take())
 
-    def widen(self, sequence: CachedSequence) -> bool:
+    def enlarge(self, sequence: CachedSequence) -> bool:
         """Make room for all tokens of a sequence; False if there is not enough memory."""
         if len(sequence.tokens) <= sequence.pool.capacity:
             return True
@@ -196,14 +196,14 @@ class Slots:
             return fitting[0]
         # Unused pools keep their memory, and it counts against the limit until it is freed here.
         for pool in self.pools:
-            if pool.slots and not pool.used:
+            if pool.slots and not pool.used_slots:
                 pool.clear()
         return next((pool for pool in fitting if pool.grow(self._limit - self._bytes())), None)
 
     @property
-    def used(self) -> float:
+    def used_share(self) -> float:
         """The share of the memory limit that slots in use take."""
-        return sum(pool.used * pool.capacity * pool.shape.token_bytes for pool in self.pools) / self._limit
+        return sum(pool.used_slots * pool.capacity * pool.shape.token_bytes for pool in self.pools) / self._limit
 
     def _bytes(self) -> int:
         return sum(pool.bytes for pool in self.pools)

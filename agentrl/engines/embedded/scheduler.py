@@ -178,7 +178,7 @@ class Batcher:
     @property
     def kv_used(self) -> float:
         """The share of the memory limit that is taken, by running sequences and by those that are kept for their prefixes."""
-        return self._slots.used
+        return self._slots.used_share
 
     def requests(self) -> list[Request]:
         return [*self.running, *self.waiting]
@@ -360,7 +360,7 @@ class Batcher:
     def _make_room(self, request: Request, sequence: Sequence) -> bool:
         """Let a sequence grow: evict idle episodes, then send the youngest requests back to the queue, if necessary
         the growing one itself (it is then the only one, and gets a slot alone)."""
-        while not self._slots.widen(sequence):
+        while not self._slots.enlarge(sequence):
             if self._evict():
                 continue
             # The youngest has the least computed to lose, and the oldest are sure to finish, so nothing starves.

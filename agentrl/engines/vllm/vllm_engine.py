@@ -66,7 +66,7 @@ class VllmRoutes:
         members, alive = self.members(), self._replicas.alive()
         # All concurrently: joining a group blocks until every other member has joined.
         workers = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
-        own = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else _nothing()
+        own = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else asyncio.sleep(0)
         receiver, *answers = await asyncio.gather(own, *workers, return_exceptions=True)
         self.close()
         # Kept before the answers are checked, so that `close` frees it even if another process failed.
@@ -118,10 +118,6 @@ def _check_answers(answers: list[Receiver | BaseException | str | None]) -> None
             raise answer
         if isinstance(answer, str) and answer:
             raise ConfigError(answer)
-
-
-async def _nothing() -> None:
-    return None
 
 
 # The engine

@@ -17,7 +17,7 @@ from agentrl.config.load import IN_PYTHON, config_of_layers, read_layers, with_a
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import make_env
 from agentrl.run.config_file import find_config_file
-from agentrl.utils.errors import ConfigError, check_arguments, checked
+from agentrl.utils.errors import ConfigError, check_arguments, checks_arguments
 from agentrl.utils.event_loop import GRACE
 from agentrl.utils.search_path import give
 from agentrl.utils.threads import background, share_the_lock
@@ -240,7 +240,7 @@ def _plain(value: Any, at: tuple[str, ...]) -> Any:
 # An environment ready to play
 
 
-@checked
+@checks_arguments
 def make(env: Any, *, reward: Any = None, **params: Any) -> ToolEnv:
     """An environment that is ready to be played and scores its own episodes: the gold solution's last step has the reward 1.0.
 

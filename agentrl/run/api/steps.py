@@ -6,12 +6,12 @@ import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, entry_of, one_temperature
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
@@ -282,7 +282,7 @@ class StepLoop:
     def __init__(self, session: Session, run_log: RunLog, temporary: tempfile.TemporaryDirectory[str] | None) -> None:
         self._session, self._run_log, self._temporary = session, run_log, temporary
         self._closed = False
-        self.config: TrainConfig = session.config
+        self.config = session.config
         self.folder: Path = session.folder.path
         self._trainer = Trainer(session)
         self._policy = LivePolicy(session, self._trainer)
@@ -362,7 +362,10 @@ async def _session(
     temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else None
     path = Path(temporary.name if temporary is not None else str(folder)).absolute()
     made = made.model_copy(update={"out": str(path.parent), "name": path.name})
-    place = await in_thread("files", _folder, made, path)
+    known, there = (path / "config.toml").is_file(), path.exists() and any(path.iterdir())
+    if there and not known:
+        raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
+    place = RunFolder(path) if known else await in_thread("files", partial(open_folder, made, overwrite=False))
     made = place.with_date(made)
     display = Display(console(quiet=True) if quiet else None)
     run_log = RunLog(place, display, [])
@@ -381,12 +384,3 @@ async def _session(
 
 
 session = Both(_session)
-
-
-def _folder(config: TrainConfig, path: Path) -> RunFolder:
-    """A fresh folder, or that of an earlier session. Raises ConfigError for a folder of something else."""
-    if (path / "config.toml").is_file():
-        return RunFolder(path)
-    if path.exists() and any(path.iterdir()):
-        raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
-    return open_folder(config, overwrite=False)

@@ -44,7 +44,7 @@ from agentrl.run.checks.size_checks import (
     check_sizes,
     check_workers,
 )
-from agentrl.run.engine_choice import engine_name, resolve_engine
+from agentrl.run.engine_choice import engine_name
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
 from agentrl.trainer.families import packing_of
@@ -133,7 +133,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
         with name_entry_in_errors(config, env) as one:
             ref, scorers[env.called] = check_assembly(one)
             if trained_envs(one.envs):
-                check_trainable(one)
+                check_trainable(one.rollout, env)
             check_start(one, ref)
             run_section_checks(one, ref)
             check_demonstrations(one, ref)
@@ -145,7 +145,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     check_weights(config)
     check_other_models(config, planned)
     packing_of(config)
-    engine = resolve_engine(config)
+    engine = engine_name(config)
     for env in config.envs:
         with name_entry_in_errors(config, env) as one:
             if trained_envs(one.envs):

@@ -29,15 +29,16 @@ def check_named(config: TrainConfig, origins: Callable[[], Origins] = Origins) -
     """
     check_played(config, origins)
     for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
-        sft, number = alone(config, env).sft, config.envs.index(env)
+        sft, (at, entry) = alone(config, env).sft, _place_of(config, config.envs.index(env))
         assert sft is not None
         for name, params in (("params", sft.params), ("gate_params", sft.gate_params)):
             own = env.sft is not None and getattr(env.sft, name) is not None
-            keys: Keys = (*_at(config, number), "sft", name) if own else ("sft", name)
+            keys: Keys = (*at, "sft", name) if own else ("sft", name)
             try:
                 check_ref(EnvRef.of(alone(config, env)).with_params(params))
             except ParameterError as problem:
-                raise _with_key(config, problem, (*keys, problem.name or ""), number, origins) from problem
+                keys = (*keys, problem.name or "")
+                raise _with_key(problem, keys, entry, origins().of(keys)) from problem
 
 
 def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, only: Collection[str] | None = None) -> None:
@@ -50,24 +51,26 @@ def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, 
                 # A parameter that it needs and is not given stands nowhere.
                 name = problem.name if isinstance(problem, ParameterError) else None
                 own = name == "sandbox" and "sandbox" not in env.params
-                key = ("id",) if name is None else ("sandbox",) if own else ("params", name)
-                raise _with_key(config, problem, (*_at(config, number), *key), number, origins) from problem
+                at, entry = _place_of(config, number)
+                keys = (*at, *(("id",) if name is None else ("sandbox",) if own else ("params", name)))
+                raise _with_key(problem, keys, entry, origins().of(keys)) from problem
 
 
-def _at(config: TrainConfig, number: int) -> Keys:
-    return ("env", number) if isinstance(config.env, list) else ("env",)
+def _place_of(config: TrainConfig, number: int) -> tuple[Keys, str]:
+    """Keys of an environment in the config, and their words in messages."""
+    several = len(config.envs) > 1
+    at: Keys = ("env", number) if isinstance(config.env, list) else ("env",)
+    return at, entry_name(number, config.envs[number].called) if several else "env"
 
 
-def _with_key(
-    config: TrainConfig, problem: CatalogError, keys: Keys, number: int, origins: Callable[[], Origins]
-) -> CatalogError:
-    """The error with the key and its place in front; as it is, if it is of a name that was typed as such."""
-    place = origins().of(keys)
+def _with_key(problem: CatalogError, keys: Keys, entry: str, place: str) -> CatalogError:
+    """The error with the key and its place in front; as it is, if it is of a name that was typed as such. `entry`: stands for the
+    first keys of an environment."""
     if place == COMMAND_LINE:
         return problem
     words = list(keys)
-    if keys[0] == "env" and isinstance(config.env, list):
-        words[:2] = [entry_name(number, config.envs[number].called) if len(config.envs) > 1 else "env"]
+    if len(keys) > 1 and isinstance(keys[1], int):
+        words[:2] = [entry]
     return CatalogError(f"{'' if place in ('', DEFAULT) else f'{place}: '}{'.'.join(map(str, words))}: {problem}")
 
 

@@ -18,9 +18,9 @@ from agentrl.env.catalog import EnvRef
 from agentrl.render.chatml import advice
 from agentrl.render.modality import modality_of
 from agentrl.rollout.engine import ENGINES
-from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
+from agentrl.run.assembly import model_length, renderer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import in_daemon_thread
-from agentrl.run.engine_choice import engine_name, engine_of
+from agentrl.run.engine_choice import engine_name, engine_of, maker_of
 from agentrl.trainer.pretrained import (
     is_classifier,
     load_model_config,
@@ -112,9 +112,10 @@ def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
     """
     if "messages" in engine_of(config).traits:
         return  # nobody here counts its tokens
-    context, rollout, model = context_length(config, engine), config.rollout, model_length(config.model)
+    rollout, model = config.rollout, model_length(config.model)
+    context = maker_of(engine, config).context(model)
     room = min(context, rollout.max_episode_tokens)
-    seed, longest = longest_prompt(config, env)
+    seed, longest = longest_prompt(config.model, env, rollout.env_timeout)
     if longest < room:
         return
     limits = {
@@ -139,11 +140,12 @@ def model_notes(config: TrainConfig) -> list[str]:
         shell = meta_model(config.model, classifier=_scores(config.model, config.data, path))
         left_out = check_tensors(shell, stored_tensors(path, getattr(shell.config, "transformers_weights", None)))
         found += [f"model.path = {path}: {note}" for note in left_out]
+    context = maker_of(engine, config).context(model_length(config.model))
     for number, one in enumerate(each(config)):
         (env,), rollout = one.envs, one.rollout
         at = f"{entry_name(number, env.called)}: " if len(config.envs) > 1 else ""
-        seed, longest = longest_prompt(one, EnvRef.of(one))
-        room = min(context_length(config, engine), rollout.max_episode_tokens) - longest
+        seed, longest = longest_prompt(one.model, EnvRef.of(one), rollout.env_timeout)
+        room = min(context, rollout.max_episode_tokens) - longest
         if room < rollout.max_turn_tokens:
             found.append(
                 f"{at}rollout.max_turn_tokens = {rollout.max_turn_tokens}: after the opening prompt ({longest} tokens, task seed "
@@ -182,10 +184,12 @@ Opening = tuple[list[Message], list[dict[str, Any]]]
 """The first messages of an episode, and the schemas of its tools."""
 
 
-def longest_prompt(config: TrainConfig, env: EnvRef) -> tuple[int, int]:
+def longest_prompt(model: ModelConfig, env: EnvRef, limit: float) -> tuple[int, int]:
     """The seed and the tokens of the longest opening prompt among the first training tasks, with the tools that its setup adds
-    and what its user opens with, if a script says that (`ToolEnv.gold_user`); 0 tokens if no episode can be opened."""
-    renderer, limit = renderer_of(config.model, tokenizer_of(config.model)), config.rollout.env_timeout
+    and what its user opens with, if a script says that (`ToolEnv.gold_user`); 0 tokens if no episode can be opened.
+
+    `limit`: seconds that each may take."""
+    renderer = renderer_of(model, tokenizer_of(model))
     openings: dict[int, Opening] = {}
 
     def play() -> None:

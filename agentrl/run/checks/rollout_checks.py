@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from agentrl.config.envs import alone, check_temperatures, the_env, warm_start_envs
+from agentrl.config.envs import alone, check_temperatures, warm_start_envs
 from agentrl.config.envs import trained_envs as trained
-from agentrl.config.schema import EnvConfig, ModelConfig, TrainConfig
+from agentrl.config.schema import EnvConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Task
 from agentrl.env.catalog import EnvRef
 from agentrl.env.wrappers import WRAPPERS
@@ -113,7 +113,7 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     eval.temperature, algorithm.experience, reward_model, weights.lora, engine, env, seed.
     """
     rollout = config.rollout
-    check_temperatures(rollout, config.eval, config.algorithm.experience)
+    check_temperatures(rollout, config.eval, config.algorithm.experience is not None)
     if rollout.accept is not None:
         FILTERS.bind(rollout.accept.name, rollout.accept.args)
     source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
@@ -155,18 +155,18 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
         raise ConfigError(f"rollout.summary_model: only rollout.context.name = {names} uses summaries")
 
 
-def check_trainable(config: TrainConfig) -> None:
+def check_trainable(rollout: RolloutConfig, env: EnvConfig) -> None:
     """Raise ConfigError if sampling is greedy, or if the policy could escape a reward.
 
     Reads: rollout.temperature, env.wrappers.
     """
-    given = config.rollout.temperature
+    given = rollout.temperature
     if 0 in ([value for _, value in given] if isinstance(given, list) else [given]):
         raise ConfigError(
             "rollout.temperature = 0: greedy episodes of a task are all the same, so there is nothing to learn "
             "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
         )
-    for choice in the_env(config.envs).wrappers:
+    for choice in env.wrappers:
         if "wall_clock" not in WRAPPERS.entry(choice.name).traits:
             continue
         raise ConfigError(

@@ -11,8 +11,9 @@ from statistics import NormalDist
 from typing import Any
 
 from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
-from agentrl.config import Choice, ClusterConfig, TrainConfig
+from agentrl.config import Choice, ClusterConfig, ModelConfig, TrainConfig
 from agentrl.config.envs import longest_sample, other_models, trained_envs
+from agentrl.config.schema import DataConfig, OptimConfig
 from agentrl.data.trajectory import Message
 from agentrl.engines.weights.base import ROUTES
 from agentrl.render import make_renderer
@@ -20,7 +21,7 @@ from agentrl.render.base import Renderer
 from agentrl.render.modality import modality_of
 from agentrl.reward import Scorer
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, Processes
-from agentrl.run.assembly import context_length
+from agentrl.run.assembly import model_length
 from agentrl.run.checks.model_checks import check_judge_model, model_notes
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
 from agentrl.run.judges import (
@@ -144,7 +145,7 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
     taught = config.algorithm.distillation
     if taught is None or taught.reward_coef > 0:
         _check_groups(rollout.group_size, config.algorithm.advantage)
-    context = context_length(config, engine_name)
+    context = maker_of(engine_name, config).context(model_length(config.model))
     longest = min(rollout.max_episode_tokens, context)
     if config.optim.micro_tokens < longest and (trained_envs(config.envs) or not config.envs):  # no evaluated row is trained
         raise ConfigError(
@@ -230,16 +231,16 @@ def check_cache(config: TrainConfig) -> None:
         RunMemory(config, card).engine()
 
 
-def advice(config: TrainConfig) -> list[str]:
+def rate_notes(model: ModelConfig, data: DataConfig | None, optims: Mapping[str, OptimConfig]) -> list[str]:
     """Warnings (key, value, recommendation) for learning rates that are far from the usual ones of this training."""
-    model, scratch = config.model, config.model.init is not None
+    scratch = model.init is not None
     if not scratch and model.path is None:
         return []
-    task: Task = "rl" if config.data is None else config.data.loss
+    task: Task = "rl" if data is None else data.loss
     tasks: dict[str, Task] = {"optim": task, "critic": "critic", "sft": "sft"}
     rates = [
         (f"{at}.{key}", lr, tasks[at], usual_rate(tasks[at], model) * (1.0 if key == "lr" else MATRIX))
-        for at, optim in optims_of(config).items()
+        for at, optim in optims.items()
         if optim.name != "sgd"  # whose steps are as long as the gradient
         for key, lr in (("lr", optim.lr), ("matrix_lr", optim.matrix_lr))
         if lr is not None
@@ -305,7 +306,8 @@ def start_notes(config: TrainConfig) -> list[str]:
     machines or for a model that is known by its shape alone."""
     path = config.model.path
     shape = path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
-    return [*advice(config), *sequence_ratio_notes(config), *([] if shape or is_planned() else model_notes(config))]
+    rates = rate_notes(config.model, config.data, optims_of(config))
+    return [*rates, *sequence_ratio_notes(config), *([] if shape or is_planned() else model_notes(config))]
 
 
 # Places
@@ -338,12 +340,12 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
         return
     if "rollout" in cluster.roles and engine is None:
         raise ConfigError(
-            f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_engines_apart(config)}"
+            f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {places.engines_apart()}"
         )
     if JUDGE in cluster.roles and not places.judges:
         raise ConfigError(
             f"cluster.roles.{JUDGE}: no judge has processes to place; remove the role, or set reward.judge.engines.NAME.engine = "
-            f"{_engines_apart(config)}"
+            f"{places.engines_apart()}"
         )
     pools = pools_of_roles(cluster, places.names)
     colocated = engine is not None and config.rollout.colocate
@@ -406,11 +408,6 @@ def _check_inline(places: RunRoles) -> None:
         f'cluster.backend = "inline": the driver trains on the first GPU, and {engine.what} would get the same one; set '
         'cluster.backend = "ray" (each then has its own), rollout.colocate = true (they take turns), or engine = "embedded"'
     )
-
-
-def _engines_apart(config: TrainConfig) -> str:
-    """The names of the engines that have their own processes, for a message."""
-    return " or ".join(f'"{entry.name}"' for entry in ENGINES.own() if entry.make(config).processes() is not None)
 
 
 def _check_rollout(cluster: ClusterConfig, engine: Processes, name: str, others: list[str]) -> None:

@@ -268,7 +268,7 @@ CORRECTIONS: Registry[Callable[..., Tensor]] = Registry(
 
 
 @CORRECTIONS.register("truncated", traits={"importance_weighted"})
-def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
+def truncate_ratios(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
     """Truncated importance sampling per token: min(exp(d), cap)."""
     return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
 
@@ -280,7 +280,7 @@ def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tens
 
 
 @CORRECTIONS.register("masked", traits={"importance_weighted"})
-def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
+def mask_ratios(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
     """Masked importance sampling per token: exp(d) if it is at most cap, else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), 0.0, cap)
 

@@ -41,7 +41,7 @@ def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
         for ledger in episode.ledgers:
             with torch.inference_mode(), watch.watching():
                 plain(torch.tensor([ledger.ids()]), use_cache=False)
-            assert ledger.experts is not None and ledger.routed == len(ledger) - 1 and bool(ledger.sampled[-1])
+            assert ledger.experts is not None and ledger.routed_tokens == len(ledger) - 1 and bool(ledger.sampled[-1])
             assert np.array_equal(np.sort(ledger.experts, -1), np.sort(watch.experts(), -1)[:-1])
     rows = updates(run)
     assert len(rows) == 2 and max(row["mismatch_max"] for row in rows) < 1e-4

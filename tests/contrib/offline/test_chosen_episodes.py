@@ -131,7 +131,7 @@ def test_episodes_that_begin_elsewhere_or_are_of_another_environment_are_no_pair
 def test_the_best_of_each_task_keep_the_files_order_and_a_bound_is_within(whole: Trajectory, tmp_path: Path) -> None:
     rows = rewarded(whole, 0.5, 0.25, 1.0, 0.5)
     for number, row in enumerate(rows):  # told apart by their lengths
-        row["ledgers"] = [ledger.packed() for ledger in cut(whole, number)]
+        row["ledgers"] = [ledger.to_packed_json() for ledger in cut(whole, number)]
     _, store = written(tmp_path, rows, per_task=3)
     assert [sum(map(len, one.ledgers)) for one in store.load(store.train)] == [len(cut(whole, number)[0]) for number in (0, 2, 3)]
     about, _ = written(tmp_path, rows, min_reward=0.5)

@@ -20,12 +20,13 @@ from agentrl.cli.main import main
 from agentrl.contrib.offline.objectives import Supervised
 from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import RowStore
+from agentrl.contrib.view.library import overview
 from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import transcript
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.reader import load_run, overview
+from agentrl.run.reader import load_run
 from agentrl.trainer.model_folder import export_run
 from agentrl.trainer.pretrained import packaged_tokenizer
 from tests.conftest import proof

@@ -26,4 +26,4 @@ def with_spec(folder: Path, root: dict[str, Any] = RIGHT, success: dict[str, Any
 
 def preflight(config: TrainConfig, free: bool = False) -> None:
     """Ask as `agentrl train` does, or as its dry run (`free`)."""
-    check_services(RunStart(config, {"key_value": scorer_of(config)}, planned=free))
+    check_services(RunStart(config, {config.envs[0].called: scorer_of(config)}, planned=free))

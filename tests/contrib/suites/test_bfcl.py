@@ -248,7 +248,7 @@ def test_a_report_has_the_split(tmp_path: Path) -> None:
     config = config_from({"name": "x", "env": {"id": "bfcl", "params": params}, "model": {"path": "none"}}, [])
     env.reset(seed=0, options={"split": "heldout"})
     env.step(turn())
-    table = official(config, {"bfcl": [env.trajectory]}, "heldout")["bfcl"]
+    table = official([config], {"bfcl": [env.trajectory]}, "heldout")["bfcl"]
     (sizes,) = table["splits"]
     assert table["holdout"] == "tasks" and set(sizes) == {"train", "heldout"}
     assert (

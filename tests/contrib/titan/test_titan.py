@@ -97,7 +97,7 @@ def test_packed_rows_are_rows_alone_in_transformers(alone: None, tmp_path: Path,
     engine.backward((found[0] * weights).sum() + 0.1 * found[1].sum(), last=True)
     ((wanted[0] * weights).sum() + 0.1 * wanted[1].sum()).backward()
     theirs = dict(plain.named_parameters())
-    mine = dict(engine.named())
+    mine = dict(engine.named_weights())
     assert mine.keys() == theirs.keys()
     for name, parameter in mine.items():
         gradient = theirs[name].grad
@@ -130,7 +130,7 @@ def test_bfloat16_is_fsdp2s(alone: None, tmp_path: Path) -> None:
         ("exact", FsdpEngine, "float32"),
     ):
         engine = kind(path, ModelConfig(dtype=dtype), 1.0, device=CPU)
-        assert {parameter.dtype for _, parameter in engine.named()} == {torch.float32}
+        assert {parameter.dtype for _, parameter in engine.named_weights()} == {torch.float32}
         found[name] = engine.logprobs(micro, 1.0, False)[0].detach()
         assert {tensor.dtype for _, tensor in engine.tensors()} == {getattr(torch, dtype)}
     rounding = (found["fsdp2"] - found["exact"]).abs().max()

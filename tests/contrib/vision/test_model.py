@@ -140,7 +140,7 @@ def test_packed_rows_with_images_are_each_row_alone(kind: str, folder: Path, ref
     engine = FsdpEngine(str(folder), ModelConfig(path=str(folder), packing="packed"), 1.0, device=torch.device("cpu"))
     vision = engine.modality
     assert isinstance(vision, Vision)
-    assert {name.split(".")[1] for name, _ in engine.named()} == {"language_model"}, "the tower is frozen"
+    assert {name.split(".")[1] for name, _ in engine.named_weights()} == {"language_model"}, "the tower is frozen"
     episodes = [
         episode(vision, 0, RED, 6, WIDE, 4),
         episode(vision, 1, 5),

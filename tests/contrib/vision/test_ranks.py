@@ -28,7 +28,7 @@ def of_images(out: Path, ranks: int) -> Body:
     def body(context: WorkerContext) -> None:
         actor, algorithm, folder = Actor(context), AlgorithmConfig(minibatch=4), str(out / "vision")
         actor.init_model(folder, ModelConfig(packing="packed"), toy_optim(micro_tokens=100, max_grad_norm=1e9))
-        actor._engine.optimizers = update_log = UpdateLog(actor._engine.named())
+        actor._engine.optimizers = update_log = UpdateLog(actor._engine.named_weights())
         batch = mine(Actor, pictured(folder), algorithm, context)
         metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
         if context.rank == 0:

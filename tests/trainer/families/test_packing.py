@@ -31,7 +31,7 @@ def updated(path: str, **model: Any) -> tuple[list[int], list[dict[str, torch.Te
     actor = Actor(WorkerContext("actor", 0, Mesh.of({"dp": 1}, 1)))
     actor.init_model(path, ModelConfig(**model), toy_optim(max_grad_norm=1e9))
     engine = actor._made_engine()
-    engine.optimizers = log = UpdateLog(engine.named())
+    engine.optimizers = log = UpdateLog(engine.named_weights())
     rows, logprobs = [], engine.logprobs
 
     def counted(micro: Any, *args: Any) -> Any:
