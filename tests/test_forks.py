@@ -17,6 +17,7 @@ from typing import Any
 import gymnasium
 import pytest
 
+from agentrl.contrib.math_equal import leaf as math_leaf
 from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.suites import benchmarks as inplace
 from agentrl.contrib.suites import foreign, suite
@@ -25,7 +26,6 @@ from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import make_env
 from agentrl.env.spaces import MessagesSpace, ToolCallSpace
 from agentrl.render import litellm_calls
-from agentrl.reward import equality
 from agentrl.reward.judge import Judge, Verdict
 from agentrl.utils import child_process as tool_process
 from agentrl.utils import parsing as python_source
@@ -75,7 +75,7 @@ LOCKS = {
     "python_source": lambda: python_source._LOCK,
     "litellm": lambda: litellm_calls._IMPORTING,
     "redaction": lambda: redaction._lock,
-    "equality": lambda: equality._STARTING,
+    "math_equal": lambda: math_leaf.IDLE.mutex,
 }
 
 

@@ -1,4 +1,4 @@
-"""Leaves of the policy's text and mathematics, of episode and cost, and of Python functions."""
+"""Leaves of the policy's text, of episode and cost, and of Python functions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Hashable, Sequence
-from decimal import Decimal
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar, SupportsFloat
 
 from agentrl.data.trajectory import Json, StopReason
-from agentrl.reward.equality import equal, fault_of, places, require_math
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
 from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, numbers_close
 from agentrl.reward.values import show_number as shown
@@ -20,7 +18,6 @@ from agentrl.utils.errors import did_you_mean, place_of, raised_text
 from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
 from agentrl.utils.schemas import TextTooLongError, compile_pattern, within_seconds
 from agentrl.utils.search_path import PREFIX, is_given
-from agentrl.utils.threads import SCORING
 
 WHERE = {"enum": ["answer", "replies", "all", "reasoning"]}
 _TEXTS = or_ref({"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}})
@@ -230,70 +227,6 @@ class FormatRegex(Leaf):
             raise UnscorableError(f"the pattern took longer than {self.seconds} s on {len(text)} characters") from error
         match = {"match": brief(found.group(0))} if found else {"match": None, "text": brief(text)}
         return Reading(float(found is not None), {"pattern": args["pattern"], **match})
-
-
-# Mathematics
-
-SECONDS = 5
-_GOLD = {"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}, "minItems": 1}
-
-
-@LEAVES.register("math.equal")
-class MathEqual(Leaf):
-    """Return True if the mathematics in the text equals the gold answer, however it is written: boxed, LaTeX, or plain."""
-
-    kind: ClassVar[str] = "math.equal"
-    formula: ClassVar[str] = (
-        "1 if the answer, read as a whole, equals one of `expect` (numbers to 6 places, all else by math-verify) and is worked "
-        "out (for a number no sum, no power, lowest terms), else 0; 0 too after `seconds` of processor time; null if `expect` is "
-        "no mathematics as a whole"
-    )
-    schema: ClassVar[dict[str, Any]] = object_schema(
-        {
-            "expect": or_ref(_GOLD),
-            "where": WHERE,
-            "boxed": {"type": "boolean", "description": "only an answer in a \\boxed{} counts"},
-            "strict": {"type": "boolean", "description": "names of variables count: x + 1 is not y + 1 (default true)"},
-            "seconds": {"type": "integer", "minimum": 1, "maximum": 60},
-        },
-        ("expect",),
-    )
-    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}}
-
-    def __init__(self, args: Args, context: Context) -> None:
-        super().__init__(args, context)
-        require_math()
-        self.seconds = int(args.get("seconds", SECONDS))
-
-    def blocks(self) -> bool:
-        return True
-
-    def longest(self) -> tuple[Hashable, float] | None:
-        # Its turn comes when the others that are scored at the same time have had as long.
-        return json.dumps([self.kind, dict(self.args)], sort_keys=True), self.seconds * SCORING.most / places()
-
-    def gold_fault(self, args: Args) -> str | None:
-        return fault_of(_gold(args["expect"]), self.seconds)
-
-    def read(self, view: View, args: Args) -> Reading:
-        wanted = _gold(args["expect"])
-        text = spoken_text(view, args.get("where", "answer"))
-        if text is None:
-            return Reading(0.0, {"expected": brief(wanted), "why": "no final answer"})
-        found = equal(wanted, text, self.seconds, bool(args.get("strict", True)), bool(args.get("boxed")))
-        evidence: dict[str, Json] = {"expected": brief(wanted), "expected_as": brief(list(found.wanted_as))}
-        evidence |= {"said": brief(found.said), "said_as": found.said_as}
-        return Reading(float(found.right), evidence if found.why is None else {**evidence, "why": found.why})
-
-
-def _gold(value: Json) -> list[str]:
-    """The gold answers as texts; numbers in full, since 1e+22 reads as 1 * e + 22. Raises UnscorableError as `wanted_texts`."""
-    items = value if isinstance(value, (list, tuple)) else [value]
-    whole = [format(Decimal(repr(item)), "f") if isinstance(item, float) and math.isfinite(item) else item for item in items]
-    found = wanted_texts(whole)
-    if not found:
-        raise UnscorableError("there is no gold answer in the list")
-    return found
 
 
 # End and cost of an episode

@@ -12,14 +12,13 @@ import time
 import pytest
 
 from agentrl.config.schema import SandboxConfig
+from agentrl.contrib.math_equal import leaf as math_leaf
 from agentrl.contrib.sandboxes.code_tests import grade as grading
 from agentrl.contrib.sandboxes.code_tests import grade as leaves
 from agentrl.contrib.sandboxes.code_tests.grade import Graded, GradeLimits, grade, last_block
 from agentrl.contrib.sandboxes.local import LocalSandbox
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.equality import Compared
 from agentrl.reward.judge import AssumedJudge
-from agentrl.reward.leaves import answer as math_leaf
 from agentrl.run.checks import check_config
 from agentrl.run.checks.rollout_checks import check_assembly
 from agentrl.utils.errors import ConfigError, RewardSpecError, SandboxError
@@ -352,7 +351,7 @@ async def test_an_event_loop_turns_while_others_grade(one, monkeypatch):
     pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
     waits = threading.Event()
     monkeypatch.setattr(leaves, "grade", lambda *given: waits.wait(20) and Graded(1, 1))
-    monkeypatch.setattr(math_leaf, "equal", lambda *given: Compared(waits.wait(20)))
+    monkeypatch.setattr(math_leaf, "ask", lambda request: {"right": waits.wait(20)})
     args = {"tests": TESTS} if one == "code.tests" else {"expect": "1"}
     scoring = asyncio.ensure_future(compile_spec(spec(leaf(one, args))).ascore(episode(block(RIGHT))))
     await asyncio.sleep(0.05)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from agentrl.reward import compile_spec, equality
+from agentrl.contrib.math_equal import leaf as equality
+from agentrl.reward import compile_spec
 from agentrl.utils.errors import DependencyError, RewardSpecError
 from tests.conftest import proof
 from tests.reward.reward_episodes import call, episode, leaf, spec, value
@@ -71,18 +74,18 @@ def test_other_hostile_answers_are_wrong_soon(answer):
 
 
 def test_gold_that_breaks_the_reader_is_not_the_answers_fault(monkeypatch):
-    from agentrl.reward import equality_worker
+    from agentrl.contrib.math_equal import worker
 
     def read(text):
         raise KeyError(text) if "gold" in text else AttributeError(text)
 
-    monkeypatch.setattr(equality_worker, "read", read)
+    monkeypatch.setattr(worker, "read", read)
     asked = {"gold": ["$gold$ 1"], "answer": "2", "seconds": 1, "strict": True, "boxed": False}
-    assert equality_worker.answer(asked) == {"unread": "$gold$ 1"}
+    assert worker.answer(asked) == {"unread": "$gold$ 1"}
 
 
 def _workers():
-    return [w._process.pid for w in list(equality._workers(os.getpid())._idle.queue) if w is not None]
+    return [w._process.pid for w in list(equality.IDLE.queue) if w is not None]
 
 
 def test_scoring_works_in_threads_which_the_library_alone_does_not():
@@ -101,7 +104,7 @@ def test_scoring_works_in_threads_which_the_library_alone_does_not():
     [thread.start() for thread in threads]
     [thread.join(60) for thread in threads]
     assert found == [1.0] * 3
-    assert len(_workers()) <= min(equality.MOST, os.cpu_count())
+    assert len(_workers()) <= min(4, os.cpu_count())
 
 
 def test_a_process_that_somebody_else_ends_is_no_reward_of_0():
@@ -115,7 +118,7 @@ def test_a_process_that_somebody_else_ends_is_no_reward_of_0():
 
 def test_the_processes_have_a_gigabyte_and_none_of_this_ones_variables(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "sk-secret")
-    worker = equality._Worker()
+    worker = equality.Process()
     try:
         assert worker.ask({"gold": ["4"], "answer": "4", "seconds": 5, "strict": True, "boxed": False})["right"]
         limits = Path(f"/proc/{worker._process.pid}/limits").read_text()
@@ -144,7 +147,7 @@ def test_gold_with_a_number_is_read_whatever_words_stand_beside_it():
 
 def test_a_process_has_its_seconds_for_each_answer_and_not_for_all_together():
     """Right answers behind many others would be wrong."""
-    worker = equality._Worker()
+    worker = equality.Process()
     ticks = os.sysconf("SC_CLK_TCK")
     try:
         assert os.getsid(worker._process.pid) != os.getsid(0), "Ctrl-C is not for it"
@@ -160,16 +163,32 @@ def test_a_process_has_its_seconds_for_each_answer_and_not_for_all_together():
 
 
 def test_a_machine_without_time_is_no_wrong_answer(monkeypatch):
-    class Late(equality._Worker):
-        def ask(self, request):
-            raise TimeoutError
-
-    for worker in list(equality._workers(os.getpid())._idle.queue):
-        if worker is not None:
-            monkeypatch.setattr(worker, "ask", lambda request: (_ for _ in ()).throw(TimeoutError))
-    monkeypatch.setattr(equality, "_Worker", Late)
+    assert said("4", "4") == 1
+    for pid in _workers():
+        os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(equality, "OVERDUE", -5.9)
     found = compile_spec(spec(leaf("math.equal", {"expect": "4"}))).score(episode("4"))
     assert found.value is None and "a busy machine" in found.evidence["root"]["unscored"]
+    monkeypatch.undo()
+    assert said("4", "4") == 1
+
+
+def test_processes_end_with_the_one_that_started_them():
+    """Also if it is killed, so that nothing of its own can end them."""
+    program = (
+        "import os, signal\n"
+        "from agentrl.contrib.math_equal import leaf\n"
+        "process = leaf.Process()\n"
+        "assert process.ask({'gold': ['4'], 'answer': '4', 'seconds': 5, 'strict': True, 'boxed': False})['right']\n"
+        "print(process._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    until = time.monotonic() + 30
+    while Path(f"/proc/{done.stdout.strip()}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_arguments():
@@ -191,7 +210,7 @@ def test_without_the_package_the_spec_says_what_to_install(monkeypatch):
 def test_a_process_that_a_large_one_starts_is_not_taken_for_a_large_one():
     """Its peak begins with that of the one that started it: it would be replaced after every answer, at 0.3 s each."""
     large = bytes(range(256)) * (600 << 12)
-    worker = equality._Worker()
+    worker = equality.Process()
     try:
         assert len(large) > 512 << 20
         assert not worker.ask({"gold": ["4"], "answer": "4", "seconds": 5, "strict": True, "boxed": False})["worn"]
@@ -318,9 +337,9 @@ UNREAD = [
 
 
 def compared(answer, gold, **more):
-    from agentrl.reward import equality_worker
+    from agentrl.contrib.math_equal import worker
 
-    return equality_worker.answer({"gold": [gold], "answer": answer, "seconds": 5, "strict": True, "boxed": False, **more})
+    return worker.answer({"gold": [gold], "answer": answer, "seconds": 5, "strict": True, "boxed": False, **more})
 
 
 @pytest.mark.parametrize(("answer", "gold"), RIGHT)
@@ -360,7 +379,7 @@ def test_evidence_says_how_both_were_read():
 
 @pytest.mark.parametrize("number", range(20))
 def test_a_question_of_the_example_that_is_copied_into_a_box_is_not_paid(number):
-    env = runpy.run_path(str(Path(__file__).parents[2] / "examples/graders/envs/fractions/env.py"))["Fractions"]()
+    env = runpy.run_path(str(Path(__file__).parents[3] / "examples/graders/envs/fractions/env.py"))["Fractions"]()
     task = env.make_task(number, "train")
     question = task.data["question"].removeprefix("What is ").removesuffix("?")
     assert not compared(rf"\boxed{{{question}}}", task.gold["answer"])["right"]

@@ -1,21 +1,22 @@
-"""Compares answers with gold by math-verify, in a process of its own: `agentrl.reward.equality` starts it and bounds it.
+"""Compares answers with gold by math-verify, in a process of its own (`leaf.py`).
 
-A program, not a module: it reads one JSON request a line and answers each with a line. math-verify's own time limit is an alarm,
-which works in the main thread of a program alone and is never met by a long multiplication; here the kernel ends the process."""
+A program, not a module: it answers one JSON request after the other. math-verify's own time limit is an alarm, which works in the
+main thread of a program alone and is never met by a long multiplication; here the kernel ends the process."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +178,13 @@ def _is_product(letters: str) -> bool:
 
 def _expression(bare: str) -> Read | None:
     """Read mathematics without words."""
-    if (number := _numeral(bare)) is not None:
-        return Read(bare, _rational(number.value), number)
+    if (found := _number(bare, bare)) is not None:
+        return found
     latex = _latex(bare)
     if latex is None:
         return None
-    if (number := _numeral(latex)) is not None:
-        return Read(bare, _rational(number.value), number)
+    if (found := _number(latex, bare)) is not None:
+        return found
     sides = re.split(r"(?<![<>!\\:])=", latex)
     if len(sides) > 1 and not re.search(r"[,;<>]|\\(?:le|ge|lt|gt|ne|in|approx|cup|pm)\b", latex) and (
         all(_is_name(side) or not re.search("[A-Za-z]", _COMMAND.sub("", re.sub(_TEXT, "", side))) for side in sides[:-1])
@@ -211,12 +212,9 @@ def _contradicts(side: str, last: Read) -> bool:
     return abs(a - b) > abs(b) / 50 + 1e-9
 
 
-def _numeral(text: str) -> Numeral | None:
-    return None if text[:1] == "(" and "," in text else numeral(text)  # (2,500) is a pair
-
-
-def _rational(value: Fraction) -> sympy.Rational:
-    return sympy.Rational(value.numerator, value.denominator)
+def _number(text: str, bare: str) -> Read | None:
+    number = None if text[:1] == "(" and "," in text else numeral(text)  # (2,500) is a pair
+    return None if number is None else Read(bare, sympy.Rational(number.value), number)
 
 
 def _is_name(text: str) -> bool:
@@ -455,52 +453,42 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if found is None:
             return {"unread": text}
         wanted.append(found)
-    shown = [one.as_text() for one in wanted]
+    reply = {"right": False, "wanted": [one.as_text() for one in wanted]}
     if request["answer"] is None:
-        return {"right": False, "wanted": shown}
+        return reply
     if request["boxed"] and not _BOX.search(request["answer"]):
-        return {"right": False, "wanted": shown, "why": "no \\boxed{} in it"}
+        return {**reply, "why": "no \\boxed{} in it"}
     text = answer_in(request["answer"])
     if text is None or not text.strip():
-        return {"right": False, "wanted": shown, "why": "no mathematics in it" if text is None else "an empty \\boxed{}"}
+        return {**reply, "why": "no mathematics in it" if text is None else "an empty \\boxed{}"}
     said = read(text)
-    reply = {"wanted": shown, "said": text[:400], "as": None if said is None else said.as_text()}
+    reply |= {"said": text[:400], "as": None if said is None else said.as_text()}
     if said is None:
-        return {**reply, "right": False, "why": "it could not be read as a whole"}
+        return {**reply, "why": "it could not be read as a whole"}
     if any(right(one, text, request["strict"]) for one in wanted):
         return {**reply, "right": True}
-    return {**reply, "right": False, **({} if any(is_settled(said, one) for one in wanted) else {"why": "not worked out"})}
+    return reply if any(is_settled(said, one) for one in wanted) else {**reply, "why": "not worked out"}
 
 
-def allow(seconds: int) -> None:
-    """This many seconds of the processor from now on; the kernel then ends this process by SIGXCPU."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + seconds, hard))
-
-
-def in_memory() -> int:
-    """Bytes. Not `ru_maxrss`, which a process that was started from a large one begins with."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def serve(lines: Sequence[bytes] | Any, out: int) -> None:
-    for line in lines:
-        request = json.loads(line)
-        allow(request["seconds"])
+def serve(pipe: Connection) -> None:
+    """Answer requests until the other end is closed. The kernel ends this process (SIGXCPU) after a request's seconds."""
+    worn = False
+    while not worn:
+        request = json.loads(pipe.recv_bytes())
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        until = math.ceil(used.ru_utime + used.ru_stime) + request["seconds"]
+        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         try:
             reply = answer(request)
         except (Exception, RecursionError) as fault:  # of what the policy wrote: gold was read before
-            reply = {"right": False, "fault": type(fault).__name__}
-        worn = in_memory() > WORN
-        os.write(out, json.dumps({**reply, "worn": worn}).encode() + b"\n")
-        if worn:
-            return
+            reply = {"right": False, "why": type(fault).__name__}
+        # Not `ru_maxrss`, which a process that was started from a large one begins with.
+        worn = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() > WORN
+        pipe.send_bytes(json.dumps({**reply, "worn": worn}).encode())
 
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    pipe = os.dup(1)
-    os.dup2(2, 1)
-    serve(sys.stdin.buffer, pipe)
+    with suppress(EOFError, OSError):
+        serve(Connection(int(sys.argv[1])))

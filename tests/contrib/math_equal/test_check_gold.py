@@ -59,7 +59,7 @@ def run(path: Path, changed: dict[str, Any], root: dict[str, Any] = ROOT, whole:
     (home / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = {"agentrl_reward": 1, "name": "math", "root": root}
     (home / "reward.json").write_text(json.dumps(spec))
-    (path / "tiny.toml").write_text((Path(__file__).parents[2] / "examples/tiny.toml").read_text().replace("./graded", "graded"))
+    (path / "tiny.toml").write_text((Path(__file__).parents[3] / "examples/tiny.toml").read_text().replace("./graded", "graded"))
     env = {"id": "sheet", "reward": "envs/sheet/reward.json", "params": {}}
     sft = {"teacher": {}, "params": {}, "gate_params": {}}
     config = config_from({"name": "x", "env": env, "sft": sft, "model": {"init": {"layers": 1, "hidden": 32}}}, [])

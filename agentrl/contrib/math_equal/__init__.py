@@ -1,0 +1,1 @@
+"""Compare answers as mathematics: the reward leaf `math.equal`."""

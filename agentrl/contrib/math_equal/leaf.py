@@ -1,0 +1,182 @@
+"""The `math.equal` leaf, and the processes that compare for it (`worker.py`).
+
+A policy's text may keep SymPy busy for a year (9**9**9) or ask it for all memory. Threads cannot be stopped, so another process
+compares: the kernel ends it at its limit of processor time, and its address space is bounded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Hashable
+from contextlib import suppress
+from decimal import Decimal
+from importlib.util import find_spec
+from multiprocessing import Pipe
+from pathlib import Path
+from queue import LifoQueue
+from typing import Any, ClassVar
+
+from agentrl.data.trajectory import Json
+from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
+from agentrl.reward.leaves.answer import WHERE, spoken_text, wanted_texts
+from agentrl.reward.values import UnscorableError, brief
+from agentrl.utils.errors import DependencyError
+from agentrl.utils.processor import usable_cpus
+from agentrl.utils.threads import SCORING, after_fork
+
+WORKER = Path(__file__).with_name("worker.py")
+MOST_TEXT = 100_000
+"""Characters of an answer that is read."""
+PLACES = min(4, usable_cpus())
+"""Processes at once."""
+OVERDUE = 20.0
+"""Times its limit of processor time that an answer may take before the machine is blamed, not the policy."""
+_ITS_OWN = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+
+
+class Process:
+    """A process that compares one answer after the other."""
+
+    def __init__(self) -> None:
+        # Nothing of this process's environment but where its packages are: keys are none of its business.
+        kept = {name: os.environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WORKER.parents[3]), kept.get("PYTHONPATH"))))
+        self._pipe, end = Pipe()
+        with end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-X", "utf8", str(WORKER), str(end.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[end.fileno()],
+                env={**kept, "PYTHONHASHSEED": "0"},
+                start_new_session=True,  # not interrupted by Ctrl-C
+            )
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer; None if the process ended before it gave one. Raises UnscorableError if it is overdue."""
+        with suppress(EOFError, OSError):
+            self._pipe.send_bytes(json.dumps(request).encode())
+            if not self._pipe.poll(OVERDUE * request["seconds"] + 30):
+                raise UnscorableError(f"math-verify got no answer in {OVERDUE:g} times {request['seconds']} s: a busy machine")
+            return dict(json.loads(self._pipe.recv_bytes()))
+        return None
+
+    def end(self) -> int:
+        """End it; its exit status, which is its own if it had ended."""
+        self._pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(0.2)
+        self._process.kill()
+        return self._process.wait()
+
+
+def _fill(idle: LifoQueue[Process | None]) -> LifoQueue[Process | None]:
+    idle.__init__()  # type: ignore[misc] # a forked process has none of its parent's, nor the thread that held its lock
+    for _ in range(PLACES):
+        idle.put(None)
+    return idle
+
+
+IDLE = after_fork(_fill(LifoQueue()), _fill)
+"""Places for a process, those with one first."""
+
+
+def ask(request: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a process to a request (`worker.answer`). Blocks.
+
+    An answer that ends the process is wrong. Raises UnscorableError for gold that is no mathematics, and if the process was ended
+    from outside or gets no time from this machine.
+    """
+    process, kept = IDLE.get(), None
+    try:
+        process = process or Process()
+        reply = process.ask(request)
+        kept = None if reply is None or reply["worn"] else process
+    finally:
+        code = process.end() if process is not None and kept is None else 0
+        IDLE.put(kept)
+    if reply is None:
+        if -code not in _ITS_OWN:
+            raise UnscorableError(f"the process of math-verify ended with status {code}")
+        ended = f"it ended the comparison by {signal.Signals(-code).name}"
+        return {
+            "right": False,
+            "why": f"more than {request['seconds']} s of processor time" if -code == signal.SIGXCPU else ended,
+        }
+    if "unread" in reply:
+        raise UnscorableError(
+            f"the gold answer {reply['unread'][:80]!r} is no mathematics that is read as a whole. Give a number, an expression "
+            "or LaTeX, with at most a unit behind it"
+        )
+    return reply
+
+
+@LEAVES.register("math.equal")
+class MathEqual(Leaf):
+    """Return True if the mathematics in the text equals the gold answer, however it is written: boxed, LaTeX, or plain."""
+
+    kind: ClassVar[str] = "math.equal"
+    formula: ClassVar[str] = (
+        "1 if the answer, read as a whole, equals one of `expect` (numbers to 6 places, all else by math-verify) and is worked "
+        "out (for a number no sum, no power, lowest terms), else 0; 0 too after `seconds` of processor time; null if `expect` is "
+        "no mathematics as a whole"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": or_ref({"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}, "minItems": 1}),
+            "where": WHERE,
+            "boxed": {"type": "boolean", "description": "only an answer in a \\boxed{} counts"},
+            "strict": {"type": "boolean", "description": "names of variables count: x + 1 is not y + 1 (default true)"},
+            "seconds": {"type": "integer", "minimum": 1, "maximum": 60},
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        if find_spec("math_verify") is None:
+            raise DependencyError("the leaf math.equal compares by math-verify: pip install 'agentrl[math]'")
+        self.seconds = int(args.get("seconds", 5))
+
+    def blocks(self) -> bool:
+        return True
+
+    def longest(self) -> tuple[Hashable, float] | None:
+        # Its turn comes when the others that are scored at the same time have had as long.
+        return json.dumps([self.kind, dict(self.args)], sort_keys=True), self.seconds * SCORING.most / PLACES
+
+    def gold_fault(self, args: Args) -> str | None:
+        return self._compare(_gold(args["expect"]), None).get("why")
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = _gold(args["expect"])
+        text = spoken_text(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"expected": brief(wanted), "why": "no final answer"})
+        if len(text) > MOST_TEXT:
+            why = f"an answer of {len(text)} characters; at most {MOST_TEXT} are read"
+            return Reading(0.0, {"expected": brief(wanted), "why": why})
+        found = self._compare(wanted, text)
+        evidence: dict[str, Json] = {"expected": brief(wanted), "expected_as": brief(found.get("wanted", []))}
+        evidence |= {"said": brief(found.get("said")), "said_as": found.get("as")}
+        return Reading(float(found["right"]), {**evidence, "why": found["why"]} if "why" in found else evidence)
+
+    def _compare(self, gold: list[str], answer: str | None) -> dict[str, Any]:
+        strict, boxed = bool(self.args.get("strict", True)), bool(self.args.get("boxed"))
+        return ask({"gold": gold, "answer": answer, "seconds": self.seconds, "strict": strict, "boxed": boxed})
+
+
+def _gold(value: Json) -> list[str]:
+    """The gold answers as texts; numbers in full, since 1e+22 reads as 1 * e + 22. Raises UnscorableError as `wanted_texts`."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    whole = [format(Decimal(repr(item)), "f") if isinstance(item, float) and math.isfinite(item) else item for item in items]
+    found = wanted_texts(whole)
+    if not found:
+        raise UnscorableError("there is no gold answer in the list")
+    return found
