@@ -4,11 +4,10 @@
 engine's end of a route towards an actor.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from agentrl.cluster.group import WorkerGroup
@@ -96,6 +95,11 @@ def weights_of(actors: WorkerGroup[Any]) -> dict[str, Tensor]:
     receiver.close()
     actors.run(Actor.close_route)
     return found
+
+
+def flat(group: Any) -> Tensor:
+    """All weights of an actor, one after the other."""
+    return torch.cat([tensor.flatten() for tensor in weights_of(group).values()])
 
 
 class VersionOnly(WeightTarget):

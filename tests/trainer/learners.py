@@ -1,7 +1,5 @@
 """Actors and learners in this process, over the tiny model: what a test of a whole training step begins with."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -12,10 +10,10 @@ from agentrl.trainer.learner import Learner, policy_updates
 from tests.trainer.train_batches import toy_optim
 
 
-def start(tiny: str, **optim: Any) -> Any:
+def start(tiny: str, model: ModelConfig | None = None, **optim: Any) -> Any:
     """An actor."""
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
+    group.run(Actor.init_model, tiny, model or ModelConfig(), toy_optim(**optim))
     return group
 
 

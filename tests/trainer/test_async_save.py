@@ -1,7 +1,5 @@
 """Saves in the background: what is written is the state of the moment; a failure is told and costs one checkpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -11,13 +9,11 @@ import pytest
 import torch
 
 from agentrl.cluster import group as shared_folder
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     ClusterConfig,
     EnvConfig,
-    ModelConfig,
     TrainConfig,
 )
 from agentrl.rollout.group_ledger import GroupLedger
@@ -28,24 +24,15 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import MANIFEST
 from agentrl.trainer.learner import Learner
 from agentrl.utils.errors import CheckpointError, ResourceError
-from tests.publishing import weights_of
-from tests.trainer.train_batches import make_batch, toy_optim, train_batch
+from tests.publishing import flat
+from tests.trainer.learners import start
+from tests.trainer.train_batches import make_batch, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=8)
 
 
-def started(tiny: str) -> Any:
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
-    return group
-
-
-def flat(group: Any) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in weights_of(group).values()])
-
-
 def test_training_goes_on_and_the_save_holds_the_moment(tiny: str, tmp_path: Path) -> None:
-    group = started(tiny)
+    group = start(tiny)
     train_batch(group, Actor.update, make_batch(8), ALGORITHM)
     before = flat(group)
     group.run(Actor.begin_save, str(tmp_path / "c"))
@@ -53,7 +40,7 @@ def test_training_goes_on_and_the_save_holds_the_moment(tiny: str, tmp_path: Pat
         train_batch(group, Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
     while not group.run(Actor.is_saved):
         pass
-    resumed = started(tiny)
+    resumed = start(tiny)
     resumed.run(Actor.load, str(tmp_path / "c"))
     assert torch.equal(flat(resumed), before) and not torch.equal(flat(group), before)
     for step in range(1, 4):
@@ -91,7 +78,7 @@ class Bench:
         )
         path = root / "run"
         self.folder = RunFolder(path) if path.exists() else RunFolder.create(self.config)
-        self.learner = SlowLearner(self.config, started(tiny))
+        self.learner = SlowLearner(self.config, start(tiny))
         self.ledger = Ledger()
         self.said: list[str] = []
         self.saver = Saver(self.config, self.folder, self.learner, self.ledger, self.said.append)  # type: ignore[arg-type]

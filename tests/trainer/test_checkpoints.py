@@ -1,7 +1,5 @@
 """Checkpoint folders: whole or not there."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -55,16 +53,6 @@ def test_a_full_disk_is_a_resource_error(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="disk is full"), checkpoints.writing(20):
         raise RuntimeError("writer failed") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert checkpoints.newest() == tmp_path / "step_000010"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_real_full_device(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    with pytest.raises(ResourceError, match="disk is full"), checkpoints.writing(1) as folder:
-        (folder / "data").symlink_to("/dev/full")
-        with (folder / "data").open("wb") as file:
-            file.write(b"x" * 100_000)
-    assert checkpoints.newest() is None
 
 
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A teacher that is learned from (`algorithm.distillation`): the step by hand, and runs from a config."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -27,7 +25,6 @@ from agentrl.data.rows import collate
 from agentrl.run.checks import check_config
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import AgentrlError
-from tests.conftest import proof
 from tests.e2e import inside
 from tests.e2e.runs import numbers, rows
 from tests.trainer.learners import config_of, opened
@@ -114,22 +111,6 @@ def test_the_policy_comes_nearer_to_its_teacher_and_a_resumed_run_is_the_unbroke
     for step in (5, 6, 7, 8):
         shutil.rmtree(run / "checkpoints" / f"step_{step:06d}")
     assert numbers(inside.execute(inside.config_of(tmp_path, "run", *given), resumed=True)) == whole
-
-
-@proof
-@pytest.mark.timeout(300)
-def test_two_ranks_and_a_pool_of_its_own_change_nothing(tmp_path: Path, teacher: str) -> None:
-    pools = "cluster.pools={trained={per_node=1},taught={per_node=1}}"
-    roles = "cluster.roles={actor='trained',teacher='taught'}"
-    found = []
-    for name, more in (
-        ("one", []),
-        ("two", ["cluster.backend=ray", "cluster.actors=2"]),
-        ("apart", ["cluster.backend=ray", pools, roles]),
-    ):
-        run = inside.execute(inside.config_of(tmp_path, name, *words(tmp_path, teacher, "optim.lr=1e-5", *more)))
-        found.append([row["teacher/kl"] for row in rows(run) if row["phase"] == "train"])
-    assert found[1] == pytest.approx(found[0], rel=1e-3) and found[2] == pytest.approx(found[0], rel=1e-3)
 
 
 REFUSED = {

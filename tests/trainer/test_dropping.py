@@ -1,8 +1,6 @@
 """Rows that cannot have a gradient are not computed, and that changes no step: not its gradient, not the number of steps, not
 the weights. What an episode counts for does not depend on its number of ledgers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -24,20 +22,11 @@ from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.minibatch import counts_of, with_counts, without_idle_rows
 from agentrl.trainer.roles import Critic
 from tests.conftest import proof
-from tests.publishing import weights_of
+from tests.publishing import flat
+from tests.trainer.learners import start
 from tests.trainer.train_batches import make_batch, sharing, toy_critic, toy_optim, train_batch, trajectories
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
-
-
-def start(tiny: str, **optim: Any) -> Any:
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
-    return group
-
-
-def weights(group: Any) -> torch.Tensor:
-    return torch.cat([tensor.flatten().double() for tensor in weights_of(group).values()])
 
 
 def ledgers(rng: np.random.Generator, prompt: list[int], count: int) -> list[TokenLedger]:
@@ -82,7 +71,7 @@ def both(tiny: str, batch: TensorDict, algorithm: AlgorithmConfig, monkeypatch: 
                 patch.setattr(minibatch, "teaches", lambda batch, algorithm: np.ones(len(batch), dtype=bool))
             actor = start(tiny, lr=1e-4, weight_decay=0.1)
             metrics = train_batch(actor, Actor.update, batch, algorithm, **given)
-            found.append((metrics, weights(actor)))
+            found.append((metrics, flat(actor).double()))
     return found
 
 
@@ -128,44 +117,17 @@ def test_leaving_rows_out_changes_no_step_with_shared_prefixes(tiny: str, monkey
     assert (left - right).abs().max() < 5e-6  # of steps of 1e-4: two attentions are joined, in another order
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_of_four_groups_that_teaches_gives_the_gradient_of_a_kl_term_next_to_nothing(tiny: str, mode: str) -> None:
-    """kl.coef = 1e-12 keeps every row: the gradient and the number of steps are the same."""
-    batch = make_batch(16)
-    batch["advantages"].values()[int(offsets_of(batch["advantages"])[4]) :] = 0
-    found = []
-    for coef in (0.0, 1e-12):
-        algorithm = AlgorithmConfig(
-            minibatch=16,
-            aggregate=mode,
-            kl=KlConfig(coef=coef),
-            loss=Choice(name="reinforce"),
-            length_norm=64 if mode.endswith("norm") else None,
-        )
-        found.append(train_batch(start(tiny, max_grad_norm=1e9), Actor.update, batch, algorithm))
-    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
-    assert found[0]["tokens_computed"] < found[1]["tokens_computed"] == found[1]["tokens_trained"]
-
-
-def test_the_number_of_optimizer_steps_is_that_of_all_episodes(tiny: str) -> None:
-    batch = make_batch(16)
-    batch["advantages"].values()[int(offsets_of(batch["advantages"])[4]) :] = 0
-    for rows in (batch, several(teaching=1)):
-        metrics = train_batch(start(tiny), Actor.update, rows, AlgorithmConfig(minibatch=4))
-        assert metrics["minibatches"] == metrics["optimizer_steps"] == 4
-
-
 def test_a_batch_that_teaches_nothing_takes_steps_of_gradient_zero(tiny: str) -> None:
     """Momentum goes on as if the rows had been computed: lr m / (sqrt(v) + eps) by hand, for one weight."""
     batch, still = make_batch(4), make_batch(4)
     still["advantages"].values().zero_()
     actor = start(tiny, lr=1e-2, betas=(0.9, 0.99), max_grad_norm=1e9)
     algorithm = AlgorithmConfig(minibatch=4, loss=Choice(name="reinforce"))
-    start_at = weights(actor)
+    start_at = flat(actor).double()
     train_batch(actor, Actor.update, batch, algorithm)
-    after_one = weights(actor)
+    after_one = flat(actor).double()
     metrics = train_batch(actor, Actor.update, still, algorithm)
-    second = weights(actor) - after_one
+    second = flat(actor).double() - after_one
     assert metrics["grad_norm"] == metrics["loss"] == 0 and metrics["optimizer_steps"] == 1
     # m_2 / (1 - .9^2) = .9 * .1 g / .19, v_2 / (1 - .99^2) = .99 * .01 g^2 / .0199; the first step was lr sign(g)
     share = (0.09 / 0.19) / np.sqrt(0.0099 / 0.0199)
@@ -212,22 +174,6 @@ def test_an_episode_counts_once_however_many_ledgers_it_has(tiny: str, mode: str
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["episodes_trained"] == 6
-
-
-def test_the_ledgers_of_an_episode_share_a_minibatch() -> None:
-    batch = several(groups=5, size=4)
-    episode = Ragged.of(batch).episode
-    for groups in ("split", "kept"):
-        parts = cut_minibatches(Ragged.of(batch), AlgorithmConfig(minibatch=6, groups=groups), seed=1, step=2)
-        assert sorted(np.concatenate(parts).tolist()) == list(range(len(batch)))
-        homes = [set(episode[rows].tolist()) for rows in parts]
-        assert all(len(home) <= 6 for home in homes)
-        assert sum(len(home) for home in homes) == 20  # no episode in two of them
-        if groups == "kept":
-            group = np.asarray(batch["group"])
-            assert all(len(set(group[rows].tolist())) == 1 for rows in parts)
-        else:
-            assert [len(home) for home in homes] == [5, 5, 5, 5]
 
 
 def test_counts_are_taken_from_every_row_and_without_rejected_tokens() -> None:
@@ -329,9 +275,9 @@ def test_masked_episodes_are_trained_as_if_they_were_not_there(
     moved = []
     for rows, truncated in ((batch, "mask"), (select(batch, (~cut).nonzero().squeeze(1).numpy()), "score"), (batch, "score")):
         group = start(tiny, lr=1e-2)
-        before = weights(group)
+        before = flat(group).double()
         train_batch(group, Actor.update, rows, algorithm.model_copy(update={"truncated": truncated}), step=0, seed=0, kl_coef=0.1)
-        moved.append(weights(group) - before)
+        moved.append(flat(group).double() - before)
     assert (moved[0] - moved[1]).norm() < 1e-4 * moved[1].norm()
     assert (moved[0] - moved[2]).norm() > 1e-2 * moved[1].norm()
 
@@ -347,11 +293,11 @@ def test_an_update_whose_tokens_are_all_rejected_trains_none_and_leaves_the_weig
         entropy_bonus=0.1,
     )
     actor = start(tiny)
-    before = weights(actor)
+    before = flat(actor).double()
     metrics = train_batch(actor, Actor.update, several(), algorithm)
     assert metrics["tokens_trained"] == metrics["episodes_trained"] == metrics["loss"] == metrics["grad_norm"] == 0
     assert "entropy" not in metrics and "ratio" not in metrics, "of no token nobody knows them; an entropy of 0 would be alarming"
-    assert metrics["optimizer_steps"] == metrics["minibatches"] == 3 and torch.equal(before, weights(actor))
+    assert metrics["optimizer_steps"] == metrics["minibatches"] == 3 and torch.equal(before, flat(actor).double())
 
 
 def test_means_do_not_depend_on_the_number_of_epochs(tiny: str) -> None:

@@ -1,7 +1,5 @@
 """The coefficient of the entropy bonus under a target: which way it goes, how far, in which updates, and over which rows."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -11,19 +9,15 @@ import torch
 
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.data.rows import collate
-from agentrl.trainer.learner import Learner, adapted_entropy_coef, check_learner
+from agentrl.trainer.learner import adapted_entropy_coef, check_learner
 from agentrl.utils.errors import ConfigError
-from tests.publishing import weights_of
+from tests.publishing import flat
 from tests.trainer.learners import config_of, opened
 from tests.trainer.train_batches import toy_critic, trajectories
 
 
 def section(**more: Any) -> AlgorithmConfig:
     return AlgorithmConfig(**{"minibatch": 8, "entropy_target": 100.0, "entropy_step": 0.25, "entropy_max": 0.6, **more})
-
-
-def weights(learner: Learner) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in weights_of(learner.actors).values()])
 
 
 def test_the_coefficient_rises_below_the_target_and_falls_above_it() -> None:
@@ -54,7 +48,7 @@ def test_an_update_has_the_coefficient_that_the_ones_before_it_led_to(tiny: str,
     resumed = opened(tiny, config_of(algorithm=section()))
     asyncio.run(resumed.load(tmp_path / "2"))
     assert [asyncio.run(resumed.step(batches[step], step)) for step in (2, 3)] == rows[2:]
-    assert torch.equal(weights(resumed), weights(learner))
+    assert torch.equal(flat(resumed.actors), flat(learner.actors))
 
 
 def test_above_the_target_nothing_is_added_and_no_weight_differs(tiny: str) -> None:
@@ -66,7 +60,7 @@ def test_above_the_target_nothing_is_added_and_no_weight_differs(tiny: str) -> N
         batch = collate(trajectories(8, seed=step))
         first, second = (asyncio.run(learner.step(batch, step)) for learner in (plain, steered))
         assert second["entropy_coef"] == 0 and first["entropy"] > 1
-    assert torch.allclose(weights(plain), weights(steered), atol=1e-6)
+    assert torch.allclose(flat(plain.actors), flat(steered.actors), atol=1e-6)
 
 
 def test_the_entropy_of_every_trained_token_is_measured_also_while_the_coefficient_is_0(tiny: str) -> None:

@@ -3,8 +3,6 @@
 `layout.HOST` is emptied for these tests: on a CPU the mechanism is the same, only that nothing is gained by it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from agentrl.trainer.roles import Critic, Reference, RewardModel
 from agentrl.trainer.train_engine import rests
 from agentrl.utils.errors import AgentrlError, ConfigError
 from tests.publishing import VersionOnly, weights_of
-from tests.trainer.learners import config_of, opened
+from tests.trainer.learners import config_of, opened, start
 from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 ALGORITHM = AlgorithmConfig(minibatch=8)
@@ -61,17 +59,11 @@ def resident(group: Any) -> int:
     return sum(storages.values())
 
 
-def started(tiny: str, model: ModelConfig = IDLE) -> Any:
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, model, toy_optim())
-    return group
-
-
 @pytest.mark.parametrize("lora", [None, LoraSection(rank=2)], ids=["whole", "adapters"])
 def test_an_actor_that_is_sent_away_frees_its_storages_and_learns_the_same(
     tiny: str, tmp_path: Path, anywhere: None, lora: LoraSection | None
 ) -> None:
-    stays, goes = (started(tiny, ModelConfig(offload="idle", lora=lora)) for _ in range(2))
+    stays, goes = (start(tiny, ModelConfig(offload="idle", lora=lora)) for _ in range(2))
     numbers = sum(p.numel() for p in engine_of(goes).module.parameters())
     trained = sum(p.numel() for _, p in engine_of(goes).named_weights())
     for step in range(3):
@@ -93,7 +85,7 @@ def test_an_actor_that_is_sent_away_frees_its_storages_and_learns_the_same(
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     # What was saved from the host is the state; what is loaded there is back with the memory.
     for away in (False, True):
-        resumed = started(tiny, ModelConfig(offload="idle", lora=lora))
+        resumed = start(tiny, ModelConfig(offload="idle", lora=lora))
         resumed.run(Actor.offload) if away else None
         resumed.run(Actor.load, str(tmp_path / "2"))
         assert (resident(resumed) == 0) == away
@@ -111,7 +103,7 @@ def test_what_has_no_optimizer_and_what_has_not_stepped(tiny: str, anywhere: Non
         assert resident(group) == 0
         assert torch.equal(group.run(Reference.compute_logprob, batch)["logprobs"].values(), before)
         assert resident(group) > 0
-    actor = started(tiny)
+    actor = start(tiny, IDLE)
     engine = engine_of(actor)
     next(engine.module.parameters()).grad = torch.zeros_like(next(engine.module.parameters()))
     with pytest.raises(AgentrlError, match="gradients wait for an optimizer step"):
@@ -224,7 +216,7 @@ def test_a_publish_gives_the_memory_back_before_the_engine_allocates_its_cache(t
 
 def test_what_frees_nothing_is_refused(tiny: str) -> None:
     with pytest.raises(ConfigError, match=r'model.offload = "idle": there is no GPU'):
-        started(tiny)
+        start(tiny, IDLE)
     with pytest.raises(ConfigError, match=r"model.offload.*never waits"):
         check_learner(config_of(model=IDLE))
     check_learner(config_of(model=IDLE, rollout={"colocate": True}))

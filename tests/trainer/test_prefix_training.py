@@ -1,7 +1,5 @@
 """Prefix sharing in the trainer: the same loss, gradients, logprobs and values, and fewer computed tokens."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -29,8 +27,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Critic, Reference
-from tests.conftest import proof
-from tests.publishing import weights_of
+from tests.publishing import flat
 from tests.trainer.train_batches import sharing, toy_critic, toy_optim, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=64, groups="kept", epochs=2, entropy_bonus=0.01, kl=KlConfig(coef=0.1))
@@ -83,10 +80,6 @@ def start(
     return group
 
 
-def weights(group: WorkerGroup[Actor]) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in weights_of(group).values()])
-
-
 def agree(one: dict[str, float], other: dict[str, float]) -> None:
     assert one.keys() == other.keys()
     for name in one.keys() - {"prefix_ratio"}:
@@ -101,7 +94,7 @@ def test_an_update_is_the_same_with_shared_prefixes(tiny: str, sizes: tuple[int,
     one = train_batch(plain, Actor.update, batch, ALGORITHM)
     other = train_batch(shared, Actor.update, sharing(batch, "on"), ALGORITHM)
     agree(one, other)
-    assert (weights(plain) - weights(shared)).abs().max() < 1e-5
+    assert (flat(plain) - flat(shared)).abs().max() < 1e-5
     assert one["prefix_ratio"] == 1.0 and other["prefix_ratio"] > (1.1 if len(sizes) == 1 else 1.3)
     found = [start(Reference, tiny, cap=cap).run(Reference.compute_logprob, b, 0.7) for b in (batch, sharing(batch, "on"))]
     for name in ("logprobs", "entropy"):
@@ -228,25 +221,3 @@ def test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank(groups: s
     ]
     assert sizes == [8, 8, 8] and int(planned["minibatch"].max()) == 2
     assert {len(ranks) for ranks in homes.values()} == {1} if groups == "kept" else max(map(len, homes.values())) > 2
-
-
-@proof  # two ranks of a Ray; test_ranks.py has forked ones share prefixes, by row and by token, with the gradient of one
-def test_two_ranks_share_as_one_and_tokens_may_be_spread_over_ranks(ray_up: None, tiny: str) -> None:
-    """Groups of 1, 3 and 7 and one group alone, cut over the ranks; then Ulysses over the same two processes."""
-    wide = ModelConfig(sequence_parallel=2)
-    with (
-        start(Actor, tiny, 2, 130, "two") as two,
-        start(Actor, tiny, 2, 130, "tokens", {"dp": 1, "sp": 2}, wide, on=two) as tokens,
-    ):
-        free = ALGORITHM.model_copy(update={"groups": "split"})
-        for step, (sizes, algorithm) in enumerate([((1, 3, 7), ALGORITHM), ((6,), free)]):
-            batch = groups_of(sizes, seed=step)
-            expected = train_batch(start(Actor, tiny, cap=130), Actor.update, batch, algorithm) if not step else None
-            shared = sharing(batch, "on")
-            for group in (two, tokens):
-                metrics = train_batch(group, Actor.update, shared, algorithm)
-                assert metrics["prefix_ratio"] > 1.2
-                if expected:
-                    agree(expected, metrics)
-        found = [g.run(Actor.compute_logprob, shared)["logprobs"].values() for g in (two, tokens)]
-        assert torch.allclose(*found, atol=1e-5)
