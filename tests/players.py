@@ -1,6 +1,4 @@
-"""Collectors and evaluations of one environment, from its parts."""
-
-from __future__ import annotations
+"""Engines that only answer; collectors and evaluations of one environment, from its parts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +9,35 @@ from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout import player as evaluate
 from agentrl.rollout.collector import Collector
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.mixtures import MixedTasks, Part, TaskSource
 from agentrl.rollout.player import LocalPlayer, RunEnv
+
+
+class Still(Engine):
+    """An engine of which a test writes the answers alone."""
+
+    async def start(self) -> None: ...
+
+    async def abort(self, request_key: str) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None: ...
+
+
+class Script(Still):
+    """Samples the given turns one after the other; remembers the prompts."""
+
+    def __init__(self, turns: Sequence[list[int]]) -> None:
+        self.turns, self.prompts = list(turns), list[list[int]]()
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        self.prompts.append(list(token_ids))
+        ids = self.turns.pop(0)
+        return Generation(ids, [-0.5] * len(ids), [3] * len(ids), "stop")
 
 
 def collector_of(

@@ -1,7 +1,5 @@
 """The collector under random delays, failures and hangs: nothing lost, nothing trained twice, no deadlock."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
@@ -384,20 +382,6 @@ async def rows(collect: Collector, updates: int) -> list[tuple[list[int], float,
         numbers = collect.metrics()
         found.append(([group.index for group in groups], numbers["groups_filtered"], numbers["groups_zero_variance"]))
     return found
-
-
-def test_a_policy_that_is_good_everywhere_trains_on_to_the_end(renderer: Renderer) -> None:
-    """2 groups an update, max_filtered = 1.5: three are filtered for each update, then two are taken as they come."""
-
-    async def scenario() -> tuple[list[Any], dict[str, int]]:
-        collect = solved(renderer, max_filtered=1.5)
-        found = await rows(collect, 4)
-        await collect.close()
-        return found, collect.ledger.counts()
-
-    found, counts = asyncio.run(scenario())
-    assert found == [([5 * step + 3, 5 * step + 4], 3.0, 2.0) for step in range(4)]
-    assert counts["filtered"] == 12 and counts["trained"] == 8 and counts["failed"] == counts["stale"] == 0
 
 
 def test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach(renderer: Renderer) -> None:

@@ -1,7 +1,5 @@
 """The group ledger's invariants under random finishes, filters, failures and updates."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -95,20 +93,6 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
     assert ledger.admit() is not None or ledger._entries
 
 
-def test_synchronous_schedule_is_the_plain_loop() -> None:
-    ledger = GroupLedger(3, 0)
-    for update in range(4):
-        admitted = [ledger.admit() for _ in range(3)]
-        assert admitted == [3 * update, 3 * update + 1, 3 * update + 2]
-        assert ledger.admit() is None
-        for index in reversed(admitted):
-            assert ledger.ready() is None
-            ledger.complete(group_of(index, [[update]]))
-        groups = ledger.ready()
-        assert [group.index for group in groups] == admitted
-        ledger.train(groups)
-
-
 def test_a_group_that_would_go_stale_is_waited_for() -> None:
     ledger = GroupLedger(1, 1)
     assert [ledger.admit(), ledger.admit(), ledger.admit()] == [0, 1, None]
@@ -133,30 +117,6 @@ def test_the_oldest_tokens_go_first_not_the_group_that_was_admitted_first() -> N
         groups = ledger.ready()
         assert groups is not None and [group.index for group in groups] == [index]
         ledger.train(groups)
-
-
-def test_with_spare_slots_the_last_groups_of_an_update_are_given_up() -> None:
-    ledger = GroupLedger(2, 0, spare=1)
-    assert [ledger.admit() for _ in range(4)] == [0, 1, 2, None]
-    ledger.complete(group_of(2, [[0]]))
-    assert ledger.ready() is None
-    ledger.complete(group_of(0, [[0]]))
-    chosen = ledger.ready()
-    assert [group.index for group in chosen] == [0, 2] and ledger.surplus(chosen) == [1]
-    ledger.drop(1, GroupState.CANCELLED)
-    ledger.train(chosen)
-    assert ledger.counts() == {
-        "pending": 0,
-        "running": 0,
-        "complete": 0,
-        "trained": 2,
-        "filtered": 0,
-        "stale": 0,
-        "failed": 0,
-        "refused": 0,
-        "cancelled": 1,
-    }
-    assert [ledger.admit() for _ in range(4)] == [3, 4, 5, None]
 
 
 def test_spare_groups_of_an_asynchronous_run_are_kept_while_they_may_still_be_trained() -> None:
@@ -199,26 +159,6 @@ def test_one_token_that_is_too_old_keeps_its_group_from_an_update(members: tuple
     ledger.version, ledger.max_staleness = 4, 1
     ledger.complete(group_of(0, *members))
     assert ledger.ready() is None and ledger.too_old() == [0]
-
-
-def test_after_a_resume_a_group_that_is_too_old_is_named_whatever_its_neighbours_are() -> None:
-    ledger = GroupLedger(1, max_staleness=4)
-    assert [ledger.admit(), ledger.admit()] == [0, 1]
-    ledger.version = 4
-    for index, version in enumerate([0, 4]):
-        ledger.complete(group_of(index, [[version]]))
-    again = GroupLedger(1, max_staleness=1)
-    again.load_json(ledger.to_json())
-    assert again.too_old() == [0]
-
-
-def test_filtered_groups_are_replaced() -> None:
-    ledger = GroupLedger(2, 0)
-    assert [ledger.admit(), ledger.admit(), ledger.admit()] == [0, 1, None]
-    ledger.drop(0, GroupState.FILTERED)
-    assert ledger.admit() == 2
-    assert ledger.admit() is None
-    assert ledger.counts()["filtered"] == 1
 
 
 class Counted(list):

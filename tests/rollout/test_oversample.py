@@ -1,7 +1,5 @@
 """Oversampling: the slowest are cancelled, which is neither a failure nor a reward, and never in a batch."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Any
@@ -85,10 +83,3 @@ def test_a_spare_member_takes_the_place_of_one_that_failed(renderer: Renderer) -
     assert len(batches[0][0].scored()) == 3
     without, _, _ = played(renderer, ("g0.m1.",), updates=1, turn_timeout=0.6, retries=0)
     assert len(without[0][0].scored()) == 2
-
-
-def test_it_is_off_by_default(renderer: Renderer) -> None:
-    batches, collect, engine = played(renderer, ())
-    assert len(set(engine.keys)) == 12 and collect.ledger.counts()["cancelled"] == 0
-    assert collect.metrics()["members_cancelled"] == 0
-    assert [[group.index for group in groups] for groups in batches] == [[0, 1], [2, 3]]

@@ -1,11 +1,8 @@
 """Episodes that begin after gold calls (`rollout.start`): what stands in the ledger, what is paid, when more is left to the
 policy, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render.template import make_renderer
 from agentrl.reward import Scorer
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job
@@ -28,41 +24,21 @@ from agentrl.rollout.starts import GoldStart, StartOutcome, prefix_of
 from agentrl.run.checks.env_checks import check_start
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError
+from tests.players import Script
 
 REF = EnvRef("key_value", {"calls": 6, "set_share": 0.0})
 WIDE = Limits(20, 64, 900, 60, 60, 4096)
-
-
-class Gold(Engine):
-    """Samples the given turns one after the other; remembers the prompts."""
-
-    def __init__(self, turns: Sequence[list[int]]) -> None:
-        self.turns, self.prompts = list(turns), list[list[int]]()
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        self.prompts.append(list(token_ids))
-        ids = self.turns.pop(0)
-        return Generation(ids, [-0.5] * len(ids), [3] * len(ids), "stop")
-
-    async def start(self) -> None: ...
-
-    async def abort(self, request_key: str) -> None: ...
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-    async def close(self) -> None: ...
 
 
 def scorer_of(spec: str) -> Scorer:
     return make_scorer(find_spec(REF, spec), RewardConfig(), REF)
 
 
-async def played(given: int, limits: Limits = WIDE, spec: str = "key_value_exact") -> tuple[Trajectory, Gold]:
+async def played(given: int, limits: Limits = WIDE, spec: str = "key_value_exact") -> tuple[Trajectory, Script]:
     """The gold solution of task 7, of which the engine samples all but the first `given` calls."""
     env, renderer = REF.build(), make_renderer(packaged_tokenizer(4096))
     gold = env.gold_turns(env.make_task(7, "train"))
-    engine = Gold([renderer.assistant(turn) for turn in gold[given:]])
+    engine = Script([renderer.assistant(turn) for turn in gold[given:]])
     policy = Policy(engine, renderer)
     return await run_episode(env, policy, EpisodeSpec(7, "train", 0, 0, "x", given), limits, scorer_of(spec)), engine
 
@@ -113,7 +89,7 @@ async def test_a_prefix_without_room_ends_the_episode_by_name_and_gold_that_ends
 
     renderer = make_renderer(packaged_tokenizer(4096))
     spec = EpisodeSpec(7, "train", 0, 0, "x", 2)
-    fault = await run_episode(Ends(calls=6), Policy(Gold([]), renderer), spec, WIDE, scorer_of("key_value_exact"))
+    fault = await run_episode(Ends(calls=6), Policy(Script([]), renderer), spec, WIDE, scorer_of("key_value_exact"))
     assert (fault.stop, fault.reward) == (StopReason.ENV_ERROR, None) and "ended the episode" in str(fault.error)
 
 

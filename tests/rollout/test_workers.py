@@ -1,7 +1,5 @@
 """Rollout workers: the same episodes wherever they are played, and what happens to one whose worker dies, hangs or leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json
@@ -540,4 +538,5 @@ async def test_a_worker_ends_with_the_driver(renderer: Renderer) -> None:
     pool.workers[0]._channel.abort()  # type: ignore[union-attr]
     async with asyncio.timeout(5):
         await core._over.wait()
+    assert core._over.is_set()
     await pool.close()
