@@ -1,7 +1,5 @@
 """Pairs by hash and all pairs at once: the same result as the optimal assignment, pair by pair and by trying them all."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from functools import cache
@@ -13,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
-from agentrl.reward import Scorer, bfcl, compile_spec
-from agentrl.reward import call_matching as assign
+from agentrl.reward import Scorer, compile_spec
 from agentrl.reward.call_matching import ARGUMENTS, CallRule, gold_calls, parts
 from agentrl.reward.call_matching import declared_gold as declared
 from agentrl.reward.leaves import calls as calls_match
@@ -28,7 +25,6 @@ VALUES = st.one_of(
 )
 ARGS = st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3)
 CALLS = st.lists(st.tuples(st.sampled_from("fg"), ARGS), max_size=3)
-NAMES = ["f", "g"]
 
 
 def made_of(calls: list[tuple[str, dict[str, Any]]]) -> list[ToolCall]:
@@ -138,28 +134,3 @@ def test_the_credit_of_all_pairs_at_once_is_that_of_each(
             patch.setattr(toolrl, "MANY", 0)
             at_once = np.asarray(toolrl._weights(calls, gold, rule.values)).tolist()
         assert at_once == [[toolrl._weight(call, wanted, rule.values) for wanted in gold] for call in calls]
-
-
-def test_bfcl_s_quick_look_at_the_first_possible_value_decides_nothing_else() -> None:
-    """Against the rules in their own words: an empty list allows nothing, and "" stands for leaving out."""
-    assert [bfcl.value_fits(value, []) for value in ("a", 1, [])] == [False, False, False]
-    declared = {"type": "integer"}
-    fits = [bfcl.value_fits(value, [1, 2], declared) for value in (1, 2, 3, True, 1.0, "1")]
-    assert fits == [True, True, False, False, False, False]
-    assert [bfcl.value_fits(value, [1.0], {"type": "float"}) for value in (1, 1.0, True)] == [True, True, False]
-    assert [bfcl.value_fits(value, ["a b", ""], {"type": "string"}) for value in ("a b", "A-B", "ab c")] == [True, True, False]
-
-
-def test_200_calls_of_one_name_are_scored_as_by_the_pairwise_credits() -> None:
-    """As large as the aim: the value against every credit by itself."""
-    rng = random.Random(200)
-
-    def arguments() -> dict[str, Any]:
-        return {key: rng.randint(0, 2) for key in rng.sample([f"k{i}" for i in range(8)], rng.randint(3, 8))}
-
-    made = made_of([("f", arguments()) for _ in range(200)])
-    want = [{"name": "f", "arguments": arguments()} for _ in range(200)]
-    gold, rule = gold_calls(want, "literal"), CallRule()
-    weights = [[rule.part(call, other) for other in gold] for call in made]
-    best = sum(weights[row][column] for row, column in assign.optimal(weights))
-    assert scored(made, want, credit="partial") == pytest.approx(best / 200)

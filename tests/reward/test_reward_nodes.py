@@ -1,11 +1,6 @@
 """Combinators, mods, scopes and emissions; and where rewards land on the tokens."""
 
-from __future__ import annotations
-
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import StopReason
@@ -252,16 +247,6 @@ def test_what_has_no_token_is_refused():
     context.turns[0].end = 0
     with pytest.raises(ValueError, match="not a sampled token"):
         token_rewards(context, Score(1.0))
-
-
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.floats(-5, 5))
-def test_token_rewards_add_up_and_touch_only_last_sampled_tokens(amounts, terminal):
-    trajectory = episode(*[[call("f")] for _ in amounts])
-    score = Score(sum(amounts) + terminal, dict(enumerate(amounts)))
-    (column,) = token_rewards(trajectory, score)
-    assert column.sum() == pytest.approx(score.value, abs=1e-4)
-    assert len(column) == len(trajectory.ledgers[0])
-    assert set(np.flatnonzero(column)) <= {turn.end for turn in trajectory.turns}
 
 
 def test_a_part_that_may_be_skipped_may_count_as_nothing_in_the_range():
