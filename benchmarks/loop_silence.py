@@ -198,10 +198,17 @@ async def evaluated() -> None:
     with tempfile.TemporaryDirectory() as folder:
         session: Any = SimpleNamespace(start=nothing, parts=SimpleNamespace(env=SimpleNamespace(name="x"), player=None))
         config = TrainConfig.model_validate({"name": "x", "env": {"id": "key_value"}})
-        request: Any = SimpleNamespace(out=Path(folder), pairs=[], split="heldout", temperature=lambda _: None)
+        request: Any = SimpleNamespace(
+            out=Path(folder),
+            pairs=[],
+            split="heldout",
+            purpose="rollout",
+            temperature=lambda *_: None,
+            note=Path(folder) / "note",
+        )
         display: Any = SimpleNamespace(step=lambda *a: None, warn=print)
         with patch.object(run_rollout, "run_tasks", ran), patch.object(run_rollout, "SLOW_LOOP", 0.0):
-            await run_rollout._play(config, request, session, [], run_rollout.RolloutOutcome(), display)
+            await run_rollout._RolloutJob(config, request, display).play(session, [])
 
 
 def reset_of(name: str, **params: Any) -> Callable[[], Awaitable[None]]:

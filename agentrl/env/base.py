@@ -48,8 +48,8 @@ def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
         # Imported late: an environment that only receives parsed messages needs no parser.
         from agentrl.render.tool_calls import parse_tool_calls
 
-        content, calls = parse_tool_calls(action.content)
-        action = replace(action, content=content, tool_calls=tuple(replace(call, id="") for call in calls))
+        content, parsed = parse_tool_calls(action.content)
+        action = replace(action, content=content, tool_calls=tuple(replace(call, id="") for call in parsed))
     calls: list[ToolCall] = []
     for number, call in enumerate(action.tool_calls, start=calls_before):
         again = not call.id or any(call.id == other.id for other in calls)
@@ -506,8 +506,8 @@ class ToolEnv(Forkable):
             await self._hook("teardown")
         finally:
             sessions, self._sessions = self._sessions, []
-            for one in (*sessions, *self._sets.values()):
-                await one.close()
+            for close in (*(session.close for session in sessions), *(item.close for item in self._sets.values())):
+                await close()
 
     async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
         if turn.message.tool_calls:

@@ -30,9 +30,10 @@ from agentrl.run.engine_choice import engine_name, maker_of
 from agentrl.run.evaluate import RolloutRequest, run_rollout
 from agentrl.trainer.pretrained import init_model, load_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError, ResourceError
-from tests.contrib.preflight.preflighted import preflight, with_spec
+from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.rollout.loopback import Loopback, solve
+from tests.run.own_spec import with_spec
 
 TASKS = ["health.preflight=false", "env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
 

@@ -19,8 +19,9 @@ from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.reward.judge import Judge, VerdictRequest
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import ConfigError, EnvError
-from tests.contrib.preflight.preflighted import preflight, with_spec
+from tests.contrib.preflight.preflighted import preflight
 from tests.rollout.loopback import Loopback, LoopbackServer, solve
+from tests.run.own_spec import with_spec
 
 TASKS = ["env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
 MODEL = "openai/gpt-5-mini"

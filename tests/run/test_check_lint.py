@@ -14,7 +14,7 @@ from agentrl.run.checks import check_config
 from agentrl.run.checks import reward_checks as lint
 from agentrl.run.checks.reward_checks import check_lint, check_success
 from agentrl.utils.errors import ConfigError
-from tests.run.preflighted import RIGHT, with_spec
+from tests.run.own_spec import RIGHT, with_spec
 
 TYPO = {"use": "number.close", "args": {"expect": {"$": "/task/gold/anwser"}}}
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}

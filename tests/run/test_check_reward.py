@@ -16,7 +16,7 @@ from agentrl.run.checks import check_config, check_eval
 from agentrl.run.checks.model_checks import check_prompts, longest_prompt
 from agentrl.run.checks.reward_checks import Questions, check_judge, check_success, questions
 from agentrl.utils.errors import ConfigError
-from tests.run.preflighted import RIGHT, with_spec
+from tests.run.own_spec import RIGHT, with_spec
 
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}
 TURNS = {"use": "cost.turns", "weight": -0.1, "args": {"max": 10}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from functools import reduce
+from typing import Any
 
 from agentrl.config.envs import alone, entry_name, trained_at_all, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
@@ -85,7 +85,10 @@ OPTIONAL = ("rollout.branch",)
 def run_section_checks(one: TrainConfig, ref: EnvRef) -> None:
     """Run the checks of the sections that a config with one environment has. Raises a UserError."""
     for name in sorted({*CHECKS, *OPTIONAL}):
-        if reduce(lambda section, key: getattr(section, key, None), name.split("."), one) is not None:
+        section: Any = one
+        for key in name.split("."):
+            section = getattr(section, key, None)
+        if section is not None:
             CHECKS.entry(name).make(one, ref)
 
 

@@ -43,8 +43,13 @@ def test_of_an_algorithm(word: str, needs: str, besides: list[str]) -> None:
     ],
 )
 def test_of_data(word: str, loss: str, others: list[str], needs: str) -> None:
-    _check_loss(config('data.path=["x"]', f"data.loss={loss}", word))
+    def check(*words: str) -> None:
+        given = config('data.path=["x"]', *words)
+        assert given.data is not None
+        _check_loss(given.data, given.model)
+
+    check(f"data.loss={loss}", word)
     for other in others:
         with pytest.raises(ConfigError, match=f"is read with {needs} alone"):
-            _check_loss(config('data.path=["x"]', f"data.loss={other}", word))
-        _check_loss(config('data.path=["x"]', f"data.loss={other}", "data.beta=0.1", "data.margin=1e-6"))
+            check(f"data.loss={other}", word)
+        check(f"data.loss={other}", "data.beta=0.1", "data.margin=1e-6")

@@ -15,8 +15,9 @@ from agentrl.contrib.preflight.services import check_services
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import RunStart
 from agentrl.utils.errors import ConfigError
-from tests.contrib.preflight.preflighted import preflight, with_spec
+from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
+from tests.run.own_spec import with_spec
 
 DIES = [sys.executable, "-c", "import sys; sys.exit('no licence file at /etc/licence')"]
 
