@@ -164,12 +164,13 @@ def registries() -> list[Registry[Any]]:
         "agentrl.rollout.player", "agentrl.rollout.samplers", "agentrl.run.callbacks", "agentrl.run.driver",
         "agentrl.cluster.doctor", "agentrl.reward.leaf", "agentrl.run.trackers",
         "agentrl.trainer.algorithms.advantages", "agentrl.data.expert_routing", "agentrl.render.modality",
-        "agentrl.run.checks.env_checks",
+        "agentrl.run.checks", "agentrl.run.checks.env_checks",
         "agentrl.trainer.algorithms.losses", "agentrl.trainer.train_engine",
     ]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}
     declared = sum(
-        text.count("] = Registry(") for text in (f.read_text() for f in PACKAGE.rglob("*.py") if f.name != "registry.py")
+        text.count("] = Registry(")
+        for text in (f.read_text() for f in PACKAGE.rglob("*.py") if f.name != "registry.py" and "contrib" not in f.parts)
     )
     assert len(found) == declared, "a registry is declared in a module that is not listed here"
     return list(found.values())

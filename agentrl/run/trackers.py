@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.identity import without_secrets
@@ -28,7 +28,8 @@ from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
-    from agentrl.run.session import Session
+    from agentrl.rollout.collector import Collector
+    from agentrl.rollout.engine import Engine
 
 # The contract
 
@@ -100,6 +101,16 @@ class Tracker(ABC):
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
 
 
+class LiveSession(Protocol):
+    """The parts of a session that live metrics read."""
+
+    @property
+    def collector(self) -> Collector: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+
 class LiveMetrics(ABC):
     """Serves a run's metrics until `close`."""
 
@@ -119,7 +130,7 @@ class LiveMetrics(ABC):
         """Take the numbers of a row."""
 
     @abstractmethod
-    def watch(self, session: Session | None) -> None:
+    def watch(self, session: LiveSession | None) -> None:
         """Read this session of the caller's event loop from now on; None: it is over."""
 
     @abstractmethod
