@@ -75,6 +75,12 @@ def test_a_folder_says_how_it_enters_and_where_its_tests_are(name: str) -> None:
     assert all(list(ROOT.glob(path)) for path in rows["tests"].split(", ")), rows["tests"]
 
 
+def test_the_published_schema_is_what_its_command_writes(tmp_path: Path) -> None:
+    """Here, since it has the leaves of contrib."""
+    assert run(ROOT, "-m", "agentrl", "reward", "schema", "--out", str(tmp_path / "schema.json")).returncode == 0
+    assert (tmp_path / "schema.json").read_text() == (ROOT / "rewards" / "schema.json").read_text()
+
+
 @proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FOLDERS)

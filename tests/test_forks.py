@@ -29,9 +29,7 @@ from agentrl.render import litellm_calls
 from agentrl.reward.judge import Judge, Verdict
 from agentrl.utils import child_process as tool_process
 from agentrl.utils import parsing as python_source
-from agentrl.utils import redaction
-from agentrl.utils import threads as background_loop
-from agentrl.utils import threads as executors
+from agentrl.utils import redaction, threads
 from agentrl.utils.threads import TOOLS, in_thread
 
 
@@ -67,7 +65,7 @@ def test_a_pool_that_the_parent_used(purpose: Any) -> None:
 LOCKS = {
     "tools": lambda: TOOLS._lock,
     "crew": lambda: TOOLS._crew._lock,
-    "background": lambda: background_loop._lock,
+    "background": lambda: threads._lock,
     "branch": lambda: branch._LOCK,
     "foreign": lambda: foreign._LOCK,
     "inplace": lambda: inplace._LOCK,
@@ -118,7 +116,7 @@ def test_the_loops_of_a_thread_of_their_own() -> None:
         return os.getpid()
 
     def both() -> None:
-        assert asyncio.run_coroutine_threadsafe(pid(), background_loop.background().loop).result(10) == os.getpid()
+        assert asyncio.run_coroutine_threadsafe(pid(), threads.background().loop).result(10) == os.getpid()
         assert link._submit(pid()).result(10) == os.getpid()
 
     both()
@@ -129,7 +127,7 @@ def test_a_judge_that_the_parent_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Judge, "_attempts", lambda self, key, request: Verdict({"by": os.getpid()}))
     judge, request = Judge(), type("Request", (), {"model": "m", "schema": {}})()
     assert judge.ask("a", request).value == {"by": os.getpid()}
-    judge._running["c"] = executors.threads(1, "stuck").submit(threading.Event().wait, 1)  # asked by a thread of the parent's
+    judge._running["c"] = threads.threads(1, "stuck").submit(threading.Event().wait, 1)  # asked by a thread of the parent's
 
     def there() -> None:
         assert judge.ask("b", request).value == {"by": os.getpid()} == judge.ask("c", request).value

@@ -66,7 +66,7 @@ class Process:
             return dict(json.loads(self._pipe.recv_bytes()))
         return None
 
-    def end(self) -> int:
+    def close(self) -> int:
         """End it; its exit status, which is its own if it had ended."""
         self._pipe.close()
         with suppress(subprocess.TimeoutExpired):
@@ -98,7 +98,7 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
         reply = process.ask(request)
         kept = None if reply is None or reply["worn"] else process
     finally:
-        code = process.end() if process is not None and kept is None else 0
+        code = process.close() if process is not None and kept is None else 0
         IDLE.put(kept)
     if reply is None:
         if -code not in _ITS_OWN:

@@ -103,7 +103,7 @@ class Read:
 
     @property
     def is_number(self) -> bool:
-        return isinstance(self.value, sympy.Expr) and bool(self.value.is_number or _only_i(self.value))
+        return _is_number(self.value)
 
     def as_text(self) -> str:
         """Text from which it was read."""
@@ -151,7 +151,10 @@ def _with_unit(bare: str) -> Read | None:
     first = re.split(r"[ /.]", words, maxsplit=1)[0]
     if first.lower() in NAMES or (unit["words"] and not words[:1].isspace() and _is_product(words.replace(" ", ""))):
         return _expression(bare)  # 2 sin x, 3xyz
-    if words and not _is_unit(words, unit[2] is not None):
+    parts = words.replace(".", " ").split()
+    if _NO_UNIT.intersection(map(str.lower, parts)) or any(map(str.isdigit, words)):
+        return _expression(bare)
+    if unit[2] is None and not all(len(part) > 2 or part in _SHORT_UNITS for part in parts):
         return _expression(bare)
     if unit["raised"] and not words:
         return _expression(bare)  # a power
@@ -159,13 +162,6 @@ def _with_unit(bare: str) -> Read | None:
     scale = (unit["degree"] or "")[-1:] if not words else ""
     name = words + scale * (scale in "CFK") + "".join(filter(str.isdigit, (unit["raised"] or "").translate(_HIGH)))
     return None if found is None else replace(found, unit=name)
-
-
-def _is_unit(words: str, in_text: bool) -> bool:
-    parts = words.replace(".", " ").split()
-    if _NO_UNIT.intersection(map(str.lower, parts)) or any(map(str.isdigit, words)):
-        return False
-    return in_text or all(len(part) > 2 or part in _SHORT_UNITS for part in parts)
 
 
 def _is_product(letters: str) -> bool:
@@ -304,8 +300,8 @@ _FORMS = (
 _COMPUTED = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.Mod, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
 
 
-def _only_i(value: Any) -> bool:
-    return {str(symbol) for symbol in value.free_symbols} == {"i"}
+def _is_number(value: Any) -> bool:
+    return isinstance(value, sympy.Expr) and bool(value.is_number or {str(symbol) for symbol in value.free_symbols} == {"i"})
 
 
 def _nodes(value: Any) -> Iterator[Any]:
@@ -336,9 +332,8 @@ def is_settled(said: Read, wanted: Read) -> bool:
 
 def _elements(value: Any) -> Iterator[Any]:
     """The numbers that a value consists of: its own, or the elements of a set, a tuple, an interval, a matrix."""
-    if isinstance(value, sympy.Expr):
-        if value.is_number or _only_i(value):
-            yield value
+    if _is_number(value):
+        yield value
     elif isinstance(value, (sympy.Set, sympy.Tuple, sympy.MatrixBase, sympy.core.relational.Relational, sympy.And)):
         for part in value.flat() if isinstance(value, sympy.MatrixBase) else value.args:
             yield from _elements(part)

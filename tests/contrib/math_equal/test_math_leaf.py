@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ from tests.conftest import proof
 from tests.reward.reward_episodes import call, episode, leaf, spec, value
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
+from agentrl.contrib.math_equal import worker
+
+ASKED = {"gold": ["4"], "answer": "4", "seconds": 5, "strict": True, "boxed": False}
 
 
 def said(answer, expect, **args):
@@ -44,7 +48,8 @@ def test_of_a_text_the_boxed_answer_counts_and_several_are_a_set():
     assert value("math.equal", {"expect": "4"}, episode("4", [call("f")])) == 0, "the last turn is a call, so there is no answer"
 
 
-SOON = {"a tower of powers": "9**9**9**9", "a megabyte": r"\boxed{" + "x+" * 500_000 + "4}", "half a character": "\ud800 4**9"}
+SOON = {"a tower of powers": "9**9**9**9", "a megabyte": r"\boxed{" + "x+" * 500_000 + "4}", "half a character": "\ud800 4**9",
+        "a long expansion": r"\boxed{(x+1)^{20000}}"}  # fmt: skip
 LONG = {
     "a tower in latex": r"\boxed{9^{9^{9^{9}}}}", "factorials": r"\boxed{((((9!)!)!)!)}",
     "all memory": r"\boxed{2^{2^{40}} + 3^{10^{12}}}",
@@ -56,7 +61,7 @@ LONG = {
 
 def hostile(answer):
     began = time.monotonic()
-    found = compile_spec(spec(leaf("math.equal", {"expect": "4", "seconds": 1}))).score(episode(answer))
+    found = compile_spec(spec(leaf("math.equal", {"expect": ["4", "x^2+1"], "seconds": 1}))).score(episode(answer))
     assert found.value == 0.0, found.evidence
     assert time.monotonic() - began < 40, "seconds: 1, on a busy machine"
     assert said("4", "4") == 1, "and the next one is scored"
@@ -74,14 +79,11 @@ def test_other_hostile_answers_are_wrong_soon(answer):
 
 
 def test_gold_that_breaks_the_reader_is_not_the_answers_fault(monkeypatch):
-    from agentrl.contrib.math_equal import worker
-
     def read(text):
         raise KeyError(text) if "gold" in text else AttributeError(text)
 
     monkeypatch.setattr(worker, "read", read)
-    asked = {"gold": ["$gold$ 1"], "answer": "2", "seconds": 1, "strict": True, "boxed": False}
-    assert worker.answer(asked) == {"unread": "$gold$ 1"}
+    assert worker.answer({**ASKED, "gold": ["$gold$ 1"]}) == {"unread": "$gold$ 1"}
 
 
 def _workers():
@@ -118,21 +120,17 @@ def test_a_process_that_somebody_else_ends_is_no_reward_of_0():
 
 def test_the_processes_have_a_gigabyte_and_none_of_this_ones_variables(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "sk-secret")
-    worker = equality.Process()
-    try:
-        assert worker.ask({"gold": ["4"], "answer": "4", "seconds": 5, "strict": True, "boxed": False})["right"]
-        limits = Path(f"/proc/{worker._process.pid}/limits").read_text()
+    with closing(equality.Process()) as process:
+        assert process.ask(ASKED)["right"]
+        limits = Path(f"/proc/{process._process.pid}/limits").read_text()
         assert "Max address space         1073741824" in limits
-        assert b"sk-secret" not in Path(f"/proc/{worker._process.pid}/environ").read_bytes()
-    finally:
-        worker.end()
+        assert b"sk-secret" not in Path(f"/proc/{process._process.pid}/environ").read_bytes()
 
 
 @pytest.mark.parametrize("gold", ["", "the cat sat", "yes", "$", [], [""], True, {"a": 1}])
 def test_gold_that_is_no_mathematics_is_null_and_says_so(gold):
-    score = compile_spec(spec(leaf("math.equal", {"expect": {"$": "/task/gold/answer"}}))).score(
-        episode("yes", task_gold={"answer": gold})
-    )
+    scorer = compile_spec(spec(leaf("math.equal", {"expect": {"$": "/task/gold/answer"}})))
+    score = scorer.score(episode("yes", task_gold={"answer": gold}))
     assert score.value is None, score.evidence
     assert score.evidence["root"]["unscored"]
 
@@ -147,19 +145,15 @@ def test_gold_with_a_number_is_read_whatever_words_stand_beside_it():
 
 def test_a_process_has_its_seconds_for_each_answer_and_not_for_all_together():
     """Right answers behind many others would be wrong."""
-    worker = equality.Process()
     ticks = os.sysconf("SC_CLK_TCK")
-    try:
-        assert os.getsid(worker._process.pid) != os.getsid(0), "Ctrl-C is not for it"
+    with closing(equality.Process()) as process:
+        assert os.getsid(process._process.pid) != os.getsid(0), "Ctrl-C is not for it"
         used, asked = 0.0, 0
         while used < 2.0:  # of which one at its start
-            assert worker.ask(
-                {"gold": ["x+4"], "answer": rf"\boxed{{{asked}+x+4-{asked}}}", "seconds": 1, "strict": True, "boxed": False}
-            )["right"], asked
+            answer = rf"\boxed{{{asked}+x+4-{asked}}}"
+            assert process.ask({**ASKED, "gold": ["x+4"], "answer": answer, "seconds": 1})["right"], asked
             asked += 1
-            used = sum(map(int, Path(f"/proc/{worker._process.pid}/stat").read_text().split()[13:15])) / ticks
-    finally:
-        worker.end()
+            used = sum(map(int, Path(f"/proc/{process._process.pid}/stat").read_text().split()[13:15])) / ticks
 
 
 def test_a_machine_without_time_is_no_wrong_answer(monkeypatch):
@@ -176,17 +170,12 @@ def test_a_machine_without_time_is_no_wrong_answer(monkeypatch):
 def test_processes_end_with_the_one_that_started_them():
     """Also if it is killed, so that nothing of its own can end them."""
     program = (
-        "import os, signal\n"
-        "from agentrl.contrib.math_equal import leaf\n"
-        "process = leaf.Process()\n"
-        "assert process.ask({'gold': ['4'], 'answer': '4', 'seconds': 5, 'strict': True, 'boxed': False})['right']\n"
-        "print(process._process.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os\nfrom agentrl.contrib.math_equal.leaf import Process\n"
+        "print(Process()._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
     until = time.monotonic() + 30
-    while Path(f"/proc/{done.stdout.strip()}").exists():
+    while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until
         time.sleep(0.05)
 
@@ -210,12 +199,8 @@ def test_without_the_package_the_spec_says_what_to_install(monkeypatch):
 def test_a_process_that_a_large_one_starts_is_not_taken_for_a_large_one():
     """Its peak begins with that of the one that started it: it would be replaced after every answer, at 0.3 s each."""
     large = bytes(range(256)) * (600 << 12)
-    worker = equality.Process()
-    try:
-        assert len(large) > 512 << 20
-        assert not worker.ask({"gold": ["4"], "answer": "4", "seconds": 5, "strict": True, "boxed": False})["worn"]
-    finally:
-        worker.end()
+    with closing(equality.Process()) as process:
+        assert len(large) > 512 << 20 and not process.ask(ASKED)["worn"]
 
 
 RIGHT = [
@@ -337,9 +322,7 @@ UNREAD = [
 
 
 def compared(answer, gold, **more):
-    from agentrl.contrib.math_equal import worker
-
-    return worker.answer({"gold": [gold], "answer": answer, "seconds": 5, "strict": True, "boxed": False, **more})
+    return worker.answer({**ASKED, "gold": [gold], "answer": answer, **more})
 
 
 @pytest.mark.parametrize(("answer", "gold"), RIGHT)

@@ -14,7 +14,6 @@ import pytest
 from agentrl.config.schema import SandboxConfig
 from agentrl.contrib.math_equal import leaf as math_leaf
 from agentrl.contrib.sandboxes.code_tests import grade as grading
-from agentrl.contrib.sandboxes.code_tests import grade as leaves
 from agentrl.contrib.sandboxes.code_tests.grade import Graded, GradeLimits, grade, last_block
 from agentrl.contrib.sandboxes.local import LocalSandbox
 from agentrl.reward import Context, compile_spec
@@ -197,7 +196,7 @@ def test_a_sandbox_that_fails_is_no_reward_of_0(monkeypatch):
     def fails(*args):
         raise SandboxError("no folder for a sandbox: no space left on device")
 
-    monkeypatch.setattr(leaves, "grade", fails)
+    monkeypatch.setattr(grading, "grade", fails)
     found = scored(block("def add(a, b): return 0"))
     assert found.value is None and "no space left" in found.evidence["root"]["unscored"]
 
@@ -264,7 +263,7 @@ def test_code_in_a_file_of_the_environment():
 def test_an_episode_is_graded_once_whatever_asks(monkeypatch):
     """By leaves of other credit, by success, and on each pass while a judge is asked."""
     graded = []
-    monkeypatch.setattr(leaves, "grade", lambda *given: graded.append(given) or Graded(1, 2))
+    monkeypatch.setattr(grading, "grade", lambda *given: graded.append(given) or Graded(1, 2))
     one = leaf("code.tests", {"tests": TESTS})
     share = leaf("code.tests", {"tests": TESTS, "credit": "share"})
     judge = leaf("judge", {"model": "openai/a-2026-01-01", "prompt": "{answer}"})
@@ -350,7 +349,7 @@ async def test_an_event_loop_turns_while_others_grade(one, monkeypatch):
     """Both wait for another process: on the loop, no episode would go on meanwhile."""
     pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
     waits = threading.Event()
-    monkeypatch.setattr(leaves, "grade", lambda *given: waits.wait(20) and Graded(1, 1))
+    monkeypatch.setattr(grading, "grade", lambda *given: waits.wait(20) and Graded(1, 1))
     monkeypatch.setattr(math_leaf, "ask", lambda request: {"right": waits.wait(20)})
     args = {"tests": TESTS} if one == "code.tests" else {"expect": "1"}
     scoring = asyncio.ensure_future(compile_spec(spec(leaf(one, args))).ascore(episode(block(RIGHT))))
