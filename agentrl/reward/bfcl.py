@@ -1,32 +1,25 @@
-"""The comparison of the Berkeley function-calling leaderboard, with its Java and JavaScript literals."""
+"""The comparison of the Berkeley function-calling leaderboard (BFCL v4), with its Java and JavaScript literals."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.data.trajectory import Json
 from agentrl.reward.values import NORMALIZERS, Normalizer
 
-# Java expressions as values, by the rules of the Berkeley function-calling leaderboard (BFCL v4, `simple_java`).
+# Arguments as source text: in the categories `simple_java` and `simple_javascript` each is a text, read by its declared type.
 #
 # A text that is not of its declared type stays a text; what the leaderboard does not read (a set, a queue) raises ValueError. Its
-# readers look for the first thing of a shape and split at every comma, so that `"a, b"` in a list is two items: kept, since a
-# verdict that differs is not comparable.
+# readers look for the first thing of a shape, split at every comma, and end an object at the first closing brace, so that
+# `"a, b"` in a list is two items: kept, since a verdict that differs is not comparable.
 
-JAVA_TYPES: dict[str, type] = {
-    "byte": int, "short": int, "integer": int, "long": int, "float": float, "double": float, "boolean": bool,
-    "char": str, "String": str, "any": str, "Array": list, "ArrayList": list, "Queue": list, "Stack": list,
-    "Set": set, "HashMap": dict, "Hashtable": dict,
-}  # fmt: skip
+Reader = Callable[[str, "str | None"], Any]
+"""(text, declared type of the items) -> the value, or the text itself."""
 
-_DECIMAL = r"-?\d+(\.\d+)?([eE][+-]?\d+)?"
-_INTEGER = re.compile(r"-?\d+$")
 _LONG = re.compile(r"-?\d+[lL]$")
-_JAVA_FLOAT = re.compile(_DECIMAL + r"[fF]$")
-_DOUBLE = re.compile(_DECIMAL + "$")
+_JAVA_FLOAT = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?[fF]$")
 _JAVA_ARRAY = re.compile(r"new\s+\w+\[\]\s*\{(.*?)\}")
 _LIST_OF = re.compile(r"new\s+ArrayList<\w*>\(Arrays\.asList\((.+?)\)\)")
 _LIST_ADDED = re.compile(r"new\s+ArrayList<\w*>\(\)\s*\{\{\s*(.+?)\s*\}\}", re.DOTALL)
@@ -35,84 +28,41 @@ _ADD = re.compile(r"add\((.+?)\)")
 _MAP = re.compile(r"new\s+HashMap<.*?>\s*\(\)\s*\{\s*\{?\s*(.*?)\s*\}?\s*\}", re.DOTALL)
 _MAP_EMPTY = re.compile(r"new\s+HashMap<.*?>\s*\(\)")
 _PUT = re.compile(r"put\(\"(.*?)\",\s*(.*?)\)")
+_ROWS = re.compile(r"\[\s*\[.*?\]\s*(,\s*\[.*?\]\s*)*\]|\bnew\s+Array\(\s*\[.*?\]\s*(,\s*\[.*?\]\s*)*\)")
+_ROW = re.compile(r"\[(.*?)\]")
+_JS_ARRAY = re.compile(r"\[(.*?)\]|\bnew\s+Array\((.*?)\)")
+_OBJECT = re.compile(r"\{(.*?)\}")
+_PAIR = re.compile(r"([^:]+):\s*(.*?)(?:,\s*(?=[^,]+:)|$)")
 
 
-def java_value(text: str, kind: str, items: str | None = None) -> Any:
-    """The value of a text that should be a Java expression of the declared type `kind` (`items`: that of its items).
+def read_source(language: str, text: str, kind: str, items: str | None = None) -> Any:
+    """The value of a text that should be an expression of the declared type `kind` (`items`: that of its items).
 
     Returns the text itself if it is not one. Raises ValueError for a type that the leaderboard does not read.
     """
-    if kind in _NUMBERS:
-        pattern, make, suffix = _NUMBERS[kind]
-        return make(text.rstrip("\n")[: -1 if suffix else None]) if pattern.match(text) else text
-    if kind == "boolean":
-        return {"true": True, "false": False}.get(text, text)
-    if kind in ("String", "any", "char"):
-        return text
-    reader = _COLLECTIONS.get(kind)
-    if reader is None:
-        raise ValueError(f"no rule for Java's {kind}")
-    return reader(text, items)
+    read = LANGUAGES[language].get(kind, (str, None))[1]
+    if read is None:
+        raise ValueError(f"no rule for the type {kind} of {language}")
+    return read(text, items)
 
 
-_NUMBERS: Mapping[str, tuple[re.Pattern[str], Callable[[str], Any], bool]] = {
-    "byte": (_INTEGER, int, False),
-    "short": (_INTEGER, int, False),
-    "integer": (_INTEGER, int, False),
-    "long": (_LONG, int, True),
-    "float": (_JAVA_FLOAT, float, True),
-    "double": (_DOUBLE, float, False),
-}
+def _as_is(text: str, items: str | None) -> str:
+    return text
 
 
-def _java_array(text: str, items: str | None) -> Any:
-    found = _JAVA_ARRAY.search(text)
-    if found is None:
-        return text
-    return [_item(part.strip(), items) for part in found[1].split(",") if part.strip()]
+def _boolean(text: str, items: str | None) -> bool | str:
+    return {"true": True, "false": False}.get(text, text)
 
 
-def _list(text: str, items: str | None) -> Any:
-    if found := _LIST_OF.search(text):
-        return [_java_unquoted(part.strip(), items) for part in found[1].split(",")]
-    if found := _LIST_ADDED.search(text):
-        return [_java_unquoted(part.strip(), items) for part in _ADD.findall(found[1])]
-    return [] if _LIST_EMPTY.search(text) else text
+def _if_like(pattern: str, make: Callable[[str], Any]) -> Reader:
+    form = re.compile(pattern)
+    return lambda text, items: make(text) if form.match(text) else text
 
 
-def _map(text: str, items: str | None) -> Any:
-    if found := _MAP.search(text):
-        return {key: _java_untyped(value.strip()) for key, value in _PUT.findall(found[1])}
-    return {} if _MAP_EMPTY.search(text) else text
-
-
-_COLLECTIONS: Mapping[str, Callable[[str, str | None], Any]] = {"Array": _java_array, "ArrayList": _list, "HashMap": _map}
-
-
-def _item(text: str, kind: str | None) -> Any:
-    return java_value(text, kind) if kind else _java_untyped(text)
-
-
-def _java_unquoted(text: str, kind: str | None) -> Any:
-    """An item of a list: its first and last character are taken for quotes if it should be a text."""
-    return text[1:-1] if kind in ("char", "String") else _item(text, kind)
-
-
-def _java_untyped(text: str) -> Any:
-    """A value whose type is not declared: a boolean, a text in quotes, a number, or else the text."""
+def _untyped(text: str) -> int | float | bool | str:
+    """A value whose type is not declared: a boolean, a number by Python's `int` or else `float`, or the text."""
     if text in ("true", "false"):
         return text == "true"
-    if text.startswith('"') and text.endswith('"'):
-        return text[1:-1]
-    if _LONG.match(text):
-        return int(text[:-1])
-    if _JAVA_FLOAT.match(text):
-        return float(text[:-1])
-    return number_or_text(text)
-
-
-def number_or_text(text: str) -> int | float | str:
-    """Number by Python's `int` or else `float`, or the text."""
     for make in (int, float):
         try:
             return make(text)
@@ -121,53 +71,52 @@ def number_or_text(text: str) -> int | float | str:
     return text
 
 
-# JavaScript expressions as values, by the rules of the Berkeley function-calling leaderboard (BFCL v4, `simple_javascript`).
-#
-# A text that is not of its declared type stays a text. Its readers split at every comma and end an object at the first closing
-# brace: kept, since a verdict that differs is not comparable.
-
-JAVASCRIPT_TYPES: dict[str, type] = {
-    "String": str, "any": str, "integer": int, "Bigint": int, "float": float, "Boolean": bool, "dict": dict, "array": list,
-}  # fmt: skip
-
-_JS_FLOAT = re.compile(r"-?\d+(\.\d+)?$")
-_BIGINT = re.compile(r"-?\d+n$")
-_ROWS = re.compile(r"\[\s*\[.*?\]\s*(,\s*\[.*?\]\s*)*\]|\bnew\s+Array\(\s*\[.*?\]\s*(,\s*\[.*?\]\s*)*\)")
-_ROW = re.compile(r"\[(.*?)\]")
-_JS_ARRAY = re.compile(r"\[(.*?)\]|\bnew\s+Array\((.*?)\)")
-_OBJECT = re.compile(r"\{(.*?)\}")
-_PAIR = re.compile(r"([^:]+):\s*(.*?)(?:,\s*(?=[^,]+:)|$)")
+def _java_untyped(text: str) -> Any:
+    if text.startswith('"') and text.endswith('"'):
+        return text[1:-1]
+    if _LONG.match(text):
+        return int(text[:-1])
+    return float(text[:-1]) if _JAVA_FLOAT.match(text) else _untyped(text)
 
 
-def javascript_value(text: str, kind: str, items: str | None = None) -> Any:
-    """The value of a text that should be a JavaScript expression of the declared type `kind` (`items`: that of its items).
-
-    Returns the text itself if it is not one. Raises ValueError for a type that the leaderboard does not read.
-    """
-    if kind == "String":
-        return _js_unquoted(text)
-    if kind == "any":
-        return text
-    if kind == "integer":
-        return int(text) if _INTEGER.match(text) else text
-    if kind == "float":
-        return float(text) if _JS_FLOAT.match(text) else text
-    if kind == "Bigint":
-        return int(text[:-1]) if _BIGINT.match(text) else text
-    if kind == "Boolean":
-        return {"true": True, "false": False}.get(text, text)
-    if kind == "array":
-        return _js_array(text.strip(), items)
-    if kind == "dict":
-        return _object(text.strip())
-    raise ValueError(f"no rule for JavaScript's {kind}")
+def _java_item(text: str, kind: str | None) -> Any:
+    return read_source("java", text, kind) if kind else _java_untyped(text)
 
 
-def _js_unquoted(text: str) -> str:
+def _java_array(text: str, items: str | None) -> Any:
+    found = _JAVA_ARRAY.search(text)
+    return text if found is None else [_java_item(part.strip(), items) for part in found[1].split(",") if part.strip()]
+
+
+def _java_list(text: str, items: str | None) -> Any:
+    if found := _LIST_OF.search(text):
+        parts = found[1].split(",")
+    elif found := _LIST_ADDED.search(text):
+        parts = _ADD.findall(found[1])
+    else:
+        return [] if _LIST_EMPTY.search(text) else text
+    # The first and last character of what should be a text are taken for quotes.
+    return [part.strip()[1:-1] if items in ("char", "String") else _java_item(part.strip(), items) for part in parts]
+
+
+def _java_map(text: str, items: str | None) -> Any:
+    if found := _MAP.search(text):
+        return {key: _java_untyped(value.strip()) for key, value in _PUT.findall(found[1])}
+    return {} if _MAP_EMPTY.search(text) else text
+
+
+def _js_text(text: str, items: str | None = None) -> str:
     return text[1:-1] if text[:1] in ("'", '"') and text.endswith(text[:1]) else text
 
 
+def _js_untyped(text: str) -> Any:
+    text = text.strip()
+    unquoted = _js_text(text)
+    return _untyped(text) if unquoted == text else unquoted
+
+
 def _js_array(text: str, items: str | None) -> Any:
+    text = text.strip()
     if rows := _ROWS.match(text):
         # The pattern of a row begins at the outer bracket, so the first row has one bracket more.
         inner = [row.strip() for row in _ROW.findall(rows[0])]
@@ -181,55 +130,56 @@ def _js_array(text: str, items: str | None) -> Any:
     if not items:
         return [_js_untyped(part) for part in parts]
     try:
-        return [javascript_value(part, items, "String" if part[:1] in ("'", '"') else None) for part in parts]
+        return [read_source("javascript", part, items, "String" if part[:1] in ("'", '"') else None) for part in parts]
     except ValueError:
         return text
 
 
-def _object(text: str) -> Any:
+def _js_object(text: str, items: str | None) -> Any:
+    text = text.strip()
     if text == "{}":
         return {}
     found = _OBJECT.match(text)
     if found is None:
         return text
-    pairs = [(key.strip().strip("'\""), value.strip()) for key, value in _PAIR.findall(found[1])]
-    return {key: _member(value) for key, value in pairs}
+    return {key.strip().strip("'\""): _js_member(value.strip()) for key, value in _PAIR.findall(found[1])}
 
 
-def _member(text: str) -> Any:
+def _js_member(text: str) -> Any:
     if text.startswith("[") and text.endswith("]"):
         return _js_array(text, None)
     if text.startswith("{") and text.endswith("}"):
-        return _object(text)
+        return _js_object(text, None)
     return _js_untyped(text.strip("'\""))
 
 
-def _js_untyped(text: str) -> Any:
-    """A value whose type is not declared: a boolean, a text in quotes, a number, or else the text."""
-    text = text.strip()
-    if text in ("true", "false"):
-        return text == "true"
-    unquoted = _js_unquoted(text)
-    return number_or_text(text) if unquoted == text else unquoted
+_INTEGER = _if_like(r"-?\d+$", int)
+
+LANGUAGES: dict[str, dict[str, tuple[type, Reader | None]]] = {
+    "java": {
+        "byte": (int, _INTEGER), "short": (int, _INTEGER), "integer": (int, _INTEGER), "boolean": (bool, _boolean),
+        "long": (int, _if_like(_LONG.pattern, lambda text: int(text.rstrip("\n")[:-1]))),
+        "float": (float, _if_like(_JAVA_FLOAT.pattern, lambda text: float(text.rstrip("\n")[:-1]))),
+        "double": (float, _if_like(r"-?\d+(\.\d+)?([eE][+-]?\d+)?$", float)),
+        "char": (str, _as_is), "String": (str, _as_is), "any": (str, _as_is), "Array": (list, _java_array),
+        "ArrayList": (list, _java_list), "Queue": (list, None), "Stack": (list, None), "Set": (set, None),
+        "HashMap": (dict, _java_map), "Hashtable": (dict, None),
+    },
+    "javascript": {
+        "String": (str, _js_text), "any": (str, _as_is), "integer": (int, _INTEGER), "Boolean": (bool, _boolean),
+        "Bigint": (int, _if_like(r"-?\d+n$", lambda text: int(text[:-1]))), "float": (float, _if_like(r"-?\d+(\.\d+)?$", float)),
+        "dict": (dict, _js_object), "array": (list, _js_array),
+    },
+}  # fmt: skip
+"""Of each language, by declared type: the Python type, and the reader, None if the leaderboard does not read it."""
 
 
-Reader = Callable[[str, str, "str | None"], Any]
-
-LANGUAGES: dict[str, tuple[Reader, dict[str, type]]] = {
-    "java": (java_value, JAVA_TYPES),
-    "javascript": (javascript_value, JAVASCRIPT_TYPES),
-}
-"""Of each language: text, declared type, declared type of the items -> value; and declared type -> Python type."""
-
-
-# The comparison of the Berkeley function-calling leaderboard (BFCL v4): whether a made call is one of the possible answers,
-# value by value. In its Java and JavaScript categories every argument is a text, read as source (`agentrl.reward.bfcl`).
+# Whether a made call is one of the possible answers, value by value.
 #
-# The leaderboard's rules are kept with what is odd about them, because a verdict that differs is not comparable: values are equal
-# as in Python (1, 1.0 and True are), texts are normalized at the depths where it looks for them and nowhere below, a value may
-# have
-# the type of the first possible answer instead of the declared one (then it must equal one, letter by letter), and an empty list
-# stands for "" among the answers. Two differences: what makes its program fail is a value that does not fit, and lists of objects
+# The leaderboard's rules are kept with what is odd about them: values are equal as in Python (1, 1.0 and True are), texts are
+# normalized at the depths where it looks for them and nowhere below, a value may have the type of the first possible answer
+# instead of the declared one (then it must equal one, letter by letter), and an empty list stands for "" among the answers. Two
+# differences: what makes its program fail is a value that does not fit, and lists of objects
 # whose items have no declared type are compared as such.
 
 _TYPES: Mapping[str, type] = {
@@ -289,15 +239,15 @@ def value_fits(
 
 def _source_fits(text: Any, allowed: Sequence[Any], kind: Any, items: str | None, normalize: Normalizer, language: str) -> bool:
     """The same for a value that is written as a text in another language's syntax."""
-    read, types = LANGUAGES[language]
+    types = LANGUAGES[language]
     if not isinstance(text, str) or kind not in types:
         return False
     items = items if kind in _WITH_ITEMS else None
     try:
-        value = read(text, kind, items)
+        value = read_source(language, text, kind, items)
     except ValueError:
         return False
-    return _typed_fits(value, allowed, types[kind], types.get(items or ""), normalize)
+    return _typed_fits(value, allowed, types[kind][0], types[items][0] if items in types else None, normalize)
 
 
 def _typed_fits(value: Any, allowed: Sequence[Any], wanted: type, inner: type | None, normalize: Normalizer) -> bool:
@@ -322,10 +272,7 @@ def _items(declared: Json) -> str | None:
 
 
 def _first_type(allowed: Sequence[Any]) -> type | None:
-    for option in allowed:
-        if option != "":
-            return type(option)
-    return None
+    return next((type(option) for option in allowed if option != ""), None)
 
 
 def _items_fit(value: Sequence[Json], option: Any, inner: type) -> bool:
@@ -371,76 +318,3 @@ def _object_fits(made: Json, option: Any, normalize: Normalizer) -> bool:
         if value not in _fold_values(values, normalize):
             return False
     return all(key in made or (isinstance(values, list | str) and "" in values) for key, values in option.items())
-
-
-# Possible answers
-
-
-def possible_call(
-    call: Mapping[str, Json], functions: Mapping[str, Mapping[str, Json]], language: str = "python"
-) -> tuple[str, dict[str, Json]]:
-    """Name and arguments of a call that matches `{name: {argument: [possible values]}}`: the first values that fit, without what
-    may be left out. `functions`: the declared parameters of each function. An argument that no value fits is None."""
-    name, sets = next(iter(call.items()))
-    declared = functions.get(name, {})
-    required, properties = declared.get("required", ()), declared.get("properties", {})
-    chosen = {key: allowed for key, allowed in sets.items() if "" not in allowed or key in required}
-    return name, {key: _fitting(allowed, properties.get(key), language) for key, allowed in chosen.items()}
-
-
-def solvable(calls: list[dict[str, Json]], functions: Mapping[str, Mapping[str, Json]], language: str = "python") -> bool:
-    """Return True if expected calls can be made at all: some of the leaderboard's have no possible value, or none of the
-    declared type."""
-    made = [(*possible_call(call, functions, language), call) for call in calls]
-    return all(arguments_fit(given, call[name], functions.get(name), language=language) for name, given, call in made)
-
-
-def _fitting(allowed: list[Json], declared: Json, language: str) -> Json:
-    """The first possible value that is one for the leaderboard; "" stands for the empty list too, else None."""
-    values = [*(_plain(value) for value in allowed if value != ""), *(["", []] if "" in allowed else [])]
-    if language != "python":
-        values = [text for value in values for text in _write_variants(value, language)]
-    return next((value for value in values if value_fits(value, allowed, declared, language=language)), None)
-
-
-def _plain(first: Json) -> Json:
-    """A possible value, in which objects list the possible values of each key, as a value."""
-    if isinstance(first, Mapping):
-        return _possible_object(first)
-    if isinstance(first, list):
-        return [_possible_object(item) if isinstance(item, Mapping) else item for item in first]
-    return first
-
-
-def _possible_object(option: Mapping[str, Json]) -> dict[str, Json]:
-    return {
-        key: (next((v for v in values if v != ""), "") if isinstance(values, list) else values)
-        for key, values in option.items()
-        if not (isinstance(values, list) and "" in values)
-    }
-
-
-def _write_variants(value: Json, language: str) -> Iterator[str]:
-    """A value in another language's syntax, in the ways that its declared type may ask for."""
-    plain = value if isinstance(value, str) else json.dumps(value)
-    if isinstance(value, list) and language == "java":
-        for items in (
-            [json.dumps(item) for item in value],
-            [_text(item) for item in value],
-            [f"{_text(item)}L" for item in value],
-        ):
-            yield f"new Object[]{{{', '.join(items)}}}"
-            yield f"new ArrayList<>(Arrays.asList({', '.join(items)}))" if items else "new ArrayList<>()"
-    elif isinstance(value, dict) and language == "java":
-        puts = " ".join(f"put({json.dumps(key)}, {json.dumps(item)});" for key, item in value.items())
-        yield f"new HashMap<String, Object>() {{{{ {puts} }}}}"
-    yield plain
-    if isinstance(value, list):
-        yield f"[{', '.join(_text(item) for item in value)}]"
-    if isinstance(value, dict):
-        yield f"{{{', '.join(f'{key}: {_text(item)}' for key, item in value.items())}}}"
-    yield from (f"{plain}{suffix}" for suffix in ("L", "f", "n"))
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -10,10 +10,10 @@ from urllib.parse import parse_qs
 from agentrl.contrib.suites.benchmarks import MeansTable, answer_of, calling, message_of, public_state, round_turns, spread_rows
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
 from agentrl.contrib.suites.tables import groups
+from agentrl.contrib.toolkit.bfcl_answers import possible_call
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall
 from agentrl.env.official import WHOLE, OfficialRow, Played
-from agentrl.reward.bfcl import possible_call
 from agentrl.utils.errors import ConfigError
 
 from .formats import as_json, as_python, as_verbose_xml, as_xml

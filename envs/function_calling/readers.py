@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from agentrl.contrib.toolkit.bfcl_answers import solvable
 from agentrl.data.chat_forms import FormError
 from agentrl.data.trajectory import Json
-from agentrl.reward.bfcl import solvable
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.files import read_text
 from agentrl.utils.parsing import read_json

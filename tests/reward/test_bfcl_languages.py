@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.reward import compile_spec
-from agentrl.reward.bfcl import LANGUAGES, possible_call, solvable
+from agentrl.reward.bfcl import read_source
 from tests.reward.reward_episodes import episode
 
 JAVA = [
@@ -62,15 +62,14 @@ JAVASCRIPT = [
     [("java", *row) for row in JAVA] + [("javascript", *row) for row in JAVASCRIPT],
 )
 def test_a_text_is_read_by_its_declared_type(language: str, text: str, kind: str, items: str | None, value: Any) -> None:
-    read, _ = LANGUAGES[language]
-    made = read(text, kind, items)
+    made = read_source(language, text, kind, items)
     assert (made, type(made)) == (value, type(value))
 
 
 def test_what_the_leaderboard_does_not_read_has_no_value() -> None:
     for language, kind in (("java", "Queue"), ("java", "Set"), ("javascript", "Map")):
         with pytest.raises(ValueError, match=kind):
-            LANGUAGES[language][0]("x", kind, None)
+            read_source(language, "x", kind)
 
 
 FUNCTION = {
@@ -122,10 +121,3 @@ def test_leaves_that_declare_functions_differently_do_not_share_what_they_read()
 
     # Of each two, one requires what was left out.
     assert (share(FUNCTION, whole), share(whole, FUNCTION), share(FUNCTION), share(whole)) == (0.5, 0.5, 1.0, 0.0)
-
-
-def test_a_gold_call_can_be_written_in_each_language() -> None:
-    functions = {"Sets.fill": FUNCTION["parameters"]}
-    assert possible_call(GOLD[0], functions, "java") == ("Sets.fill", RIGHT)
-    assert solvable(GOLD, functions, "java")
-    assert not solvable([{"Sets.fill": {"size": ["many"], "names": [[1, "a"]]}}], functions, "java")

@@ -1,1 +1,1 @@
-"""BM25 retrieval, SQLite databases and foreign forms of tools and calls, which the shelf and other parts of contrib use."""
+"""BM25 retrieval, SQLite databases, BFCL solutions and foreign forms of tools, which the shelf and other parts of contrib use."""
