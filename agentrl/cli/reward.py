@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,7 @@ def run_lint(args: argparse.Namespace) -> int:
             findings += whatever_judged(scorer, probes, lint)
     if args.json:
         decides = None if scorer.rule is None else {"by": str(scorer.rule), "node": scorer.rule.node}
-        rows = [item.to_json() for item in findings]
+        rows = [asdict(item) for item in findings]
         say(json.dumps({"spec": scorer.name, "success": decides, "findings": rows}, indent=2))
     else:
         for item in findings:
@@ -221,7 +221,7 @@ def run_diff(args: argparse.Namespace) -> int:
     verdicts = [row for row, (one, other) in enumerate(zip(a, b, strict=True)) if one["success"] != other["success"]]
     single, tasks = alone(trajectories)
     if args.json:
-        numbered = [{**change.to_json(), "row": lines[change.row][0]} for change in changes]
+        numbered = [{**asdict(change), "row": lines[change.row][0]} for change in changes]
         worth = [{"row": lines[row][0], "value_a": x, "value_b": y} for row, x, y in values]
         found = {"episodes": len(lines), "changed": numbered, "values": worth, "success": [lines[row][0] for row in verdicts]}
         say(json_text({**found, "tasks": tasks, "tasks_of_one_episode": single}, indent=2))

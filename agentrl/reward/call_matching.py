@@ -61,7 +61,15 @@ def _gold_call(item: Json, form: str, index: int) -> GoldCall:
         raise UnscorableError(f"expected call {index} must be {wanted}, not {brief(item, 80)!r}")
     if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
         raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
-    by, compare = _whose(item, index) if form != "bfcl" and ("by" in item or "compare" in item) else (None, None)
+    by, compare = (None, None) if form == "bfcl" else (item.get("by"), item.get("compare"))
+    if by not in (None, "assistant", "user"):
+        raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")
+    if compare is not None:
+        if not (isinstance(compare, (list, tuple)) and all(isinstance(key, str) for key in compare)):
+            raise UnscorableError(
+                f"expected call {index}: compare must be a list of arguments' names, not {brief(compare, 80)!r}"
+            )
+        compare = tuple(compare)
     if form == "literal":
         return GoldCall(name, arguments, _NONE, None, by, compare)
     optional = _NONE
@@ -73,28 +81,17 @@ def _gold_call(item: Json, form: str, index: int) -> GoldCall:
     return GoldCall(name, arguments, optional, None, by, compare)
 
 
-def _whose(item: Mapping[str, Json], index: int) -> tuple[str | None, tuple[str, ...] | None]:
-    by, compare = item.get("by"), item.get("compare")
-    if by not in (None, "assistant", "user"):
-        raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")
-    if compare is not None and not (isinstance(compare, (list, tuple)) and all(isinstance(key, str) for key in compare)):
-        raise UnscorableError(f"expected call {index}: compare must be a list of arguments' names, not {brief(compare, 80)!r}")
-    return by, None if compare is None else tuple(compare)
-
-
 def declared_gold(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
     """The gold calls with the parameters that tools declare: those offered, or a list of functions."""
     functions = [tool.get("function", tool) for tool in tools]
     schemas = {f["name"]: f.get("parameters", {}) for f in functions if isinstance(f, Mapping) and "name" in f}
-
-    def with_types(call: GoldCall) -> GoldCall:
-        schema = schemas.get(call.name)
-        if not isinstance(schema, Mapping):
-            return call
-        optional = call.optional and call.optional - frozenset(schema.get("required", ()))
-        return GoldCall(call.name, call.arguments, optional, schema, call.by, call.compare)
-
-    return [with_types(call) for call in gold]
+    known = {name: schema for name, schema in schemas.items() if isinstance(schema, Mapping)}
+    return [
+        call._replace(optional=call.optional - frozenset(schema.get("required", ())), schema=schema)
+        if (schema := known.get(call.name)) is not None
+        else call
+        for call in gold
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +183,6 @@ class CallRule:
 
 Matrix = npt.NDArray[np.float64]
 Weights = Sequence[Sequence[float]] | Matrix
-Block = Callable[[Sequence[int], Sequence[int]], Weights]
 Pairs = list[tuple[int, int]]
 
 _EPS = 1e-12  # weights are sums of fractions: a smaller difference is rounding
@@ -205,18 +201,6 @@ def optimal(weights: Weights) -> Pairs:
         return sorted((row, column) for column, row in optimal(np.asarray(weights).T))
     pairs = [(row, column) for column, row in enumerate(_augment(np.asarray(weights, dtype=np.float64))) if row >= 0]
     return sorted((row, column) for row, column in pairs if weights[row][column] > _EPS)
-
-
-def optimal_by_name(rows: Sequence[str], columns: Sequence[str], block: Block) -> Pairs:
-    """As `optimal`, but only rows and columns with equal names may pair: each name is a separate problem, for which
-    `block(its rows, its columns)` gives the weights."""
-    indices = by_name(columns)
-    pairs: Pairs = []
-    for name, here in by_name(rows).items():
-        if name in indices:
-            there = indices[name]
-            pairs.extend((here[i], there[j]) for i, j in optimal(block(here, there)))
-    return sorted(pairs)
 
 
 def by_name(names: Sequence[str]) -> dict[str, list[int]]:
@@ -342,16 +326,18 @@ def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
 
 
 def pair_rest(made: Sequence[ToolCall], gold: Sequence[GoldCall], sure: Pairs, weights: BlockWeights) -> Pairs:
-    """The pairs of most total weight among the calls that `sure` leaves; `weights` gives those of calls of one name."""
+    """The pairs of most total weight among the calls that `sure` leaves. Only calls of one name may pair, so each name is a
+    problem of its own, for which `weights` gives the weights."""
     taken, met = {i for i, _ in sure}, {j for _, j in sure}
-    rows = [i for i, call in enumerate(made) if i not in taken and call.arguments is not None]
-    columns = [j for j in range(len(gold)) if j not in met]
-
-    def block(here: Sequence[int], there: Sequence[int]) -> Weights:
-        return weights([made[rows[i]] for i in here], [gold[columns[j]] for j in there])
-
-    rest = optimal_by_name([made[i].name for i in rows], [gold[j].name for j in columns], block)
-    return [(rows[i], columns[j]) for i, j in rest]
+    columns = by_name([call.name for call in gold])
+    pairs: Pairs = []
+    for name, rows in by_name([call.name for call in made]).items():
+        here = [i for i in rows if i not in taken and made[i].arguments is not None]
+        there = [j for j in columns.get(name, ()) if j not in met]
+        if here and there:
+            best = optimal(weights([made[i] for i in here], [gold[j] for j in there]))
+            pairs.extend((here[i], there[j]) for i, j in best)
+    return sorted(pairs)
 
 
 def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
@@ -436,16 +422,10 @@ def overlap(made: Sequence[Mapping[str, Json]], gold: Sequence[GoldCall], fits: 
 
 def _different(values: Sequence[Json]) -> tuple[list[int], list[int]]:
     """(for each value the number of its like, for each number the place of its first one); 1, 1.0 and true are different."""
-    numbers: dict[Hashable, int] = {}
-    first: list[int] = []
-    found = []
-    for place, value in enumerate(values):
-        number = numbers.setdefault(_text(value), len(numbers))
-        if number == len(first):
-            first.append(place)
-        found.append(number)
-    return found, first
-
-
-def _text(value: Json) -> Hashable:
-    return (type(value), value) if type(value) in (str, int, float, bool) else json.dumps(value, default=repr)
+    scalars = (str, int, float, bool)
+    keys = [(type(value), value if type(value) in scalars else json.dumps(value, default=repr)) for value in values]
+    first: dict[Hashable, int] = {}
+    for place, key in enumerate(keys):
+        first.setdefault(key, place)
+    numbers = {key: number for number, key in enumerate(first)}
+    return [numbers[key] for key in keys], list(first.values())

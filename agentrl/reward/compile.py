@@ -14,9 +14,9 @@ from agentrl.reward.judge import Judge
 from agentrl.reward.leaf import LEAVES, SCOPES, Context, Leaf, View
 from agentrl.reward.nodes import GROUP_LEAVES, LINEAR, ConstantNode, GateNode, LeafNode, Mods, Node, OpNode, walk
 from agentrl.reward.replays import MakeEnv
-from agentrl.reward.score import Scorer, ids_of, success_rule
-from agentrl.reward.spec import load_spec
-from agentrl.reward.values import Absent, UnscorableError, is_ref, join, parse_pointer
+from agentrl.reward.score import Scorer, success_rule, visible_ids
+from agentrl.reward.spec import MODS, load_spec
+from agentrl.reward.values import Absent, UnscorableError, is_ref, join, parse_pointer, references
 from agentrl.utils.errors import RewardSpecError
 from agentrl.utils.search_path import PREFIX, function_named, given_object, names
 
@@ -57,13 +57,15 @@ class _Builder:
     def check_success(self, spec: Mapping[str, Any]) -> None:
         wanted = spec.get("success", {})
         if "id" in wanted and not {"use", "op"} & set(wanted):
-            known = {name for name, (_, inside) in ids_of(spec).items() if not inside}
+            known = visible_ids([spec["root"], *spec.get("metrics", [])])
             if wanted["id"] not in known:
                 there = ", ".join(sorted(known)) or "none"
                 self.fail("/success/id", f"no node outside of a narrower scope has the id {wanted['id']!r}; known: {there}")
 
     def node(self, node: Mapping[str, Any], pointer: str, scope: str, mute: str | None) -> Node:
-        mods = _mods(node)
+        given = {key: node[key] for key in MODS if key in node}
+        given |= {key: tuple(map(float, given[key])) for key in ("scale", "clip") if key in given}
+        mods = Mods(**{**given, "weight": float(given.get("weight", 1.0))})
         own = self._scope(node, mods, pointer, scope, mute)
         for key in ("when", "args"):
             if key in node and not str(node.get("use", "")).startswith("group."):
@@ -87,30 +89,24 @@ class _Builder:
         if mods.scope == "group" and not str(node.get("use", "")).startswith("group."):
             self.fail(join(pointer, "scope"), "scope group is only for group.rank and group.zscore")
         if mods.scope != "group" and SCOPES.index(own) < SCOPES.index(scope):
-            self.fail(
-                join(pointer, "scope"),
-                f"{own!r} is wider than the scope {scope!r} around this node",
-            )
+            self.fail(join(pointer, "scope"), f"{own!r} is wider than the scope {scope!r} around this node")
         narrowed = own in _NARROW and own != scope
         if "reduce" in node and not narrowed:
             self.fail(join(pointer, "reduce"), "there is nothing to reduce: the node has no scope of its own")
-        if mods.emit == "step" and not narrowed:
-            self._spread(node, mods, pointer)
+        if mods.emit == "step" and not narrowed:  # then its value must be a sum of turns' shares
+            kind = LEAVES.get(str(node.get("use")))
+            if kind is None or not kind.spreads(node.get("args", {})):
+                self.fail(
+                    join(pointer, "emit"),
+                    "only a node with a scope (round, turn or call) emits at steps, or calls.match with credit matched or "
+                    "partial",
+                )
+            if mods.clip is not None:
+                self.fail(join(pointer, "emit"), f"{pointer} clips the total, so a step has no share of its own")
         if mods.emit == "step" and mute is not None:
             self.fail(join(pointer, "emit"), f"cannot emit at steps: {mute}")
         # The group is what the node is compared with: its own child still sees the whole episode.
         return scope if own == "group" else own
-
-    def _spread(self, node: Mapping[str, Any], mods: Mods, pointer: str) -> None:
-        """Refuses a node without a scope whose value is no sum of turns' shares."""
-        kind = LEAVES.get(str(node.get("use")))
-        if kind is None or not kind.spreads(node.get("args", {})):
-            self.fail(
-                join(pointer, "emit"),
-                "only a node with a scope (round, turn or call) emits at steps, or calls.match with credit matched or partial",
-            )
-        if mods.clip is not None:
-            self.fail(join(pointer, "emit"), f"{pointer} clips the total, so a step has no share of its own")
 
     def _mute(self, node: Mapping[str, Any], mods: Mods, pointer: str) -> str | None:
         """Why no node below this one can emit at steps; None if it can."""
@@ -124,14 +120,11 @@ class _Builder:
 
     def _gate(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str, mute: str | None) -> Node:
         test = self.node(node["if"], join(pointer, "if"), scope, f"it decides the gate {pointer}")
-        then = self._branch(node["then"], join(pointer, "then"), scope, mute)
-        otherwise = self._branch(node.get("else", 0), join(pointer, "else"), scope, mute)
+        then, otherwise = (
+            self.node(branch, place, scope, mute) if isinstance(branch, Mapping) else ConstantNode(place, float(branch))
+            for branch, place in ((node["then"], join(pointer, "then")), (node.get("else", 0), join(pointer, "else")))
+        )
         return GateNode(pointer, mods, float(node.get("gte", 1.0)), (test, then, otherwise))
-
-    def _branch(self, branch: Any, pointer: str, scope: str, mute: str | None) -> Node:
-        if isinstance(branch, (int, float)):
-            return ConstantNode(pointer, float(branch))
-        return self.node(branch, pointer, scope, mute)
 
     def _leaf(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str) -> Node:
         kind, args = node["use"], node.get("args", {})
@@ -161,59 +154,24 @@ class _Builder:
 
     def _reachable(self, value: Json, pointer: str, scope: str) -> None:
         """References to a turn or a call need the scope of a turn or a call."""
-        if isinstance(value, Mapping):
-            if isinstance(value.get("$"), str):
-                part = parse_pointer(value["$"])[0]
-                if part in ("turn", "call") and SCOPES.index(scope) < SCOPES.index(part):
-                    self.fail(
-                        join(pointer, "$"),
-                        f"{value['$']!r} needs scope {part!r}; this node's scope is {scope!r}",
-                    )
-                at = value.get("at")
-                if at is not None and SCOPES.index(scope) < SCOPES.index(at):
-                    self.fail(join(pointer, "at"), f"at {at!r} needs scope {at!r}; this node's scope is {scope!r}")
-            for key, item in value.items():
-                self._reachable(item, join(pointer, key), scope)
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                self._reachable(item, join(pointer, index), scope)
-
-
-def _mods(node: Mapping[str, Any]) -> Mods:
-    def pair(key: str) -> tuple[float, float] | None:
-        return (float(node[key][0]), float(node[key][1])) if key in node else None
-
-    return Mods(
-        id=node.get("id"),
-        weight=float(node.get("weight", 1.0)),
-        scale=pair("scale"),
-        clip=pair("clip"),
-        missing=node.get("missing", "invalid"),
-        scope=node.get("scope"),
-        reduce=node.get("reduce", "mean"),
-        emit=node.get("emit", "terminal"),
-        when=node.get("when"),
-    )
-
-
-def _has_ref(value: Json) -> bool:
-    if isinstance(value, Mapping):
-        return is_ref(value) or any(_has_ref(item) for item in value.values())
-    return isinstance(value, (list, tuple)) and any(_has_ref(item) for item in value)
+        for place, ref in references(value, pointer):
+            if not isinstance(ref["$"], str):
+                continue
+            part, at = parse_pointer(ref["$"])[0], ref.get("at")
+            if part in ("turn", "call") and SCOPES.index(scope) < SCOPES.index(part):
+                self.fail(join(place, "$"), f"{ref['$']!r} needs scope {part!r}; this node's scope is {scope!r}")
+            if at is not None and SCOPES.index(scope) < SCOPES.index(at):
+                self.fail(join(place, "at"), f"at {at!r} needs scope {at!r}; this node's scope is {scope!r}")
 
 
 def _resolver(args: Mapping[str, Any], optional: Collection[str]) -> Callable[[View], Mapping[str, Any]] | None:
     """A function that follows the references of `args`; None without any. Those that are `optional` may lead nowhere."""
-    readers = {key: _reader(value, key in optional) for key, value in args.items() if _has_ref(value)}
+    referring = [key for key, value in args.items() if any(is_ref(ref) for _, ref in references(value))]
+    readers = {key: _reader(args[key], key in optional) for key in referring}
     # Most leaves have none: their arguments then need no copy for each part of an episode.
     if not readers:
         return None
-    fixed = {key: value for key, value in args.items() if key not in readers}
-
-    def resolve(view: View) -> Mapping[str, Any]:
-        return {**fixed, **{key: read(view) for key, read in readers.items()}}
-
-    return resolve
+    return lambda view: {**args, **{key: read(view) for key, read in readers.items()}}
 
 
 def _reader(value: Json, optional: bool = False) -> Callable[[View], Json]:

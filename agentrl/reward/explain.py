@@ -6,8 +6,9 @@ import json
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from agentrl.data.trajectory import Json, Trajectory
@@ -107,9 +108,6 @@ class Change:
     rank_a: int | None
     rank_b: int | None
 
-    def to_json(self) -> dict[str, Json]:
-        return asdict(self)
-
 
 def changed_values(
     trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]
@@ -146,18 +144,12 @@ def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None],
         for row, before, after in zip(rows, ranks_a, ranks_b, strict=True):
             if before != after:
                 changes.append(Change(row, task, trajectories[row].member, a[row], b[row], before, after))
-    return sorted(changes, key=_move, reverse=True)
+    return sorted(changes, key=lambda change: _gap(change.rank_a, change.rank_b), reverse=True)
 
 
 def _ranks(values: Sequence[float | None]) -> list[int | None]:
     scored = sorted((value for value in values if value is not None), reverse=True)
     return [None if value is None else scored.index(value) + 1 for value in values]
-
-
-def _move(change: Change) -> float:
-    if change.rank_a is None or change.rank_b is None:
-        return float("inf")
-    return abs(change.rank_a - change.rank_b)
 
 
 # Stored episodes
@@ -213,21 +205,16 @@ def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int],
 
 def _map(scorer: Scorer, path: str, chunks: Sequence[Lines], workers: int, make: MakeScorer) -> Iterator[list[dict[str, Json]]]:
     workers = min(workers, len(chunks))
-    if workers <= 1 and not scorer.asks:
-        for chunk in chunks:
-            yield _score_lines(scorer, path, chunk)
-        return
-    pool: Executor
     if scorer.asks:
-        pool = ThreadPoolExecutor(max(workers, 8))
-        with pool:
-            yield from pool.map(lambda chunk: _score_lines(scorer, path, chunk), chunks)
-        return
-    # spawn: forking a process with threads (torch's, say) can deadlock.
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(path, make))
-    with pool:
-        yield from pool.map(_score_chunk, chunks)
+        with ThreadPoolExecutor(max(workers, 8)) as threads:
+            yield from threads.map(partial(_score_lines, scorer, path), chunks)
+    elif workers <= 1:
+        yield from map(partial(_score_lines, scorer, path), chunks)
+    else:
+        # spawn: forking a process with threads (torch's, say) can deadlock.
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(path, make)) as processes:
+            yield from processes.map(_score_chunk, chunks)
 
 
 def _start(path: str, make: MakeScorer) -> None:
@@ -241,35 +228,19 @@ def _score_chunk(chunk: Lines) -> list[dict[str, Json]]:
 
 
 def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json]]:
+    """Rows of output; those beyond the judge's budget are unscored with that reason, since earlier ones are already paid for."""
     trajectories = [parse_row(path, number, line) for number, line in lines]
-    scores = _scores(scorer, trajectories)
-    return [
-        score_row(number, trajectory, score) for (number, _), trajectory, score in zip(lines, trajectories, scores, strict=True)
-    ]
-
-
-def _scores(scorer: Scorer, trajectories: list[Trajectory]) -> list[Score]:
-    """Scores; rows beyond the judge's budget are unscored with that reason, since earlier ones are already paid for."""
-
-    def over_budget(error: JudgeBudgetError) -> Score:
-        return Score(None, evidence={"spec": scorer.name, "value": None, "unscored": str(error)})
-
-    if scorer.compares:
-        try:
-            return scorer.score_group(trajectories)
-        except JudgeBudgetError as error:
-            return [over_budget(error)] * len(trajectories)
     scores: list[Score] = []
-    for trajectory in trajectories:
+    for some in [trajectories] if scorer.compares else [[one] for one in trajectories]:
         try:
-            scores.append(scorer.score(trajectory))
+            scores += scorer.score_group(some) if scorer.compares else [scorer.score(one) for one in some]
         except JudgeBudgetError as error:
-            scores.append(over_budget(error))
-    return scores
+            why = {"spec": scorer.name, "value": None, "unscored": str(error)}
+            scores += [Score(None, evidence=why)] * len(some)
+    return [_row(line[0], trajectory, score) for line, trajectory, score in zip(lines, trajectories, scores, strict=True)]
 
 
-def score_row(number: int, trajectory: Trajectory, score: Score) -> dict[str, Json]:
-    """One line of output."""
+def _row(number: int, trajectory: Trajectory, score: Score) -> dict[str, Json]:
     row: dict[str, Json] = {
         "row": number,
         "task": trajectory.task.id,

@@ -23,7 +23,7 @@ from agentrl.config.schema import JudgeConfig
 from agentrl.data.trajectory import Json
 from agentrl.render.litellm_calls import ONCE, load_litellm, request_of, said_of
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, PendingError, Reading, View, object_schema
-from agentrl.reward.values import UnscorableError, brief
+from agentrl.reward.values import UnscorableError, brief, references
 from agentrl.utils.errors import ConfigError, JudgeBudgetError
 from agentrl.utils.network import strict_json
 from agentrl.utils.parsing import read_json
@@ -457,7 +457,7 @@ class JudgeLeaf(Leaf):
         """The request for this part of an episode."""
         most = int(args.get("transcript_chars", 20_000))
         values = {name: self._fill(name, value, most) for name, value in args.get("inputs", {}).items()}
-        values |= {"answer": mark_text(view.answer() or "", most), "transcript": turns_as_lines(view, most)}
+        values |= {"answer": _between_marks(_json(view.answer() or ""), most), "transcript": turns_as_lines(view, most)}
         # All in one pass: a {placeholder} that the policy wrote must not be filled.
         filled = _PLACE.sub(lambda found: values[found.group(1)], args["prompt"])
         messages = ({"role": "system", "content": self.system()}, {"role": "user", "content": filled})
@@ -465,9 +465,9 @@ class JudgeLeaf(Leaf):
 
     def _fill(self, name: str, value: Json, most: int) -> str:
         """An input as it stands in the prompt: the spec's and the task's own texts as they are, the policy's as data."""
-        if _refers(self.args["inputs"][name]):
-            return mark_text(value, most)
-        return value if isinstance(value, str) else _json(value)
+        if all(str(ref["$"]).startswith("/task/") for _, ref in references(self.args["inputs"][name])):
+            return value if isinstance(value, str) else _json(value)
+        return _between_marks(_json(value), most)
 
     @property
     def max_tokens(self) -> int:
@@ -476,7 +476,7 @@ class JudgeLeaf(Leaf):
 
     def system(self) -> str:
         """System prompt of the judge."""
-        return _SYSTEM % (_number(self.low), _number(self.high))
+        return _SYSTEM % tuple(int(end) if end.is_integer() else end for end in (self.low, self.high))
 
 
 def turns_as_lines(view: View, most: int) -> str:
@@ -495,12 +495,8 @@ def turns_as_lines(view: View, most: int) -> str:
     return _between_marks("\n".join(lines), most)
 
 
-def mark_text(value: Json, most: int) -> str:
-    """A policy's text, as JSON between the marks, with the middle cut out like that of a transcript."""
-    return _between_marks(_json(value), most)
-
-
 def _between_marks(text: str, most: int) -> str:
+    """Put a policy's text as JSON between the marks; without its middle beyond `most` characters."""
     if len(text) > most:
         # Both ends stay: the request is at one and the outcome at the other.
         text = f"{text[: most // 2]}\n... ({len(text) - most} characters left out) ...\n{text[-(most // 2) :]}"
@@ -508,20 +504,4 @@ def _between_marks(text: str, most: int) -> str:
 
 
 def _json(value: Json) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_plain)
-
-
-def _refers(value: Json) -> bool:
-    """Return whether a part of an input refers to what a policy may have written."""
-    if isinstance(value, Mapping):
-        pointer = value.get("$")
-        return (isinstance(pointer, str) and not pointer.startswith("/task/")) or any(map(_refers, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_refers, value))
-
-
-def _plain(value: Any) -> Json:
-    return dict(value) if isinstance(value, Mapping) else repr(value)
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value.is_integer() else str(value)
+    return json.dumps(value, ensure_ascii=False, default=lambda item: dict(item) if isinstance(item, Mapping) else repr(item))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward.replays import MakeEnv, Replays
-from agentrl.reward.values import ABSENT, Absent, EpisodeRounds, course_of, follow, parse_pointer
+from agentrl.reward.values import ABSENT, NORMALIZERS, Absent, EpisodeRounds, course_of, follow, parse_pointer
 from agentrl.utils.registry import Registry
 
 # The view of an episode
@@ -66,7 +67,6 @@ class View:
     index: int = 0
     answers: dict[str, Any] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
-    _documents: dict[str, Json] = field(default_factory=dict)
 
     @property
     def place(self) -> tuple[Hashable, ...]:
@@ -101,34 +101,26 @@ class View:
         return sorted([*self.calls, *found], key=lambda one: one.turn.index)
 
     def answer(self) -> str | None:
-        """The text of the last turn if it makes no call: the answer to the user. Else None."""
-        if not self.turns or self.turns[-1].message.tool_calls:
-            return None
-        return self.turns[-1].message.content
+        """The answer of this part; see `final_answer`."""
+        return final_answer(self.turns)
 
     def parts(self, scope: str) -> list[View]:
         """This part split into narrower ones, in order."""
         key = ("parts", self.place, scope)
         if key not in self.memo:  # several nodes may ask for them
-            self.memo[key] = self._parts(scope)
+            if scope == "call":
+                cuts = [(i, [made.turn], [made]) for i, made in enumerate(self.calls)]
+            elif scope == "turn":
+                cuts = [(turn.index, [turn], calls_made([turn])) for turn in self.turns]
+            else:
+                place = self.rounds
+                groups = [(n, list(turns)) for n, turns in groupby(self.turns, key=lambda turn: place.get(turn.index))]
+                cuts = [(number, turns, calls_made(turns)) for number, turns in groups if number is not None]
+            self.memo[key] = [
+                View(self.trajectory, scope, turns, calls, index, self.answers, self.memo) for index, turns, calls in cuts
+            ]
         found: list[View] = self.memo[key]
         return found
-
-    def _parts(self, scope: str) -> list[View]:
-        if scope == "call":
-            return [self._part("call", [made.turn], [made], i) for i, made in enumerate(self.calls)]
-        if scope == "turn":
-            return [self._part("turn", [turn], None, turn.index) for turn in self.turns]
-        rounds = self.rounds
-        numbers = sorted({rounds[turn.index] for turn in self.turns if turn.index in rounds})
-        return [
-            self._part("round", [turn for turn in self.turns if rounds.get(turn.index) == number], None, number)
-            for number in numbers
-        ]
-
-    def _part(self, scope: str, turns: list[Turn], calls: list[Made] | None, index: int) -> View:
-        made = calls_made(turns) if calls is None else calls
-        return View(self.trajectory, scope, turns, made, index, self.answers, self.memo)
 
     @property
     def round(self) -> int:
@@ -167,64 +159,19 @@ class View:
 
     def _root(self, tokens: tuple[str, ...]) -> Json | Absent:
         part = tokens[0]
-        if part == "task":
-            task, names = self.trajectory.task, FIELDS["task"]
-            if len(tokens) == 1:
-                return {name: getattr(task, name) for name in names}
-            return follow(getattr(task, tokens[1]), tokens[2:]) if tokens[1] in names else ABSENT
-        if part == "episode" and len(tokens) > 1 and tokens[1] == "state":
+        if tokens[:2] == ("episode", "state"):
             return follow(self.trajectory.state, tokens[2:])
-        if part not in self._documents:
-            build = {"episode": self._episode, "turn": self._turn, "call": self._call}[part]
-            self._documents[part] = build()
-        return follow(self._documents[part], tokens[1:])
-
-    def _episode(self) -> Json:
-        whole = self.trajectory
-        calls = calls_made(whole.turns)
-        last = whole.turns[-1].message if whole.turns else None
-        return {
-            "env_id": whole.env_id,
-            "answer": last.content if last is not None and not last.tool_calls else None,
-            "stop": whole.stop.value,
-            "terminated": whole.terminated,
-            "truncated": whole.truncated,
-            "turns": len(whole.turns),
-            "calls": len(calls),
-            "errors": sum(1 for made in calls if _has_failed(made)),
-            "sampled_tokens": sum(turn.sampled_tokens for turn in whole.turns),
-            "images": len(whole.images),
-            "metrics": dict(whole.metrics),
-            "tools": [tool.get("function", {}).get("name") for tool in whole.tools],
-        }
-
-    def _turn(self) -> Json:
-        turn = self.turns[-1] if self.turns else None
-        if turn is None:
-            return {}
-        return {
-            "index": turn.index,
-            "content": turn.message.content,
-            "reasoning": turn.message.reasoning,
-            "finish": turn.finish,
-            "calls": [{"name": call.name, "arguments": call.arguments, "error": call.error} for call in turn.message.tool_calls],
-            "results": [result.content for result in turn.results],
-            "images": [image.about for result in turn.results for image in result.images],
-            "sampled_tokens": turn.sampled_tokens,
-            "errors": sum(1 for made in calls_made([turn]) if _has_failed(made)),
-        }
-
-    def _call(self) -> Json:
-        if self.scope != "call":
-            return {}
-        made = self.calls[0]
-        return {
-            "name": made.call.name,
-            "arguments": made.call.arguments,
-            "error": made.call.error or (made.result.error if made.result else None),
-            "result": made.result.content if made.result else None,
-            "images": [image.about for image in made.result.images] if made.result else [],
-        }
+        source: Any = self.trajectory
+        if part == "task":
+            source = self.trajectory.task
+        elif part == "turn":
+            source = self.turns[-1] if self.turns else None
+        elif part == "call":
+            source = self.calls[0] if self.scope == "call" else None
+        fields = _FIELDS[part]
+        if len(tokens) == 1:
+            return {} if source is None else {name: read(source) for name, read in fields.items()}
+        return ABSENT if source is None or tokens[1] not in fields else follow(fields[tokens[1]](source), tokens[2:])
 
 
 def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) -> View:
@@ -233,30 +180,54 @@ def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) 
     return View(trajectory, "episode", trajectory.turns, made, answers={} if answers is None else answers)
 
 
-def _has_failed(made: Made) -> bool:
-    return made.call.arguments is None or made.result is None or made.result.error is not None
+def final_answer(turns: Sequence[Turn]) -> str | None:
+    """The text of the last turn if it makes no call: the answer to the user. Else None."""
+    return turns[-1].message.content if turns and not turns[-1].message.tool_calls else None
 
 
-FIELDS = {
-    "task": ("id", "seed", "split", "data", "gold"),
-    "episode": (
-        "state",
-        "env_id",
-        "answer",
-        "stop",
-        "terminated",
-        "truncated",
-        "turns",
-        "calls",
-        "errors",
-        "sampled_tokens",
-        "images",
-        "metrics",
-        "tools",
-    ),
-    "turn": ("index", "content", "reasoning", "finish", "calls", "results", "images", "sampled_tokens", "errors"),
-    "call": ("name", "arguments", "error", "result", "images"),
+def _errors(turns: Sequence[Turn]) -> int:
+    return sum(one.call.arguments is None or one.result is None or one.result.error is not None for one in calls_made(turns))
+
+
+_FIELDS: Mapping[str, Mapping[str, Callable[[Any], Json]]] = {
+    "task": {name: attrgetter(name) for name in ("id", "seed", "split", "data", "gold")},
+    "episode": {
+        "env_id": lambda whole: whole.env_id,
+        "answer": lambda whole: final_answer(whole.turns),
+        "stop": lambda whole: whole.stop.value,
+        "terminated": lambda whole: whole.terminated,
+        "truncated": lambda whole: whole.truncated,
+        "turns": lambda whole: len(whole.turns),
+        "calls": lambda whole: len(calls_made(whole.turns)),
+        "errors": lambda whole: _errors(whole.turns),
+        "sampled_tokens": lambda whole: sum(turn.sampled_tokens for turn in whole.turns),
+        "images": lambda whole: len(whole.images),
+        "metrics": lambda whole: dict(whole.metrics),
+        "tools": lambda whole: [tool.get("function", {}).get("name") for tool in whole.tools],
+    },
+    "turn": {
+        "index": lambda turn: turn.index,
+        "content": lambda turn: turn.message.content,
+        "reasoning": lambda turn: turn.message.reasoning,
+        "finish": lambda turn: turn.finish,
+        "calls": lambda turn: [
+            {"name": call.name, "arguments": call.arguments, "error": call.error} for call in turn.message.tool_calls
+        ],
+        "results": lambda turn: [result.content for result in turn.results],
+        "images": lambda turn: [image.about for result in turn.results for image in result.images],
+        "sampled_tokens": lambda turn: turn.sampled_tokens,
+        "errors": lambda turn: _errors([turn]),
+    },
+    "call": {
+        "name": lambda made: made.call.name,
+        "arguments": lambda made: made.call.arguments,
+        "error": lambda made: made.call.error or (made.result.error if made.result else None),
+        "result": lambda made: made.result.content if made.result else None,
+        "images": lambda made: [image.about for image in made.result.images] if made.result else [],
+    },
 }
+"""Readers of a Task, Trajectory, Turn or Made, by the first and second token of a reference."""
+FIELDS = {part: (*(("state",) if part == "episode" else ()), *fields) for part, fields in _FIELDS.items()}
 """The names that a reference can have as its second token, by first token."""
 
 
@@ -371,6 +342,14 @@ def object_schema(properties: dict[str, Any], required: tuple[str, ...] = ()) ->
 
 BY: dict[str, Any] = {"enum": ["assistant", "user", "both"]}
 """Whose calls a leaf reads: the policy's (the default), those of the simulated user to tools of its own, or both."""
+
+
+EQUALITY: dict[str, Any] = {
+    "strings": {"enum": list(NORMALIZERS)},
+    "abs": {"type": "number", "minimum": 0},
+    "rel": {"type": "number", "minimum": 0},
+}
+"""The arguments of `EqualityRule.of`."""
 
 
 def or_ref(schema: dict[str, Any]) -> dict[str, Any]:

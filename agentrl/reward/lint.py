@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, Trajectory
@@ -14,6 +14,7 @@ from agentrl.reward.explain import reasons
 from agentrl.reward.judge import own_name
 from agentrl.reward.nodes import LINEAR, TRUE, GateNode, LeafNode, Node, OpNode, walk
 from agentrl.reward.score import Score, Scorer
+from agentrl.reward.values import evidence_nodes
 
 # Probe episodes
 
@@ -214,33 +215,25 @@ class LintFinding:
     at: str
     message: str
 
-    def to_json(self) -> dict[str, Json]:
-        return asdict(self)
-
 
 def lint_spec(scorer: Scorer) -> list[LintFinding]:
     """Findings that need no episode: dead weights, unreachable gates, constants, mods without effect."""
     low, high = scorer.range
-    always = LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}")
-    findings = [*([always] if high - low <= _EPS else []), *_undecided_findings(scorer)]
+    findings = []
+    if high - low <= _EPS:
+        findings.append(LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}"))
+    if scorer.success is None:
+        message = 'nothing decides whether an episode succeeded (costs and sums over turns have no best value); add a "success"'
+        findings.append(LintFinding("error", "no-success", "/root", message))
+    elif scorer.success.range()[1] < TRUE:
+        message = f"reaches at most {scorer.success.range()[1]:g}, so no episode ever succeeds"
+        findings.append(LintFinding("error", "never-true", "/success", message))
     stated = [scorer.success] if scorer.success is not None and scorer.rule is not None and not scorer.rule.derived else []
     for top in (scorer.root, *scorer.metrics, *stated):
         findings.extend(_top(top, top is scorer.root))
         for node in walk(top):
-            findings.extend(_weights(node))
-            findings.extend(_reach(node))
-            findings.extend(_mods(node))
-            findings.extend(_judge(node))
+            findings += [*_weights(node), *_reach(node), *_mods(node), *_judge(node)]
     return findings
-
-
-def _undecided_findings(scorer: Scorer) -> Iterator[LintFinding]:
-    if scorer.success is None:
-        message = 'nothing decides whether an episode succeeded (costs and sums over turns have no best value); add a "success"'
-        yield LintFinding("error", "no-success", "/root", message)
-    elif scorer.success.range()[1] < TRUE:
-        message = f"reaches at most {scorer.success.range()[1]:g}, so no episode ever succeeds"
-        yield LintFinding("error", "never-true", "/success", message)
 
 
 def _top(node: Node, root: bool) -> Iterator[LintFinding]:
@@ -253,11 +246,11 @@ def _top(node: Node, root: bool) -> Iterator[LintFinding]:
 
 def _weights(node: Node) -> Iterator[LintFinding]:
     if isinstance(node, OpNode) and node.label in LINEAR:
-        for child in node.children():
+        for child in node.children:
             if child.mods.weight == 0.0:
                 yield LintFinding("error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}")
-    elif node.children():
-        for child in node.children():
+    elif node.children:
+        for child in node.children:
             if child.mods.weight != 1.0:
                 message = f"{node.label!r} does not use weights (sum and mean do)"
                 yield LintFinding("error", "dead-weight", child.pointer, message)
@@ -274,7 +267,7 @@ def _reach(node: Node) -> Iterator[LintFinding]:
             yield LintFinding("error", "unreachable-gate", node.pointer, message)
     if not isinstance(node, OpNode):
         return
-    ranges = [(child, *child.range()) for child in node.children()]
+    ranges = [(child, *child.range()) for child in node.children]
     for child, low, high in ranges:
         if node.label in ("all", "any") and high < TRUE:
             message = f"reaches at most {high:g}, so it never counts as true in {node.label!r}"
@@ -507,11 +500,4 @@ def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iter
 
 def _values(evidence: Json) -> dict[str, tuple[str, float | None]]:
     """Pointer -> (kind, value) of the nodes of an evidence tree, without skipped nodes and parts."""
-    if not isinstance(evidence, Mapping) or "skipped" in evidence:
-        return {}
-    found = {str(evidence["at"]): (str(evidence["node"]), evidence.get("value"))} if "at" in evidence else {}
-    for key in ("of", "if", "then", "else"):
-        below = evidence.get(key)
-        for item in below if isinstance(below, list) else [below]:
-            found.update(_values(item))
-    return found
+    return {str(node["at"]): (str(node["node"]), node.get("value")) for node in evidence_nodes(evidence, skipped=False)}

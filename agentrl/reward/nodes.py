@@ -58,13 +58,14 @@ class Mods:
 
 
 class Node(ABC):
-    """One node of a spec."""
+    """One node of a spec; `children`: the nodes below it, in order."""
 
     label: str
 
-    def __init__(self, pointer: str, mods: Mods) -> None:
+    def __init__(self, pointer: str, mods: Mods, children: Sequence[Node] = ()) -> None:
         self.pointer = pointer
         self.mods = mods
+        self.children = children
         self._decide = None if mods.when is None else decider(mods.when)
         self._marks: dict[str, Json] = {} if mods.id is None else {"id": mods.id}
         if mods.weight != 1.0:
@@ -74,13 +75,9 @@ class Node(ABC):
     def inner(self, view: View, frame: Frame) -> Result:
         """The value before the modifiers."""
 
-    @abstractmethod
     def raw_range(self) -> tuple[float, float]:
         """Bounds of the value before the modifiers."""
-
-    def children(self) -> list[Node]:
-        """The child nodes, in order."""
-        return []
+        return 0.0, 1.0
 
     def evaluate(self, view: View, frame: Frame) -> Result:
         """The node's value for a view; if its scope is narrower, the values of the view's parts, reduced to one."""
@@ -118,7 +115,7 @@ class Node(ABC):
         if self._decide is not None and self.mods.when is not None:
             decided = self._decide(view.value_at)
             if decided is None:
-                absent = [ref for ref in references(self.mods.when) if view.value_at(ref) is ABSENT]
+                absent = [ref for _, ref in references(self.mods.when) if view.value_at(ref) is ABSENT]
                 pointers = " and ".join(dict.fromkeys(str(ref["$"]) for ref in absent))
                 return self._finish(Result(None, {"unscored": f"`when` reads {pointers}, which does not exist"}))
             if not decided:
@@ -181,7 +178,7 @@ class Node(ABC):
 
 def walk(node: Node) -> list[Node]:
     """The node and all nodes below it, parents first."""
-    return [node, *(below for child in node.children() for below in walk(child))]
+    return [node, *(below for child in node.children for below in walk(child))]
 
 
 def total(values: Sequence[float]) -> float:
@@ -217,9 +214,6 @@ class LeafNode(Node):
         self.label = leaf.kind
         self._resolve = resolve
         self.key = json.dumps([leaf.kind, leaf.args], sort_keys=True)
-
-    def raw_range(self) -> tuple[float, float]:
-        return 0.0, 1.0
 
     def inner(self, view: View, frame: Frame) -> Result:
         place = (self.key, *view.place)
@@ -301,17 +295,12 @@ class OpNode(Node):
     """An aggregate of its children."""
 
     def __init__(self, pointer: str, mods: Mods, op: str, of: list[Node]) -> None:
-        super().__init__(pointer, mods)
+        super().__init__(pointer, mods, of)
         self.label = op
-        self.of = of
-
-    def children(self) -> list[Node]:
-        return self.of
 
     def raw_range(self) -> tuple[float, float]:
-        mods = [child.mods for child in self.of]
-        skips = [own.when is not None or own.missing == "skip" for own in mods]
-        bounds = [(child.mods.weight, *child.range(), skip) for child, skip in zip(self.of, skips, strict=True)]
+        skips = [child.mods.when is not None or child.mods.missing == "skip" for child in self.children]
+        bounds = [(child.mods.weight, *child.range(), skip) for child, skip in zip(self.children, skips, strict=True)]
         if self.label in ("all", "any"):
             return 0.0, 1.0
         if self.label == "sum":
@@ -336,9 +325,9 @@ class OpNode(Node):
         return max((low for _, low, _, skip in bounds if not skip), default=min(lows)), max(highs)
 
     def inner(self, view: View, frame: Frame) -> Result:
-        results = [child.evaluate(view, frame) for child in self.of]
+        results = [child.evaluate(view, frame) for child in self.children]
         evidence: dict[str, Json] = {"of": [result.evidence for result in results]}
-        kept = [(child.mods.weight, r) for child, r in zip(self.of, results, strict=True) if not r.skipped]
+        kept = [(child.mods.weight, r) for child, r in zip(self.children, results, strict=True) if not r.skipped]
         parts = [(weight, r.value) for weight, r in kept if r.value is not None]
         if len(parts) < len(kept):
             return Result(None, {"unscored": "a part could not be scored", **evidence})
@@ -347,7 +336,7 @@ class OpNode(Node):
         value = AGGREGATES[self.label](parts)
         if value is None:
             return Result(None, {"unscored": "the weights of the remaining parts add up to 0", **evidence})
-        return Result(value, evidence, self._steps([(weight, r) for weight, r in kept]))
+        return Result(value, evidence, self._steps(kept))
 
     def _steps(self, kept: Sequence[tuple[float, Result]]) -> dict[int, float]:
         """The children's emissions, weighted like their values."""
@@ -367,12 +356,9 @@ class GateNode(Node):
     label = "gate"
 
     def __init__(self, pointer: str, mods: Mods, gte: float, branches: tuple[Node, Node, Node]) -> None:
-        super().__init__(pointer, mods)
+        super().__init__(pointer, mods, branches)
         self.gte = gte
         self.test, self.then, self.otherwise = branches
-
-    def children(self) -> list[Node]:
-        return [self.test, self.then, self.otherwise]
 
     def raw_range(self) -> tuple[float, float]:
         (a, b), (c, d) = self.then.range(), self.otherwise.range()
@@ -423,16 +409,10 @@ class GroupNode(Node):
     example: ClassVar[dict[str, Any]]
 
     def __init__(self, pointer: str, mods: Mods, of: Node, args: Mapping[str, Any]) -> None:
-        super().__init__(pointer, mods)
+        super().__init__(pointer, mods, [of])
         self.label = self.kind
         self.of = of
         self.args = args
-
-    def children(self) -> list[Node]:
-        return [self.of]
-
-    def raw_range(self) -> tuple[float, float]:
-        return 0.0, 1.0
 
     def inner(self, view: View, frame: Frame) -> Result:
         result = self.of.evaluate(view, frame)

@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from agentrl.data.trajectory import Json, Trajectory, reward_spots, terminal_rew
 from agentrl.reward.judge import AssumedJudge
 from agentrl.reward.leaf import JudgeClient, View, episode_view
 from agentrl.reward.nodes import LINEAR, TRUE, ConstantNode, Frame, GateNode, GroupNode, LeafNode, Node, OpNode, Result, walk
-from agentrl.reward.values import join
+from agentrl.reward.values import evidence_nodes, join
 from agentrl.utils.event_loop import within
 from agentrl.utils.threads import SCORING, TooLongError, at_once, size_of
 
@@ -62,7 +63,7 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | N
         wanted = spec["success"]
         if "use" in wanted or "op" in wanted:
             return SuccessRule("/success", wanted, derived=False)
-        test = _plain(ids_of(spec)[wanted["id"]][0])
+        test = _plain(ids_of([spec["root"], *spec.get("metrics", [])])[wanted["id"]][0])
         gate = {"op": "gate", "if": test, "gte": wanted.get("gte", 1), "then": 1, "else": 0}
         return SuccessRule("/success", gate, derived=False)
     tops = [(spec["root"], root, "/root")]
@@ -76,17 +77,13 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | N
     return None if part is None else SuccessRule("/root", part, derived=True)
 
 
-def ids_of(spec: Spec) -> dict[str, tuple[Spec, bool]]:
-    """Every node with an id, and whether it is inside a scope that is narrower than the episode."""
-    return _ids([spec["root"], *spec.get("metrics", [])])
-
-
-def _visible(tops: Sequence[Any]) -> list[str]:
+def visible_ids(tops: Sequence[Any]) -> list[str]:
     """The ids of nodes but those inside a narrower scope: they have no one value."""
-    return [name for name, (_, inside) in _ids(tops).items() if not inside]
+    return [name for name, (_, inside) in ids_of(tops).items() if not inside]
 
 
-def _ids(tops: Sequence[Any]) -> dict[str, tuple[Spec, bool]]:
+def ids_of(tops: Sequence[Any]) -> dict[str, tuple[Spec, bool]]:
+    """Every node with an id, and whether it is inside a scope that is narrower than the episode."""
     found: dict[str, tuple[Spec, bool]] = {}
 
     def look(node: Any, inside: bool) -> None:
@@ -112,7 +109,7 @@ def _named_node(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | Non
     if isinstance(node, GateNode):
         return _named_node(item["if"], node.test, join(at, "if"))
     if isinstance(node, OpNode):
-        below = (_named_node(item["of"][i], child, join(at, "of", i)) for i, child in enumerate(node.of))
+        below = (_named_node(item["of"][i], child, join(at, "of", i)) for i, child in enumerate(node.children))
         return next((found for found in below if found is not None), None)
     return None
 
@@ -136,7 +133,7 @@ def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
 def _truth(item: Spec, node: Node, flipped: bool) -> Grown | None:
     """A leaf, or a node that is already true or false: without scale and clip."""
     if not isinstance(node, LeafNode):  # without the parts that compare members
-        of = [child for child, below in zip(item["of"], node.children(), strict=True) if not _compares(below)]
+        of = [child for child, below in zip(item["of"], node.children, strict=True) if not _compares(below)]
         item = {**item, "of": of}
     if item.get("of") == [] or not _asks(node):
         return None
@@ -151,8 +148,8 @@ def _aggregate(item: Spec, node: Node) -> Grown | None:
     """
     earning: list[Grown] = []
     taking: list[Grown] = []
-    top = max(child.range()[1] for child in node.children())
-    for child_item, child in zip(item["of"], node.children(), strict=True):
+    top = max(child.range()[1] for child in node.children)
+    for child_item, child in zip(item["of"], node.children, strict=True):
         weight = child.mods.weight if node.label in LINEAR else 1.0
         part = None if weight == 0.0 else task_part(child_item, child, weight < 0.0)
         if part is None or (node.label == "max" and child.range()[1] < top):
@@ -188,31 +185,28 @@ def _join_parts(op: str, parts: list[Grown], own: Spec) -> Grown | None:
 
 
 def _compares(node: Node) -> bool:
-    return isinstance(node, GroupNode) or any(_compares(child) for child in node.children())
+    return isinstance(node, GroupNode) or any(_compares(child) for child in node.children)
 
 
 def _asks(node: Node) -> bool:
     """Return True if the node has a leaf that is not a cost."""
     if isinstance(node, LeafNode):
         return not node.leaf.kind.startswith("cost.")
-    return any(_asks(child) for child in node.children())
+    return any(_asks(child) for child in node.children)
 
 
-def _plain(item: Spec) -> Grown:
-    """A copy without weight, ids and emissions, which belong to the original node."""
-    grown: Grown = copy.deepcopy({key: value for key, value in item.items() if key not in ("id", "weight", "emit")})
+def _plain(item: Spec, weighted: bool = False) -> Grown:
+    """A copy without ids, emissions and its own weight, which belong to the original node."""
+    left = ("id", "emit") if weighted else ("id", "emit", "weight")
+    grown: Grown = copy.deepcopy({key: value for key, value in item.items() if key not in left})
     for key in ("if", "then", "else"):
         if isinstance(item.get(key), Mapping):
-            grown[key] = {**_plain(item[key]), **_weight(item[key])}
+            grown[key] = _plain(item[key], weighted=True)
     if "of" in item:
-        grown["of"] = [{**_plain(child), **_weight(child)} for child in item["of"]]
+        grown["of"] = [_plain(child, weighted=True) for child in item["of"]]
     if isinstance(item.get("args", {}).get("of"), Mapping) and str(item.get("use", "")).startswith("group."):
         grown["args"] = {**grown["args"], "of": _plain(item["args"]["of"])}
     return grown
-
-
-def _weight(item: Spec) -> Grown:
-    return {"weight": item["weight"]} if "weight" in item else {}
 
 
 # Scores
@@ -221,6 +215,7 @@ T = TypeVar("T")
 Answers = dict[str, Any]
 GroupValues = Mapping[str, Sequence[float | None]]
 Work = Callable[[Answers], tuple[T, Frame]]
+"""One pass over the tree, with the answers to what earlier ones asked."""
 
 # A pass answers what the one before it asked; a handful suffices, unless a leaf's request changes with each answer.
 _MOST_PASSES = 64
@@ -290,8 +285,8 @@ class Scorer:
         self._groups = [node for node in nodes if isinstance(node, GroupNode)]
         self.ids = list(dict.fromkeys(node.mods.id for node in nodes if node.mods.id is not None))
         stated = spec.get("success", {})
-        self.terms = _visible([spec["root"], *([stated] if {"use", "op"} & set(stated) else [])])
-        self.measures = _visible(spec.get("metrics", []))
+        self.terms = visible_ids([spec["root"], *([stated] if {"use", "op"} & set(stated) else [])])
+        self.measures = visible_ids(spec.get("metrics", []))
         self.compares = bool(self._groups)
         self.judged = [node.pointer for node in nodes if isinstance(node, LeafNode) and node.leaf.kind == "judge"]
         self.asks = bool(self.judged)
@@ -307,48 +302,35 @@ class Scorer:
 
     def score(self, trajectory: Trajectory) -> Score:
         """Score one trajectory. If the spec has a judge, waits for its answer."""
-        return self._drive(self._scoring(trajectory, None, 0), trajectory)
+        return self._drive(partial(self._pass, trajectory, None, 0), trajectory)
 
     async def ascore(self, trajectory: Trajectory) -> Score:
         """As `score`, without blocking the event loop: judges are awaited; what replays, calls a user's function, is long or has
         a slow pattern is scored in a thread."""
-        return await self._adrive(self._scoring(trajectory, None, 0), trajectory)
+        return await self._adrive(partial(self._pass, trajectory, None, 0), trajectory)
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Score the trajectories of one task together, as group leaves need."""
-        group = self._by_node([self._drive(self._comparing(trajectory), trajectory) for trajectory in trajectories])
-        return [self._drive(self._scoring(t, group, i), t) for i, t in enumerate(trajectories)]
+        group = self._by_node([self._drive(partial(self._compare, trajectory), trajectory) for trajectory in trajectories])
+        return [self._drive(partial(self._pass, t, group, i), t) for i, t in enumerate(trajectories)]
 
     async def ascore_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """As `score_group`, awaited; the members are scored at the same time."""
         # First what is compared, of all members: a group leaf needs the others' values before it can score any of them.
-        values = await asyncio.gather(*(self._adrive(self._comparing(t), t) for t in trajectories))
-        group = self._by_node(values)
-        scoring = (self._adrive(self._scoring(t, group, i), t) for i, t in enumerate(trajectories))
+        group = self._by_node(await asyncio.gather(*(self._adrive(partial(self._compare, t), t) for t in trajectories)))
+        scoring = (self._adrive(partial(self._pass, t, group, i), t) for i, t in enumerate(trajectories))
         return list(await asyncio.gather(*scoring))
 
     def _by_node(self, values: Sequence[Sequence[float | None]]) -> dict[str, list[float | None]]:
         return {node.pointer: [row[k] for row in values] for k, node in enumerate(self._groups)}
 
-    def _comparing(self, trajectory: Trajectory) -> Work[list[float | None]]:
+    def _compare(self, trajectory: Trajectory, answers: Answers) -> tuple[list[float | None], Frame]:
         """The values that the group leaves compare, for one member."""
-
-        def work(answers: Answers) -> tuple[list[float | None], Frame]:
-            frame = Frame()
-            if trajectory.stop.infrastructure:
-                return [None] * len(self._groups), frame
-            view = episode_view(trajectory, answers)
-            return [node.of.evaluate(view, frame).value for node in self._groups], frame
-
-        return work
-
-    def _scoring(self, trajectory: Trajectory, group: GroupValues | None, member: int) -> Work[Score]:
-        def work(answers: Answers) -> tuple[Score, Frame]:
-            # A new one for each pass: the readings of the last one still say that a judge's answer is missing.
-            frame = Frame(group=group, member=member)
-            return self._pass(trajectory, frame, answers), frame
-
-        return work
+        frame = Frame()
+        if trajectory.stop.infrastructure:
+            return [None] * len(self._groups), frame
+        view = episode_view(trajectory, answers)
+        return [node.of.evaluate(view, frame).value for node in self._groups], frame
 
     def _drive(self, work: Work[T], trajectory: Trajectory) -> T:
         """Pass over the tree until no leaf has a pending request; each pass has the answers to the previous requests.
@@ -394,22 +376,23 @@ class Scorer:
         assert self._judge is not None  # only a judge leaf makes requests, and it does not compile without a client
         return self._judge
 
-    def _pass(self, trajectory: Trajectory, frame: Frame, answers: Answers) -> Score:
+    def _pass(self, trajectory: Trajectory, group: GroupValues | None, member: int, answers: Answers) -> tuple[Score, Frame]:
+        # A new one for each pass: the readings of the last one still say that a judge's answer is missing.
+        frame = Frame(group=group, member=member)
         # Also for an unscored episode: its metrics are unknown (None), not absent.
         names = {node.mods.id: None for node in self.metrics if node.mods.id is not None}
         if trajectory.stop.infrastructure:
             why = f"infrastructure: {trajectory.stop.value}"
-            return Score(None, evidence={"spec": self.name, "value": None, "unscored": why}, metrics=dict(names))
+            return Score(None, evidence={"spec": self.name, "value": None, "unscored": why}, metrics=dict(names)), frame
         view = episode_view(trajectory, answers)
         result = self.root.evaluate(view, frame)
         measured = [node.evaluate(view, frame) for node in self.metrics]
         evidence: dict[str, Json] = {"spec": self.name, "value": result.value, "root": result.evidence}
-        metrics: dict[str, float | None] = dict(names)
-        _collect(result.evidence, metrics)
+        metrics: dict[str, float | None] = {**names, **_values_by_id(result.evidence)}
         success = self._success(view, frame, result, evidence, metrics)
         if measured:
             evidence["metrics"] = [item.evidence for item in measured]
-            _collect(evidence["metrics"], metrics)
+            metrics |= _values_by_id(evidence["metrics"])
             for node, item in zip(self.metrics, measured, strict=True):
                 if node.mods.id is not None:
                     metrics[node.mods.id] = item.value
@@ -419,7 +402,7 @@ class Scorer:
             value = math.fsum([value, *(-amount for turn, amount in steps.items() if turn < trajectory.given)])
             steps = {turn: amount for turn, amount in steps.items() if turn >= trajectory.given}
             evidence["given"] = {"turns": trajectory.given, "value": value}
-        return Score(value, steps, evidence, metrics, success)
+        return Score(value, steps, evidence, metrics, success), frame
 
     def _success(
         self, view: View, frame: Frame, root: Result, evidence: dict[str, Json], metrics: dict[str, float | None]
@@ -435,7 +418,7 @@ class Scorer:
         evidence["success"] = {"by": str(self.rule), "value": success}
         if not self.rule.derived:  # the evidence of a derived rule is in that of the root
             evidence["success"]["node"] = result.evidence
-            _collect(result.evidence, metrics)
+            metrics |= _values_by_id(result.evidence)
         return success
 
 
@@ -446,18 +429,8 @@ def _without_ids(node: Json) -> Json:
     return [_without_ids(item) for item in node] if isinstance(node, list) else node
 
 
-def _collect(evidence: Json, metrics: dict[str, float | None]) -> None:
-    """Collect the values of nodes with an id from the evidence tree, except from the parts of a scoped node."""
-    if isinstance(evidence, dict):
-        if isinstance(evidence.get("id"), str) and "node" in evidence:
-            metrics[evidence["id"]] = evidence["value"]
-        for key, item in evidence.items():
-            # The parts of a scoped node carry the same ids, once per call or turn: the last would stand for all.
-            if isinstance(item, (dict, list)) and key not in ("evidence", "parts"):
-                _collect(item, metrics)
-    elif isinstance(evidence, list):
-        for item in evidence:
-            _collect(item, metrics)
+def _values_by_id(evidence: Json) -> dict[str, float | None]:
+    return {node["id"]: node["value"] for node in evidence_nodes(evidence) if "id" in node}
 
 
 # Token rewards

@@ -15,7 +15,7 @@ import jsonschema
 
 from agentrl.reward.leaf import FIELDS, LEAVES, SCOPES
 from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
-from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
+from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer, references
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
 
@@ -34,32 +34,7 @@ _PAIR: Schema = {
 _AT: Schema = {"enum": ["round", "turn", "call"], "description": "pick the element of a list by this index"}
 _POINTER: Schema = {"type": "string", "pattern": "^/(task|episode|turn|call)(/|$)"}
 
-REF_DEF: Schema = {
-    "type": "object",
-    "description": "A JSON Pointer into task, episode, turn or call.",
-    "additionalProperties": False,
-    "properties": {"$": _POINTER, "at": _AT},
-    "required": ["$"],
-}
-PREDICATE_DEF: Schema = {
-    "type": "object",
-    "description": "A comparison of the value at a pointer, or not / all / any of predicates.",
-    "additionalProperties": False,
-    "properties": {
-        "$": _POINTER,
-        "at": _AT,
-        **COMPARISON_SCHEMA,
-        "not": {"$ref": "#/$defs/predicate"},
-        "all": {"type": "array", "items": {"$ref": "#/$defs/predicate"}, "minItems": 1},
-        "any": {"type": "array", "items": {"$ref": "#/$defs/predicate"}, "minItems": 1},
-    },
-    "oneOf": [
-        {"required": ["$"], "minProperties": 2},
-        {"required": ["not"], "maxProperties": 1},
-        {"required": ["all"], "maxProperties": 1},
-        {"required": ["any"], "maxProperties": 1},
-    ],
-}
+_PREDICATE: Schema = {"$ref": "#/$defs/predicate"}
 MODS: Schema = {
     "id": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$", "description": "names a metric"},
     "weight": {"type": "number", "description": "factor in a sum or mean"},
@@ -75,8 +50,42 @@ MODS: Schema = {
         "enum": ["step", "terminal"],
         "description": "reward each part (of calls.match without a scope: each matched call) at its turn, or all at the end",
     },
-    "when": {"$ref": "#/$defs/predicate"},
+    "when": _PREDICATE,
 }
+DEFS: dict[str, Schema] = {
+    "ref": {
+        "type": "object",
+        "description": "A JSON Pointer into task, episode, turn or call.",
+        "additionalProperties": False,
+        "properties": {"$": _POINTER, "at": _AT},
+        "required": ["$"],
+    },
+    "predicate": {
+        "type": "object",
+        "description": "A comparison of the value at a pointer, or not / all / any of predicates.",
+        "additionalProperties": False,
+        "properties": {
+            "$": _POINTER,
+            "at": _AT,
+            **COMPARISON_SCHEMA,
+            "not": _PREDICATE,
+            "all": {"type": "array", "items": _PREDICATE, "minItems": 1},
+            "any": {"type": "array", "items": _PREDICATE, "minItems": 1},
+        },
+        "oneOf": [
+            {"required": ["$"], "minProperties": 2},
+            *({"required": [key], "maxProperties": 1} for key in ("not", "all", "any")),
+        ],
+    },
+    "success": {
+        "type": "object",
+        "description": "The node with this id counts as success from `gte` (default 1) on.",
+        "additionalProperties": False,
+        "properties": {"id": MODS["id"], "gte": {"type": "number"}},
+        "required": ["id"],
+    },
+}
+"""Definitions that schemas of nodes refer to."""
 _NODE: Schema = {"$ref": "#/$defs/node"}
 _NODE_OR_NUMBER: Schema = {"if": {"type": "number"}, "then": True, "else": _NODE}
 OP_SCHEMA: Schema = {
@@ -101,13 +110,6 @@ GATE_SCHEMA: Schema = {
         **MODS,
     },
     "required": ["op", "if", "then"],
-}
-SUCCESS_DEF: Schema = {
-    "type": "object",
-    "description": "The node with this id counts as success from `gte` (default 1) on.",
-    "additionalProperties": False,
-    "properties": {"id": MODS["id"], "gte": {"type": "number"}},
-    "required": ["id"],
 }
 SPEC_SCHEMA: Schema = {
     "type": "object",
@@ -137,10 +139,7 @@ SPEC_SCHEMA: Schema = {
 
 def kinds() -> dict[str, Schema]:
     """Leaf kind -> JSON Schema of its `args`."""
-    return {
-        **{kind: leaf.schema for kind, leaf in LEAVES.items()},
-        **{kind: leaf.schema for kind, leaf in GROUP_LEAVES.items()},
-    }
+    return {kind: leaf.schema for kind, leaf in (*LEAVES.items(), *GROUP_LEAVES.items())}
 
 
 def leaf_schema(kind: str, args: Schema) -> Schema:
@@ -166,19 +165,11 @@ def published_schema() -> Schema:
         "properties": {"use": {"enum": list(leaves)}, "op": {"enum": [*AGGREGATES, "gate"]}},
         "allOf": choices,
     }
-    definitions = {
-        "ref": REF_DEF,
-        "predicate": PREDICATE_DEF,
-        "success": SUCCESS_DEF,
-        "node": node,
-        "op": OP_SCHEMA,
-        "gate": GATE_SCHEMA,
-    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "agentrl reward spec",
         **SPEC_SCHEMA,
-        "$defs": {**definitions, **leaves},
+        "$defs": {**DEFS, "node": node, "op": OP_SCHEMA, "gate": GATE_SCHEMA, **leaves},
     }
 
 
@@ -200,21 +191,17 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     the run does not allow).
     """
     if isinstance(source, Mapping):
-        spec = _plain(source)
         where = f"reward spec {source['name']!r}" if isinstance(source.get("name"), str) else "reward spec"
+        try:
+            spec: Any = copy.deepcopy(dict(source))
+        except RecursionError as error:
+            raise RewardSpecError("reward spec: nested too deeply") from error
     elif isinstance(source, (str, Path)):
         spec, where = _parse(Path(source)), str(source)
     else:
         raise RewardSpecError(f"reward spec: at (the top): a spec must be a JSON object or a path, not {_kind(source)}")
     _Check(where).spec(spec)
     return spec  # type: ignore[no-any-return]
-
-
-def _plain(source: Mapping[str, Any]) -> Any:
-    try:
-        return copy.deepcopy(dict(source))
-    except RecursionError as error:
-        raise RewardSpecError("reward spec: nested too deeply") from error
 
 
 def _parse(path: Path) -> Any:
@@ -311,17 +298,13 @@ class _Check:
 
     def _refs(self, value: Any, pointer: str) -> None:
         """Check that references name something that an episode can have."""
-        if isinstance(value, Mapping):
+        for place, ref in references(value, pointer):
             # In a `when`, comparisons stand beside the "$", so that `is_ref` does not take it for a reference.
-            if "$" in value and (is_ref(value) or pointer.find("/when") >= 0):
-                self._ref(value["$"], join(pointer, "$"))
-            for key, item in value.items():
-                if "$" in value and not is_ref(value) and isinstance(item, Mapping) and is_ref(item):
-                    self.fail(join(pointer, key), "a comparison takes a value, not a reference")
-                self._refs(item, join(pointer, key))
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                self._refs(item, join(pointer, index))
+            if is_ref(ref) or "/when" in pointer:
+                self._ref(ref["$"], join(place, "$"))
+            for key, item in ref.items():
+                if not is_ref(ref) and is_ref(item):
+                    self.fail(join(place, key), "a comparison takes a value, not a reference")
 
     def _ref(self, text: Any, pointer: str) -> None:
         if not isinstance(text, str):
@@ -375,19 +358,8 @@ def _inner_nodes(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, s
 @cache
 def _validator(piece: str) -> jsonschema.Draft202012Validator:
     """The validator of one node; child nodes may be anything here, since they are checked on their own."""
-    if piece == "spec":
-        body = SPEC_SCHEMA
-    elif piece in ("op", "gate"):
-        body = OP_SCHEMA if piece == "op" else GATE_SCHEMA
-    else:
-        body = leaf_schema(piece, kinds()[piece])
-    definitions = {
-        "ref": REF_DEF,
-        "predicate": PREDICATE_DEF,
-        "success": SUCCESS_DEF,
-        "node": True,
-    }
-    return jsonschema.Draft202012Validator({**body, "$defs": definitions})
+    body = {"spec": SPEC_SCHEMA, "op": OP_SCHEMA, "gate": GATE_SCHEMA}.get(piece) or leaf_schema(piece, kinds()[piece])
+    return jsonschema.Draft202012Validator({**body, "$defs": {**DEFS, "node": True}})
 
 
 def _explain_error(error: jsonschema.ValidationError, place: str, instance: Mapping[str, Any]) -> tuple[str, str]:

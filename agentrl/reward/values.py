@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 import unicodedata
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Final
 
 from agentrl.data.trajectory import Json, Message, Trajectory
@@ -269,6 +270,30 @@ def is_ref(value: Json) -> bool:
     return isinstance(value, Mapping) and "$" in value and set(value) <= {"$", "at"}
 
 
+def references(value: Json, pointer: str = "") -> Iterator[tuple[str, Mapping[str, Json]]]:
+    """Every object with a "$" in a value, and its place: references, and the comparisons of a predicate."""
+    if isinstance(value, Mapping):
+        if "$" in value:
+            yield pointer, value
+        for key, item in value.items():
+            yield from references(item, join(pointer, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from references(item, join(pointer, index))
+
+
+def evidence_nodes(evidence: Json, skipped: bool = True) -> Iterator[Mapping[str, Json]]:
+    """Yield the nodes of an evidence tree, parents first. The parts of a scoped node are left out, as they share its id, and
+    without `skipped` also nodes that were skipped, with all below them."""
+    if isinstance(evidence, list):
+        for item in evidence:
+            yield from evidence_nodes(item, skipped)
+    elif isinstance(evidence, Mapping) and (skipped or "skipped" not in evidence):
+        yield evidence
+        for key in ("of", "if", "then", "else"):
+            yield from evidence_nodes(evidence.get(key), skipped)
+
+
 # Predicates
 
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
@@ -285,12 +310,9 @@ def _number(value: Json) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _compare_ordered(test: Callable[[Any, Any], bool]) -> Callable[[Json, Json, EqualityRule], bool]:
-    def compare(found: Json, wanted: Json, rule: EqualityRule) -> bool:
-        comparable = (_number(found) and _number(wanted)) or (isinstance(found, str) and isinstance(wanted, str))
-        return comparable and test(found, wanted)
-
-    return compare
+def _compare_ordered(test: Callable[[Any, Any], bool], found: Json, wanted: Json, rule: EqualityRule) -> bool:
+    comparable = (_number(found) and _number(wanted)) or (isinstance(found, str) and isinstance(wanted, str))
+    return comparable and test(found, wanted)
 
 
 def _contains(found: Json, wanted: Json, rule: EqualityRule) -> bool:
@@ -310,10 +332,10 @@ def _is_type(found: Json, wanted: Json, rule: EqualityRule) -> bool:
 COMPARISONS: Final[Mapping[str, Callable[[Json, Json, EqualityRule], bool]]] = {
     "eq": lambda found, wanted, rule: same(found, wanted, rule),
     "ne": lambda found, wanted, rule: not same(found, wanted, rule),
-    "lt": _compare_ordered(lambda a, b: a < b),
-    "lte": _compare_ordered(lambda a, b: a <= b),
-    "gt": _compare_ordered(lambda a, b: a > b),
-    "gte": _compare_ordered(lambda a, b: a >= b),
+    "lt": partial(_compare_ordered, operator.lt),
+    "lte": partial(_compare_ordered, operator.le),
+    "gt": partial(_compare_ordered, operator.gt),
+    "gte": partial(_compare_ordered, operator.ge),
     "in": lambda found, wanted, rule: isinstance(wanted, (list, tuple)) and any(same(found, x, rule) for x in wanted),
     "contains": _contains,
     "type": _is_type,
@@ -328,16 +350,11 @@ COMPARISON_SCHEMA: Final[dict[str, Any]] = {
 }
 
 
-def holds(found: Json | Absent, comparison: Mapping[str, Json], rule: EqualityRule = LITERAL) -> bool | None:
-    """Return True if every comparison of the object holds for `found`.
+def holder(comparison: Mapping[str, Json], rule: EqualityRule = LITERAL) -> Callable[[Json | Absent], bool | None]:
+    """Function that returns True if every comparison of the object holds for a value.
 
-    If `found` is ABSENT: the truth of `exists` if it is given, else None (not known).
+    If the value is ABSENT: the truth of `exists` if it is given, else None (not known).
     """
-    return _holder(comparison, rule)(found)
-
-
-def _holder(comparison: Mapping[str, Json], rule: EqualityRule = LITERAL) -> Callable[[Json | Absent], bool | None]:
-    """`holds` for one comparison object, whose keys are looked through once."""
     exists = comparison.get("exists")
     tests = [(test, comparison[key]) for key, test in COMPARISONS.items() if key in comparison]
 
@@ -365,31 +382,14 @@ def decider(predicate: Mapping[str, Json]) -> Callable[[Reader], bool | None]:
         return lambda read: None if (value := inner(read)) is None else not value
     for key, absorbing in (("all", False), ("any", True)):
         if key in predicate:
-            return _join_predicates([decider(part) for part in predicate[key]], absorbing)
-    hold = _holder({key: value for key, value in predicate.items() if key not in ("$", "at")})
+            return partial(_join_predicates, [decider(part) for part in predicate[key]], absorbing)
+    hold = holder({key: value for key, value in predicate.items() if key not in ("$", "at")})
     return lambda read: hold(read(predicate))
 
 
-def decide(predicate: Mapping[str, Json], read: Reader) -> bool | None:
-    """The value of a predicate; see `decider`."""
-    return decider(predicate)(read)
-
-
-def _join_predicates(parts: Sequence[Callable[[Reader], bool | None]], absorbing: bool) -> Callable[[Reader], bool | None]:
-    def decide(read: Reader) -> bool | None:
-        values = [part(read) for part in parts]
-        return absorbing if absorbing in values else None if None in values else not absorbing
-
-    return decide
-
-
-def references(predicate: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
-    """The comparisons in a predicate, each with the reference that it reads."""
-    if "$" in predicate:
-        yield predicate
-    below = [predicate["not"]] if "not" in predicate else []
-    for part in (*below, *predicate.get("all", ()), *predicate.get("any", ())):
-        yield from references(part)
+def _join_predicates(parts: Sequence[Callable[[Reader], bool | None]], absorbing: bool, read: Reader) -> bool | None:
+    values = [part(read) for part in parts]
+    return absorbing if absorbing in values else None if None in values else not absorbing
 
 
 # Rounds of an episode

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import Scorer, compile_spec
-from agentrl.reward.call_matching import ARGUMENTS, CallRule, gold_calls, parts
-from agentrl.reward.call_matching import declared_gold as declared
+from agentrl.reward.call_matching import ARGUMENTS, CallRule, declared_gold, gold_calls, parts
 from agentrl.reward.leaves import calls as calls_match
-from agentrl.reward.leaves import calls as toolrl
 from agentrl.reward.values import NORMALIZERS, EqualityRule, same
 
 VALUES = st.one_of(
@@ -124,13 +122,13 @@ def test_the_credit_of_all_pairs_at_once_is_that_of_each(
     gold = gold_calls([{"f": call} if form == "bfcl" else {"name": "f", "arguments": call} for call in want], form)
     if form == "bfcl":
         properties = {key: {"type": rng.choice(["string", "integer", "float", "boolean", "array"])} for key in "abc"}
-        gold = declared(gold, [{"name": "f", "parameters": {"properties": properties, "required": rng.sample("abc", 1)}}])
+        gold = declared_gold(gold, [{"name": "f", "parameters": {"properties": properties, "required": rng.sample("abc", 1)}}])
     rule = CallRule(form, arguments, EqualityRule(normalize=NORMALIZERS["fold"], **tolerance))
     calls = made_of([("f", call) for call in made])
     each = [[rule.part(call, wanted) for wanted in gold] for call in calls]
     assert parts(calls, gold, rule).tolist() == each
     if form == "literal":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(toolrl, "MANY", 0)
-            at_once = np.asarray(toolrl._weights(calls, gold, rule.values)).tolist()
-        assert at_once == [[toolrl._weight(call, wanted, rule.values) for wanted in gold] for call in calls]
+            patch.setattr(calls_match, "MANY", 0)
+            at_once = np.asarray(calls_match._weights(calls, gold, rule.values)).tolist()
+        assert at_once == [[calls_match._weight(call, wanted, rule.values) for wanted in gold] for call in calls]

@@ -28,7 +28,7 @@ from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
 from agentrl.reward import Scorer
 from agentrl.reward.judge import JudgeLeaf, VerdictRequest, judge_call, own_name
 from agentrl.reward.nodes import LeafNode, Node
-from agentrl.reward.values import decide, follow, parse_pointer, references
+from agentrl.reward.values import decider, follow, parse_pointer, references
 from agentrl.rollout.engine import Sampling
 from agentrl.rollout.samplers import make_sampler
 from agentrl.run.checks import RUN_CHECKS, Purpose, RunStart
@@ -168,7 +168,7 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLe
             and (tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks))
         ):
             yield node.leaf
-        for child in node.children():
+        for child in node.children:
             yield from visit(child, whens)
 
     found = (leaf for top in scorer.tops for leaf in visit(top, []))
@@ -177,11 +177,11 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLe
 
 def _may_hold(when: Mapping[str, Json], task: Task) -> bool:
     """Return True if a `when` can be true in an episode of a task: also if it reads more than the task."""
-    places = [parse_pointer(str(ref["$"])) for ref in references(when)]
+    places = [parse_pointer(str(ref["$"])) for _, ref in references(when)]
     if any(place[:2] not in (("task", "data"), ("task", "gold")) for place in places):
         return True
     document = {"task": {"data": task.data, "gold": task.gold}}
-    return decide(when, lambda ref: follow(document, parse_pointer(str(ref["$"])))) is not False
+    return decider(when)(lambda ref: follow(document, parse_pointer(str(ref["$"])))) is not False
 
 
 def _all_tasks(ref: EnvRef, sampler: Choice) -> Sequence[Task] | None:

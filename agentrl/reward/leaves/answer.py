@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, ClassVar, SupportsFloat
 
@@ -253,8 +253,9 @@ class EpisodeStopped(Leaf):
 
 
 class _Cost(Leaf):
-    """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear in between."""
+    """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear in between; `amount` computes the use."""
 
+    amount: ClassVar[Callable[[View, Args], float]]
     formula: ClassVar[str] = "min(1, max(0, (used - free) / (max - free)))"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"max": {"type": "number", "exclusiveMinimum": 0}, "free": {"type": "number", "minimum": 0}}, ("max",)
@@ -267,12 +268,9 @@ class _Cost(Leaf):
             raise ValueError(f"free ({args['free']}) must be below max ({args['max']})")
 
     def read(self, view: View, args: Args) -> Reading:
-        used, free = self.amount(view, args), float(args.get("free", 0.0))
+        used, free = float(type(self).amount(view, args)), float(args.get("free", 0.0))
         share = (used - free) / (float(args["max"]) - free)
         return Reading(min(1.0, max(0.0, share)), {"used": used, "free": free, "max": args["max"]})
-
-    def amount(self, view: View, args: Args) -> float:
-        raise NotImplementedError
 
 
 @LEAVES.register("cost.turns")
@@ -280,9 +278,7 @@ class CostTurns(_Cost):
     """Policy turns."""
 
     kind: ClassVar[str] = "cost.turns"
-
-    def amount(self, view: View, args: Args) -> float:
-        return float(len(view.turns))
+    amount = staticmethod(lambda view, args: len(view.turns))
 
 
 @LEAVES.register("cost.calls")
@@ -290,9 +286,7 @@ class CostCalls(_Cost):
     """Tool calls."""
 
     kind: ClassVar[str] = "cost.calls"
-
-    def amount(self, view: View, args: Args) -> float:
-        return float(len(view.calls))
+    amount = staticmethod(lambda view, args: len(view.calls))
 
 
 @LEAVES.register("cost.tokens")
@@ -300,9 +294,7 @@ class CostTokens(_Cost):
     """Sampled tokens."""
 
     kind: ClassVar[str] = "cost.tokens"
-
-    def amount(self, view: View, args: Args) -> float:
-        return float(sum(turn.sampled_tokens for turn in view.turns))
+    amount = staticmethod(lambda view, args: sum(turn.sampled_tokens for turn in view.turns))
 
 
 @LEAVES.register("cost.seconds")
@@ -310,9 +302,7 @@ class CostSeconds(_Cost):
     """Seconds of the turns' tool calls; not of sampling, which depend on the machine."""
 
     kind: ClassVar[str] = "cost.seconds"
-
-    def amount(self, view: View, args: Args) -> float:
-        return float(sum(result.seconds for turn in view.turns for result in turn.results))
+    amount = staticmethod(lambda view, args: sum(result.seconds for turn in view.turns for result in turn.results))
 
 
 @LEAVES.register("cost.usd")
@@ -325,19 +315,22 @@ class CostUsd(_Cost):
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
-            "max": {"type": "number", "exclusiveMinimum": 0},
-            "free": {"type": "number", "minimum": 0},
+            **_Cost.schema["properties"],
             "per_million_prompt": {"type": "number", "minimum": 0},
             "per_million_sampled": {"type": "number", "minimum": 0},
         },
         ("max", "per_million_prompt", "per_million_sampled"),
     )
     example: ClassVar[dict[str, Any]] = {"max": 0.05, "per_million_prompt": 0.4, "per_million_sampled": 1.6}
-
-    def amount(self, view: View, args: Args) -> float:
-        prompt = sum(turn.prompt_tokens for turn in view.turns)
-        sampled = sum(turn.sampled_tokens for turn in view.turns)
-        return float(prompt * args["per_million_prompt"] + sampled * args["per_million_sampled"]) / 1e6
+    amount = staticmethod(
+        lambda view, args: (
+            (
+                sum(turn.prompt_tokens for turn in view.turns) * args["per_million_prompt"]
+                + sum(turn.sampled_tokens for turn in view.turns) * args["per_million_sampled"]
+            )
+            / 1e6
+        )
+    )
 
 
 # Python functions

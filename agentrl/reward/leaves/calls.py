@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,12 +28,9 @@ from agentrl.reward.call_matching import (
     parts,
     rows_by_key,
 )
-from agentrl.reward.leaf import BY, LEAVES, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
-from agentrl.reward.values import NORMALIZERS, EqualityRule, UnscorableError, brief, same
+from agentrl.reward.leaf import BY, EQUALITY, LEAVES, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
+from agentrl.reward.values import EqualityRule, UnscorableError, brief, same
 from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
-
-_VALIDATORS: dict[str, Any] = {}
-_MOST_VALIDATORS = 4096
 
 
 @LEAVES.register("calls.schema")
@@ -112,7 +109,7 @@ def _fault(call: ToolCall, schemas: Mapping[str, Json] | None, validators: dict[
     if call.name not in schemas:
         return "no such tool"
     if call.name not in validators:
-        validators[call.name] = _validator(schemas[call.name])
+        validators[call.name] = _validator(json.dumps(schemas[call.name], default=repr))
     try:
         error = first_fault(validators[call.name], call.arguments)
     except TimeoutError as late:
@@ -120,18 +117,13 @@ def _fault(call: ToolCall, schemas: Mapping[str, Json] | None, validators: dict[
     return None if error is None else str(brief(error.message))
 
 
-def _validator(schema: Json) -> Any:
-    """The validator of a schema, cached because building one costs more than most validations."""
-    key = json.dumps(schema, sort_keys=True, default=repr)
-    if key not in _VALIDATORS:
-        # An environment may make up tools for each task; without a bound they would all stay.
-        if len(_VALIDATORS) >= _MOST_VALIDATORS:
-            _VALIDATORS.clear()
-        try:
-            _VALIDATORS[key] = checked_validator(schema)
-        except BadSchemaError as error:
-            raise UnscorableError(f"a tool's parameters are not a JSON Schema: {error}") from error
-    return _VALIDATORS[key]
+@lru_cache(maxsize=4096)  # with a bound, since an environment may make up tools for each task
+def _validator(schema: str) -> Any:
+    """The validator of a schema as JSON, cached because building one costs more than most validations."""
+    try:
+        return checked_validator(json.loads(schema))
+    except BadSchemaError as error:
+        raise UnscorableError(f"a tool's parameters are not a JSON Schema: {error}") from error
 
 
 # The graded call reward of ToolRL (Qian et al. 2025, arXiv 2504.13958, section 3.3), scaled to [0, 1]
@@ -237,17 +229,12 @@ def _key_score(call: ToolCall, gold: GoldCall) -> float:
 
 def _value_score(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> int:
     made = call.arguments or {}
-    correct = 0
-    for key, value in gold.arguments.items():
-        if key in made and same(made[key], value, rule):
-            correct += 1
-    return correct
+    return sum(key in made and same(made[key], value, rule) for key, value in gold.arguments.items())
 
 
 # `calls.match`
 
 _CALL = {"type": "object"}
-_NUMBER = {"type": "number", "minimum": 0}
 _LANGUAGES = ("python", *LANGUAGES)
 
 
@@ -275,18 +262,12 @@ class CallsMatch(Leaf):
             "assign": {"enum": ["optimal", "greedy", "reuse"]},
             "credit": {"enum": ["all", "matched", "partial", "toolrl"]},
             "arguments": {"enum": list(ARGUMENTS)},
-            "strings": {"enum": list(NORMALIZERS)},
             "by": BY,
-            "abs": _NUMBER,
-            "rel": _NUMBER,
+            **EQUALITY,
         },
         ("expect",),
     )
-    example: ClassVar[dict[str, Any]] = {
-        "expect": {"$": "/task/gold/calls"},
-        "order": "free",
-        "compare": "superset",
-    }
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/calls"}, "order": "free", "compare": "superset"}
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
@@ -361,16 +342,13 @@ class CallsMatch(Leaf):
                 found = known[i, j] = 1.0 if full(calls[i], gold[j]) else 0.0
             return found
 
-        def part(i: int, j: int) -> float:
-            return rule.part(calls[i], gold[j])
-
         if self.assign == "reuse":
             found = [(next((i for i in range(n) if match(i, j)), n), j) for j in range(m)]
             return [(i, j) for i, j in found if i < n], match
         straight = assign.prefix(match, n, m)
         if self.order == "prefix" or len(straight) == min(n, m):
             return straight, match  # no assignment is better than a full match of the shorter side
-        credit = part if self.credit == "partial" else match
+        credit: Credit = (lambda i, j: rule.part(calls[i], gold[j])) if self.credit == "partial" else match
         if self.order == "ordered":
             return assign.in_order([[credit(i, j) for j in range(m)] for i in range(n)]), credit
         if self.credit == "partial" and self.assign == "optimal":
@@ -380,11 +358,7 @@ class CallsMatch(Leaf):
         if self.assign == "greedy":
             rows = assign.by_name([call.name for call in calls])
             return assign.greedy_pairs(match, [rows.get(call.name, []) for call in gold]), match
-
-        def matches(some: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
-            return [[float(full(call, other)) for other in wanted] for call in some]
-
-        return assign.pair_rest(calls, gold, [], matches), match
+        return assign.pair_rest(calls, gold, [], lambda some, wanted: [[full(a, b) for b in wanted] for a in some]), match
 
 
 def _calls_from_data(value: Json, view: View) -> Sequence[Made]:
@@ -398,13 +372,10 @@ def _calls_from_data(value: Json, view: View) -> Sequence[Made]:
 Credit = Callable[[int, int], float]
 
 
-def _plain(gold: Sequence[GoldCall]) -> bool:
-    return all(call.compare is None for call in gold)
-
-
 def _by_key(rule: CallRule, gold: Sequence[GoldCall]) -> bool:
     """Return True if a full match is plain equality, so that a hash finds it."""
-    return rule.form == "literal" and rule.arguments == "exact" and rule.values.strict and _plain(gold)
+    whole = all(call.compare is None for call in gold)
+    return rule.form == "literal" and rule.arguments == "exact" and rule.values.strict and whole
 
 
 def _best_parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> assign.Pairs:
@@ -417,7 +388,7 @@ def _best_parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRu
     sure = equal_pairs(made, gold, rule.values) if _by_key(rule, gold) else []
 
     def weights(calls: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
-        if len(calls) * len(wanted) < MANY or rule.arguments == "ignore" or not _plain(wanted):
+        if len(calls) * len(wanted) < MANY or rule.arguments == "ignore" or any(other.compare is not None for other in wanted):
             return [[rule.part(call, other) for other in wanted] for call in calls]
         return parts(calls, wanted, rule)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from agentrl.data.trajectory import Json, Message, StopReason, ToolCall, Trajectory, Turn
 from agentrl.reward.call_matching import gold_calls
-from agentrl.reward.leaf import BY, LEAVES, Args, Context, Leaf, Reading, View, need_replay_env, object_schema, or_ref
+from agentrl.reward.leaf import BY, EQUALITY, LEAVES, Args, Context, Leaf, Reading, View, need_replay_env, object_schema, or_ref
 from agentrl.reward.leaves.answer import texts_found, wanted_texts
 from agentrl.reward.replays import FrozenState, Replay, RoundEnd, RoundTurns
 from agentrl.reward.values import (
@@ -25,7 +25,7 @@ from agentrl.reward.values import (
     UnscorableError,
     brief,
     follow,
-    holds,
+    holder,
     leaves_of,
     parse_pointer,
     same,
@@ -62,7 +62,8 @@ def gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
     key = ("gold", by_round, id(gold))
     if key not in view.memo:
         record, rounds = view.trajectory, gold if by_round else [gold]
-        if record.user_calls and any(map(_has_calls_of_the_user, rounds)):
+        calls = (call for part in rounds if isinstance(part, (list, tuple)) for call in part)
+        if record.user_calls and any(isinstance(call, Mapping) and call.get("by") == "user" for call in calls):
             record = replace(record, user_calls=[])  # those of the gold are made in their place
         opening = _answer(record, -1, [message for message in record.messages[: view.course.opening] if message.role == "user"])
         texts = _texts(record, view.course)[: len(rounds)] if by_round else [RoundTexts()]
@@ -76,10 +77,6 @@ def gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
         view.memo[key] = (gold, played)  # with what it is a replay of, so that its id stays its own
     found: Replay = view.memo[key][1]
     return found.end(view.round if by_round else 0)
-
-
-def _has_calls_of_the_user(part: Json) -> bool:
-    return isinstance(part, (list, tuple)) and any(isinstance(call, Mapping) and call.get("by") == "user" for call in part)
 
 
 def _user_side(rounds: Sequence[RoundTexts], repeats: bool) -> list[Any]:
@@ -191,18 +188,12 @@ class StateMatch(Leaf):
                 "credit": {"enum": ["all", "partial"]},
                 "compare": {"enum": ["exact", "superset"]},
                 "ignore": {"type": "array", "items": _POINTER},
-                "strings": {"enum": list(NORMALIZERS)},
-                "abs": {"type": "number", "minimum": 0},
-                "rel": {"type": "number", "minimum": 0},
+                **EQUALITY,
             }
         ),
         "oneOf": [{"required": ["expect"]}, {"required": ["replay"]}],
     }
-    example: ClassVar[dict[str, Any]] = {
-        "expect": {"$": "/task/gold/state"},
-        "by": "fields",
-        "credit": "partial",
-    }
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/state"}, "by": "fields", "credit": "partial"}
     scopes: ClassVar[tuple[str, ...]] = ("episode", "round")
 
     def __init__(self, args: Args, context: Context) -> None:
@@ -290,9 +281,7 @@ class StateAssert(Leaf):
                 "path": _POINTER,
                 **COMPARISON_SCHEMA,
                 "absent": {"enum": [0, None]},
-                "strings": {"enum": list(NORMALIZERS)},
-                "abs": {"type": "number", "minimum": 0},
-                "rel": {"type": "number", "minimum": 0},
+                **EQUALITY,
             },
             ("path",),
         ),
@@ -311,7 +300,7 @@ class StateAssert(Leaf):
             raise UnscorableError("the environment gave no final state")
         found = follow(view.trajectory.state, self.path)
         comparison = {key: args[key] for key in (*COMPARISONS, "exists") if key in args}
-        verdict = holds(found, comparison, self.rule)
+        verdict = holder(comparison, self.rule)(found)
         if verdict is None:
             if args.get("absent") is None:
                 raise UnscorableError(f"path {args['path']!r} resolves to nothing in the state (`absent`: 0 scores that)")

@@ -182,7 +182,7 @@ def questions(scorer: Scorer, max_turns: int) -> Questions:
         if isinstance(node, LeafNode) and node.leaf.kind == "judge" and own_name(str(node.leaf.args["model"])) is None:
             most[node.key] = max(parts, most.get(node.key, 0))
             least[node.key] = max(int(sure), least.get(node.key, 0))
-        for child in node.children():
+        for child in node.children:
             visit(child, parts, sure and not (isinstance(node, GateNode) and child is not node.test))
 
     for top in scorer.tops:
@@ -308,7 +308,7 @@ def _sure(scorer: Scorer) -> Iterator[LeafNode]:
             return
         if isinstance(node, LeafNode) and type(node.leaf).gold_fault is not Leaf.gold_fault:
             yield node
-        for child in [node.test] if isinstance(node, GateNode) else node.children():
+        for child in [node.test] if isinstance(node, GateNode) else node.children:
             yield from visit(child)
 
     for top in tops:
