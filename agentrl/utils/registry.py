@@ -291,7 +291,7 @@ def _name_in(node: ast.AST, symbol: str) -> str | None:
 @lru_cache(maxsize=64)
 def _packaged_entries(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
     """(name, module) of the components in `home` and in contrib; cached, since files do not change while a process runs."""
-    return (*_registering(home, symbol), *(() if home.startswith(CONTRIB) else _registering(CONTRIB, symbol)))
+    return (*(() if home.startswith(CONTRIB) else _registering(home, symbol)), *_registering(CONTRIB, symbol))
 
 
 def _registering(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
