@@ -144,7 +144,7 @@ programs import at once and its tests wait for them, which beside a second Ray i
 
 CLIENTS = [
     "tests/contrib/agents/test_episode.py", "tests/run/test_api_eval.py", "tests/contrib/agents/test_endpoint.py",
-    "tests/engines/test_calls.py", "tests/reward/test_reward_judge.py", "tests/contrib/agents/test_endpoint_protocols.py",
+    "tests/engines/test_calls.py", "tests/contrib/judges/test_api_judge.py", "tests/contrib/agents/test_endpoint_protocols.py",
     "tests/contrib/agents/test_litellm.py", "tests/contrib/users/test_users.py",
 ]  # fmt: skip
 """The files that import litellm, openai's client or anthropic's: 7 s of a core, in the one process that plays them all."""

@@ -17,6 +17,8 @@ from typing import Any
 import gymnasium
 import pytest
 
+from agentrl.contrib.judges.client import Judge
+from agentrl.contrib.judges.leaf import Verdict
 from agentrl.contrib.math_equal import leaf as math_leaf
 from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.suites import benchmarks as inplace
@@ -26,7 +28,6 @@ from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import make_env
 from agentrl.env.spaces import MessagesSpace, ToolCallSpace
 from agentrl.render import litellm_calls
-from agentrl.reward.judge import Judge, Verdict
 from agentrl.utils import child_process as tool_process
 from agentrl.utils import parsing as python_source
 from agentrl.utils import redaction, threads

@@ -23,6 +23,8 @@ from agentrl.config.identity import check_references, without_secrets
 from agentrl.config.load import config_from, load_config
 from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
 from agentrl.contrib.agents.programs import Remote
+from agentrl.contrib.judges.client import Judge, judge_call
+from agentrl.contrib.judges.leaf import VerdictRequest
 from agentrl.contrib.preflight.services import ApiModel, _ask
 from agentrl.contrib.remote_envs.offer import EnvOffer
 from agentrl.contrib.sandboxes.contract import SANDBOXES
@@ -35,7 +37,6 @@ from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
 from agentrl.render.litellm_calls import load_litellm
-from agentrl.reward.judge import Judge, VerdictRequest, judge_call
 from agentrl.rollout.engine import Sampling
 from agentrl.run.folder import RunFolder
 from agentrl.run.trackers import TRACKERS, check_trackers, makers

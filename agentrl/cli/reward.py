@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import sys
@@ -10,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ from agentrl.utils.terminal import say
 if TYPE_CHECKING:
     from agentrl.config.schema import RewardConfig
     from agentrl.data.trajectory import Task, Trajectory
-    from agentrl.reward import Context, Scorer
+    from agentrl.reward import Scorer
     from agentrl.reward.replays import ReplayEnv
+    from agentrl.run.services import RunServices
 
 
 SHOWN = 20
@@ -132,9 +134,8 @@ def run_lint(args: argparse.Namespace) -> int:
             return lint_probes(one, probes, built.order_free)
 
         if args.ask_judge or args.judge_url or args.judge_model:
-            spec = dict(scorer.spec)
-            with options.asking(spec) as scorer_of:
-                findings += lint(scorer_of(spec))
+            with options.asking(dict(scorer.spec)) as asking:
+                findings += lint(asking)
         else:
             findings += whatever_judged(scorer, probes, lint)
     if args.json:
@@ -163,9 +164,7 @@ def run_explain(args: argparse.Namespace) -> int:
     """Print the evidence of one episode."""
     from agentrl.reward.explain import explain_text
 
-    spec = _spec(args.spec)
-    with _options(args).asking(spec) as scorer_of:
-        scorer = scorer_of(spec)
+    with _options(args).asking(_spec(args.spec)) as scorer:
         trajectory, others = _episodes(args.trajectory, args.row, scorer.compares)
         score = scorer.score_group([trajectory, *others])[0] if others else scorer.score(trajectory)
     if args.json:
@@ -277,68 +276,46 @@ def run_leaves(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Options:
-    """Functions and judges that a spec may use, from the command line. Picklable, because worker processes build their own
+    """Functions and services that a spec may use, from the command line. Picklable, because worker processes build their own
     scorer from it."""
 
     env: str | None
     params: tuple[tuple[str, Any], ...]
-    judge_url: str | None
-    judge_cache: str | None
-    judge_calls: int
-    judge_usd: float | None
-    python: tuple[tuple[str, str], ...] = ()
-    judge_models: tuple[tuple[str, str], ...] = ()
+    reward: RewardConfig
 
-    def scorer(self, spec: dict[str, Any], *, alone: bool = False) -> Scorer:
+    def scorer(self, spec: dict[str, Any], *, alone: bool = False, services: RunServices | None = None) -> Scorer:
         """The scorer of a spec, assembled in the same way as for a run. `alone`: to look at it without scoring anything, so what
         it would replay on need not be there."""
         from agentrl.env.catalog import make_scorer
+        from agentrl.reward import compile_spec, make_context
 
         def nowhere(task: Task) -> ReplayEnv:
             raise UserError("a spec that is only looked at replays nothing")
 
-        def through(context: Context) -> Context:
-            return replace(context, replay_env=nowhere) if alone else context
-
-        return make_scorer(spec, self.reward(), None if self.env is None else self.env_ref(), through=through)
-
-    def reward(self) -> RewardConfig:
-        """The config section of a run that may do as much."""
-        from agentrl.config.schema import JudgeConfig, JudgeEngineConfig, RewardConfig
-
-        judge = JudgeConfig(
-            api_base=self.judge_url,
-            cache=self.judge_cache,
-            calls=self.judge_calls,
-            usd=self.judge_usd,
-            engines={name: JudgeEngineConfig(path=model) for name, model in self.judge_models},
-        )
-        return RewardConfig(python=dict(self.python), judge=judge)
+        if alone:
+            return compile_spec(spec, context=make_context(self.reward, replay_env=nowhere))
+        return make_scorer(spec, self.reward, None if self.env is None else self.env_ref(), services=services)
 
     @contextmanager
-    def asking(self, spec: dict[str, Any], beside: Sequence[dict[str, Any]] = ()) -> Iterator[Callable[[dict[str, Any]], Scorer]]:
-        """Makes scorers of the spec whose judges on engines of this process (`--judge-model`) may be asked within the block.
-        Raises UserError for one that is not named, whose model cannot be used, or that neither the spec asks nor one `beside`."""
+    def asking(self, spec: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> Iterator[Scorer]:
+        """The scorer of the spec, whose services may be asked within the block. Raises UserError for one that cannot be asked, or
+        that neither the spec asks nor one of `others`."""
         from agentrl.config import TrainConfig
-        from agentrl.env.catalog import make_scorer
-        from agentrl.run.checks.size_checks import check_judges
-        from agentrl.run.judges import Judges, check_names, own_leaves
+        from agentrl.config.schema import HealthConfig
+        from agentrl.run.services import RunServices, check_services
+        from agentrl.utils.threads import background
 
-        ref, reward = None if self.env is None else self.env_ref(), self.reward()
-        config = TrainConfig(reward=reward)
-        scorers = [self.scorer(one) for one in (spec, *beside)]
-        check_names(scorers[:1], reward.judge.engines, "--judge-model NAME=MODEL")
-        if idle := sorted(set(reward.judge.engines) - {found.name for one in scorers for found in own_leaves(one)}):
-            asked = " or ".join(repr(one.name) for one in scorers)
-            raise UserError(f'--judge-model {idle[0]}=...: no judge leaf of {asked} asks it, with "model": "engine:{idle[0]}"')
-        for note in check_judges(config, {"": scorers[0]}, trains=False):
+        config = TrainConfig(reward=self.reward, health=HealthConfig(preflight=False))
+        scorers = {str(number): self.scorer(one) for number, one in enumerate((spec, *others))}
+        for note in check_services(config, scorers, trains=True):
             say(note, file=sys.stderr)
-        judges = Judges(config)
-        judges.expect(scorers[:1])
+        services, loop = RunServices(config), background().loop
+        scorer = self.scorer(spec, services=services)
         try:
-            yield lambda one: make_scorer(one, reward, ref, through=judges.beside)
+            asyncio.run_coroutine_threadsafe(services.start([scorer]), loop).result()
+            yield scorer
         finally:
-            judges.shut()
+            asyncio.run_coroutine_threadsafe(services.close(), loop).result()
 
     def env_ref(self) -> Any:
         from agentrl.env.catalog import EnvRef, find_env
@@ -349,6 +326,7 @@ class _Options:
 
 
 def _options(args: argparse.Namespace) -> _Options:
+    from agentrl.config.schema import JudgeConfig, JudgeEngineConfig, RewardConfig
     from agentrl.env.catalog import find_env
 
     params = [
@@ -359,11 +337,13 @@ def _options(args: argparse.Namespace) -> _Options:
             args.env = spec if find_env(spec).reward is not None else None
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
-    python = tuple(_pairs(args.python, "--python", "polite=my_rewards:polite"))
     models = tuple(_pairs(args.judge_model, "--judge-model", "strict=Qwen/Qwen3-0.6B"))
     if twice := [name for number, (name, _) in enumerate(models) if name in dict(models[:number])]:
         raise UserError(f"--judge-model {twice[0]}=...: given twice; a judge has one model")
-    return _Options(args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python, models)
+    judge = {"api_base": args.judge_url, "cache": args.judge_cache, "calls": args.judge_calls, "usd": args.judge_usd}
+    engines = {name: JudgeEngineConfig(path=model) for name, model in models}
+    python = dict(_pairs(args.python, "--python", "polite=my_rewards:polite"))
+    return _Options(args.env, tuple(params), RewardConfig(python=python, judge=JudgeConfig(engines=engines, **judge)))
 
 
 def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, str]]:
@@ -417,8 +397,8 @@ def _score_rows(args: argparse.Namespace, name: str, *beside: str) -> list[dict[
     with _progress(str(spec["name"]), total) as done:
         if not options.scorer(spec).asks:  # picklable: worker processes make their own
             return score_file(partial(options.scorer, spec), args.trajectories, args.workers, done)
-        with options.asking(spec, [_spec(other) for other in beside]) as scorer_of:
-            return score_file(partial(scorer_of, spec), args.trajectories, args.workers, done)
+        with options.asking(spec, [_spec(other) for other in beside]) as scorer:
+            return score_file(lambda: scorer, args.trajectories, args.workers, done)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from agentrl.config.schema import Choice, EnvConfig, EvalConfig, RewardConfig, RolloutConfig, SftConfig, Steps, TrainConfig
+from agentrl.config.schema import Choice, EnvConfig, EvalConfig, RolloutConfig, SftConfig, Steps, TrainConfig
 from agentrl.utils.errors import ConfigError, UserError, hint_text
 
 Table = dict[str, Any]
@@ -199,11 +199,6 @@ def as_list(table: Mapping[str, Any]) -> list[Any]:
 
 
 # Models besides the policy
-
-
-def judge_models(reward: RewardConfig) -> dict[str, str]:
-    """By key, the models of the judges on the run's own engines, each with a tokenizer of its own."""
-    return {f"reward.judge.engines.{name}.path": one.path for name, one in reward.judge.engines.items()}
 
 
 def other_models(config: TrainConfig) -> dict[str, str]:

@@ -114,14 +114,8 @@ _ANYWHERE = {
     "rollout.env_timeout": _FAULT,
     "rollout.stall_timeout": _FAULT,
     "rollout.turn_timeout": _FAULT,
-    "reward.judge.api_base": _JUDGE,
-    "reward.judge.cache": _JUDGE,
-    "reward.judge.calls": _JUDGE,
-    "reward.judge.usd": _JUDGE,
-    "reward.judge.usd_per_million": _JUDGE,
-    "reward.judge.concurrency": _JUDGE,
-    "reward.judge.timeout": _JUDGE,
-    "reward.judge.retries": _JUDGE,
+    **{f"reward.judge.{key}": _JUDGE for key in ("api_base", "cache", "calls", "usd", "usd_per_million")},
+    **{f"reward.judge.{key}": _JUDGE for key in ("concurrency", "timeout", "retries")},
     "vllm.replicas": _CAPACITY,
     "vllm.kv_cache_mib": _CAPACITY,
     "engine_args.kv_cache_mib": _CAPACITY,
@@ -271,9 +265,8 @@ def digest_of(value: Any) -> str:
 def cannot_matter(key: str, purpose: Purpose) -> bool:
     """Return True if `key`, or a section that contains it, is listed in CANNOT_MATTER."""
     parts = key.split(".")
-    named = len(_OWN_JUDGE.split("."))
     if key.startswith(f"{_OWN_JUDGE}."):
-        parts[named] = "*"
+        parts[_OWN_JUDGE.count(".") + 1] = "*"
     return any(".".join(parts[:end]) in CANNOT_MATTER[purpose] for end in range(1, len(parts) + 1))
 
 

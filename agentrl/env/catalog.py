@@ -21,7 +21,7 @@ from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
 from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, known_sources, module_folder
 from agentrl.env.tools import Tool, ToolSet
-from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
+from agentrl.reward import Scorer, Services, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, hint_text, place_of, raised_text
 from agentrl.utils.files import read_text, shown_path
@@ -562,15 +562,15 @@ def make_scorer(
     env: EnvRef | None,
     *,
     timeout: float = 120.0,
-    through: Callable[[Context], Context] = lambda context: context,
+    services: Services | None = None,
 ) -> Scorer:
-    """The compiled spec: its judge and its functions as `config` says, its gold replays on new environments of `env`.
+    """The compiled spec: its functions as `config` says, its gold replays on new environments of `env`.
 
-    `timeout` (seconds) limits the scoring of an episode; `through` may wrap the context that the spec calls.
+    `timeout` (seconds) limits the scoring of an episode; `services`: those of the run, by default new ones.
     Raises RewardSpecError for a bad spec, and for one that replays if `env` is None.
     """
-    context = make_context(config, replay_env=None if env is None else lambda task: env.build())
-    return compile_spec(spec, context=through(context), timeout=timeout)
+    context = make_context(config, replay_env=None if env is None else lambda task: env.build(), services=services)
+    return compile_spec(spec, context=context, timeout=timeout)
 
 
 # Gymnasium registration

@@ -1,4 +1,4 @@
-"""Compile a valid spec to a tree, with the functions, judge and replays that a run provides."""
+"""Compile a valid spec to a tree, with the functions, services and replays that a run provides."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 
 from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Json
-from agentrl.reward.judge import Judge
-from agentrl.reward.leaf import LEAVES, SCOPES, Context, Leaf, View
+from agentrl.reward.leaf import LEAVES, SCOPES, Context, Leaf, Services, View
 from agentrl.reward.nodes import GROUP_LEAVES, LINEAR, ConstantNode, GateNode, LeafNode, Mods, Node, OpNode, walk
 from agentrl.reward.replays import MakeEnv
 from agentrl.reward.score import Scorer, success_rule, visible_ids
@@ -28,7 +27,7 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
 
     Raises RewardSpecError with the JSON Pointer of the fault, or of a thing that this run does not provide
     (`context`: a replay environment for replays, functions for the `python` leaf). `timeout`: seconds for one episode's
-    replays and functions (judges have their own timeout); later, scoring raises LateError.
+    replays and functions (services have their own timeout); later, scoring raises LateError.
     """
     valid = load_spec(spec)
     build = _Builder(valid["name"], context or Context())
@@ -40,7 +39,7 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
     build.check_success(valid)
     rule = success_rule(valid, root, metrics)
     success = None if rule is None else build.node(rule.node, "/success", "episode", "success emits nothing")
-    return Scorer(valid, root, metrics, build.blocking, build.context.judge, rule, success, timeout)
+    return Scorer(valid, root, metrics, build.blocking, build.context.services, rule, success, timeout)
 
 
 class _Builder:
@@ -146,8 +145,12 @@ class _Builder:
             self.fail(join(pointer, "args", "by"), "in the scope of a call there is only that call of the policy's")
         try:
             leaf: Leaf = cls(args, self.context)
+            if cls.asks is not None:
+                self.context.services[cls.asks]  # made now, so that its faults are told before an episode
         except ValueError as error:
             self.fail(join(pointer, "args"), str(error))
+        except KeyError:
+            self.fail(pointer, f"{kind} asks {cls.asks!r}, which this run does not provide (in Python: Context.services)")
         # One such leaf sends the whole spec to a thread: a pass over the tree is not divided.
         self.blocking = self.blocking or leaf.blocks()
         return LeafNode(pointer, mods, leaf, _resolver(args, cls.optional))
@@ -202,8 +205,8 @@ def _reader(value: Json, optional: bool = False) -> Callable[[View], Json]:
 # What a run provides
 
 
-def make_context(config: RewardConfig, *, replay_env: MakeEnv | None = None) -> Context:
-    """The Context for `compile_spec`.
+def make_context(config: RewardConfig, *, replay_env: MakeEnv | None = None, services: Services | None = None) -> Context:
+    """The Context for `compile_spec`; `services`: those of the run, by default new ones.
 
     Functions are imported here because the run's own config names them; a spec can never cause an import.
     Raises ConfigError for a name that is not a function.
@@ -212,7 +215,7 @@ def make_context(config: RewardConfig, *, replay_env: MakeEnv | None = None) -> 
     # Whoever gave a function in Python has allowed it; under its own name a config allows it like any other.
     python |= {name: given_object(name, "env.reward").value for name in names()}
     python = {name: as_leaf(made) for name, made in python.items() if callable(made) and not isinstance(made, type)}
-    return Context(replay_env=replay_env, python=python, judge=Judge(config.judge))
+    return Context(replay_env, python, Services(config) if services is None else services)
 
 
 def given_spec(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from itertools import groupby, zip_longest
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward.replays import MakeEnv, Replays
 from agentrl.reward.values import ABSENT, NORMALIZERS, Absent, EpisodeRounds, course_of, follow, parse_pointer
@@ -247,21 +248,44 @@ class Reading(NamedTuple):
     turns: Mapping[int, float] | None = None
 
 
-class PendingError(Exception):
-    """A leaf needs an answer from outside; the scorer gets it and calls the leaf again."""
+class Request(Protocol):
+    """Asks the service of a leaf (`Leaf.asks`) for an answer."""
 
-    def __init__(self, key: str, request: Any) -> None:
+    def assumption(self, best: bool) -> Any:
+        """The answer with the highest value that there may be, or the lowest, if no service is to be asked."""
+
+
+class PendingError(Exception):
+    """A leaf needs an answer from outside; the scorer gets it from the leaf's service and calls the leaf again."""
+
+    def __init__(self, key: str, request: Request) -> None:
         super().__init__(key)
         self.key = key
         self.request = request
 
 
-class JudgeClient(Protocol):
-    """Asks a judge model; `agentrl.reward.judge.Judge` is one. Always answers a Verdict, even on failure."""
+class Client(Protocol):
+    """Answers the requests of leaves, equal keys alike. An answer tells of a failure; a UserError ends the run."""
 
     def ask(self, key: str, request: Any) -> Any: ...
 
     async def aask(self, key: str, request: Any) -> Any: ...
+
+
+SERVICES: Registry[Callable[[RewardConfig], Any]] = Registry("reward.service", "SERVICES", "agentrl.reward", given=1)
+"""Classes that answer leaves, such as judges, by the name in `Leaf.asks` (agentrl.run.services.Service); keys of a config for the
+service NAME are in `reward.NAME`."""
+
+
+class Services(dict[str, Any]):
+    """The services that the leaves of a run ask, each made for the first leaf that asks it."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+
+    def __missing__(self, name: str) -> Client:
+        made: Client = self.setdefault(name, SERVICES.build(name, {}, self._config))
+        return made
 
 
 PythonLeaf = Callable[[View, Json], "float | tuple[float | None, Json] | None"]
@@ -272,13 +296,13 @@ class Context:
     """Services that a spec may use apart from the trajectory; the run's config decides, not the spec.
 
     `replay_env` builds a fresh environment for gold replays of a task; `python` are the functions that
-    the `python` leaf may call, by name; `judge` asks the judge model. `replays` keeps the gold replays of
+    the `python` leaf may call, by name; `services` answer leaves, by `Leaf.asks`. `replays` keeps the gold replays of
     about the last 256 tasks: the members of a group share that of their task.
     """
 
     replay_env: MakeEnv | None = None
     python: Mapping[str, PythonLeaf] = field(default_factory=dict)
-    judge: JudgeClient | None = None
+    services: Mapping[str, Client] = field(default_factory=dict)
     replays: Replays = field(default_factory=Replays, repr=False, compare=False)
 
 
@@ -292,6 +316,8 @@ class Leaf(ABC):
     scopes: ClassVar[tuple[str, ...]] = ("episode", "round", "turn", "call")
     optional: ClassVar[frozenset[str]] = frozenset()
     """Arguments whose reference may lead nowhere, and is null then: what the policy was to make, and did not."""
+    asks: ClassVar[str | None] = None
+    """Name in SERVICES of the service that answers its requests (PendingError)."""
 
     def __init__(self, args: Args, context: Context) -> None:
         """`args` as in the spec, references not yet followed. Raises ValueError for invalid ones."""
@@ -311,6 +337,10 @@ class Leaf(ABC):
     def longest(self) -> tuple[Hashable, float] | None:
         """Seconds that `read` may take by the limits in its arguments, behind a key: leaves of one key take them once. None: of a
         leaf without such limits."""
+        return None
+
+    def lint(self) -> tuple[str, str] | None:
+        """Code and message of a warning about its arguments, for `agentrl reward lint`."""
         return None
 
     def gold_fault(self, args: Args) -> str | None:

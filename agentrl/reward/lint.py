@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, Trajectory
 from agentrl.reward.explain import reasons
-from agentrl.reward.judge import own_name
 from agentrl.reward.nodes import LINEAR, TRUE, GateNode, LeafNode, Node, OpNode, walk
 from agentrl.reward.score import Score, Scorer
 from agentrl.reward.values import evidence_nodes
@@ -203,7 +202,6 @@ _EPS = 1e-9
 SAMPLED = frozenset({"cost.tokens", "cost.seconds", "cost.usd"})
 """Leaves of what only a model's episodes have: scripts sample no tokens and take no time."""
 _IDLE = (("empty", "an empty answer"), ("silent", "doing nothing"))
-_PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +230,9 @@ def lint_spec(scorer: Scorer) -> list[LintFinding]:
     for top in (scorer.root, *scorer.metrics, *stated):
         findings.extend(_top(top, top is scorer.root))
         for node in walk(top):
-            findings += [*_weights(node), *_reach(node), *_mods(node), *_judge(node)]
+            findings += [*_weights(node), *_reach(node), *_mods(node)]
+            if isinstance(node, LeafNode) and (told := node.leaf.lint()) is not None:
+                findings.append(LintFinding("warning", told[0], node.pointer, told[1]))
     return findings
 
 
@@ -299,15 +299,6 @@ def _mods(node: Node) -> Iterator[LintFinding]:
             yield LintFinding("error", "constant-output", node.pointer, message)
 
 
-def _judge(node: Node) -> Iterator[LintFinding]:
-    if not isinstance(node, LeafNode) or node.leaf.kind != "judge":
-        return
-    model = str(node.leaf.args["model"])
-    if own_name(model) is None and not _PINNED.search(model):  # the weights of a run's own are in its config
-        message = f"the model {model!r} names no version, so its verdicts may change over time"
-        yield LintFinding("warning", "unpinned-judge", node.pointer, message)
-
-
 Probes = Mapping[str, Sequence[Trajectory]]
 
 
@@ -334,9 +325,9 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
 
 
 def whatever_judged(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], list[LintFinding]]) -> list[LintFinding]:
-    """Findings of `lint` on probes that hold whatever the judges of a spec say, without a call of them: those that are found if
-    they say the best of every episode, the worst, the best of gold alone, and of all but gold; and the places that were not
-    judged (`not-judged`). Of a spec without judges, the findings."""
+    """Findings of `lint` on probes that hold whatever the services of a spec answer, without a call of them: those that are found
+    if they say the best of every episode, the worst, the best of gold alone, and of all but gold; and the places that were not
+    judged (`not-judged`). Of a spec that asks none, the findings."""
     if not scorer.asks:
         return lint(scorer)
     good = {id(episode) for kind in ("gold", "padded", "shuffled") for episode in probes.get(kind, ())}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json
-from agentrl.reward.leaf import Leaf, PendingError, View, object_schema
+from agentrl.reward.leaf import Leaf, PendingError, Request, View, object_schema
 from agentrl.reward.values import ABSENT, UnscorableError, decider, references
 from agentrl.utils.errors import AgentrlError
 
@@ -22,10 +22,10 @@ TRUE = 1.0 - 1e-9
 
 @dataclass(slots=True)
 class Frame:
-    """One pass over the tree: pending requests, the group's values by node, and the results of leaves, so that
-    the same leaf at another node (success repeats parts of the root) is not read again."""
+    """One pass over the tree: pending requests by key, with the names of their services, the group's values by node, and the
+    results of leaves, so that the same leaf at another node (success repeats parts of the root) is not read again."""
 
-    pending: dict[str, Any] = field(default_factory=dict)
+    pending: dict[str, tuple[str, Request]] = field(default_factory=dict)
     group: Mapping[str, Sequence[float | None]] | None = None
     member: int = 0
     readings: dict[Hashable, Result] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class LeafNode(Node):
         except UnscorableError as error:
             return Result(None, {"unscored": str(error)})
         except PendingError as error:
-            frame.pending[error.key] = error.request
+            frame.pending[error.key] = str(self.leaf.asks), error.request
             return Result(None, {"unscored": "waits for an answer"})
         except Exception as error:
             if type(self.leaf).__module__.startswith("agentrl.") or isinstance(error, AgentrlError):

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.data.trajectory import Json, Trajectory, reward_spots, terminal_reward
-from agentrl.reward.judge import AssumedJudge
-from agentrl.reward.leaf import JudgeClient, View, episode_view
+from agentrl.reward.leaf import Client, View, episode_view
 from agentrl.reward.nodes import LINEAR, TRUE, ConstantNode, Frame, GateNode, GroupNode, LeafNode, Node, OpNode, Result, walk
 from agentrl.reward.values import evidence_nodes, join
 from agentrl.utils.event_loop import within
@@ -253,7 +252,8 @@ class Scorer:
     `tops`: the trees of the reward, the metrics and success. `rule`: decides success (None: nothing in the spec can), compiled as
     `success`. `range`: bounds of its values. `ids`: the ids of its nodes, whose values are in `Score.metrics`; `terms` and
     `measures`: those of the reward tree and those of the spec's `metrics` that have one value for an episode. `compares`: it has
-    group leaves, so use `score_group`. `judged`: the places of its judge leaves; `asks`: it has some.
+    group leaves, so use `score_group`. `judged`: the places of leaves that ask services; `asks`: names
+    of these.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Scorer:
         root: Node,
         metrics: Sequence[Node],
         blocking: bool,
-        judge: JudgeClient | None,
+        services: Mapping[str, Client],
         rule: SuccessRule | None = None,
         success: Node | None = None,
         timeout: float = 120.0,
@@ -278,7 +278,7 @@ class Scorer:
         self._same = rule is not None and rule.derived and rule.node == _without_ids(spec["root"])
         self.range = root.range()
         self._blocking = blocking
-        self._judge = judge
+        self._services = services
         self._assumed: Callable[[Trajectory], bool] | None = None
         self.tops = [root, *self.metrics, *([success] if success is not None else [])]
         nodes = [node for top in self.tops for node in walk(top)]
@@ -288,12 +288,12 @@ class Scorer:
         self.terms = visible_ids([spec["root"], *([stated] if {"use", "op"} & set(stated) else [])])
         self.measures = visible_ids(spec.get("metrics", []))
         self.compares = bool(self._groups)
-        self.judged = [node.pointer for node in nodes if isinstance(node, LeafNode) and node.leaf.kind == "judge"]
-        self.asks = bool(self.judged)
+        asking = [(node.pointer, node.leaf.asks) for node in nodes if isinstance(node, LeafNode) and node.leaf.asks is not None]
+        self.judged, self.asks = [at for at, _ in asking], frozenset(name for _, name in asking)
 
     def assuming(self, best: Callable[[Trajectory], bool]) -> Scorer:
-        """This scorer with a judge that asks no model, and says the best of the episodes for which `best` is true, the worst of
-        the others: what the other leaves decide. Itself if it has no judge."""
+        """This scorer without services, whose answers are assumed to be the best for episodes for which `best` is true, the worst
+        for others: what the other leaves decide. Itself if it asks none."""
         if not self.asks:
             return self
         made = copy.copy(self)
@@ -301,12 +301,12 @@ class Scorer:
         return made
 
     def score(self, trajectory: Trajectory) -> Score:
-        """Score one trajectory. If the spec has a judge, waits for its answer."""
+        """Score one trajectory. If the spec asks a service, waits for its answer."""
         return self._drive(partial(self._pass, trajectory, None, 0), trajectory)
 
     async def ascore(self, trajectory: Trajectory) -> Score:
-        """As `score`, without blocking the event loop: judges are awaited; what replays, calls a user's function, is long or has
-        a slow pattern is scored in a thread."""
+        """As `score`, without blocking the event loop: services are awaited; what replays, calls a user's function, is long or
+        has a slow pattern is scored in a thread."""
         return await self._adrive(partial(self._pass, trajectory, None, 0), trajectory)
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
@@ -342,8 +342,9 @@ class Scorer:
             result, frame = work(answers)
             if not frame.pending:
                 return result
-            client = self._client(trajectory)
-            answers.update({key: client.ask(key, request) for key, request in frame.pending.items()})
+            answers |= self._assume(trajectory, frame) or {
+                key: self._services[name].ask(key, request) for key, (name, request) in frame.pending.items()
+            }
         raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
 
     async def _adrive(self, work: Work[T], trajectory: Trajectory) -> T:
@@ -356,9 +357,10 @@ class Scorer:
             result, frame = await self._pass_over(work, answers, size)
             if not frame.pending:
                 return result
-            client, keys = self._client(trajectory), list(frame.pending)
-            verdicts = await asyncio.gather(*(client.aask(key, frame.pending[key]) for key in keys))
-            answers.update(zip(keys, verdicts, strict=True))
+            if not (found := self._assume(trajectory, frame)):
+                asked = (self._services[name].aask(key, request) for key, (name, request) in frame.pending.items())
+                found = dict(zip(frame.pending, await asyncio.gather(*asked), strict=True))
+            answers |= found
         raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
 
     async def _pass_over(self, work: Work[T], answers: Answers, size: int) -> tuple[T, Frame]:
@@ -370,14 +372,15 @@ class Scorer:
             # Inside the place: waiting for one is not the spec's time.
             return await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
 
-    def _client(self, trajectory: Trajectory) -> JudgeClient:
-        if self._assumed is not None:
-            return AssumedJudge(self._assumed(trajectory))
-        assert self._judge is not None  # only a judge leaf makes requests, and it does not compile without a client
-        return self._judge
+    def _assume(self, trajectory: Trajectory, frame: Frame) -> Answers:
+        """The answers to a pass's requests if services are not to be asked; none if they are."""
+        if self._assumed is None:
+            return {}
+        best = self._assumed(trajectory)
+        return {key: request.assumption(best) for key, (_, request) in frame.pending.items()}
 
     def _pass(self, trajectory: Trajectory, group: GroupValues | None, member: int, answers: Answers) -> tuple[Score, Frame]:
-        # A new one for each pass: the readings of the last one still say that a judge's answer is missing.
+        # A new one for each pass: the readings of the last one still say that an answer is missing.
         frame = Frame(group=group, member=member)
         # Also for an unscored episode: its metrics are unknown (None), not absent.
         names = {node.mods.id: None for node in self.metrics if node.mods.id is not None}

@@ -34,7 +34,7 @@ from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import AGENTS, Agents, LocalPlayer, Player, RunEnv
 from agentrl.run.engine_choice import engine_name, engine_of, make_engine, maker_of
-from agentrl.run.judges import Judges
+from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import (
     load_tokenizer,
     model_config,
@@ -75,7 +75,7 @@ class Assembly:
 
     envs: tuple[RunEnv, ...]
     player: Player
-    judges: Judges
+    services: RunServices
 
     @property
     def policy(self) -> Policy:
@@ -92,14 +92,14 @@ class Assembly:
         await policy.engine.start()
         if policy.writer is not None:
             await policy.writer.engine.start()
-        await self.judges.start()
+        await self.services.start([env.scorer for env in self.envs])
         await self.player.start()
 
     async def close(self) -> None:
         """End who plays, then the engines, the others also if one of them fails."""
         policy = self.policy
         async with AsyncExitStack() as closing:  # from the last to the first
-            closing.push_async_callback(self.judges.close)
+            closing.push_async_callback(self.services.close)
             if policy.writer is not None:
                 closing.push_async_callback(policy.writer.engine.close)
             closing.push_async_callback(policy.engine.close)
@@ -148,15 +148,13 @@ def assemble(
         unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
         engine = connected or make_engine(engine_name(config), path, config, pools, unused(), room)
     policy = make_policy(config, engine, renderer, temperature)
-    envs, judges = [], Judges(config, pools)
+    envs, services = [], RunServices(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):
         with name_entry_in_errors(config, own) as one:
-            scorer, limits = scorer_of(one, spec, judges), Limits.of(one.rollout, inputs.context)
+            scorer, limits = scorer_of(one, spec, services), Limits.of(one.rollout, inputs.context)
             agents = agents_of(one.agent, inputs.tokenizer)
             envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents))
-    if asks:
-        judges.expect(env.scorer for env in envs)
-    return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), judges)
+    return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), services if asks else RunServices(config))
 
 
 def agents_of(agent: AgentConfig | None, tokenizer: Any) -> Agents | None:
@@ -164,14 +162,12 @@ def agents_of(agent: AgentConfig | None, tokenizer: Any) -> Agents | None:
     return None if agent is None else AGENTS[PROGRAM](agent, None if tokenizer is None else tokenizer.decode)
 
 
-def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, judges: Judges | None = None) -> Scorer:
-    """The scorer of the episodes of a config's only environment, by `spec` or else by the spec that the config names. `judges`:
-    the run's own, if it may ask them."""
+def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, services: RunServices | None = None) -> Scorer:
+    """The scorer of the episodes of a config's only environment, by `spec` or else by the spec that the config names. `services`:
+    those of the run."""
     env = EnvRef.of(config)
     spec = spec or find_spec(env, the_env(config.envs).reward)
-
-    through = (lambda context: context) if judges is None else judges.beside
-    return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, through=through)
+    return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, services=services)
 
 
 def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Renderer:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import judge_models, name_entry_in_errors, other_models
+from agentrl.config.envs import name_entry_in_errors, other_models
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
 from agentrl.env.official import Benchmark
+from agentrl.run.services import side_engines
 from agentrl.utils.search_path import source_digest, used_names, value_of
 
 SOURCE = "the source of "
@@ -29,7 +30,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     models = {
         "model.path": _files(config.model.path),
         **{key: _files(path) for key, path in other_models(config).items() if key != "critic.path"},
-        **{key: _files(path) for key, path in judge_models(config.reward).items()},
+        **{f"{one.key}.path": _files(one.config.model.path) for one in side_engines(config)},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     for own in config.envs:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
 from agentrl.config import ClusterConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.config.envs import widest
-from agentrl.config.schema import RewardConfig
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
+from agentrl.run.services import side_engines
 from agentrl.trainer.pretrained import model_context, named_anywhere
 from agentrl.utils.processor import threads_for
 from agentrl.utils.registry import Entry
@@ -86,9 +86,9 @@ def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
     return ENGINES.entry(engine_name(config))
 
 
-def samples_on_ray(engine: Entry[type[EngineMaker]], reward: RewardConfig) -> bool:
-    """Return True if what samples needs Ray: the run's engine, or that of a judge."""
-    entries = [engine, *(ENGINES.entry(one.engine) for one in reward.judge.engines.values())]
+def samples_on_ray(config: TrainConfig) -> bool:
+    """Return True if what samples needs Ray: the run's engine, or one next to it."""
+    entries = [engine_of(config), *(ENGINES.entry(one.config.engine) for one in side_engines(config))]
     return any("ray" in entry.needs for entry in entries)
 
 
@@ -117,9 +117,9 @@ def with_threads(config: TrainConfig, trains: bool = True, samples: bool = True)
     actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
     training = (actors if pool is None else pool.nodes * pool.per_node) if trains else 0
     sampling = 0
-    if samples and config.data is None:  # the processes that compute for the engine and the judges
+    if samples and config.data is None:  # the processes that compute for the engine and those next to it
         engine = maker_of(engine_name(config), config).processes()
-        sampling = len(config.reward.judge.engines) + (1 if engine is None else engine.count * max(engine.gpus, 1))
+        sampling = len(side_engines(config)) + (1 if engine is None else engine.count * max(engine.gpus, 1))
     at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
     nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
     # Processes are spread evenly over nodes, and none has more cores than its node.

@@ -32,7 +32,7 @@ from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import official
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
-from agentrl.run.engine_choice import computation_line, engine_of, samples_on_ray, talks_in_messages, with_threads
+from agentrl.run.engine_choice import computation_line, samples_on_ray, talks_in_messages, with_threads
 from agentrl.run.folder import with_date
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import by_label
@@ -273,7 +273,7 @@ def open_session(config: TrainConfig, temperature: float) -> EvalSession:
     if workers:
         assert config.model.path is not None
         parts = with_workers(config, inputs, parts, config.model.path, temperature=temperature)
-    return EvalSession(parts, workers or samples_on_ray(engine_of(config), config.reward))
+    return EvalSession(parts, workers or samples_on_ray(config))
 
 
 # Rollouts

@@ -156,8 +156,8 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     if config.rollout.max_staleness == 0:
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
         await session.engine.forget()
-        await session.judges.forget()
-    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began) | session.judges.metrics()
+        await session.services.forget()
+    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began) | session.services.metrics()
     await run_log.evaluation(phase, session.collector.ledger.version, result, row)
     return result
 

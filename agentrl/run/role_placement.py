@@ -29,8 +29,7 @@ from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
 from agentrl.config.envs import other_models, trained_envs, widest
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
-from agentrl.run.judges import ROLE as JUDGE
-from agentrl.run.judges import judge_config, judge_maker, judge_processes, place_of
+from agentrl.run.services import SideEngine, side_engines, side_processes
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import varlen_takes_groups
 from agentrl.trainer.language_model import Role
@@ -51,12 +50,12 @@ if TYPE_CHECKING:
 class RunRoles:
     """Roles of a run, with the places that their processes take on the cluster's nodes.
 
-    `engine`: the processes of the run's engine, None for one in the driver; `judges`: those of each judge that has some."""
+    `engine`: the processes of the run's engine, None for one in the driver; `side`: engines of services that have processes."""
 
     def __init__(self, config: TrainConfig, engine: str) -> None:
         self.config, self.cluster, self.engine_name = config, config.cluster, engine
         self.engine = maker_of(engine, config).processes()
-        self.judges = judge_processes(config)
+        self.side = side_processes(config)
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +68,7 @@ class RunRoles:
             "critic": config.critic is not None,
             "reward_model": config.reward_model is not None,
             "teacher": config.algorithm.distillation is not None,
-            JUDGE: bool(self.judges),
+            **{one.role: True for one, _ in self.side},
         }
         return [role for role, used in present.items() if used]
 
@@ -92,10 +91,10 @@ class RunRoles:
             found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block, key)
         if engine is not None and "rollout" not in {*cluster.roles, *self.beside} and has_gpus(cluster, "rollout"):
             found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus, 1, engine.gpus_key)
-        if JUDGE not in cluster.roles and has_gpus(cluster, JUDGE):
-            for name, own in self.judges.items():
-                at = f"reward.judge.engines.{name}."
-                found[place_of(name)] = Unpooled(at + own.count_key, own.count, 0.0, own.gpus, 1, at + own.gpus_key)
+        for one, own in self.side:
+            if one.role not in cluster.roles and has_gpus(cluster, one.role):
+                at, gpus_at = f"{one.key}.{own.count_key}", f"{one.key}.{own.gpus_key}"
+                found[one.name] = Unpooled(at, own.count, 0.0, own.gpus, 1, gpus_at)
         return found
 
     def engines_apart(self) -> str:
@@ -173,12 +172,11 @@ class RunRoles:
             return {role: [one] for role in dict.fromkeys(["actor", "rollout", *self.names])} if is_planned() else {}
         if not (self.with_pool or self.without_pool):
             return {}
-        judges = [place_of(name) for name in self.judges]
-        roles = [*self.names, *judges]
+        roles = [*self.names, *(one.name for one, _ in self.side)]
         own = (self._assign_places if is_planned() else self._reserve_places)(roles)
         # A role without processes of its own uses the actors' processes.
         shared = own.get("actor", [])
-        elsewhere = {"rollout", JUDGE, *judges}
+        elsewhere = {"rollout", *(name for one, _ in self.side for name in (one.role, one.name))}
         return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
 
     def _assign_places(self, roles: Sequence[str]) -> dict[str, list[Location]]:
@@ -357,8 +355,8 @@ class RunMemory:
         # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
         grouped = self.card is not None and self.config.model.dtype != "float32" and varlen_takes_groups()
         roles = RunRoles(self.config, engine_name(self.config)).names if trains else []
-        found = [self._trained_role(role, grouped) for role in roles if role not in ("rollout", JUDGE)]
-        return found + [self._judge(name) for name in self.config.reward.judge.engines]
+        found = [self._trained_role(role, grouped) for role in roles if role in MODULE_OF]
+        return found + [self._side_engine(one) for one in side_engines(self.config)]
 
     def _bytes_for_engine(self, found: list[RolePlacement], card: int | None) -> int | None:
         """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
@@ -387,22 +385,19 @@ class RunMemory:
         memory = engine.memory(module, model, ranks, self._tokens(), optims)
         return RolePlacement(role, device, ranks, memory, rests(config, role))
 
-    def _judge(self, name: str) -> RolePlacement:
-        """A judge on an engine of its own, which always holds its memory."""
-        config = self.config
-        positions = model_context(config.reward.judge.engines[name].path, config.model.trust_remote_code)
-        maker, own = judge_maker(config, name, positions), judge_config(config, name)
-        dtype, processes = own.model.computes_in(self.card is not None), maker.processes()
-        model = shell(own.model)
+    def _side_engine(self, one: SideEngine) -> RolePlacement:
+        """An engine next to the policy's, which always holds its memory."""
+        own, cluster = one.config.model, self.config.cluster
+        maker = one.make(model_context(str(own.path), own.trust_remote_code))
+        dtype, processes = own.computes_in(self.card is not None), maker.processes()
+        model = shell(own)
         taken = maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
         memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
         ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
-        # A pool is all judges'; without one each that has processes has places of its own.
-        device = _device(config.cluster, JUDGE) if processes is None or JUDGE in config.cluster.roles else place_of(name)
-        lower = f"reward.judge.engines.{name}.concurrency = {own.rollout.max_episodes}"
-        if processes is not None and taken is not None:
-            lower = f"reward.judge.engines.{name}.{taken.lower}"
-        return RolePlacement(place_of(name), device, ranks, memory, False, lower)
+        # A pool is of all with the role; without one each that has processes has places of its own.
+        device = _device(cluster, one.role) if processes is None or one.role in cluster.roles else one.name
+        lower = one.lower if processes is None or taken is None else taken.lower
+        return RolePlacement(one.name, device, ranks, memory, False, f"{one.key}.{lower}")
 
     def _tokens(self) -> int:
         """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
@@ -457,7 +452,7 @@ class RunMemory:
 
 def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
     """Bytes of this process's GPU that the run's other roles leave to its engine; None if the engine does not ask, or there is no
-    GPU. `trains`: whether the run has more roles than its engine and judges.
+    GPU. `trains`: whether the run has more roles than its engines.
 
     Raises UserError as `RunMemory.roles`."""
     if "kv_cache_mib" in config.engine_args or (card := card_of_engine(engine_of(config).traits, None)) is None:

@@ -116,7 +116,7 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: 
         **update,
         **collector.metrics(),
         **session.player.metrics(),
-        **session.judges.metrics(),
+        **session.services.metrics(),
         **{f"groups/{state}": count for state, count in collector.ledger.counts().items()},
         "throughput/trained_tokens_per_s": None if trained is None else trained / max(laps["update_s"], 1e-9),
         **{f"time/{name}": seconds for name, seconds in laps.items()},

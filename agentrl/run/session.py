@@ -34,11 +34,11 @@ from agentrl.run.assembly import assemble, longest_row, read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import engine_name as name_of_engine
-from agentrl.run.engine_choice import engine_of, samples_on_ray, with_threads
+from agentrl.run.engine_choice import samples_on_ray, with_threads
 from agentrl.run.folder import DRIVER, RunFolder, lines
-from agentrl.run.judges import Judges, place_of
 from agentrl.run.role_placement import RunRoles, engine_room, start_actors
 from agentrl.run.rollout_workers import with_workers
+from agentrl.run.services import RunServices, side_engines
 from agentrl.run.trackers import SPANS, TRACING, StepTracing, TrackedRun
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_model, seal
@@ -321,7 +321,7 @@ class Session:
     watchdog: LoopWatchdog
     callbacks: Callbacks
     tracing: StepTracing | None
-    judges: Judges
+    services: RunServices
     opened: AsyncExitStack
     sft_threads: int | None = None
     """Threads per training process while the engine rests; None: as in an update."""
@@ -342,7 +342,7 @@ class Session:
     async def publish(self) -> None:
         """Publish the actors' weights to the engine, with the group ledger's version."""
         await self.collector.exchange(self.publisher.send)
-        await self.judges.forget()
+        await self.services.forget()
 
     async def rest(self) -> None:
         """Free the engine's memory until the next `publish`, during an update in which no episode runs."""
@@ -390,7 +390,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         with display.doing("making the model"):
             path = model_folder(config.seed, config.model, folder)
         engine_name = name_of_engine(config)
-        if config.cluster.backend == "ray" or samples_on_ray(engine_of(config), config.reward):
+        if config.cluster.backend == "ray" or samples_on_ray(config):
             with display.doing("starting Ray"):
                 if start_ray(config.cluster):
                     opened.callback(stop_ray)
@@ -419,8 +419,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
         if rests(config, "actor"):
             await actors.arun(Actor.offload)
-        judged = f" and {', '.join(map(place_of, parts.judges.names))}" if parts.judges.names else ""
-        with display.doing(f"starting the engine ({engine_name}){judged}", parts.starting):
+        others = "".join(f", {one.name}" for one in side_engines(config))
+        with display.doing(f"starting the engine ({engine_name}){others}", parts.starting):
             await parts.start()
 
         asked = config.algorithm.demonstrations
@@ -475,7 +475,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             watchdog,
             watching,
             tracing,
-            parts.judges,
+            parts.services,
             opened.pop_all(),
             None if sft_threads == "auto" else sft_threads,
             demonstrations,

@@ -63,7 +63,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             success = found.success
             seconds = time.monotonic() - began
             row = evaluation_row(found, kinds_of(session.envs), seconds)
-            run_log.row("gate", step, row | session.judges.metrics())
+            run_log.row("gate", step, row | session.services.metrics())
             if not shut:
                 break
     if interrupt.requested:

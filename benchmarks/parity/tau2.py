@@ -23,11 +23,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.contrib.judges.client import Judge
+from agentrl.contrib.judges.leaf import Verdict, VerdictRequest
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.env.users import ScriptedUser
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.judge import Judge, Verdict, VerdictRequest
 
 DOMAINS = ("mock", "airline", "retail", "telecom")
 CHECKER = Path(__file__).with_name("tau2_checker.py")
@@ -165,7 +166,7 @@ class Here:
         ref = EnvRef("tau2", {"source": source, "domain": domain, "full": full})
         self.env: Any = ref.build(scorer=None)
         self.judge = FixedJudge()
-        context = Context(replay_env=lambda task: ref.build(scorer=None), judge=self.judge)
+        context = Context(replay_env=lambda task: ref.build(scorer=None), services={"judge": self.judge})
         self.scorer = compile_spec(find_spec(ref, "tau2"), context=context)
 
     def tasks(self) -> list[Task]:

@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.cli import reward as command
 from agentrl.cli.main import build_parser
+from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Context, compile_spec, load_spec
@@ -78,7 +79,7 @@ def test_lint_of_a_success_node(success, code):
 def test_lint_of_an_unpinned_judge():
     def codes(model):
         node = leaf("judge", {"model": model, "prompt": "{answer}"})
-        return [item.code for item in lint_spec(command._Options(None, (), None, None, 1, None).scorer(spec(node)))]
+        return [item.code for item in lint_spec(command._Options(None, (), RewardConfig()).scorer(spec(node)))]
 
     assert codes("openai/gpt-4o") == ["unpinned-judge"]
     assert codes("openai/gpt-4o-2024-08-06") == []
@@ -86,7 +87,7 @@ def test_lint_of_an_unpinned_judge():
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHELF.glob("*.json") if path.stem != "schema"))
 def test_the_shelf_is_clean(name):
-    options = command._Options(KEY_VALUE, (), None, None, 1, None)
+    options = command._Options(KEY_VALUE, (), RewardConfig())
     assert lint_spec(options.scorer(load_spec(SHELF / f"{name}.json"))) == []
 
 

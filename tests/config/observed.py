@@ -338,7 +338,7 @@ class Course:
                 )
             ],
             player=SimpleNamespace(metrics=dict),
-            judges=SimpleNamespace(metrics=dict, forget=unheard),
+            services=SimpleNamespace(metrics=dict, forget=unheard),
             engine=SimpleNamespace(forget=self.waited("forget", None)),
             display=Display(Console(quiet=True)),
             collector=SimpleNamespace(

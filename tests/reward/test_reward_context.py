@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.schema import JudgeConfig, RewardConfig
+from agentrl.config.schema import RewardConfig
 from agentrl.reward import compile_spec, make_context
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests.reward.reward_episodes import Counter, episode, gold, leaf, spec
@@ -38,18 +38,6 @@ def test_a_python_leaf_runs_only_where_the_config_allows_it_by_name(module):
 def test_a_function_that_is_not_there(module, target):
     with pytest.raises(ConfigError, match=r"reward\.python\.f"):
         make_context(RewardConfig(python={"f": target}))
-
-
-def test_every_judge_key_reaches_the_judge():
-    changed = {
-        "api_base": "http://127.0.0.1:1/v1", "args": {"seed": 1}, "cache": "verdicts", "calls": 7, "usd": 0.5,
-        "usd_per_million": (1.0, 2.0),
-        "concurrency": 3, "timeout": 9.0, "retries": 1,
-    }  # fmt: skip
-    assert set(changed) == set(JudgeConfig.model_fields) - {"engines"}  # who these are: tests/run/test_own_judge.py
-    judge = make_context(RewardConfig(judge=JudgeConfig(**changed))).judge
-    assert {name: getattr(judge.settings, name) for name in changed} == changed
-    assert (judge.cache.folder, judge.budget.limit_calls, judge.budget.limit_usd) == (Path("verdicts"), 7, 0.5)
 
 
 def test_the_replay_environment_of_the_run_is_used_for_replays():

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 Answer = dict[str, Any] | str | None
 """A message, its text, or None: the socket is closed without an answer. {"status": 429, "headers": {...}, "sleep": s}
-is an error."""
+is an error, {"raw": "text"} a body that is no answer."""
 
 
 class LoopbackServer:
@@ -68,10 +68,12 @@ class Loopback(LoopbackServer):
             status, headers = answer["status"], answer.get("headers", {})
             time.sleep(answer.get("sleep", 0.0))
             reply: dict[str, Any] = {"error": {"message": answer.get("message", "not now"), "type": "x", "code": status}}
+        elif isinstance(answer, dict) and "raw" in answer:
+            reply = answer
         else:
             message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
             reply = completion(message, body, self.usage)
-        data = json.dumps(reply).encode()
+        data = str(reply.get("raw", json.dumps(reply))).encode()
         try:
             handler.send_response(status)
             for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():

@@ -6,17 +6,19 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from agentrl.config import RolloutConfig
+from agentrl.config.schema import RewardConfig
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
-from agentrl.reward import Scorer, compile_spec, load_spec
+from agentrl.reward import Context, Scorer, Services, compile_spec, load_spec
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, Generation, Sampling, Usage
@@ -37,6 +39,7 @@ from agentrl.utils.errors import ModelError, RenderError, WorkerDiedError, Worke
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine
 from tests.rollout.in_process import Make, pool_in_process
+from tests.run.test_services import MARKED, plant
 
 ENV = EnvRef("key_value")
 CONFIG = RolloutConfig(groups=2, group_size=3, max_turns=3, retries=1, stall_timeout=20.0)
@@ -267,40 +270,26 @@ async def test_workers_come_and_leave_while_episodes_run(renderer: Renderer) -> 
     assert owners == {"worker 0", "worker 1"}
 
 
-async def test_judges_are_asked_in_the_driver_alone(renderer: Renderer) -> None:
+async def test_services_are_asked_in_the_driver_alone(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their budget is the run's: one count, not one for each worker."""
-    from agentrl.reward import Context
-    from agentrl.reward.judge import Verdict
-
-    asked: list[str] = []
-
-    class Client:
-        def __init__(self, where: str) -> None:
-            self.where = where
-
-        async def aask(self, key: str, request: Any) -> Verdict:
-            asked.append(self.where)
-            return Verdict({"score": 0.75, "reason": "good"})
-
-        def ask(self, key: str, request: Any) -> Verdict:
-            raise AssertionError
-
-    spec = {
-        "agentrl_reward": 1,
-        "name": "judged",
-        "root": {"use": "judge", "args": {"model": "openai/x-2025-01-01", "prompt": "good?"}},
-    }
+    plant(tmp_path, monkeypatch)
     places = iter(["driver", "worker", "worker"])
+    made: list[Any] = []
 
     def scorer() -> Scorer:
-        return compile_spec(spec, context=Context(judge=Client(next(places))))  # type: ignore[arg-type]
+        services = Services(RewardConfig())
+        made.append(services["planted"])
+        made[-1].name = next(places)
+        return compile_spec(MARKED, context=Context(services=services))
 
     engine = SeededEngine(renderer.stop_token_ids[0])
     pool, _ = pool_in_process(engine, envs(renderer, scorer=scorer), 2)
     await pool.start()
     trajectory = await pool.play(Job(ENV.id, EpisodeSpec(3, "train", 77, 0, "g0.m0.a0")), Watch())
     await pool.close()
-    assert asked == ["driver"] and trajectory.reward == 0.75
+    assert [name for one in made for name in one.course] == ["driver"] and trajectory.reward == 0.75
     assert json.loads("".join(lines([trajectory])))["reward"] == 0.75
 
 

@@ -29,7 +29,7 @@ from agentrl.run.display import Display
 from agentrl.run.engine_choice import engine_name, maker_of
 from agentrl.run.evaluate import RolloutRequest, run_rollout
 from agentrl.trainer.pretrained import init_model, load_tokenizer
-from agentrl.utils.errors import ConfigError, EngineError, ResourceError
+from agentrl.utils.errors import ConfigError, EngineError
 from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.rollout.loopback import Loopback, solve
@@ -301,43 +301,6 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(
 # -- asked once before a run -------------------------------------------------------------------------
 
 MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{transcript}"}}
-
-
-def test_a_judge_without_a_key_is_refused_by_the_variable_and_asks_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY")
-    with Loopback(lambda body, number: "ready") as server:
-        config = with_spec(tmp_path, MARK, reward={"judge": {"api_base": server.url}})
-        for free in (False, True):
-            with pytest.raises(ConfigError, match=r"the judge of reward spec 'mine' \(openai/j-2026-01-01\).*OPENAI_API_KEY"):
-                preflight(config, free)
-        assert server.requests == []
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind", "says"),
-    [
-        ({"status": 401}, ConfigError, r"refuses the key \(environment variable OPENAI_API_KEY\)"),
-        ({"status": 404}, ConfigError, "has no such model"),
-        (None, ResourceError, r"\(reward\.judge\.api_base\) does not answer within 5 s"),
-        ({"status": 503}, None, ""),
-        ({"status": 429}, None, ""),
-        ("ready", None, ""),
-    ],
-)
-def test_a_judge_is_asked_once_for_a_few_tokens(tmp_path: Path, answer: Any, kind: type[Exception] | None, says: str) -> None:
-    """An outage of the moment is no reason: the run has retries for that."""
-    with Loopback(lambda body, number: answer) as server:
-        config = with_spec(tmp_path, MARK, reward={"judge": {"api_base": server.url}})
-        preflight(config, free=True)
-        assert server.requests == []
-        if kind is None:
-            preflight(config)
-        else:
-            with pytest.raises(kind, match=says):
-                preflight(config)
-        assert [body["max_tokens"] for body in server.requests] == [512]  # as many as a verdict may have
 
 
 def test_one_model_of_several_environments_is_asked_once_and_each_other_too(tmp_path: Path) -> None:

@@ -16,12 +16,9 @@ from agentrl.config.schema import ApiConfig
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message
 from agentrl.engines.api_models import LiteLlmEngine
-from agentrl.reward.judge import Judge, VerdictRequest
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import ConfigError, EnvError
-from tests.contrib.preflight.preflighted import preflight
 from tests.rollout.loopback import Loopback, LoopbackServer, solve
-from tests.run.own_spec import with_spec
 
 TASKS = ["env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
 MODEL = "openai/gpt-5-mini"
@@ -249,40 +246,6 @@ async def test_signatures_go_back_to_a_provider_whose_form_is_another() -> None:
 
 
 # -- judges and users --------------------------------------------------------------------------------
-
-MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{transcript}", "max_tokens": 50}}
-
-
-def test_a_judge_has_arguments_too_and_is_asked_with_them_before_a_run(tmp_path: Path) -> None:
-    with Strict(lambda body, number: '{"score": 1, "reason": "r"}') as server:
-        judge: dict[str, Any] = {"api_base": server.url}
-        with pytest.raises(ConfigError, match=r"temperature = 0 is refused; set reward\.judge\.args\.additional_drop_params"):
-            preflight(with_spec(tmp_path, MARK, reward={"judge": judge}))
-        judge["args"] = {"additional_drop_params": ["temperature"], "reasoning_effort": "low"}
-        config = with_spec(tmp_path, MARK, reward={"judge": judge})
-        server.requests.clear()
-        preflight(config)
-        asking = Judge(config.reward.judge)
-        schema = {"type": "object", "required": ["score"], "properties": {"score": {"type": "number"}}}
-        request = VerdictRequest("openai/j-2026-01-01", ({"role": "user", "content": "q"},), schema, 50)
-        assert asking.ask(request.key(), request).value == {"score": 1, "reason": "r"}
-        before, during = server.requests
-    assert before["reasoning_effort"] == during["reasoning_effort"] == "low" and "temperature" not in during
-    assert before.keys() == during.keys() and before["max_tokens"] == 50
-
-
-def test_verdicts_are_kept_by_the_arguments(tmp_path: Path) -> None:
-    schema = {"type": "object"}
-    request = VerdictRequest("openai/j", ({"role": "user", "content": "q"},), schema, 50)
-    with Loopback(lambda body, number: json.dumps({"score": number})) as server:
-
-        def ask(**args: Any) -> Any:
-            table = {"env": {"id": "key_value"}, "reward": {"judge": {"api_base": server.url, "cache": "kept", "args": args}}}
-            return Judge(config_from(table, []).reward.judge).ask(request.key(), request).value
-
-        assert [ask(), ask(reasoning_effort="low"), ask(), ask(reasoning_effort="low"), ask(reasoning_effort="high")] == [
-            {"score": 0}, {"score": 1}, {"score": 0}, {"score": 1}, {"score": 2}
-        ]  # fmt: skip
 
 
 async def test_a_user_with_reasoning_hears_its_own_messages_again() -> None:

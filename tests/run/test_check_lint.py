@@ -77,7 +77,7 @@ def test_what_is_suspicious_is_said_and_not_refused(tmp_path: Path) -> None:
 
 def test_a_spec_with_a_judge_is_tried_on_what_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said holds if the judge says the best of everything and if it says the worst; it is not asked."""
-    monkeypatch.setattr("agentrl.reward.judge.Judge.ask", lambda *_: pytest.fail("a judge was asked"))
+    monkeypatch.setattr("agentrl.contrib.judges.client.Judge.ask", lambda *_: pytest.fail("a judge was asked"))
     judged = "not judged, since that would call a model; what else is said holds in any case"
     assert notes(with_spec(tmp_path, {"op": "all", "of": [RIGHT, MARK]})) == [f"reward spec 'mine' at /root/of/1: {judged}"]
     with pytest.raises(ConfigError, match=r"'mine': the gold solution of task .* is not a success"):

@@ -14,7 +14,7 @@ from agentrl.reward import Scorer
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config, check_eval
 from agentrl.run.checks.model_checks import check_prompts, longest_prompt
-from agentrl.run.checks.reward_checks import Questions, check_judge, check_success, questions
+from agentrl.run.checks.reward_checks import check_success
 from agentrl.utils.errors import ConfigError
 from tests.run.own_spec import RIGHT, with_spec
 
@@ -140,66 +140,6 @@ def test_the_best_by_reward_needs_a_reward_of_single_episodes(tmp_path: Path) ->
     check_success(*parts(made(tmp_path, root)))
     with pytest.raises(ConfigError, match=r"checkpoint\.best.*compares the members"):
         check_success(*parts(made(tmp_path, root, checkpoint={"best": "reward"})))
-
-
-@pytest.mark.parametrize(("root", "expected"), [
-    (MARK, Questions(1, 1)),
-    ({"op": "mean", "of": [MARK, MARK, {**MARK, "args": {**MARK["args"], "prompt": "or: {answer}"}}]}, Questions(2, 2)),
-    ({"op": "gate", "if": RIGHT, "then": MARK, "else": 0}, Questions(0, 1)),
-    ({"op": "gate", "if": MARK, "then": RIGHT, "else": 0}, Questions(1, 1)),
-    ({**MARK, "scope": "turn"}, Questions(1, 7)),
-    ({**MARK, "when": {"$": "/episode/turns", "gt": 1}}, Questions(0, 1)),
-])  # fmt: skip
-def test_how_often_an_episode_asks(tmp_path: Path, root: dict[str, Any], expected: Questions) -> None:
-    assert questions(parts(made(tmp_path, root))[2], 7) == expected
-
-
-def test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    """128 episodes a step; the evaluation before takes 16 of the 10,000 calls: 9,984 / 128 = 78 steps."""
-    sections: dict[str, Any] = {"steps": 200, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 16, "every": 0}}
-    config, _, scorer = parts(made(tmp_path, MARK, **sections))
-    with pytest.raises(ConfigError) as caught:
-        check_judge(config, {"key_value": scorer})
-    for part in ("reward.judge.calls: 10000", "25632 times", "200 steps x 128 + 2 evaluations x 16", "at about step 78",
-                 "reward.judge.calls=25632"):  # fmt: skip
-        assert part in str(caught.value), part
-    enough, _, scorer = parts(made(tmp_path, MARK, reward={"judge": {"calls": 25632}}, **sections))
-    check_judge(enough, {"key_value": scorer})
-
-
-def test_a_budget_that_may_end_before_the_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gated = {"op": "gate", "if": RIGHT, "then": MARK, "else": 0}
-    sections: dict[str, Any] = {"steps": 100, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 10, "every": 10}}
-    with caplog.at_level(logging.WARNING, logger="agentrl"):
-        config, _, scorer = parts(made(tmp_path, gated, **sections))
-        check_judge(config, {"key_value": scorer})
-    assert "up to 12910 (100 steps x 128 + 11 evaluations x 10" in caplog.text
-
-
-def test_of_several_environments_the_budget_is_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One asks once an episode, the other never: 10 steps x 16 episodes of training may all be of either, and the 2 evaluations
-    ask about 8 tasks."""
-    config, _, scorer = parts(
-        made(tmp_path, MARK, steps=10, rollout={"groups": 4, "group_size": 4}, eval={"tasks": 8, "every": 0})
-    )
-    _, _, silent = parts(made(tmp_path, RIGHT))
-
-    def checked(calls: int, weight: float = 1.0) -> None:
-        envs = [
-            {"id": "key_value", "name": "asks", "eval": {"tasks": 8}},
-            {"id": "key_value", "name": "silent", "weight": weight},
-        ]
-        table = {**config.model_dump(), "env": envs, "reward": {"judge": {"calls": calls}}}
-        check_judge(TrainConfig.model_validate(table), {"asks": scorer, "silent": silent})
-
-    with pytest.raises(ConfigError, match=r"15 calls .* at least 16 times \(10 steps x 0 \+ 2 evaluations x 8\). .*calls=176"):
-        checked(15)
-    with caplog.at_level(logging.WARNING, logger="agentrl"):
-        checked(16)
-    assert "16 calls may not be enough: up to 176" in caplog.text
-    with pytest.raises(ConfigError, match=r"16 calls are not enough.* at least 176 times"):
-        checked(16, weight=0.0)  # all training is of the one that asks
-    checked(176, weight=0.0)
 
 
 OPENING = """

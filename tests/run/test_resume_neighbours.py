@@ -14,11 +14,11 @@ import pytest
 
 from agentrl.config import load_config
 from tests.conftest import proof
+from tests.contrib.judges.judge_models import build
 from tests.contrib.remote_envs.served import VARIABLE, served
 from tests.e2e.inside import episodes, updates
 from tests.run import damage
 from tests.run.broken_off import TINY, WAYS, assert_same, begun, broken_and_resumed, command, in_process
-from tests.run.judge_models import build
 
 STEPS, AT = 6, 3
 ROOT = Path(__file__).parents[2]

@@ -1,38 +1,30 @@
 """Preflight: what a run only calls later is called once before it, so that a dead server or a missing key is an error now.
 
 Every MCP server is started and lists its tools; every model behind an API is asked for a word, without retries, with the very
-parameters that the run's calls have: the policy,
-the writer of summaries, judges (of a benchmark, if one of its tasks asks them), and those that play users, as far as the
-environment names them (`ToolEnv.user_models`)."""
+parameters that the run's calls have: the policy, the writer of summaries, those of services of rewards (run/services.py), and
+those that play users, as far as the environment names them (`ToolEnv.user_models`)."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import is_planned
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each, entry_name, one_temperature
-from agentrl.config.schema import AgentConfig, Choice, McpServerConfig
-from agentrl.data.trajectory import Json, Task
+from agentrl.config.schema import AgentConfig, McpServerConfig
+from agentrl.data.trajectory import Json
 from agentrl.engines.makers import api_name, is_script
 from agentrl.env.catalog import EnvRef
-from agentrl.env.official import WHOLE
 from agentrl.env.spaces import run_sync
 from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
-from agentrl.reward import Scorer
-from agentrl.reward.judge import JudgeLeaf, VerdictRequest, judge_call, own_name
-from agentrl.reward.nodes import LeafNode, Node
-from agentrl.reward.values import decider, follow, parse_pointer, references
 from agentrl.rollout.engine import Sampling
-from agentrl.rollout.samplers import make_sampler
 from agentrl.run.checks import RUN_CHECKS, Purpose, RunStart
-from agentrl.run.digests import suite_env
+from agentrl.run.services import QUESTION, ApiModel, asked_by_services
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError
 from agentrl.utils.parsing import json_text
 
@@ -42,26 +34,6 @@ if TYPE_CHECKING:
 
 ANSWER_S = 20.0
 """Seconds in which each server and model must answer."""
-QUESTION = {"role": "user", "content": "Answer with the word: ready"}
-
-
-@dataclass(frozen=True, slots=True)
-class ApiModel:
-    """A model behind an API: the config key that names it, that of its address, `base`, and the request that the run will make,
-    but for what it asks. `args`: the key of the arguments that are `given`; `set_by`: that of other parameters of the request."""
-
-    key: str
-    base_key: str
-    base: str | None
-    request: Mapping[str, Any]
-    args: str = "api.args"
-    given: Collection[str] = ()
-    set_by: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def model(self) -> str:
-        """Its name in litellm's form."""
-        return str(self.request["model"])
 
 
 @RUN_CHECKS.register("services")
@@ -71,7 +43,7 @@ def check_services(start: RunStart) -> list[str]:
     address that does not answer. In a plan nothing is asked that costs money, so of an API only its key.
 
     Reads: health, env, tools, agent, rollout.summary_model, rollout.max_turn_tokens, rollout.temperature, rollout.top_p,
-    eval.temperature, reward.judge, api, model.path.
+    eval.temperature, reward, api, model.path.
     """
     config = start.config
     if not config.health.preflight:
@@ -96,29 +68,15 @@ def check_services(start: RunStart) -> list[str]:
 
 
 def api_models(start: RunStart) -> Iterator[ApiModel]:
-    """The models behind an API that a run asks: its judges, the writer of its summaries, those that play users, and the policy if
-    it is one."""
+    """The models behind an API that a run asks: those of services, the writer of its summaries, those that play users, and the
+    policy if it is one."""
     config = start.config
     for one in each(config):
         yield from _policies(one, start.purpose)
     if not is_script(config.model.path):  # its user is scripted too
         for one in each(config):
             yield from _users(one.envs[0].called, EnvRef.of(one))
-    judge = config.reward.judge
-    for one in each(config):
-        scorer = start.scorers[one.envs[0].called]
-        tasks = _all_tasks(EnvRef.of(one), one.rollout.sampler) if scorer.asks else None
-        for leaf in _judges(scorer, tasks):
-            verdict = VerdictRequest(str(leaf.args["model"]), (QUESTION,), leaf.verdict_schema, leaf.max_tokens)
-            yield ApiModel(
-                f"the judge of reward spec {scorer.name!r}",
-                "reward.judge.api_base",
-                judge.api_base,
-                judge_call(judge, verdict),
-                "reward.judge.args",
-                judge.args,
-                {"temperature": "reward.judge.args.temperature"},
-            )
+    yield from asked_by_services(config, start.scorers)
 
 
 def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:
@@ -155,41 +113,6 @@ def _users(called: str, ref: EnvRef) -> Iterator[ApiModel]:
         for user in built.user_models():
             base, request = user.options.get("api_base"), {**user.request([QUESTION]), **ONCE}
             yield ApiModel(key, "its api_base", base, request, "the options of its model", user.options, own)
-
-
-def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLeaf]:
-    """The spec's judges behind an API; if `tasks` are all that there are, those that one of them asks by its `when`."""
-
-    def visit(node: Node, whens: Sequence[Mapping[str, Json]]) -> Iterator[JudgeLeaf]:
-        whens = whens if node.mods.when is None else [*whens, node.mods.when]
-        if (
-            isinstance(node, LeafNode)
-            and isinstance(node.leaf, JudgeLeaf)
-            and (tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks))
-        ):
-            yield node.leaf
-        for child in node.children:
-            yield from visit(child, whens)
-
-    found = (leaf for top in scorer.tops for leaf in visit(top, []))
-    return [leaf for leaf in found if own_name(str(leaf.args["model"])) is None]
-
-
-def _may_hold(when: Mapping[str, Json], task: Task) -> bool:
-    """Return True if a `when` can be true in an episode of a task: also if it reads more than the task."""
-    places = [parse_pointer(str(ref["$"])) for _, ref in references(when)]
-    if any(place[:2] not in (("task", "data"), ("task", "gold")) for place in places):
-        return True
-    document = {"task": {"data": task.data, "gold": task.gold}}
-    return decider(when)(lambda ref: follow(document, parse_pointer(str(ref["$"])))) is not False
-
-
-def _all_tasks(ref: EnvRef, sampler: Choice) -> Sequence[Task] | None:
-    """Every task of an environment that is a suite; None of another, or if its parameters change in the run."""
-    suite = suite_env(ref)
-    if suite is None or any(make_sampler(sampler).variants()):
-        return None
-    return [suite.make_task(seed, WHOLE) for seed in range(suite.task_count(WHOLE))]
 
 
 # -- MCP servers -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from agentrl.run.checks.env_checks import (
     suite_notes,
 )
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
-from agentrl.run.checks.reward_checks import check_decided, check_gold, check_judge, check_lint, check_success
+from agentrl.run.checks.reward_checks import check_decided, check_gold, check_lint, check_success
 from agentrl.run.checks.rollout_checks import (
     check_assembly,
     check_engine,
@@ -39,12 +39,12 @@ from agentrl.run.checks.size_checks import (
     check_cache,
     check_capacity,
     check_heads,
-    check_judges,
     check_placement,
     check_sizes,
     check_workers,
 )
 from agentrl.run.engine_choice import engine_name
+from agentrl.run.services import check_services
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
 from agentrl.trainer.families import packing_of
@@ -155,8 +155,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     check_cache(config)
     check_placement(config, engine)
     check_workers(config, True)
-    check_judge(config, scorers)
-    notes = check_judges(config, scorers, True, planned)
+    notes = check_services(config, scorers, trains=True, planned=planned)
     notes += run_checks(RunStart(config, scorers, planned=planned))
     notes += suite_notes(config)
     for env in config.envs:
@@ -187,5 +186,5 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
             check_decided(scorers[env.called])
             check_prompts(one, engine_name(config), ref)
     check_heads(config, engine_name(config))
-    check_judges(config, scorers, False)
+    check_services(config, scorers, trains=False)
     run_checks(RunStart(config, scorers, purpose))

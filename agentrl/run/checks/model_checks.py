@@ -77,9 +77,8 @@ def check_other_models(config: TrainConfig, planned: bool = False) -> None:
                 _check_ids(config.model, path)
 
 
-def check_judge_model(engine: str, model: ModelConfig, key: str, planned: bool = False) -> None:
-    """The same for a judge's model, of the config with the judge in the policy's place (`run.judges.judge_config`). `key`: what
-    names the model.
+def check_side_model(engine: str, model: ModelConfig, key: str, planned: bool = False) -> None:
+    """The same for the model of an engine next to the policy's (`SideEngine.config`). `key`: names the model.
 
     Reads: model, engine.
     """

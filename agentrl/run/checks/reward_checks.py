@@ -1,4 +1,4 @@
-"""Checks of rewards: gold succeeds, graders can read it, the budget of judges, and lint of the specs."""
+"""Checks of rewards: gold succeeds, graders can read it, and lint of the specs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.config.envs import each, the_env, trained_envs, weight_at
+from agentrl.config.envs import the_env, trained_envs
 from agentrl.config.schema import EnvConfig, EvalConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env.catalog import EnvRef, spec_word
 from agentrl.reward import Scorer
-from agentrl.reward.judge import own_name
 from agentrl.reward.leaf import Leaf, View, episode_view
 from agentrl.reward.lint import (
     ENOUGH,
@@ -37,11 +36,9 @@ from agentrl.reward.lint import (
 )
 from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
 from agentrl.reward.values import UnscorableError
-from agentrl.rollout.collector import largest
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import without_chance
-from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.utils.errors import ConfigError, UserError
 from agentrl.utils.files import shown_path
 from agentrl.utils.search_path import shelves
@@ -71,7 +68,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     """Raise ConfigError if the gold solution of a training task is not a success (success rates would then mean nothing), or
     if it cannot be played because the environment fails or hangs. Of an environment that is only evaluated: of a task of that.
 
-    If the environment has no scripted gold solution, this is not checked, and the log says so. A judge, which would cost money,
+    If the environment has no scripted gold solution, this is not checked, and the log says so. A service, which may cost money,
     is not asked: gold must be a success if it says the best, or the worst, of everything, and the log names its leaves.
     The gold solution is played without wrappers that inject random faults.
 
@@ -86,7 +83,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         )
     if scorer.asks:
         log.warning(
-            "%s: whether the gold solution is a success is checked without %s, which would call a judge; with it: "
+            "%s: whether the gold solution is a success is checked without %s, which asks a service; with it: "
             "agentrl reward lint %s --env %s --ask-judge",
             scorer.name,
             ", ".join(scorer.judged),
@@ -159,71 +156,6 @@ def _tasks(seed: int, rollout: RolloutConfig, env: EnvRef) -> Iterator[tuple[Env
     kinds = [env.with_params(params) for params in source.sampler.variants()]
     for number in range(max(TASKS, len(kinds))):
         yield kinds[number % len(kinds)], number
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """Number of questions that one episode asks its judges: `least` unless it is unscored or identical to another episode
-    (verdicts are cached), `most` if every branch is taken."""
-
-    least: int
-    most: int
-
-
-def questions(scorer: Scorer, max_turns: int) -> Questions:
-    """Bounds on the number of distinct questions of an episode of `max_turns` turns, to judges that are paid."""
-    least: dict[str, int] = {}
-    most: dict[str, int] = {}
-
-    # By key, because equal nodes ask the same question, which is answered once.
-    def visit(node: Node, parts: int, sure: bool) -> None:
-        parts = max_turns if node.mods.scope in ("round", "turn") else parts
-        sure = sure and node.mods.when is None
-        if isinstance(node, LeafNode) and node.leaf.kind == "judge" and own_name(str(node.leaf.args["model"])) is None:
-            most[node.key] = max(parts, most.get(node.key, 0))
-            least[node.key] = max(int(sure), least.get(node.key, 0))
-        for child in node.children:
-            visit(child, parts, sure and not (isinstance(node, GateNode) and child is not node.test))
-
-    for top in scorer.tops:
-        visit(top, 1, True)
-    return Questions(sum(least.values()), sum(most.values()))
-
-
-def check_judge(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
-    """Raise ConfigError if `reward.judge.calls` cannot last to the end of the run; warn in the log if it may not. `scorers`: of
-    each environment. Of several, training may be on that which asks least, or on that which asks most.
-
-    Reads: env, reward.judge.calls, algorithm.advantage, steps, eval.every, eval.tasks, rollout.groups, rollout.group_size,
-    rollout.max_turns.
-    """
-    budget = config.reward.judge.calls
-    if budget is None or not any(scorer.asks for scorer in scorers.values()):
-        return
-    steps, evaluated, evaluations = [], Questions(0, 0), evaluations_of(config.steps, config.eval)
-    for env, one in zip(config.envs, each(config), strict=True):
-        scorer, rollout = scorers[env.called], one.rollout
-        asked = questions(scorer, rollout.max_turns) if scorer.asks else Questions(0, 0)
-        episodes = rollout.groups * (rollout.group_size + needs_greedy(one.algorithm.advantage))
-        if any(weight_at(env.weight, step) > 0 for step in range(config.steps)):
-            grown = episodes + rollout.groups * (largest(rollout) - rollout.group_size)
-            steps.append(Questions(asked.least * episodes, asked.most * grown))
-        tasks = one.eval.tasks
-        evaluated = Questions(evaluated.least + asked.least * tasks, evaluated.most + asked.most * tasks)
-    step = Questions(min((step.least for step in steps), default=0), max((step.most for step in steps), default=0))
-    least, most = (config.steps * one + evaluations * other for one, other in zip(astuple(step), astuple(evaluated), strict=True))
-    if least > budget:
-        spent = f", so they are spent at about step {max(0, budget - evaluated.least) // step.least}" if step.least else ""
-        raise ConfigError(
-            f"reward.judge.calls: {budget} calls are not enough: judges are asked at least {least} times ({config.steps} steps x "
-            f"{step.least} + {evaluations} evaluations x {evaluated.least}){spent}. Set reward.judge.calls={most}, or fewer steps"
-        )
-    if most > budget:
-        log.warning(
-            "reward.judge.calls: %d calls may not be enough: up to %d (%d steps x %d + %d evaluations x %d); the run stops "
-            "with a checkpoint if they are spent",
-            *(budget, most, config.steps, step.most, evaluations, evaluated.most),
-        )
 
 
 def evaluations_of(steps: int, evaluation: EvalConfig) -> int:

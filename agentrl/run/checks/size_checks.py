@@ -14,36 +14,19 @@ from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_plan
 from agentrl.config import Choice, ClusterConfig, ModelConfig, TrainConfig
 from agentrl.config.envs import longest_sample, other_models, trained_envs
 from agentrl.config.schema import DataConfig, OptimConfig
-from agentrl.data.trajectory import Message
 from agentrl.engines.weights.base import ROUTES
-from agentrl.render import make_renderer
-from agentrl.render.base import Renderer
-from agentrl.render.modality import modality_of
-from agentrl.reward import Scorer
-from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, Processes
+from agentrl.reward.leaf import SERVICES
+from agentrl.rollout.engine import ENGINES, PROCESS_MIB, Processes
 from agentrl.run.assembly import model_length
-from agentrl.run.checks.model_checks import check_judge_model, model_notes
+from agentrl.run.checks.model_checks import model_notes
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
-from agentrl.run.judges import (
-    NO_LIBRARY,
-    OwnLeaf,
-    can_constrain,
-    check_names,
-    judge_config,
-    judge_makers,
-    name_judge_in_errors,
-    own_leaves,
-)
-from agentrl.run.judges import (
-    ROLE as JUDGE,
-)
 from agentrl.run.role_placement import RunMemory, RunRoles
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.optim import MATRIX, Task, optims_of, usual_rate
-from agentrl.trainer.pretrained import count_parameters, head_dim, load_model_config, load_tokenizer, model_context
+from agentrl.trainer.pretrained import count_parameters, head_dim, load_model_config
 from agentrl.trainer.train_engine import check_on_host, mesh_of
-from agentrl.utils.errors import ConfigError, ModelError, RenderError, ResourceError
+from agentrl.utils.errors import ConfigError, ResourceError
 from agentrl.utils.processor import usable_cpus, usable_memory
 from agentrl.utils.search_path import pack_given, used_names
 
@@ -79,7 +62,7 @@ def _check_memory(roles: RunRoles) -> None:
     if config.cluster.backend == "ray" and not away:
         need += MEMORY_PER_PROCESS_MIB * (config.cluster.actors + workers_apart(config))
     if not away:
-        need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [*roles.judges.values()])
+        need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [own for _, own in roles.side])
     free = usable_memory().free >> 20
     workers = ["rollout.workers"] if workers_apart(config) else []
     if free < need:
@@ -93,14 +76,14 @@ def _check_memory(roles: RunRoles) -> None:
 
 def _check_cores(roles: RunRoles) -> None:
     cluster, engine, cores = roles.cluster, roles.engine, usable_cpus()
-    judges = sum(one.count for one in roles.judges.values())
-    need = cluster.actors + (engine.count if engine is not None else 0) + judges
+    side = {one.name: own.count for one, own in roles.side}
+    need = cluster.actors + (engine.count if engine is not None else 0) + sum(side.values())
     # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
     if not joins(cluster) and need > 2 * cores:
         raise ResourceError(
             f"{cores} cores cannot run {need} worker processes (cluster.actors={cluster.actors}"
             f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}"
-            f"{f', judges: {judges}' if judges else ''}); at most {2 * cores} fit"
+            f"{''.join(f', {name}: {count}' for name, count in side.items())}); at most {2 * cores} fit"
         )
     roles.check_room()
     slots = sum(int(node.cpus) for node in nodes_of(cluster, "actor"))
@@ -319,7 +302,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     a cluster that no part of the run would join.
 
     Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, algorithm.distillation, critic, reward_model,
-    model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route, reward.judge.engines.
+    model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route, reward.
     """
     cluster, places = config.cluster, RunRoles(config, engine_name)
     engine = places.engine
@@ -342,10 +325,11 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
         raise ConfigError(
             f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {places.engines_apart()}"
         )
-    if JUDGE in cluster.roles and not places.judges:
+    side_roles = {one.role for one, _ in places.side}
+    if idle := [role for role in cluster.roles if role in SERVICES and role not in side_roles]:
         raise ConfigError(
-            f"cluster.roles.{JUDGE}: no judge has processes to place; remove the role, or set reward.judge.engines.NAME.engine = "
-            f"{places.engines_apart()}"
+            f"cluster.roles.{idle[0]}: no {idle[0]} has processes to place; remove the role, or set "
+            f"reward.{idle[0]}.engines.NAME.engine = {places.engines_apart()}"
         )
     pools = pools_of_roles(cluster, places.names)
     colocated = engine is not None and config.rollout.colocate
@@ -360,8 +344,8 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
                 f"cluster.pools.{name} has {slots} processes (nodes x per_node), but {key} = {count}: the "
                 f"role {role!r} fills its pool, so set {key} = {slots}"
             )
-        if role == JUDGE:
-            _check_judges(places, name, [other for other in pools if other != JUDGE])
+        if role in side_roles:
+            _check_side_pool(places, role, name, [other for other in pools if other != role])
             continue
         if role not in ("actor", "rollout"):
             mesh_of(config.model, config.cluster, slots)
@@ -397,10 +381,11 @@ def _check_one_process(places: RunRoles) -> None:
 def _check_inline(places: RunRoles) -> None:
     """Ray gives an engine's process the first GPU, not knowing that the driver computes on it."""
     cluster, engine = places.cluster, places.engine
-    if places.judges and not joins(cluster) and has_gpus(cluster, JUDGE):
+    side = [one for one, _ in places.side]
+    if side and not joins(cluster) and has_gpus(cluster, side[0].role):
         raise ConfigError(
-            f'cluster.backend = "inline": the driver trains on the first GPU, and judge {next(iter(places.judges))} would get '
-            'the same one; set cluster.backend = "ray", or engine = "embedded" for the judge'
+            f'cluster.backend = "inline": the driver trains on the first GPU, and {side[0].name} would get the same one; set '
+            f'cluster.backend = "ray", or {side[0].key}.engine = "embedded"'
         )
     if engine is None or places.config.rollout.colocate or joins(cluster) or not has_gpus(cluster, "rollout"):
         return
@@ -426,24 +411,24 @@ def _check_rollout(cluster: ClusterConfig, engine: Processes, name: str, others:
         )
 
 
-def _check_judges(places: RunRoles, name: str, others: list[str]) -> None:
-    """Judges share a pool with no other role that has GPUs there, and fill it together."""
+def _check_side_pool(places: RunRoles, role: str, name: str, others: list[str]) -> None:
+    """Engines of a service share a pool with no other role that has GPUs there, and fill it together."""
     pool, roles = places.cluster.pools[name], {str(role): pool for role, pool in places.cluster.roles.items()}
-    processes = places.judges
-    count, slots = sum(one.count for one in processes.values()), pool.nodes * pool.per_node
-    if beside := [role for role in others if roles[role] == name]:
+    engines = [(one, own) for one, own in places.side if one.role == role]
+    count, slots = sum(own.count for _, own in engines), pool.nodes * pool.per_node
+    if beside := [other for other in others if roles[other] == name]:
         raise ConfigError(
-            f"cluster.roles.{JUDGE}: judges cannot share the processes of {' and '.join(beside)} (pool {name!r}); give them a "
+            f"cluster.roles.{role}: {role}s cannot share the processes of {' and '.join(beside)} (pool {name!r}); give them a "
             "pool of their own"
         )
     if count != slots:
-        keys = ", ".join(f"reward.judge.engines.{judge}.{one.count_key} = {one.count}" for judge, one in processes.items())
-        raise ConfigError(f"cluster.pools.{name} has {slots} processes (nodes x per_node), but the judges have {count} ({keys})")
-    for judge, one in processes.items():
-        if pool.gpus and pool.gpus != one.gpus:
+        keys = ", ".join(f"{one.key}.{own.count_key} = {own.count}" for one, own in engines)
+        raise ConfigError(f"cluster.pools.{name} has {slots} processes (nodes x per_node), but the {role}s have {count} ({keys})")
+    for one, own in engines:
+        if pool.gpus and pool.gpus != own.gpus:
             raise ConfigError(
-                f"cluster.pools.{name}.gpus = {pool.gpus:g}, but judge {judge} uses reward.judge.engines.{judge}."
-                f"{one.gpus_key} = {one.gpus} GPUs: set them equal"
+                f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {one.name} uses {one.key}.{own.gpus_key} = {own.gpus} GPUs: set "
+                "them equal"
             )
 
 
@@ -498,60 +483,3 @@ def check_workers(config: TrainConfig, trains: bool) -> None:
         )
     if not is_planned():
         RunRoles(config, engine_name(config)).check_worker_room(trains)
-
-
-# Judges
-
-
-def check_judges(config: TrainConfig, scorers: Mapping[str, Scorer], trains: bool = True, planned: bool = False) -> list[str]:
-    """Raise ConfigError for a leaf whose judge is not in the config, for a judge that no leaf asks (if `trains`: an evaluation
-    may be of other environments), for an engine that cannot be a judge's, and for a prompt that leaves no room for a verdict;
-    ModelError for a model that cannot be used. `scorers`: of each environment; `planned`: a folder may lack its weights. Returns
-    the warnings.
-
-    Reads: reward.judge.engines, env.reward, model.trust_remote_code, cluster.
-    """
-    engines = config.reward.judge.engines
-    check_names(scorers.values(), engines)
-    leaves = [found for scorer in scorers.values() for found in own_leaves(scorer)]
-    if trains and (idle := sorted(set(engines) - {found.name for found in leaves})):
-        raise ConfigError(
-            f'reward.judge.engines.{idle[0]}: no judge leaf of this run asks it, with "model": "engine:{idle[0]}"; '
-            "remove it, or set env.reward to a spec that does"
-        )
-    for name, maker in judge_makers(config).items():
-        asked = [found for found in leaves if found.name == name]
-        if asked:
-            _check_one(config, name, maker, asked, planned)
-    return [] if not leaves or can_constrain() else [f"reward.judge.engines: {NO_LIBRARY}"]
-
-
-def _check_one(config: TrainConfig, name: str, maker: EngineMaker, leaves: list[OwnLeaf], planned: bool) -> None:
-    own, key = judge_config(config, name), f"reward.judge.engines.{name}"
-    path, trust = config.reward.judge.engines[name].path, config.model.trust_remote_code
-    check_judge_model(own.engine, own.model, f"{key}.path", planned)
-    if modality_of(load_model_config(path, trust)) is not None:
-        raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
-    with name_judge_in_errors(key):
-        maker.check_installed()
-        maker.check()
-        check_heads(own, own.engine)
-    context = maker.context(min(model_context(path, trust), own.rollout.max_episode_tokens))
-    try:
-        renderer = make_renderer(load_tokenizer(path, trust))
-        for found in leaves:
-            _check_room(found, renderer, context, key)
-    except (ModelError, RenderError) as problem:
-        raise ModelError(f"{key}.path = {path}: {problem}") from problem
-
-
-def _check_room(found: OwnLeaf, renderer: Renderer, context: int, key: str) -> None:
-    """With nothing in its placeholders a prompt is as short as it can be."""
-    prompt = len(renderer.start([Message("system", found.leaf.system()), Message("user", found.leaf.args["prompt"])], []))
-    most = found.leaf.max_tokens
-    if prompt + most > context:
-        raise ConfigError(
-            f"{key}: the judge takes {context} tokens (its model's context, {key}.max_model_len), and {found.at} needs {prompt} "
-            f"for its prompt alone and max_tokens = {most} for the verdict; lower max_tokens, raise {key}.max_model_len, or take "
-            "a model with a longer context"
-        )

@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.config import TrainConfig
-from agentrl.contrib.preflight.services import check_services
-from agentrl.run.assembly import scorer_of
-from agentrl.run.checks import RunStart
 from agentrl.utils.errors import ConfigError
 from tests.contrib.preflight.preflighted import preflight
-from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.run.own_spec import with_spec
 
 DIES = [sys.executable, "-c", "import sys; sys.exit('no licence file at /etc/licence')"]
@@ -67,24 +62,3 @@ def test_a_server_that_does_not_answer_is_waited_for_for_some_time(tmp_path: Pat
     slow = {"mcp": {"shop": {"command": ["sleep", "30"]}}}
     with pytest.raises(ConfigError, match=r"no answer within 0\.3 s"):
         preflight(with_spec(tmp_path, tools=slow))
-
-
-def test_a_judge_that_no_task_of_a_benchmark_asks_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    write_suite(tmp_path)
-    source = str(write_source(tmp_path / "checkout"))
-    judge = {"use": "judge", "args": {"model": "openai/gpt-4.1", "prompt": "Good? {transcript}", "range": [0, 1]}}
-    asked = {"op": "gate", "if": judge, "then": 1, "when": {"$": "/task/data/family", "eq": "odd"}}
-    root = {"op": "product", "of": [{"use": "episode.stopped"}, asked]}
-
-    def check(**params: Any) -> None:
-        config = with_spec(tmp_path, root).model_dump(exclude_unset=True)
-        env = {**config["env"], "id": "sums", "params": {"source": source, **params}}
-        config = TrainConfig.model_validate({**config, "env": env})
-        check_services(RunStart(config, {"sums": scorer_of(config)}, planned=True))
-
-    check(families=["easy", "hard"])
-    for families in (["easy", "odd"], None):
-        with pytest.raises(ConfigError, match=r"its key is missing; set the environment variable OPENAI_API_KEY, or health.pref"):
-            check(families=families)

@@ -11,13 +11,12 @@ import time
 
 import pytest
 
-from agentrl.config.schema import SandboxConfig
+from agentrl.config.schema import RewardConfig, SandboxConfig
 from agentrl.contrib.math_equal import leaf as math_leaf
 from agentrl.contrib.sandboxes.code_tests import grade as grading
 from agentrl.contrib.sandboxes.code_tests.grade import Graded, GradeLimits, grade, last_block
 from agentrl.contrib.sandboxes.local import LocalSandbox
-from agentrl.reward import Context, compile_spec
-from agentrl.reward.judge import AssumedJudge
+from agentrl.reward import compile_spec, make_context
 from agentrl.run.checks import check_config
 from agentrl.run.checks.rollout_checks import check_assembly
 from agentrl.utils.errors import ConfigError, RewardSpecError, SandboxError
@@ -268,9 +267,9 @@ def test_an_episode_is_graded_once_whatever_asks(monkeypatch):
     share = leaf("code.tests", {"tests": TESTS, "credit": "share"})
     judge = leaf("judge", {"model": "openai/a-2026-01-01", "prompt": "{answer}"})
     root = {"op": "mean", "of": [share, judge]}
-    scorer = compile_spec(
-        {**spec(root), "metrics": [{**one, "id": "all"}], "success": one}, context=Context(judge=AssumedJudge(best=True))
-    )
+    pytest.importorskip("agentrl.contrib.judges")
+    both = {**spec(root), "metrics": [{**one, "id": "all"}], "success": one}
+    scorer = compile_spec(both, context=make_context(RewardConfig())).assuming(lambda _: True)
     score = scorer.score(episode(block(RIGHT)))
     assert (score.value, score.success, len(graded)) == (0.75, False, 1)
     scorer.score(episode(block(RIGHT)))

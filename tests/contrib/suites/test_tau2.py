@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import ToolsConfig
+from agentrl.contrib.judges.client import Judge
+from agentrl.contrib.judges.leaf import Verdict, VerdictRequest
 from agentrl.contrib.suites.benchmarks import import_in_place, text_constant
 from agentrl.contrib.toolkit.branches import changed_texts
 from agentrl.data.trajectory import StopReason, Task
@@ -21,7 +23,6 @@ from agentrl.env.catalog import EnvRef, find_env, find_spec
 from agentrl.env.official import Played
 from agentrl.env.users import ScriptedUser, UserModel
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.judge import Judge, Verdict, VerdictRequest
 from agentrl.utils.errors import ConfigError, DependencyError, TaskDataError
 from agentrl.utils.search_path import load_module
 from tests.conftest import proof
@@ -68,7 +69,7 @@ def play(env: Any, name: str, turns: list[Message], user: ScriptedUser | None = 
     else:
         asyncio.run(env.aend(StopReason.MAX_TURNS))
     ref = EnvRef("tau2", {"source": str(env.source), "domain": "retail", "full": True})
-    context = Context(replay_env=lambda _: ref.build(scorer=None), judge=judge or Says(1.0))
+    context = Context(replay_env=lambda _: ref.build(scorer=None), services={"judge": judge or Says(1.0)})
     return compile_spec(find_spec(ref, "tau2"), context=context).score(env.trajectory).value
 
 

@@ -34,10 +34,10 @@ from agentrl.trainer.families import packing_of
 from agentrl.trainer.model_folder import export_run
 from agentrl.utils.errors import ConfigError, EngineError
 from tests.conftest import PROOFS, proof
+from tests.contrib.judges.test_own_judge import ENGINE, refused
 from tests.contrib.vision.test_model import BLUE, RED, WIDE, alone, deep, folder, reference
 from tests.e2e.inside import HERE, episodes, execute, updates
 from tests.players import run_tasks
-from tests.run.test_own_judge import ENGINE, refused
 
 __all__ = ["deep", "folder", "reference"]  # fixtures
 INIT = "model.init={vision=true,layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"

@@ -1,72 +1,67 @@
-"""The judge over litellm against a real HTTP server on loopback that speaks the OpenAI API."""
+"""The judge over litellm against a real HTTP server on loopback that speaks the OpenAI API, and its checks before a run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import time
 from dataclasses import dataclass, fields, replace
-from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from agentrl.config.schema import JudgeConfig
+from agentrl.config import TrainConfig
+from agentrl.config.load import config_from
+from agentrl.config.schema import JudgeConfig, RewardConfig
+from agentrl.contrib.judges.checks import check_budget, questions
+from agentrl.contrib.judges.client import Judge
+from agentrl.contrib.judges.leaf import VerdictRequest
 from agentrl.render import litellm_calls
-from agentrl.reward import Context, compile_spec
-from agentrl.reward.judge import Judge, VerdictRequest
-from agentrl.utils.errors import JudgeBudgetError, RewardSpecError
+from agentrl.reward import Context, compile_spec, make_context
+from agentrl.run.assembly import scorer_of
+from agentrl.utils.errors import ConfigError, JudgeBudgetError, ResourceError, RewardSpecError
+from tests.contrib.preflight.preflighted import preflight
+from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.reward.reward_episodes import SHELF, call, episode, leaf, spec
-from tests.rollout.loopback import LoopbackServer
+from tests.rollout.loopback import Loopback
+from tests.run.own_spec import RIGHT, with_spec
+from tests.run.test_api_reasoning import Strict
 
 MODEL = "openai/test-judge-2026-01-01"
+MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{transcript}"}}
+SHORT = {"use": "judge", "args": {**MARK["args"], "max_tokens": 50}}  # type: ignore[dict-item]
 
 
-def completion(content):
-    message = {"role": "assistant", "content": content}
-    return {
-        "id": "x", "object": "chat.completion", "created": 1, "model": "test-judge",
-        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110},
-    }  # fmt: skip
-
-
-class Server(LoopbackServer):
-    """Answers each request with the next of `script` (the last one again and again): a status with a body, a
-    text as the judge's message, or seconds to sleep first."""
+class Server(Loopback):
+    """Answers each request with the next of `script` (the last one again and again), or after so many seconds."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.script = ['{"score": 7, "reason": "fine"}']
+        super().__init__(self._next)
+        self.script: list[Any] = ['{"score": 7, "reason": "fine"}']
         self.running = self.most_running = 0
 
-    def handle(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+    def _next(self, body: dict[str, Any], number: int) -> Any:
+        step = self.script[min(number, len(self.script) - 1)]
+        if not isinstance(step, float):
+            return step
         with self.lock:
-            step = self.script[min(len(self.requests), len(self.script) - 1)]
-            self.requests.append(body)
             self.running += 1
             self.most_running = max(self.running, self.most_running)
-        try:
-            status, text = 200, step
-            if isinstance(step, dict):
-                time.sleep(step.get("sleep", 0))
-                status, text = step.get("status", 200), step.get("text", '{"score": 7, "reason": "slow"}')
-            raw = (
-                step["raw"]
-                if isinstance(step, dict) and "raw" in step
-                else json.dumps(completion(text) if status == 200 else {"error": {"message": "no", "type": "x", "code": status}})
-            )
-            handler.send_response(status)
-            handler.send_header("Content-Type", "application/json")
-            handler.end_headers()
-            handler.wfile.write(raw.encode())
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the client gave up waiting, as it should
-        finally:
-            with self.lock:
-                self.running -= 1
+        time.sleep(step)
+        with self.lock:
+            self.running -= 1
+        return '{"score": 7, "reason": "slow"}'
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setattr("agentrl.contrib.preflight.services.ANSWER_S", 5.0)
 
 
 @pytest.fixture
@@ -76,16 +71,16 @@ def server():
 
 
 def judge(server, **keys):
-    """A judge as a run's config makes it; only its key and its waits are the test's own."""
+    """A judge as a run's config makes it; only its waits are the test's own."""
     if "cache" in keys:
         keys["cache"] = str(keys["cache"])
     config = JudgeConfig(**{"api_base": server.url, "timeout": 10.0, "retries": 2, **keys})
-    return Judge(config, api_key="none", backoff=0.01)
+    return Judge(config, backoff=0.01)
 
 
 def scorer(client, **args):
     given = {"model": MODEL, "prompt": "Grade: {answer}\n{transcript}", "range": [0, 10], **args}
-    return compile_spec(spec(leaf("judge", given)), context=Context(judge=client))
+    return compile_spec(spec(leaf("judge", given)), context=Context(services={"judge": client}))
 
 
 def reason(score):
@@ -107,7 +102,7 @@ def test_a_verdict_becomes_a_value_with_its_reason(server):
 
 
 def test_the_profile_on_the_shelf(server):
-    compiled = compile_spec(SHELF / "judge.json", context=Context(judge=judge(server)))
+    compiled = compile_spec(SHELF / "judge.json", context=Context(services={"judge": judge(server)}))
     assert compiled.score(episode("done")).value == pytest.approx(0.7)
 
 
@@ -117,7 +112,7 @@ def test_the_profile_on_the_shelf(server):
         "seven out of ten", "{", "[]", "7", "", '{"score": 11, "reason": "too much"}', '{"score": "7", "reason": "x"}',
         '{"score": NaN, "reason": "x"}', '{"score": true, "reason": "x"}', '{"reason": "x"}', "x" * 100_000,
         '{"score": 7, "reason": "x", "also": 1}', {"raw": "<html>bad gateway</html>"}, {"raw": ""}, {"raw": "{}"},
-        {"status": 500}, {"status": 503}, {"status": 429}, {"status": 401}, {"status": 400}, {"status": 404},
+        None, {"status": 500}, {"status": 503}, {"status": 429}, {"status": 401}, {"status": 400}, {"status": 404},
     ],
 )  # fmt: skip
 def test_a_judge_that_cannot_answer_gives_null_and_never_zero(server, garbage):
@@ -141,18 +136,12 @@ def test_retries_bounds_the_attempts_and_a_refused_key_is_not_tried_again(server
 
 
 def test_a_slow_judge_is_cut_off(server):
-    server.script = [{"sleep": 30.0}]
+    server.script = [30.0]
     began = time.monotonic()
     result = scorer(judge(server, timeout=0.3, retries=0)).score(episode("done"))
     assert result.value is None
     assert 0.3 <= time.monotonic() - began < 25
     assert "Timeout" in reason(result)
-
-
-def test_no_server_at_all(server):
-    client = judge(server, retries=0)
-    object.__setattr__(client.settings, "api_base", "http://127.0.0.1:9/v1")
-    assert scorer(client).score(episode("done")).value is None
 
 
 def test_the_cache_on_disk_is_keyed_by_content(server, tmp_path):
@@ -190,10 +179,7 @@ def test_a_failure_is_not_cached_and_a_broken_file_is_asked_again(server, tmp_pa
     for file in tmp_path.rglob("*.json"):
         file.write_text('{"score": 5, "rea')
     assert scorer(judge(server, cache=tmp_path)).score(episode("done")).value == 0.5
-    for file in tmp_path.rglob("*.json"):
-        file.write_text('{"score": "five"}')  # of another program: it ended the run
-    assert scorer(judge(server, cache=tmp_path)).score(episode("done")).value == 0.5
-    assert len(server.requests) == 4
+    assert len(server.requests) == 3
 
 
 def test_a_budget_in_calls(server):
@@ -209,7 +195,7 @@ def test_a_budget_in_calls(server):
 def test_a_spent_budget_is_no_missing_verdict(server):
     """`missing: 0` is for a judge that could not answer; a judge that may not be asked would turn every reward into 0."""
     asked = {"model": MODEL, "prompt": "{answer}", "range": [0, 10]}
-    compiled = compile_spec(spec(leaf("judge", asked, missing=0)), context=Context(judge=judge(server, calls=1)))
+    compiled = compile_spec(spec(leaf("judge", asked, missing=0)), context=Context(services={"judge": judge(server, calls=1)}))
     assert compiled.score(episode("one")).value == 0.7
     with pytest.raises(JudgeBudgetError):
         compiled.score(episode("two"))
@@ -234,7 +220,7 @@ def test_a_budget_in_money_needs_a_price(server):
 
 
 async def test_awaited_judges_run_together_up_to_the_limit(server):
-    server.script = [{"sleep": 0.3}]
+    server.script = [0.3]
     compiled = scorer(judge(server, concurrency=4))
     results = await asyncio.gather(*(compiled.ascore(episode(f"answer {i}")) for i in range(12)))
     assert [result.value for result in results] == [0.7] * 12
@@ -242,34 +228,18 @@ async def test_awaited_judges_run_together_up_to_the_limit(server):
 
 
 async def test_equal_questions_at_the_same_time_are_asked_once(server):
-    server.script = [{"sleep": 0.2}]
+    server.script = [0.2]
     compiled = scorer(judge(server))
     results = await asyncio.gather(*(compiled.ascore(episode("same")) for _ in range(8)))
     assert {result.value for result in results} == {0.7}
     assert len(server.requests) == 1
 
 
-async def test_the_event_loop_goes_on_while_a_judge_is_slow(server):
-    server.script = [{"sleep": 0.5}]
-    beats = 0
-
-    async def beat():
-        nonlocal beats
-        while True:
-            await asyncio.sleep(0.01)
-            beats += 1
-
-    beating = asyncio.create_task(beat())
-    await scorer(judge(server)).ascore(episode("done"))
-    beating.cancel()
-    assert beats >= 1
-
-
 def test_the_judges_of_one_spec_are_asked_in_one_pass_and_a_closed_gate_asks_none(server):
-    server.script = [{"sleep": 0.1}]
+    server.script = [0.1]
     two = [leaf("judge", {"model": MODEL, "prompt": f"{i}: {{answer}}", "range": [0, 10]}) for i in range(2)]
     gate = {"op": "gate", "if": leaf("text.equals", {"expect": "yes"}), "then": {"op": "mean", "of": two}}
-    compiled = compile_spec(spec(gate), context=Context(judge=judge(server)))
+    compiled = compile_spec(spec(gate), context=Context(services={"judge": judge(server)}))
     assert compiled.score(episode("no")).value == 0
     assert not server.requests
     assert compiled.score(episode("yes")).value == pytest.approx(0.7)
@@ -282,7 +252,7 @@ def test_an_unanswered_judge_masks_the_episode_unless_the_spec_says_otherwise(se
     right = leaf("text.equals", {"expect": "done"})
     for missing, value in (("invalid", None), ("skip", 1.0), (0, 0.5), (1, 1.0)):
         root = {"op": "mean", "of": [right, leaf("judge", asked, missing=missing)]}
-        compiled = compile_spec(spec(root), context=Context(judge=judge(server)))
+        compiled = compile_spec(spec(root), context=Context(services={"judge": judge(server)}))
         assert compiled.score(episode("done")).value == value
 
 
@@ -301,7 +271,7 @@ def test_a_judge_leaf_that_cannot_work_is_refused(server, args, message):
 
 
 def test_a_run_without_a_judge_refuses_the_spec():
-    with pytest.raises(RewardSpecError, match="this run provides none"):
+    with pytest.raises(RewardSpecError, match="judge asks 'judge', which this run does not provide"):
         compile_spec(SHELF / "judge.json")
 
 
@@ -338,7 +308,6 @@ def test_a_long_transcript_is_cut_in_the_middle(server):
 def test_offline_scoring_asks_the_judge_once_for_equal_episodes(server, tmp_path, monkeypatch, capsys):
     from agentrl.cli.main import main
 
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
     file = tmp_path / "episodes.jsonl"
     rows = [episode(f"answer {i % 2}").to_json() for i in range(6)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -360,3 +329,167 @@ def test_the_import_of_litellm_reads_its_own_prices_and_leaves_the_environment(b
     monkeypatch.setattr(litellm_calls.importlib, "import_module", lambda _: seen.append(os.environ[name]) or SimpleNamespace())
     monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
     assert litellm_calls.load_litellm().suppress_debug_info is True and seen == ["True"] and os.environ.get(name) == before
+
+
+# -- before a run -------------------------------------------------------------------------------------
+
+
+def budget(config: TrainConfig) -> None:
+    check_budget(config, {"key_value": scorer_of(config)})
+
+
+def test_every_key_reaches_the_judge() -> None:
+    changed: dict[str, Any] = {
+        "api_base": "http://127.0.0.1:1/v1", "args": {"seed": 1}, "cache": "verdicts", "calls": 7, "usd": 0.5,
+        "usd_per_million": (1.0, 2.0),
+        "concurrency": 3, "timeout": 9.0, "retries": 1,
+    }  # fmt: skip
+    assert set(changed) == set(JudgeConfig.model_fields) - {"engines"}  # who these are: test_own_judge.py
+    judge = make_context(RewardConfig(judge=JudgeConfig(**changed))).services["judge"].api  # type: ignore[attr-defined]
+    assert {name: getattr(judge.settings, name) for name in changed} == changed
+    assert (judge.cache.folder, judge.budget.limit_calls, judge.budget.limit_usd) == (Path("verdicts"), 7, 0.5)
+
+
+@pytest.mark.parametrize(("root", "expected"), [
+    (MARK, (1, 1)),
+    ({"op": "mean", "of": [MARK, MARK, {**MARK, "args": {**MARK["args"], "prompt": "or: {answer}"}}]}, (2, 2)),
+    ({"op": "gate", "if": RIGHT, "then": MARK, "else": 0}, (0, 1)),
+    ({"op": "gate", "if": MARK, "then": RIGHT, "else": 0}, (1, 1)),
+    ({**MARK, "scope": "turn"}, (1, 7)),
+    ({**MARK, "when": {"$": "/episode/turns", "gt": 1}}, (0, 1)),
+])  # fmt: skip
+def test_how_often_an_episode_asks(tmp_path: Path, root: dict[str, Any], expected: tuple[int, int]) -> None:
+    assert questions(scorer_of(with_spec(tmp_path, root)), 7) == expected
+
+
+def test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    """128 episodes a step; the evaluation before takes 16 of the 10,000 calls: 9,984 / 128 = 78 steps."""
+    sections: dict[str, Any] = {"steps": 200, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 16, "every": 0}}
+    with pytest.raises(ConfigError) as caught:
+        budget(with_spec(tmp_path, MARK, **sections))
+    for part in ("reward.judge.calls: 10000", "25632 times", "200 steps x 128 + 2 evaluations x 16", "at about step 78",
+                 "reward.judge.calls=25632"):  # fmt: skip
+        assert part in str(caught.value), part
+    budget(with_spec(tmp_path, MARK, reward={"judge": {"calls": 25632}}, **sections))
+
+
+def test_a_budget_that_may_end_before_the_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gated = {"op": "gate", "if": RIGHT, "then": MARK, "else": 0}
+    sections: dict[str, Any] = {"steps": 100, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 10, "every": 10}}
+    with caplog.at_level(logging.WARNING, logger="agentrl"):
+        budget(with_spec(tmp_path, gated, **sections))
+    assert "up to 12910 (100 steps x 128 + 11 evaluations x 10" in caplog.text
+
+
+def test_of_several_environments_the_budget_is_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One asks once an episode, the other never: 10 steps x 16 episodes of training may all be of either, and the 2 evaluations
+    ask about 8 tasks."""
+    config = with_spec(tmp_path, MARK, steps=10, rollout={"groups": 4, "group_size": 4}, eval={"tasks": 8, "every": 0})
+    scorer, silent = scorer_of(config), scorer_of(with_spec(tmp_path, RIGHT))
+
+    def checked(calls: int, weight: float = 1.0) -> None:
+        envs = [
+            {"id": "key_value", "name": "asks", "eval": {"tasks": 8}},
+            {"id": "key_value", "name": "silent", "weight": weight},
+        ]
+        table = {**config.model_dump(), "env": envs, "reward": {"judge": {"calls": calls}}}
+        check_budget(TrainConfig.model_validate(table), {"asks": scorer, "silent": silent})
+
+    with pytest.raises(ConfigError, match=r"15 calls .* at least 16 times \(10 steps x 0 \+ 2 evaluations x 8\). .*calls=176"):
+        checked(15)
+    with caplog.at_level(logging.WARNING, logger="agentrl"):
+        checked(16)
+    assert "16 calls may not be enough: up to 176" in caplog.text
+    with pytest.raises(ConfigError, match=r"16 calls are not enough.* at least 176 times"):
+        checked(16, weight=0.0)  # all training is of the one that asks
+    checked(176, weight=0.0)
+
+
+def test_a_judge_without_a_key_is_refused_by_the_variable_and_asks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with Loopback(lambda body, number: "ready") as server:
+        config = with_spec(tmp_path, MARK, reward={"judge": {"api_base": server.url}})
+        for free in (False, True):
+            with pytest.raises(ConfigError, match=r"the judge of reward spec 'mine' \(openai/j-2026-01-01\).*OPENAI_API_KEY"):
+                preflight(config, free)
+        assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "says"),
+    [
+        ({"status": 401}, ConfigError, r"refuses the key \(environment variable OPENAI_API_KEY\)"),
+        ({"status": 404}, ConfigError, "has no such model"),
+        (None, ResourceError, r"\(reward\.judge\.api_base\) does not answer within 5 s"),
+        ({"status": 503}, None, ""),
+        ({"status": 429}, None, ""),
+        ("ready", None, ""),
+    ],
+)
+def test_a_judge_is_asked_once_for_a_few_tokens(tmp_path: Path, answer: Any, kind: type[Exception] | None, says: str) -> None:
+    """An outage of the moment is no reason: the run has retries for that."""
+    with Loopback(lambda body, number: answer) as server:
+        config = with_spec(tmp_path, MARK, reward={"judge": {"api_base": server.url}})
+        preflight(config, free=True)
+        assert server.requests == []
+        if kind is None:
+            preflight(config)
+        else:
+            with pytest.raises(kind, match=says):
+                preflight(config)
+        assert [body["max_tokens"] for body in server.requests] == [512]  # as many as a verdict may have
+
+
+def test_a_judge_has_arguments_too_and_is_asked_with_them_before_a_run(tmp_path: Path) -> None:
+    with Strict(lambda body, number: '{"score": 1, "reason": "r"}') as server:
+        judge: dict[str, Any] = {"api_base": server.url}
+        with pytest.raises(ConfigError, match=r"temperature = 0 is refused; set reward\.judge\.args\.additional_drop_params"):
+            preflight(with_spec(tmp_path, SHORT, reward={"judge": judge}))
+        judge["args"] = {"additional_drop_params": ["temperature"], "reasoning_effort": "low"}
+        config = with_spec(tmp_path, SHORT, reward={"judge": judge})
+        server.requests.clear()
+        preflight(config)
+        asking = Judge(config.reward.judge)
+        schema = {"type": "object", "required": ["score"], "properties": {"score": {"type": "number"}}}
+        request = VerdictRequest("openai/j-2026-01-01", ({"role": "user", "content": "q"},), schema, 50)
+        assert asking.ask(request.key(), request).value == {"score": 1, "reason": "r"}
+        before, during = server.requests
+    assert before["reasoning_effort"] == during["reasoning_effort"] == "low" and "temperature" not in during
+    assert before.keys() == during.keys() and before["max_tokens"] == 50
+
+
+def test_verdicts_are_kept_by_the_arguments(tmp_path: Path) -> None:
+    schema = {"type": "object"}
+    request = VerdictRequest("openai/j", ({"role": "user", "content": "q"},), schema, 50)
+    with Loopback(lambda body, number: json.dumps({"score": number})) as server:
+
+        def ask(**args: Any) -> Any:
+            table = {"env": {"id": "key_value"}, "reward": {"judge": {"api_base": server.url, "cache": "kept", "args": args}}}
+            return Judge(config_from(table, []).reward.judge).ask(request.key(), request).value
+
+        assert [ask(), ask(reasoning_effort="low"), ask(), ask(reasoning_effort="low"), ask(reasoning_effort="high")] == [
+            {"score": 0}, {"score": 1}, {"score": 0}, {"score": 1}, {"score": 2}
+        ]  # fmt: skip
+
+
+def test_a_judge_that_no_task_of_a_benchmark_asks_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    write_suite(tmp_path)
+    source = str(write_source(tmp_path / "checkout"))
+    judge = {"use": "judge", "args": {"model": "openai/gpt-4.1", "prompt": "Good? {transcript}", "range": [0, 1]}}
+    asked = {"op": "gate", "if": judge, "then": 1, "when": {"$": "/task/data/family", "eq": "odd"}}
+    root = {"op": "product", "of": [{"use": "episode.stopped"}, asked]}
+
+    def check(**params: Any) -> None:
+        config = with_spec(tmp_path, root).model_dump(exclude_unset=True)
+        env = {**config["env"], "id": "sums", "params": {"source": source, **params}}
+        config = TrainConfig.model_validate({**config, "env": env})
+        preflight(config, free=True)
+
+    check(families=["easy", "hard"])
+    for families in (["easy", "odd"], None):
+        with pytest.raises(ConfigError, match=r"its key is missing; set the environment variable OPENAI_API_KEY, or health.pref"):
+            check(families=families)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,15 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.data.trajectory import Message, StopReason, Task, Trajectory, Turn
-from agentrl.run.assembly import assemble, read_inputs
+from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import check_contents, write_provenance
-from agentrl.utils.errors import ConfigError, JudgeBudgetError
+from agentrl.utils.errors import ConfigError
 from tests import tiny
+from tests.contrib.judges.judge_models import build
 from tests.e2e.inside import config_of, execute
 from tests.e2e.runs import rows
-from tests.rollout.loopback import Loopback
 from tests.run.broken_off import TINY
-from tests.run.judge_models import build
 
 DIGIT = {"use": "format.regex", "args": {"pattern": "[0-9]", "match": "search"}}
 
@@ -93,7 +90,7 @@ def test_a_rollout_and_its_rescoring_say_the_same(
     capsys.readouterr()
     assert main(["reward", "score", "by_one.json", "live/trajectories.jsonl", "--judge-model", "other=judge"]) != 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "by_one#/root: model = 'engine:one': --judge-model NAME=MODEL has no judge of that name; it has other" in said
+    assert "by_one#/root: model = 'engine:one': reward.judge.engines (--judge-model NAME=MODEL) has no judge of that name" in said
     _specs_of_two_judges_are_compared(models, tmp_path, played, capsys)
     assert main(["eval", "key_value", "--model", str(models / "policy"), "-n", "2", "--out", "eval", *args]) == 0
     assert json.loads((tmp_path / "eval/report.json").read_text())["unscored"] == 0
@@ -117,7 +114,7 @@ def _specs_of_two_judges_are_compared(
     for words, wrong in (
         (
             ["one=judge", "three=judge"],
-            """--judge-model three=...: no judge leaf of 'by_one' asks it, with "model": "engine:three\"""",
+            """(--judge-model three=...): no judge leaf of 'by_one' asks it, with "model": "engine:three\"""",
         ),
         (["one=judge", "one=other"], "--judge-model one=...: given twice"),
     ):
@@ -173,28 +170,3 @@ def test_a_judge_that_was_trained_says_what_it_was_taught(
     assert main(["reward", "score", "by_strict.json", "e.jsonl", "--judge-model", "strict=runs/judge/final"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["value"] for row in found] == [1, 0.25]
-
-
-@pytest.mark.skipif(find_spec("litellm") is None, reason="needs agentrl[litellm]")
-def test_a_budget_is_that_of_all_environments_together(models: Path, tmp_path: Path) -> None:
-    """Each has a spec with a judge behind an API; one call is paid for, and the second environment finds it spent."""
-    asks = {"use": "judge", "args": {"model": "openai/a-2026-01-01", "prompt": "{answer}", "max_tokens": 8}}
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"agentrl_reward": 1, "name": name, "success": DIGIT, "root": asks}))
-    envs = ", ".join(f"{{name='{name}', id='key_value', reward='{tmp_path / name}.json'}}" for name in ("a", "b"))
-    said = [Message("assistant", text) for text in "78"]
-    played = [Trajectory("kv", Task("t", 0), messages=[one], turns=[Turn(0, one)], stop=StopReason.DONE) for one in said]
-    with (
-        Loopback(lambda body, number: json.dumps({"score": 0.5, "reason": "so"})) as server,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("OPENAI_API_KEY", "none")
-        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its import would look for a newer one
-        spent = [f"reward.judge.api_base={server.url}", "reward.judge.calls=1", "reward.judge.retries=0"]
-        own = f"reward.judge.engines.one.path={models / 'one'}"  # beside it, which is not paid
-        config = config_of(tmp_path, "r", *TINY, *spent, own, f"env=[{envs}]")
-        first, second = (env.scorer for env in assemble(config, read_inputs(config), model=str(models / "policy")).envs)
-        assert first.score(played[0]).value == pytest.approx(0.5)
-        with pytest.raises(JudgeBudgetError, match="the budget of 1 judge calls is spent"):
-            second.score(played[1])
-        assert len(server.requests) == 1

@@ -18,20 +18,23 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentrl.config.schema import JudgeConfig, JudgeEngineConfig
+from agentrl.contrib.judges.checks import leaves_on_engines
+from agentrl.contrib.judges.engines import EngineJudge, form_of, judge_config
+from agentrl.contrib.judges.leaf import VerdictRequest
+from agentrl.contrib.judges.service import Judges
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
-from agentrl.reward.judge import VerdictCache, VerdictRequest, form_of
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
-from agentrl.run.judges import EngineJudge, JudgeLimits, Judges, judge_config
 from agentrl.trainer.pretrained import load_tokenizer
 from agentrl.utils.errors import EngineError, UserError
 from agentrl.utils.redaction import GONE, remember
+from tests.contrib.judges.judge_models import build
 from tests.e2e.inside import config_of, execute
 from tests.e2e.runs import numbers, rows
 from tests.run.broken_off import TINY, told
-from tests.run.judge_models import build
 
 LEAF = {"use": "judge", "id": "judge", "args": {"model": "engine:strict", "prompt": "{answer}", "max_tokens": 64}}
 SAME = {"use": "judge", "id": "same", "args": {"model": "engine:strict", "prompt": "Anything?", "max_tokens": 64}}
@@ -178,13 +181,15 @@ async def asked(
     folder: Path, requests: Sequence[VerdictRequest], cache: Path | None = None, **given: Any
 ) -> tuple[Any, Any, Any]:
     """The verdicts of a judge on requests that are made at once, the judge, and its engine with `given`; limits by name."""
-    limits = {name: given.pop(name) for name in ("timeout", "retries", "concurrency", "reasoning") if name in given}
-    engine = Counting(str(folder))
+    limits = {name: given.pop(name) for name in ("timeout", "retries") if name in given}
+    own = {name: given.pop(name) for name in ("concurrency", "reasoning") if name in given}
+    engines = {"strict": JudgeEngineConfig(path=str(folder), **own)}
+    config, engine = JudgeConfig(engines=engines, cache=None if cache is None else str(cache), **limits), Counting(str(folder))
     for name, value in given.items():
         setattr(engine, name, value)
     renderer = make_renderer(load_tokenizer(str(folder)))
-    one = EngineJudge("strict", engine, renderer, folder.name, VerdictCache(cache), JudgeLimits(**limits))
-    await one.start()
+    one = EngineJudge("strict", config, engine, renderer, folder.name)
+    await engine.start()
     try:
         return await asyncio.gather(*map(one.verdict, requests)), one, engine
     finally:
@@ -196,7 +201,7 @@ async def test_as_many_verdicts_are_sampled_at_once_as_concurrency_says(judge: P
     texts = ["a", "b", "c", "d", "a"]
     alone, _, one = await asked(judge, [*map(request, texts)], concurrency=1)
     together, kept, many = await asked(judge, [*map(request, texts)], concurrency=64)
-    assert (one.most, many.most) == (1, 4) and many.asked == 4 and (kept.counted.verdicts, kept.counted.cached) == (5, 1)
+    assert (one.most, many.most) == (1, 4) and many.asked == 4 and (kept.counted["verdicts"], kept.counted["cached"]) == (5, 1)
     assert [verdict.value for verdict in alone] == [verdict.value for verdict in together]
     assert alone[0].value is not None and alone[0].value != alone[1].value
 
@@ -205,14 +210,14 @@ async def test_as_many_verdicts_are_sampled_at_once_as_concurrency_says(judge: P
 async def test_a_fault_of_the_engine_is_tried_again_and_is_never_a_score(
     judge: Path, faults: int, retries: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.run.judges.BACKOFF", 0.0)
+    monkeypatch.setattr("agentrl.contrib.judges.engines.BACKOFF", 0.0)
     given = {"fault": (faults, EngineError("the card fell off")), "retries": retries}
     [verdict], one, engine = await asked(judge, [request("a")], **given)
     assert engine.asked == attempts
     if faults > retries:
-        assert verdict.value is None and verdict.error == "engine:strict: the card fell off" and one.counted.failed == 1
+        assert verdict.value is None and verdict.error == "engine:strict: the card fell off" and one.counted["failed"] == 1
     else:
-        assert verdict.value["score"] is not None and one.counted.failed == 0
+        assert verdict.value["score"] is not None and one.counted["failed"] == 0
 
 
 async def test_a_slow_engine_is_given_up_after_the_timeout(judge: Path) -> None:
@@ -222,7 +227,7 @@ async def test_a_slow_engine_is_given_up_after_the_timeout(judge: Path) -> None:
 
 
 async def test_a_verdict_that_was_aborted_is_asked_again(judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.run.judges.BACKOFF", 0.0)
+    monkeypatch.setattr("agentrl.contrib.judges.engines.BACKOFF", 0.0)
     whole = Counting.generate
 
     async def cut(self: Counting, *given: Any) -> Generation:
@@ -231,12 +236,12 @@ async def test_a_verdict_that_was_aborted_is_asked_again(judge: Path, monkeypatc
 
     monkeypatch.setattr(Counting, "generate", cut)
     [verdict], one, engine = await asked(judge, [request("a")], retries=1)
-    assert verdict.value is not None and engine.asked == 2 and one.counted.failed == 0
+    assert verdict.value is not None and engine.asked == 2 and one.counted["failed"] == 0
 
 
 async def test_an_episode_that_is_cancelled_takes_no_verdict_from_another_that_asked_the_same(judge: Path) -> None:
     _, one, engine = await asked(judge, [])
-    await one.start()
+    await engine.start()
     engine.slow = 0.2
     waiting = [asyncio.create_task(one.verdict(request("a"))) for _ in range(2)]
     await asyncio.sleep(0.05)
@@ -316,7 +321,7 @@ async def test_what_another_program_left_in_the_cache_is_no_verdict(judge: Path,
 async def test_an_episode_does_not_tell_whether_another_of_its_update_asked_the_same_first(judge: Path) -> None:
     """Beside workers that is a matter of luck, and a resumed run's evidence equals the unbroken one's."""
     [first], one, _ = await asked(judge, [request("a")])
-    assert await one.verdict(request("a")) == first and not first.cached and one.counted.cached == 1
+    assert await one.verdict(request("a")) == first and not first.cached and one.counted["cached"] == 1
 
 
 # -- from configs -----------------------------------------------------------------------------------
@@ -346,7 +351,7 @@ def plain_model(judge: Path, folder: Path) -> Path:
 ENGINE = "reward.judge.engines.strict"
 REFUSED: dict[str, tuple[list[str], Any, str]] = {
     "unknown judge": ([], named("engine:strickt"), r"judged#/root: model = 'engine:strickt': .*did you mean 'strict'\?"),
-    "unused judge": ([f"{ENGINE}x.path=y"], LEAF, rf'{ENGINE}x: no judge leaf .* "engine:strictx"'),
+    "unused judge": ([f"{ENGINE}x.path=y"], LEAF, rf"""{ENGINE}x .*: no judge leaf of 'judged' .* "engine:strictx\""""),
     "no model": ([f"{ENGINE}.path=/no/such"], LEAF, rf"{ENGINE}\.path = /no/such: "),
     "no such engine": ([f"{ENGINE}.engine=vlm"], LEAF, r"vlm.*did you mean 'vllm'\?"),
     "auto": ([f"{ENGINE}.engine=auto"], LEAF, rf"{ENGINE}\.engine = 'auto': .*; one of embedded, vllm"),
@@ -384,9 +389,7 @@ def test_a_judge_is_started_for_a_leaf_in_any_place_of_a_spec(place: str, judge:
     more: dict[str, Any] = {"metrics": {"metrics": [LEAF]}, "success": {"success": LEAF}, "root": {}}[place]
     root = {"op": "gate", "if": DIGIT, "then": LEAF} if place == "root" else DIGIT
     config = config_of(tmp_path, "r", *words(tmp_path, judge, root=root, **more))
-    judges = Judges(config)
-    judges.expect([scorer_of(config)])
-    assert judges.names == ["strict"]
+    assert {found.name for found in leaves_on_engines(config, [scorer_of(config)])} == {"strict"}
 
 
 def test_a_judge_takes_what_its_model_its_config_and_vllm_all_take(judge: Path, tmp_path: Path) -> None:
@@ -397,20 +400,24 @@ def test_a_judge_takes_what_its_model_its_config_and_vllm_all_take(judge: Path, 
         assert (one.rollout.max_episode_tokens, one.vllm.max_model_len) == (longest, longest)
 
 
-def test_who_asks_a_judge_that_did_not_start_hears_why_each_time(judge: Path, tmp_path: Path) -> None:
+async def test_a_judge_that_did_not_start_can_be_started_again_and_says_until_then_that_it_is_not_there(
+    judge: Path, tmp_path: Path
+) -> None:
     config = config_of(tmp_path, "r", *words(tmp_path, judge))
-    judges = Judges(config)
-    judges.expect([scorer_of(config)])
+    judges, scorers = Judges(config.reward), [scorer_of(config)]
     broken = judge.with_name("model.aside")
     judge.rename(broken)
     try:
         for _ in range(2):
             with pytest.raises(UserError, match="model"):
-                judges.ask(request("a"))
+                await judges.start(config, scorers, None)
+            assert "nothing here has its engine" in (await judges.aask("", request("a"))).error
     finally:
         broken.rename(judge)
-    assert judges.ask(request("a")).value is not None
-    judges.shut()
+    await judges.start(config, scorers, None)
+    said = await judges.aask("", request("a"))
+    assert said.value is not None and await asyncio.to_thread(judges.ask, "", request("a")) == said
+    await judges.close()
 
 
 def test_no_budget_is_spent_on_it(judge: Path, tmp_path: Path) -> None:

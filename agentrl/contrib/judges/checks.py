@@ -1,0 +1,230 @@
+"""Checks of judges before a run: their budget, the models on engines of the run's own, and those behind an API."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from agentrl.config import TrainConfig
+from agentrl.config.envs import each, weight_at
+from agentrl.config.schema import Choice
+from agentrl.contrib.judges.client import judge_call
+from agentrl.contrib.judges.engines import judge_config, judge_maker, name_judge_in_errors
+from agentrl.contrib.judges.leaf import PREFIX, JudgeLeaf, VerdictRequest
+from agentrl.data.trajectory import Json, Message, Task
+from agentrl.env.catalog import EnvRef
+from agentrl.env.official import WHOLE
+from agentrl.render import make_renderer
+from agentrl.render.modality import modality_of
+from agentrl.reward import Scorer
+from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
+from agentrl.reward.values import decider, follow, parse_pointer, references
+from agentrl.rollout.collector import largest
+from agentrl.rollout.samplers import make_sampler
+from agentrl.run.checks.model_checks import check_side_model
+from agentrl.run.checks.reward_checks import evaluations_of
+from agentrl.run.checks.size_checks import check_heads
+from agentrl.run.digests import suite_env
+from agentrl.run.services import QUESTION, ApiModel
+from agentrl.trainer.estimator_inputs import needs_greedy
+from agentrl.trainer.pretrained import load_model_config, load_tokenizer, model_context
+from agentrl.utils.errors import ConfigError, ModelError, RenderError, hint_text
+
+log = logging.getLogger(__name__)
+
+# Budget
+
+
+Paid = tuple[LeafNode, JudgeLeaf, list[Mapping[str, Json]], bool, bool]
+
+
+def paid_nodes(scorer: Scorer) -> Iterator[Paid]:
+    """The nodes of a spec that ask judges behind an API: each with its leaf, each `when` that it is below, whether it asks once a
+    turn, and whether it is in a branch of a gate."""
+
+    def visit(node: Node, whens: list[Mapping[str, Json]], parts: bool, gated: bool) -> Iterator[Paid]:
+        whens = whens if node.mods.when is None else [*whens, node.mods.when]
+        parts = parts or node.mods.scope in ("round", "turn")
+        if isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf) and node.leaf.own is None:
+            yield node, node.leaf, whens, parts, gated
+        for child in node.children:
+            yield from visit(child, whens, parts, gated or (isinstance(node, GateNode) and child is not node.test))
+
+    for top in scorer.tops:
+        yield from visit(top, [], False, False)
+
+
+def questions(scorer: Scorer, max_turns: int) -> tuple[int, int]:
+    """Bounds on the number of distinct questions of an episode of `max_turns` turns, to judges that are paid: the fewest unless
+    it is unscored or identical to another episode (verdicts are cached), the most if every branch is taken."""
+    least, most = Counter[str](), Counter[str]()  # by key, because equal nodes ask the same question, which is answered once
+    for node, _, whens, parts, gated in paid_nodes(scorer):
+        most[node.key] = max(most[node.key], max_turns if parts else 1)
+        least[node.key] = max(least[node.key], int(not whens and not gated))
+    return least.total(), most.total()
+
+
+def check_budget(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
+    """Raise ConfigError if `reward.judge.calls` cannot last to the end of the run; warn in the log if it may not. `scorers`: of
+    each environment. Of several, training may be on that which asks least, or on that which asks most.
+
+    Reads: env, reward.judge.calls, algorithm.advantage, steps, eval.every, eval.tasks, rollout.groups, rollout.group_size,
+    rollout.max_turns.
+    """
+    if (budget := config.reward.judge.calls) is None:
+        return
+    steps, least_evaluated, most_evaluated = [], 0, 0
+    evaluations = evaluations_of(config.steps, config.eval)
+    for env, one in zip(config.envs, each(config), strict=True):
+        rollout, tasks = one.rollout, one.eval.tasks
+        fewest, most = questions(scorers[env.called], rollout.max_turns)
+        episodes = rollout.groups * (rollout.group_size + needs_greedy(one.algorithm.advantage))
+        if any(weight_at(env.weight, step) > 0 for step in range(config.steps)):
+            grown = episodes + rollout.groups * (largest(rollout) - rollout.group_size)
+            steps.append((fewest * episodes, most * grown))
+        least_evaluated, most_evaluated = least_evaluated + fewest * tasks, most_evaluated + most * tasks
+    least_step, most_step = min((low for low, _ in steps), default=0), max((high for _, high in steps), default=0)
+    least = config.steps * least_step + evaluations * least_evaluated
+    most = config.steps * most_step + evaluations * most_evaluated
+    if least > budget:
+        spent = f", so they are spent at about step {max(0, budget - least_evaluated) // least_step}" if least_step else ""
+        raise ConfigError(
+            f"reward.judge.calls: {budget} calls are not enough: judges are asked at least {least} times ({config.steps} steps x "
+            f"{least_step} + {evaluations} evaluations x {least_evaluated}){spent}. Set reward.judge.calls={most}, or fewer steps"
+        )
+    if most > budget:
+        log.warning(
+            "reward.judge.calls: %d calls may not be enough: up to %d (%d steps x %d + %d evaluations x %d); the run stops "
+            "with a checkpoint if they are spent",
+            *(budget, most, config.steps, most_step, evaluations, most_evaluated),
+        )
+
+
+# Engines of the run's own
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLeaf:
+    """A leaf that asks a judge of the run's own: where it is in its spec, the judge's name, and the leaf."""
+
+    at: str
+    name: str
+    leaf: JudgeLeaf
+
+
+def leaves_on_engines(config: TrainConfig, scorers: Iterable[Scorer]) -> list[OwnLeaf]:
+    """The leaves of specs that ask a judge of the run's own. Raises ConfigError for one that the config does not have."""
+    engines = config.reward.judge.engines
+    places = ((scorer.name, node) for scorer in scorers for top in scorer.tops for node in walk(top))
+    leaves = [
+        OwnLeaf(f"{name}#{node.pointer}", node.leaf.own, node.leaf)
+        for name, node in places
+        if isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf) and node.leaf.own is not None
+    ]
+    for found in leaves:
+        if found.name not in engines:
+            known = f"it has {', '.join(sorted(engines)) or 'none'}{hint_text(found.name, engines)}"
+            raise ConfigError(
+                f"{found.at}: model = {PREFIX + found.name!r}: reward.judge.engines (--judge-model NAME=MODEL) has no judge of "
+                f"that name; {known}"
+            )
+    return leaves
+
+
+def check_engines(config: TrainConfig, scorers: Mapping[str, Scorer], trains: bool = True, planned: bool = False) -> list[str]:
+    """Raise ConfigError for a leaf whose judge is not in the config, for a judge that no leaf asks (if `trains`: an evaluation
+    may be of other environments), for an engine that cannot be a judge's, and for a prompt that leaves no room for a verdict;
+    ModelError for a model that cannot be used. `scorers`: of each environment; `planned`: a folder may lack its weights. Returns
+    the warnings.
+
+    Reads: reward.judge.engines, env.reward, model.trust_remote_code, cluster.
+    """
+    leaves = leaves_on_engines(config, scorers.values())
+    if trains and (idle := sorted(set(config.reward.judge.engines) - {found.name for found in leaves})):
+        specs = " or ".join(sorted({repr(scorer.name) for scorer in scorers.values()}))
+        raise ConfigError(
+            f"reward.judge.engines.{idle[0]} (--judge-model {idle[0]}=...): no judge leaf of {specs} asks it, with "
+            f'"model": "engine:{idle[0]}"; remove it, or set env.reward to a spec that does'
+        )
+    for name in config.reward.judge.engines:
+        if asked := [found for found in leaves if found.name == name]:
+            _check_engine(config, name, asked, planned)
+    if not leaves or find_spec("llguidance") is not None:
+        return []
+    return [
+        "reward.judge.engines: verdicts are not held to their form, which takes llguidance, and those that do not fit it leave "
+        "their episodes unscored: pip install 'agentrl[server]'"
+    ]
+
+
+def _check_engine(config: TrainConfig, name: str, leaves: list[OwnLeaf], planned: bool) -> None:
+    own, key = judge_config(config, name), f"reward.judge.engines.{name}"
+    path, trust, maker = str(own.model.path), config.model.trust_remote_code, judge_maker(config, name)
+    check_side_model(own.engine, own.model, f"{key}.path", planned)
+    if modality_of(load_model_config(path, trust)) is not None:
+        raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
+    with name_judge_in_errors(key):
+        maker.check_installed()
+        maker.check()
+        check_heads(own, own.engine)
+    context = maker.context(min(model_context(path, trust), own.rollout.max_episode_tokens))
+    try:
+        renderer = make_renderer(load_tokenizer(path, trust))
+        for found in leaves:
+            # With nothing in its placeholders a prompt is as short as it can be.
+            messages = [Message("system", found.leaf.system()), Message("user", found.leaf.args["prompt"])]
+            prompt, most = len(renderer.start(messages, [])), found.leaf.max_tokens
+            if prompt + most > context:
+                raise ConfigError(
+                    f"{key}: the judge takes {context} tokens (its model's context, {key}.max_model_len), and {found.at} needs "
+                    f"{prompt} for its prompt alone and max_tokens = {most} for the verdict; lower max_tokens, raise "
+                    f"{key}.max_model_len, or take a model with a longer context"
+                )
+    except (ModelError, RenderError) as problem:
+        raise ModelError(f"{key}.path = {path}: {problem}") from problem
+
+
+# Models behind an API
+
+
+def paid_models(config: TrainConfig, scorers: Mapping[str, Scorer]) -> Iterator[ApiModel]:
+    """The judges behind an API, with the parameters of a verdict; of a benchmark, if one of its tasks asks it by its `when`.
+
+    Reads: env, reward.judge.
+    """
+    judge = config.reward.judge
+    for one in each(config):
+        scorer = scorers[one.envs[0].called]
+        tasks = _all_tasks(EnvRef.of(one), one.rollout.sampler) if scorer.asks else None
+        for _, leaf, whens, *_ in paid_nodes(scorer):
+            if tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks):
+                verdict = VerdictRequest(str(leaf.args["model"]), (QUESTION,), leaf.verdict_schema, leaf.max_tokens)
+                yield ApiModel(
+                    f"the judge of reward spec {scorer.name!r}",
+                    "reward.judge.api_base",
+                    judge.api_base,
+                    judge_call(judge, verdict),
+                    "reward.judge.args",
+                    judge.args,
+                    {"temperature": "reward.judge.args.temperature"},
+                )
+
+
+def _may_hold(when: Mapping[str, Json], task: Task) -> bool:
+    """Return True if a `when` can be true in an episode of a task: also if it reads more than the task."""
+    places = [parse_pointer(str(ref["$"])) for _, ref in references(when)]
+    if any(place[:2] not in (("task", "data"), ("task", "gold")) for place in places):
+        return True
+    document = {"task": {"data": task.data, "gold": task.gold}}
+    return decider(when)(lambda ref: follow(document, parse_pointer(str(ref["$"])))) is not False
+
+
+def _all_tasks(ref: EnvRef, sampler: Choice) -> Sequence[Task] | None:
+    """Every task of an environment that is a suite; None of another, or if its parameters change in the run."""
+    suite = suite_env(ref)
+    if suite is None or any(make_sampler(sampler).variants()):
+        return None
+    return [suite.make_task(seed, WHOLE) for seed in range(suite.task_count(WHOLE))]

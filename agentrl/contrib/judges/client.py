@@ -1,0 +1,222 @@
+"""Judges behind an API: verdicts through litellm, with a cache and a budget."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import json
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import JudgeConfig
+from agentrl.contrib.judges.leaf import JudgeFault, LastingJudgeFault, Verdict, VerdictRequest, read_verdict
+from agentrl.data.trajectory import Json
+from agentrl.render.litellm_calls import ONCE, load_litellm, request_of, said_of
+from agentrl.utils.errors import ConfigError, JudgeBudgetError
+from agentrl.utils.parsing import read_json
+from agentrl.utils.redaction import redact_said
+from agentrl.utils.schemas import first_fault, validator
+from agentrl.utils.threads import after_fork, fork_safe, threads
+
+
+class Budget:
+    """Counts calls and dollars over all threads. A call reserves its maximum cost and returns what it did
+    not use, so that concurrent calls cannot overspend together."""
+
+    def __init__(self, calls: int | None, usd: float | None) -> None:
+        self.limit_calls, self.limit_usd = calls, usd
+        self.calls = 0
+        self.usd = 0.0
+        self._reserved = 0.0
+        self._lock = fork_safe(threading.Lock())
+
+    def reserve(self, usd: float | None) -> None:
+        """Reserve one call that costs at most `usd` (None: not known). Raises JudgeBudgetError if it may not be made."""
+        with self._lock:
+            if self.limit_calls is not None and self.calls >= self.limit_calls:
+                raise JudgeBudgetError(f"the budget of {self.limit_calls} judge calls is spent; raise reward.judge.calls")
+            if self.limit_usd is not None and usd is None:
+                why = "the model's price is not known, so a budget in USD cannot be enforced; set reward.judge.usd_per_million"
+                raise JudgeBudgetError(f"reward.judge.usd: {why}")
+            if self.limit_usd is not None and self.usd + self._reserved + (usd or 0.0) > self.limit_usd + 1e-12:
+                why = f"budget of {self.limit_usd} USD for judging is spent ({self.usd:.6f} used); raise reward.judge.usd"
+                raise JudgeBudgetError(f"the {why}")
+            self.calls += 1
+            self._reserved += usd or 0.0
+
+    def settle(self, reserved: float | None, used: float) -> None:
+        """Release a reservation and count the actual cost."""
+        with self._lock:
+            self._reserved -= reserved or 0.0
+            self.usd += used
+
+
+class VerdictCache:
+    """A folder of verdicts, which several processes may share; in memory only if there is no folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Raises ConfigError for a folder that cannot be written."""
+        if folder is not None:
+            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            if not there.is_dir():
+                raise ConfigError(f"reward.judge.cache = {folder}: expected a folder, and {there} is a file")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise ConfigError(f"reward.judge.cache = {folder}: {there} may not be written")
+        self.folder = folder
+        self._memory: dict[str, Json] = {}
+
+    def get(self, key: str, schema: Mapping[str, Any]) -> Json:
+        """The verdict for a key, or None. A file that cannot be read, or whose verdict does not fit `schema`, counts as
+        missing: others write to the folder too."""
+        if key not in self._memory and self.folder is not None:
+            try:
+                verdict = read_json(self._path(key).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                return None
+            if first_fault(validator(schema), verdict) is None:
+                self._memory[key] = verdict
+        return self._memory.get(key)
+
+    def put(self, key: str, verdict: Json) -> None:
+        """Store a verdict. It is written to a temporary file and renamed, so that readers never see a partial one."""
+        self._memory[key] = verdict
+        if self.folder is None:
+            return
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".verdict-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(verdict, file)
+        Path(name).replace(path)
+
+    def forget(self) -> None:
+        """Drop the verdicts, unless a folder keeps them."""
+        if self.folder is None:
+            self._memory.clear()
+
+    def _path(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / key[:2] / f"{key}.json"
+
+
+class Judge:
+    """A client for all judge leaves of a run: cache, budget, retries, and at most `concurrency` requests at
+    a time. Equal requests made at the same time share one call."""
+
+    def __init__(self, settings: JudgeConfig | None = None, *, backoff: float = 0.5) -> None:
+        """`settings`: the section `reward.judge`, by default its defaults. `backoff`: seconds before the second attempt, doubled
+        for each later one."""
+        self.settings, self._backoff = settings or JudgeConfig(), backoff
+        self.cache = VerdictCache(None if self.settings.cache is None else Path(self.settings.cache))
+        self.budget = Budget(self.settings.calls, self.settings.usd)
+        self._pool = threads(self.settings.concurrency, "agentrl-judge")
+        self._begin()
+        after_fork(self, Judge._begin)
+
+    def _begin(self) -> None:
+        self._running: dict[str, Future[Verdict]] = {}
+        self._lock = threading.Lock()
+
+    def ask(self, key: str, request: VerdictRequest) -> Verdict:
+        """The verdict, blocking. Raises DependencyError without litellm, JudgeBudgetError if the budget is spent."""
+        return self._submit(key, request).result()
+
+    async def aask(self, key: str, request: VerdictRequest) -> Verdict:
+        """As `ask`, without blocking. Cancelling stops the waiting only; the call itself ends by its timeout."""
+        # shield: another caller may share this call and still wait for it.
+        return await asyncio.shield(asyncio.wrap_future(self._submit(key, request)))
+
+    def _submit(self, key: str, request: VerdictRequest) -> Future[Verdict]:
+        if self.settings.args:  # a verdict depends on them, too
+            said = json.dumps([key, dict(self.settings.args)], sort_keys=True, default=str)
+            key = hashlib.sha256(said.encode()).hexdigest()
+        if (kept := self.cache.get(key, request.schema)) is not None:
+            done: Future[Verdict] = Future()
+            done.set_result(Verdict(kept, cached=True))
+            return done
+        with self._lock:
+            running = self._running.get(key)
+            if running is None:
+                # `_attempts` fills the cache before the future ends, so an equal request always finds one of the two.
+                running = self._pool.submit(self._attempts, key, request)
+                self._running[key] = running
+                running.add_done_callback(lambda _: self._running.pop(key, None))
+            return running
+
+    def _attempts(self, key: str, request: VerdictRequest) -> Verdict:
+        """Up to 1 + retries attempts, with exponential backoff between them."""
+        why = ""
+        for attempt in range(self.settings.retries + 1):
+            if attempt:
+                time.sleep(self._backoff * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+            try:
+                value = self._attempt(request)
+                self.cache.put(key, value)
+                return Verdict(value)
+            except JudgeFault as fault:
+                why = redact_said(str(fault))
+                if isinstance(fault, LastingJudgeFault):
+                    break
+        return Verdict(None, error=why)
+
+    def _attempt(self, request: VerdictRequest) -> Json:
+        litellm = load_litellm()
+        prices, reserved = self._prices(litellm, request.model), None
+        if prices is not None:
+            characters = sum(len(message["content"].encode()) for message in request.messages)
+            # Two characters a token: few on purpose, for an upper bound.
+            reserved = characters / 2 * prices[0] + request.max_tokens * prices[1]
+        self.budget.reserve(reserved)
+        used = 0.0
+        try:
+            response = self._complete(litellm, request)
+            if prices is not None and (usage := response.usage) is not None:
+                used = float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
+            return read_verdict(response.choices[0].message.content if response.choices else None, request)
+        finally:
+            self.budget.settle(reserved, used)
+
+    def _complete(self, litellm: Any, request: VerdictRequest) -> Any:
+        errors = importlib.import_module("openai")
+        asked = judge_call(self.settings, request)
+        try:
+            return litellm.completion(**asked)
+        except errors.OpenAIError as error:
+            lasting = errors.AuthenticationError, errors.PermissionDeniedError, errors.NotFoundError, errors.BadRequestError
+            why = f"{type(error).__name__}: {said_of(error, asked.get('api_base'))}"
+            raise (LastingJudgeFault if isinstance(error, lasting) else JudgeFault)(why) from error
+
+    def _prices(self, litellm: Any, model: str) -> tuple[float, float] | None:
+        """USD per token (prompt, sampled), or None if unknown."""
+        if self.settings.usd_per_million is not None:
+            prompt, sampled = self.settings.usd_per_million
+            return prompt / 1e6, sampled / 1e6
+        known = litellm.model_cost.get(model) or litellm.model_cost.get(model.partition("/")[2])
+        if not known or "input_cost_per_token" not in known:
+            return None
+        return float(known["input_cost_per_token"]), float(known.get("output_cost_per_token", 0.0))
+
+
+def judge_call(settings: JudgeConfig, request: VerdictRequest) -> dict[str, Any]:
+    """The keyword arguments of a judge's call of litellm's: what a model does not take is left out."""
+    form = {"name": "verdict", "schema": dict(request.schema), "strict": True}
+    own = {
+        **ONCE,
+        "model": request.model,
+        "messages": [dict(message) for message in request.messages],
+        "timeout": settings.timeout,
+        "temperature": 0,
+        "max_tokens": request.max_tokens,
+        "response_format": {"type": "json_schema", "json_schema": form},
+        "drop_params": True,
+        "caching": False,
+    }
+    return request_of(own, settings.args, settings.api_base, args_key="reward.judge.args", base_key="reward.judge.api_base")

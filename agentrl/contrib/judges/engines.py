@@ -1,0 +1,237 @@
+"""Judges on engines of the run's own (`reward.judge.engines`): verdicts of models whose weights stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from agentrl.cluster.placement import has_gpus
+from agentrl.config import TrainConfig
+from agentrl.config.schema import JudgeConfig, ModelConfig, RolloutConfig
+from agentrl.contrib.judges.client import VerdictCache
+from agentrl.contrib.judges.leaf import JudgeFault, Verdict, VerdictRequest, read_verdict
+from agentrl.data.trajectory import Json, Message
+from agentrl.render import make_renderer
+from agentrl.render.base import Renderer
+from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, Sampling
+from agentrl.run.digests import files_digest
+from agentrl.run.engine_choice import AUTO, maker_of
+from agentrl.run.services import ray_options
+from agentrl.trainer.pretrained import load_tokenizer, model_context, named_anywhere, unused_ids
+from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, RenderError
+from agentrl.utils.event_loop import LateError, within
+from agentrl.utils.redaction import redact_said
+
+if TYPE_CHECKING:
+    from agentrl.cluster.placement import Pools
+
+BACKOFF = 0.5
+"""Seconds before the second attempt; each further one waits twice as long."""
+SHORTEST, LONGEST = 16, 500
+"""Characters that a text in a verdict may have at least and at most; evidence keeps no more."""
+FRAME = 48
+"""Tokens of a verdict that are not its text: braces, names of keys, the score."""
+
+
+COUNTED = ("verdicts", "cached", "failed", "prompt_tokens", "sampled_tokens", "busy_s")
+"""Of each judge: verdicts asked for, how many were known (or shared), how many failed; tokens; and the seconds in which it had
+something to do."""
+
+
+class EngineJudge:
+    """One model on one engine. It answers on the event loop on which it was started; see the module."""
+
+    def __init__(self, name: str, config: JudgeConfig, engine: Engine, renderer: Renderer, model: str) -> None:
+        """`model`: tells its weights apart, for the cache, which other runs may share."""
+        self.name, self.counted, self.engine = name, dict.fromkeys(COUNTED, 0.0), engine
+        self._config, self._own, self._renderer, self._model = config, config.engines[name], renderer, model
+        self._cache = VerdictCache(None if config.cache is None else Path(config.cache))
+        self._running: dict[str, asyncio.Task[Verdict]] = {}
+        self._places = asyncio.Semaphore(self._own.concurrency)
+        self._grammars: dict[str, str | None] = {}
+        self._busy, self._since = 0, 0.0
+
+    async def close(self) -> None:
+        """End requests in progress, and the engine; idempotent."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self.engine.close()
+
+    async def forget(self) -> None:
+        """Drop all that was computed so far: the rest must not depend on it, since a run that goes on from a
+        checkpoint knows nothing. Verdicts in a folder stay. Not while something is under way."""
+        if not self._busy:
+            self._cache.forget()
+            await self.engine.forget()
+
+    async def verdict(self, request: VerdictRequest) -> Verdict:
+        """The verdict, which equal requests share. Cancelling ends the waiting only."""
+        self.counted["verdicts"] += 1
+        key = self._key(request)
+        kept = self._cache.get(key, request.schema)
+        if kept is not None:
+            self.counted["cached"] += 1
+            # Without a folder it was said in this very update, to whoever came first, which is a matter of luck beside workers.
+            return Verdict(kept, cached=self._cache.folder is not None)
+        running = self._running.get(key)
+        if running is None:
+            running = asyncio.create_task(self._answer(key, request), name=f"a verdict of judge {self.name}")
+            self._running[key] = running
+            running.add_done_callback(lambda _: self._running.pop(key, None))
+        else:
+            self.counted["cached"] += 1
+        # shield: another episode may share this verdict and still wait for it.
+        return await asyncio.shield(running)
+
+    def _key(self, request: VerdictRequest) -> str:
+        """Key of a verdict in the shared cache: the weights and how they are asked, and not how a config calls them."""
+        asked = f"{self._model}\n{self._own.reasoning}\n{replace(request, model='').key()}"
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+    async def _answer(self, key: str, request: VerdictRequest) -> Verdict:
+        if not self._busy:
+            self._since = time.monotonic()
+        self._busy += 1
+        try:
+            value, why = await self._attempts(key, request)
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                self.counted["busy_s"] += time.monotonic() - self._since
+        if value is None:
+            self.counted["failed"] += 1
+            return Verdict(None, error=redact_said(f"{request.model}: {why}"))
+        self._cache.put(key, value)
+        return Verdict(value)
+
+    async def _attempts(self, key: str, request: VerdictRequest) -> tuple[Json, str]:
+        """A verdict, or None and the fault of the last attempt."""
+        why = ""
+        for attempt in range(self._config.retries + 1):
+            if attempt:
+                await asyncio.sleep(BACKOFF * 2 ** (attempt - 1))
+            try:
+                async with self._places:
+                    work = self._attempt(request, f"judge/{self.name}/{key[:16]}")
+                    return await within(self._config.timeout, work, f"judge {self.name}"), ""
+            except (PromptTooLongError, RenderError, JudgeFault) as fault:
+                # It samples greedily: asked again it would say the same.
+                return None, str(fault)
+            except (EngineError, LateError) as fault:
+                why = str(fault)
+        return None, why
+
+    async def _attempt(self, request: VerdictRequest, key: str) -> Json:
+        messages = [Message(cast(Any, message["role"]), message["content"]) for message in request.messages]
+        prompt = await self._renderer.astart(messages, [])
+        sampling = Sampling(
+            max_tokens=request.max_tokens,
+            temperature=0.0,
+            stop_token_ids=self._renderer.stop_token_ids,
+            grammar=self._grammar(request),
+        )
+        generation = await self.engine.generate(prompt, sampling, key)
+        self.counted["prompt_tokens"] += len(prompt)
+        self.counted["sampled_tokens"] += len(generation.token_ids)
+        if generation.finish == "abort":
+            raise EngineError("the request was aborted")
+        said = await self._renderer.aparse(generation.token_ids, generation.finish)
+        try:
+            return read_verdict(said.content, request)
+        except JudgeFault as fault:
+            if generation.finish != "length":
+                raise
+            cut = f"it was cut after {len(generation.token_ids)} tokens: raise the leaf's max_tokens, or max_model_len"
+            raise JudgeFault(f"{fault} ({cut})") from fault
+
+    def _grammar(self, request: VerdictRequest) -> str | None:
+        """The grammar of a verdict; None if the renderer knows none, or the engine cannot keep to it: verdicts are then read as
+        they come."""
+        form = form_of(request.schema, request.max_tokens)
+        key = repr(form)
+        if key not in self._grammars:
+            try:
+                grammar = self._renderer.grammar(form, reasons=self._own.reasoning)
+            except RenderError:
+                grammar = None
+            kept = grammar is None or not self.engine.refusal(Sampling(max_tokens=1, grammar=grammar))
+            self._grammars[key] = grammar if kept else None
+        return self._grammars[key]
+
+
+def form_of(schema: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    """The schema of a verdict as a grammar is made of it, without what a weak model never ends by itself: white space of choice,
+    texts that are longer than `max_tokens`, and digits without number (a score has between 100 and 1000 steps)."""
+    most = min(LONGEST, max(SHORTEST, max_tokens - FRAME))
+    properties = {}
+    for name, part in schema.get("properties", {}).items():
+        if part.get("type") == "string":
+            part = {**part, "maxLength": most}
+        elif part.get("type") == "number" and "minimum" in part and "maximum" in part:
+            steps = math.floor(math.log10(part["maximum"] - part["minimum"])) - 2
+            part = {**part, "multipleOf": 10**steps if steps >= 0 else round(10.0**steps, -steps)}
+        properties[name] = part
+    spaced = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {**schema, "properties": properties, "x-guidance": spaced}
+
+
+# From a config
+
+
+def judge_config(config: TrainConfig, name: str, positions: int | None = None) -> TrainConfig:
+    """The config with the judge in the policy's place, as its engine's maker reads it. `positions`: of the model, if it is read
+    already."""
+    one = config.reward.judge.engines[name]
+    longest = min(one.max_model_len, one.vllm.max_model_len, positions or one.max_model_len)
+    own: dict[str, Any] = {
+        "env": None,
+        "engine": one.engine,
+        "engine_args": one.engine_args,
+        "model": ModelConfig(path=one.path, trust_remote_code=config.model.trust_remote_code, threads=config.model.threads),
+        "rollout": RolloutConfig(max_episodes=one.concurrency, max_episode_tokens=longest),
+        "vllm": one.vllm.model_copy(update={"max_model_len": longest}),
+    }
+    return config.model_copy(update=own)
+
+
+def judge_maker(config: TrainConfig, name: str, positions: int | None = None) -> EngineMaker:
+    """Maker of a judge's engine. Raises ConfigError for one that judges cannot be on."""
+    engine, key = config.reward.judge.engines[name].engine, f"reward.judge.engines.{name}"
+    able = sorted(entry.name for entry in ENGINES.own() if "judges" in entry.traits)
+    if engine == AUTO or "judges" not in ENGINES.entry(engine).traits:
+        raise ConfigError(f"{key}.engine = {engine!r}: no judge can be on it next to the policy's own; one of {', '.join(able)}")
+    with name_judge_in_errors(key):
+        maker = maker_of(engine, judge_config(config, name, positions))
+    maker.on_gpus = partial(has_gpus, config.cluster, "judge")
+    return maker
+
+
+@contextmanager
+def name_judge_in_errors(key: str) -> Iterator[None]:
+    """Begins a ConfigError with the judge's key."""
+    try:
+        yield
+    except ConfigError as problem:
+        raise ConfigError(f"{key}: {problem}") from problem
+
+
+def make_judge(config: TrainConfig, name: str, pools: Pools | None) -> EngineJudge:
+    """A judge of a config on its engine, not started. Raises UserError if its model cannot be used."""
+    judge, trust = config.reward.judge, config.model.trust_remote_code
+    one = judge.engines[name]
+    tokenizer, maker = load_tokenizer(one.path, trust), judge_maker(config, name)
+    maker.unused = unused_ids(tokenizer, one.path, trust)
+    options = ray_options(config, f"judge {name}", pools)
+    engine = maker.make(named_anywhere(one.path), model_context(one.path, trust), options)
+    renderer = make_renderer(tokenizer, day=config.model.date)
+    return EngineJudge(name, judge, engine, renderer, files_digest(one.path) or one.path)

@@ -1,0 +1,104 @@
+"""A leaf and a service of the user's own: made once for a run, checked before it, started, asked and ended with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.config.schema import RewardConfig
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.reward import compile_spec, make_context
+from agentrl.run.assembly import assemble, read_inputs
+from agentrl.run.checks import check_config
+from agentrl.utils.errors import ConfigError, RewardSpecError
+from tests import tiny
+from tests.e2e.inside import config_of
+from tests.run.broken_off import TINY
+from tests.run.own_spec import RIGHT
+
+PLUGIN = """
+from agentrl.reward.leaf import LEAVES, SERVICES, Leaf, PendingError, Reading
+from agentrl.run.services import Service
+
+class Question:
+    def assumption(self, best):
+        return float(best)
+
+@LEAVES.register("planted.mark")
+class Mark(Leaf):
+    kind, formula, example, asks = "planted.mark", "the mark", {}, "planted"
+
+    def read(self, view, args):
+        if "mark" not in view.answers:
+            raise PendingError("mark", Question())
+        return Reading(view.answers["mark"], None)
+
+@SERVICES.register("planted")
+class Planted(Service):
+    def __init__(self, config):
+        self.name, self.course = "", []
+
+    @classmethod
+    def check(cls, config, scorers, trains, planned):
+        return [f"{len(scorers)} specs, trains: {trains}"]
+
+    def ask(self, key, request):
+        self.course.append("asked")
+        return 0.25
+
+    async def aask(self, key, request):
+        self.course.append(self.name)
+        return 0.75
+
+    async def start(self, config, scorers, pools):
+        self.course.append([scorer.name for scorer in scorers])
+
+    async def forget(self):
+        self.course.append("forget")
+
+    async def close(self):
+        self.course.append("close")
+
+    def metrics(self):
+        return {"planted/marks": 1.0}
+"""
+MARKED = {"agentrl_reward": 1, "name": "marked", "root": {"use": "planted.mark"}}
+
+
+def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the plug-in onto the shelf of a working directory."""
+    (folder / "plugins").mkdir()
+    (folder / "plugins/planted.py").write_text(PLUGIN)
+    monkeypatch.chdir(folder)
+
+
+async def test_a_run_has_one_service_for_all_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path, monkeypatch)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**MARKED, "name": name, "success": RIGHT}))
+    envs = "env=[{name='a', id='key_value', reward='a.json'}, {name='b', id='key_value', reward='b.json'}]"
+    config = config_of(tmp_path, "r", *TINY, "rollout.max_turns=8", envs)
+    assert "2 specs, trains: True" in check_config(config)
+    made = assemble(config, read_inputs(config), model=tiny.build(tmp_path / "model"))
+    assert [env.scorer.score(Trajectory("kv", Task("t", 0))).value for env in made.envs] == [0.25, 0.25]
+    await made.start()
+    await made.services.forget()
+    assert made.services.metrics() == {"planted/marks": 1.0}
+    await made.close()
+    assert list(made.services) == ["planted"]
+    assert made.services["planted"].course == ["asked", "asked", ["a", "b"], "forget", "close"]
+
+
+def test_whatever_a_service_would_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path, monkeypatch)
+    scorer = compile_spec(MARKED, context=make_context(RewardConfig()))
+    assert scorer.judged == ["/root", "/success"] and scorer.asks == {"planted"}
+    episode = Trajectory("kv", Task("t", 0))
+    assert [scorer.assuming(lambda _, best=best: best).score(episode).value for best in (True, False)] == [1.0, 0.0]  # type: ignore[misc]
+    with pytest.raises(RewardSpecError, match=r"at /root: planted\.mark asks 'planted', which this run does not provide"):
+        compile_spec(MARKED)
+    (tmp_path / "plugins/planted.py").write_text(PLUGIN.replace('SERVICES.register("planted")', 'SERVICES.register("plantd")'))
+    with pytest.raises(ConfigError, match=r"unknown name 'planted'; did you mean 'plantd'"):
+        compile_spec(MARKED, context=make_context(RewardConfig()))
