@@ -248,7 +248,7 @@ class Reading(NamedTuple):
     turns: Mapping[int, float] | None = None
 
 
-class Request(Protocol):
+class LeafRequest(Protocol):
     """Asks the service of a leaf (`Leaf.asks`) for an answer."""
 
     def assumption(self, best: bool) -> Any:
@@ -258,7 +258,7 @@ class Request(Protocol):
 class PendingError(Exception):
     """A leaf needs an answer from outside; the scorer gets it from the leaf's service and calls the leaf again."""
 
-    def __init__(self, key: str, request: Request) -> None:
+    def __init__(self, key: str, request: LeafRequest) -> None:
         super().__init__(key)
         self.key = key
         self.request = request
