@@ -272,7 +272,7 @@ class Client(Protocol):
     async def aask(self, key: str, request: Any) -> Any: ...
 
 
-SERVICES: Registry[Callable[[RewardConfig], Any]] = Registry("reward.service", "SERVICES", "agentrl.reward", given=1)
+SERVICES: Registry[type[Any]] = Registry("reward.service", "SERVICES", "agentrl.reward", given=1)
 """Classes that answer leaves, such as judges, by the name in `Leaf.asks` (agentrl.run.services.Service); keys of a config for the
 service NAME are in `reward.NAME`."""
 

@@ -161,7 +161,7 @@ class EngineJudge:
         key = repr(form)
         if key not in self._grammars:
             try:
-                grammar = self._renderer.grammar(form, reasons=self._own.reasoning)
+                grammar: str | None = self._renderer.grammar(form, reasons=self._own.reasoning)
             except RenderError:
                 grammar = None
             kept = grammar is None or not self.engine.refusal(Sampling(max_tokens=1, grammar=grammar))

@@ -71,7 +71,7 @@ class Judges(Service):
     async def aask(self, key: str, request: VerdictRequest) -> Verdict:
         if own_name(request.model) is None:
             return await self.api.aask(key, request)
-        if self._loop in (None, asyncio.get_running_loop()):
+        if self._loop is None or self._loop is asyncio.get_running_loop():
             return await self._verdict(request)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._verdict(request), self._loop))
 
