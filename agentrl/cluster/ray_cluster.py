@@ -233,14 +233,14 @@ def patient(seconds: float) -> Iterator[None]:
 @contextmanager
 def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
     """In the body, `owner` has these attributes instead of its own; Ray has no arguments for them."""
-    before = {name: getattr(owner, name, None) for name in attributes}
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in attributes:
+            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
 
 
 # Start and stop

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.cluster import machine as address
+from agentrl.cluster import ray_cluster
 from agentrl.cluster.machine import _listeners, open_rendezvous
 
 
@@ -65,3 +66,10 @@ def test_it_listens_at_the_announced_address_alone_if_that_is_its_own(
     with socket.socket(fileno=_listeners.pop(place).detach()) as found:
         assert found.getsockname() == (bound, place.port) and place.host == host
     assert any("listens on all interfaces" in row.message for row in caplog.records) is warned
+
+
+def test_an_attribute_that_was_missing_is_missing_again() -> None:
+    owner = SimpleNamespace(had=1)
+    with ray_cluster._replace_attributes(owner, had=2, lacked=3):
+        assert vars(owner) == {"had": 2, "lacked": 3}
+    assert vars(owner) == {"had": 1}
