@@ -481,6 +481,16 @@ async def test_a_process_at_the_drivers_address_without_its_secret_is_not_believ
     server.close()
 
 
+async def test_another_program_at_the_drivers_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing, as most servers wait for a request; a worker waited until the run gave it up."""
+    monkeypatch.setattr("agentrl.rollout.workers.channel.GREETING_S", 0.05)
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    door = Door("127.0.0.1", server.sockets[0].getsockname()[1], b"secret")
+    with pytest.raises(WorkerDiedError, match=r"rollout worker 0: the program that listens at .* does not answer as the driver"):
+        await asyncio.wait_for(dial(door, "worker 0", {}), 5)
+    server.close()
+
+
 async def test_an_episode_and_a_turn_arrive_as_they_were() -> None:
     rng = np.random.default_rng(0)
     long, routed = TokenLedger(), TokenLedger()

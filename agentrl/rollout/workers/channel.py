@@ -197,7 +197,12 @@ async def dial(door: Door, name: str, on: dict[str, Handler]) -> Channel:
         await asyncio.get_running_loop().create_connection(lambda: channel, door.host, door.port)
     except OSError as problem:
         raise WorkerDiedError(f"rollout {name}: the driver does not listen at {door.host}:{door.port}: {problem}") from None
-    await let_in.wait()
+    try:
+        await asyncio.wait_for(let_in.wait(), 3 * GREETING_S)  # the driver may be busy
+    except TimeoutError:
+        channel.abort()
+        silent = f"rollout {name}: the program that listens at {door.host}:{door.port} does not answer as the driver of a run"
+        raise WorkerDiedError(f"{silent}. It may be another one; start the run again") from None
     if channel.lost.is_set():
         raise WorkerDiedError(f"rollout {name}: the driver at {door.host}:{door.port} did not let it in")
     return channel
