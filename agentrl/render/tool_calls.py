@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall
 from agentrl.utils.parsing import is_unbounded
-from agentrl.utils.schemas import found_in_time
+from agentrl.utils.schemas import found_in_time, with_nulls
 
 # Grammars of a turn
 
@@ -45,7 +45,7 @@ def either(rules: Sequence[Rules]) -> Rules:
 
 def json_rules(schema: Json) -> Rules:
     """JSON that fits a schema."""
-    return "answer", f"answer: %json {json.dumps(schema)}"
+    return "answer", f"answer: %json {json.dumps(with_nulls(schema))}"
 
 
 def hermes_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
@@ -69,7 +69,7 @@ def object_rules(tools: Sequence[Mapping[str, Any]], key: str) -> list[str]:
         function = tool["function"]
         head = json.dumps(f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": ')
         schema = function.get("parameters") or {"type": "object", "properties": {}}
-        rules += [f'object_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(schema)}"]
+        rules += [f'object_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(with_nulls(schema))}"]
     return rules
 
 

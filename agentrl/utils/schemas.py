@@ -421,6 +421,33 @@ def _rewrite_schema(node: Any, root: Any, alone: bool) -> Any:
     return new
 
 
+_NULL = {"type": "null"}
+
+
+def with_nulls(node: Any) -> Any:
+    """A schema in which `nullable: true`, which only agentrl's own check of a call reads, is said by types, for grammars."""
+    if not isinstance(node, Mapping):
+        return node
+    new: dict[str, Any] = {}
+    for key, value in node.items():
+        if key in _MAPS and isinstance(value, Mapping):
+            new[key] = {name: with_nulls(item) for name, item in value.items()}
+        elif key not in DATA and isinstance(value, list):
+            new[key] = list(map(with_nulls, value))
+        else:
+            new[key] = value if key in DATA else with_nulls(value)
+    if new.pop("nullable", None) is not True:
+        return {**new, "nullable": node["nullable"]} if "nullable" in node else new
+    if new.keys() & {"$ref", "allOf", "not", "if"}:
+        return {"anyOf": [new, _NULL]}
+    # In place, so that pointers into it hold.
+    kinds = new.get("type", [])
+    new |= {"type": list(dict.fromkeys([*([kinds] if isinstance(kinds, str) else kinds), "null"]))} if kinds else {}
+    if values := [new.pop("const")] if "const" in new else new.get("enum"):
+        new["enum"] = [*values, *([] if None in values else [None])]
+    return new | {key: [*new[key], _NULL] for key in ("anyOf", "oneOf") if key in new}
+
+
 _LIMITS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 _EXCLUSIVE = {plain: exclusive for exclusive, plain in _LIMITS.items()}
 

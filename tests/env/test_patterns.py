@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import Field, TypeAdapter
 
 from agentrl.env import Tool
 from agentrl.env.call_options import compile_validator
 from agentrl.env.spaces import Unsupported, sample_arguments, sample_pattern, sample_value
 from agentrl.env.taskdata import load_tasks
-from agentrl.render.tool_calls import typed_value
+from agentrl.render.tool_calls import object_rules, typed_value
 from agentrl.utils.errors import TaskDataError
+from agentrl.utils.schemas import with_nulls
 
 RNG = np.random.default_rng(0)
 PATTERNS = [
@@ -158,3 +160,19 @@ def test_null_fits_what_is_nullable_as_openapi_has_it_and_nothing_else() -> None
     assert {name for one in made for name, value in one.items() if value is not None} == set(NULLABLE["properties"])
     for name, schema in NULLABLE["properties"].items():
         assert (typed_value("null", schema, NULLABLE) is None) == (name != "not")
+
+
+def test_a_grammar_allows_null_where_a_tool_is_nullable_and_nowhere_else() -> None:
+    """A model that was held to the grammar could not say what the check takes."""
+    tool = {"type": "function", "function": {"name": "send", "parameters": NULLABLE}}
+    grammar = "\n".join(["start: object", *object_rules([tool], "arguments")])
+    tokens = LLTokenizer("byte")
+    start = LLMatcher(tokens, json.dumps({"grammars": [{"lark_grammar": grammar}]}))
+    given = {"kind": "a", "to": {"x": 1}, "of": 3, "not": "x"}
+    for name, value in [*dict.fromkeys(given).items(), ("kind", "c"), ("to", {}), ("of", 2)]:
+        made = {**given, name: value}
+        text = tokens.tokenize_str(f'{{"name": "send", "arguments": {json.dumps(made)}}}')
+        fits = start.deep_copy().validate_tokens(text) == len(text)
+        assert fits == (compile_validator("send", NULLABLE)(made) is None) == (value is None and name != "not"), (name, value)
+    both = {"properties": {"nullable": True, "a": {"enum": [None, 1], "nullable": True}}, "default": {"nullable": True}}
+    assert with_nulls(both) == {**both, "properties": {"nullable": True, "a": {"enum": [None, 1]}}}
