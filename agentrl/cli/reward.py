@@ -364,7 +364,11 @@ def _json_or_text(value: str) -> Any:
 def _spec(name: str) -> dict[str, Any]:
     from agentrl.env.catalog import find_reward
     from agentrl.reward import load_spec
+    from agentrl.reward.compile import given_spec
+    from agentrl.utils.search_path import is_given
 
+    if is_given(name):
+        return given_spec(name)
     path = Path(name)
     if path.is_file() or (path.suffix == ".json" and not name.startswith("rewards/")):  # those are also found on a shelf
         return load_spec(path)
