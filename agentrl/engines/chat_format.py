@@ -73,12 +73,13 @@ def read_by_form() -> Iterator[None]:
         raise RequestError(str(problem)) from None
 
 
-def text_of(content: Json, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A content that is text, or a list of parts of text. Raises RequestError for anything else (images, audio)."""
-    if content is None or isinstance(content, str):
+def text_of(content: Json, where: str, kinds: Sequence[str] = ("text",), *, needed: bool = False) -> str:
+    """A content that is text, or a list of parts of text. Raises RequestError for anything else (images, audio), and, if a text
+    is `needed`, for null."""
+    if isinstance(content, str) or (content is None and not needed):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in content):
-        texts = [part.get("text", "") for part in content]
+        texts = [part.get("refusal" if part["type"] == "refusal" else "text") for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
     raise RequestError(f"{where}: expected text")
@@ -129,7 +130,8 @@ def write_message(message: Message) -> dict[str, Json]:
 
 
 def _message(row: Json, where: str) -> Message:
-    check_types(row, {"role": "text", "tool_call_id": "text", "name": "text", **dict.fromkeys(REASONING, "text")}, where)
+    texts = ("role", "tool_call_id", "name", "refusal", *REASONING)
+    check_types(row, dict.fromkeys(texts, "text"), where)
     if row.get("role") not in _ROLES:
         raise RequestError(f"{where}: expected an object with a role among {', '.join(_ROLES)}")
     if row.get("function_call") is not None:
@@ -141,9 +143,11 @@ def _message(row: Json, where: str) -> Message:
         here = f"{where}.tool_calls[{index}]"
         function = as_dict(as_dict(item, here).get("function"), here)
         calls.append(call_of(function.get("name"), function.get("arguments"), item.get("id"), here))
+    said = row.get("content") or row.get("refusal") or row.get("content")  # a refusal stands next to null
+    needed = row["role"] != "assistant" or not (calls or reasoning or "content" in row)
     return Message(
         role=_ROLES[row["role"]],  # type: ignore[arg-type]
-        content=text_of(row.get("content"), f"{where}.content", ("text", "refusal")),
+        content=text_of(said, f"{where}.content", ("text", "refusal"), needed=needed),
         tool_calls=tuple(calls),
         tool_call_id=row.get("tool_call_id"),
         name=row.get("name"),

@@ -428,17 +428,19 @@ def _messages(rows: Sequence[Json]) -> list[Message]:
                 found.append(Message("assistant"))
                 turn = []
             turn.append(call)
-            found[-1] = replace(found[-1], tool_calls=tuple(turn), reasoning=found[-1].reasoning or thought or None)
+            found[-1] = replace(found[-1], tool_calls=tuple(turn), reasoning=(found[-1].reasoning or "") + thought or None)
             thought = ""
             continue
         turn = None
         if kind == "function_call_output":
             if row.get("call_id") is None:
                 raise RequestError(f"{where}.call_id: expected text")
-            found.append(Message("tool", text_of(row.get("output"), f"{where}.output", _TEXT), tool_call_id=row["call_id"]))
+            found.append(
+                Message("tool", text_of(row.get("output"), f"{where}.output", _TEXT, needed=True), tool_call_id=row["call_id"])
+            )
         elif kind == "message" and row.get("role") in _ROLES:
             role = _ROLES[row["role"]]
-            said = text_of(row.get("content"), f"{where}.content", _TEXT)
+            said = text_of(row.get("content"), f"{where}.content", _TEXT, needed=True)
             found.append(Message(role, said, reasoning=thought or None if role == "assistant" else None))  # type: ignore[arg-type]
             turn, thought = ([] if role == "assistant" else None), ""
         else:
@@ -633,6 +635,8 @@ def _messages_anthropic(rows: Sequence[Json]) -> list[Message]:
         role, content = as_dict(row, where).get("role"), row.get("content")
         if role not in ("user", "assistant", "system"):
             raise RequestError(f"{where}: expected the role 'user' or 'assistant'")
+        if content is None and role != "assistant":
+            raise RequestError(f"{where}.content: expected text or a list of blocks")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list_field(row, "content", where)
         found += _assistant(blocks, where) if role == "assistant" else _user(blocks, where, role)
     if not found or found[-1].role == "assistant":

@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
 from agentrl.contrib.agents.session import AgentSession, refusal_of
+from agentrl.engines.chat_format import RequestError
 
 VALUES = {"text": "odd", "number": 5, "bool": True, "list": [5], "object": {"odd": 5}, "null": None}
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
@@ -59,6 +60,7 @@ ALSO: dict[str, set[str]] = {
 NULL_IS_WRONG = {"messages", "input", "role", "text", "call_id", "tool_call_id", "tool_use_id", "id", "name", "properties", "key"}
 NULL_IS_WRONG |= {"required", "function", "arguments", 0, 1, 2}
 NULL_IS_RIGHT = {("messages", 0, "name"), ("text",), ("messages", 2, "tool_call_id")}
+NULL_IS_NO_TEXT = {(field, place, key) for field in ("messages", "input") for place in (0, 2) for key in ("content", "output")}
 FREE = {"type"}
 """Which the refusals of what is not supported look at."""
 
@@ -102,7 +104,7 @@ def test_a_field_of_another_type_is_refused_by_name(name: str) -> None:
     wrong = []
     for path, own in places(body):
         good = {kind_of(own), *ALSO.get(path[-1], ())}
-        if path[-1] not in NULL_IS_WRONG or path in NULL_IS_RIGHT:
+        if path not in NULL_IS_NO_TEXT and (path[-1] not in NULL_IS_WRONG or path in NULL_IS_RIGHT):
             good.add("null")
         for kind in VALUES.keys() - good:
             answer = told(wire, put(body, path, VALUES[kind]))
@@ -111,3 +113,34 @@ def test_a_field_of_another_type_is_refused_by_name(name: str) -> None:
             else:
                 assert answer[1]["type"] == "invalid_request_error"
     assert not wrong, f"{len(wrong)}: {wrong}"
+
+
+def test_nothing_of_a_history_becomes_an_empty_text() -> None:
+    """A refusal was dropped, a null was an empty message, and the second of two thoughts of a turn was gone."""
+
+    def read(wire: Wire, rows: list[dict[str, Any]]) -> Any:
+        body = {"input": rows} if wire is RESPONSES else {"messages": rows, "max_tokens": 9}
+        session: Any = object.__new__(AgentSession)
+        session.kept = {}
+        return wire.read(Exchange(session, body, "policy", {}, None)).messages
+
+    ask = {"role": "user", "content": "q"}
+    part = {"type": "refusal", "refusal": "no"}
+    for said in ({"content": None, "refusal": "no"}, {"content": [part]}, {"content": "no", "refusal": None}):
+        assert read(CHAT, [ask, {"role": "assistant", **said}, ask])[1].content == "no"
+    assert read(RESPONSES, [ask, {"role": "assistant", "content": [part]}, ask])[1].content == "no"
+    for wire, rows in [
+        (CHAT, [{"role": "user", "content": None}]),
+        (CHAT, [ask, {"role": "assistant"}, ask]),
+        (CHAT, [{"role": "user", "content": [{"type": "text"}]}]),
+        (RESPONSES, [{"role": "user", "content": None}]),
+        (ANTHROPIC, [{"role": "user", "content": None}]),
+        (ANTHROPIC, [{"role": "user", "content": [{"type": "text"}]}]),
+    ]:
+        with pytest.raises(RequestError, match=r"\[\d\]\.content.*: expected text"):
+            read(wire, rows)
+    call = {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"}
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in ("one ", "two")]
+    result = [{"type": "function_call_output", "call_id": c, "output": "t"} for c in "cd"]
+    found = read(RESPONSES, [ask, thoughts[0], call, thoughts[1], {**call, "call_id": "d"}, *result])
+    assert found[1].reasoning == "one two"
