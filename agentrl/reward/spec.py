@@ -15,7 +15,7 @@ import jsonschema
 
 from agentrl.reward.leaf import FIELDS, LEAVES, SCOPES
 from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
-from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer, references
+from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
 
@@ -298,13 +298,20 @@ class _Check:
 
     def _refs(self, value: Any, pointer: str) -> None:
         """Check that references name something that an episode can have."""
-        for place, ref in references(value, pointer):
+        if isinstance(value, Mapping):
             # In a `when`, comparisons stand beside the "$", so that `is_ref` does not take it for a reference.
-            if is_ref(ref) or "/when" in pointer:
-                self._ref(ref["$"], join(place, "$"))
-            for key, item in ref.items():
-                if not is_ref(ref) and is_ref(item):
-                    self.fail(join(place, key), "a comparison takes a value, not a reference")
+            if "$" in value and (is_ref(value) or "/when" in pointer):
+                self._ref(value["$"], join(pointer, "$"))
+            for key, item in value.items():
+                near = key[:1] == "$" != key and isinstance(item, str) and item.startswith(tuple(f"/{name}" for name in FIELDS))
+                if near or (key == "$" and not is_ref(value) and "/when" not in pointer):
+                    self.fail(join(pointer, key), 'it looks like a reference. Write {"$": POINTER}, alone or next to "at"')
+                if "$" in value and not is_ref(value) and is_ref(item):
+                    self.fail(join(pointer, key), "a comparison takes a value, not a reference")
+                self._refs(item, join(pointer, key))
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                self._refs(item, join(pointer, index))
 
     def _ref(self, text: Any, pointer: str) -> None:
         if not isinstance(text, str):

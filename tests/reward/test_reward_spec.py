@@ -42,6 +42,9 @@ FINE = leaf("episode.stopped")
         (spec(leaf("number.close", {"expect": {"$": "/task/glod/answer"}})), "/root/args/expect/$", "did you mean 'gold'?"),
         (spec(leaf("number.close", {"expect": {"$": "task/gold"}})), "/root/args/expect", ""),
         (spec(leaf("text.equals", {"expect": "x"}, when={"$": "/episode/stp", "eq": 1})), "/root/when/$", "did you mean 'stop'?"),
+        # Literals, which no state equals: every episode was paid 0.
+        (spec(leaf("state.match", {"expect": {"$ref": "/task/gold/x"}})), "/root/args/expect/$ref", "it looks like a reference"),
+        (spec(leaf("state.match", {"expect": {"$": "/task/gold/x", "or": 1}})), "/root/args/expect/$", "alone or next to"),
         (spec(leaf("text.equals", {"expect": "x"}, when={"$": "/episode/stop"})), "/root/when", ""),
         (spec(FINE, metrics=[leaf("cost.turns", {"max": 3})]), "/metrics/0", 'needs an "id"'),
         (spec(leaf("episode.stopped", id="a"), metrics=[leaf("calls.none", id="a")]), "/metrics/0/id", "also the id of /root"),
