@@ -82,6 +82,8 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     folder. Names on a shelf or a hub stay names."""
 
     def there(path: str, key: str) -> str:
+        if not path:  # which Path takes for the working folder
+            raise ConfigError(f"{key}: '' is no path and no name. Leave the key out, or write one")
         named = key == "model.chat_template" and not Path(path).suffix  # one of agentrl's, whatever else has that name
         return path if named or not Path(path).exists() else str(Path(path).absolute())
 
@@ -90,7 +92,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
     table = _change_strings(config.model_dump(), READ, there)
     table = _change_strings(table, WORDS, relative_path)
-    table = _change_strings(table, WRITTEN, lambda path, key: str(Path(path).absolute()))
+    table = _change_strings(table, WRITTEN, lambda path, key: str(Path(there(path, key)).absolute()))
     return TrainConfig.model_validate(table)
 
 
@@ -499,6 +501,8 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
     entries = as_list(table)
     for item in error.errors():
         parts = [part for part in item["loc"] if part not in (ONE, SEVERAL)]
+        while len(parts) > 1 and item["type"] != "missing" and not _is_there(table, parts):
+            parts = parts[:-1]  # a form of several that the key may have ("int", say), and no key
         first = 2 if entries and parts[0] == "env" and len(parts) > 2 else 0  # the number of an environment is part of its keys
         formed = item["type"].endswith("_type") or item["type"] == "missing"
         if formed and first < len(parts) and isinstance(parts[-1], int):  # an item of a list, which has no key of its own
@@ -526,6 +530,15 @@ def _value_at(table: Any, path: Sequence[str | int]) -> Any:
     for part in path:
         table = table[part]
     return table
+
+
+def _is_there(table: Any, path: Sequence[str | int]) -> bool:
+    """Return True if every part of the path is a key of a table, or a place in a list."""
+    for part in path:
+        if not isinstance(table, list if isinstance(part, int) else dict) or (isinstance(table, dict) and part not in table):
+            return False
+        table = table[part]
+    return True
 
 
 _SAID = ("extra_forbidden", "missing", "value_error")

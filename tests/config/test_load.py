@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl.config import load_config, parse_overrides
 from agentrl.config.keys import NAME, all_keys, inline
+from agentrl.config.load import config_from
 from agentrl.run.api.base import config_of
 from agentrl.run.config_file import find_config_file
 from agentrl.utils.errors import CatalogError, ConfigError
@@ -284,3 +285,16 @@ def test_keys_of_an_earlier_version_are_read_at_their_defaults_and_as_arguments(
     )
     config = load_config(path)
     assert config.vllm.args == {"enforce_eager": True, "max_num_seqs": 9, "seed": 1} and config.rollout.groups == 3
+
+
+@pytest.mark.parametrize("value", ["x", True, 1.5, ["x"], {"x": 1}])
+def test_a_key_of_several_forms_is_named_by_its_own_name(value: Any) -> None:
+    """The name of the form was taken for a key below it, which ended in a stack trace."""
+    with pytest.raises(ConfigError, match=r"model\.threads: input should be a valid integer"):
+        config_from({"env": {"id": "key_value"}, "model": {"init": {}, "threads": value}})
+
+
+@pytest.mark.parametrize("key", ["model.path", "env.reward", "weights.folder", "reward.judge.cache"])
+def test_an_empty_path_is_not_the_working_folder(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: '' is no path and no name"):
+        config_of("quickstart", {key: ""})
