@@ -92,7 +92,8 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
     An answer that ends the process is wrong. Raises UnscorableError for gold that is no mathematics, and if the process was ended
     from outside or gets no time from this machine.
     """
-    process, kept = IDLE.get(), None
+    process = IDLE.get()
+    kept: Process | None = None
     try:
         process = process or Process()
         reply = process.ask(request)
