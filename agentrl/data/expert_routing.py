@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import VllmConfig
+from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Registry
 
 FREE = {torch.uint8: 255, torch.int16: -1}
@@ -52,4 +53,6 @@ TOPK = "topk"
 
 def router_code() -> RouterCode:
     """The code for routers. Raises ConfigError if agentrl.contrib.moe is missing."""
+    if TOPK not in ROUTERS:
+        raise ConfigError("rollout.router_replay: agentrl.contrib.moe is missing. Install it, or set the key to false")
     return ROUTERS.entry(TOPK).make()
