@@ -532,7 +532,7 @@ def _value_at(table: Any, path: Sequence[str | int]) -> Any:
     return table
 
 
-def _is_there(table: Any, path: Sequence[str | int]) -> bool:
+def _is_there(table: Any, path: Sequence[Any]) -> bool:
     """Return True if every part of the path is a key of a table, or a place in a list."""
     for part in path:
         if not isinstance(table, list if isinstance(part, int) else dict) or (isinstance(table, dict) and part not in table):

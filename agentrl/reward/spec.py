@@ -139,7 +139,7 @@ SPEC_SCHEMA: Schema = {
 
 def kinds() -> dict[str, Schema]:
     """Leaf kind -> JSON Schema of its `args`."""
-    return {kind: leaf.schema for kind, leaf in (*LEAVES.items(), *GROUP_LEAVES.items())}
+    return {kind: leaf.schema for kind, leaf in LEAVES.items()} | {kind: leaf.schema for kind, leaf in GROUP_LEAVES.items()}
 
 
 def leaf_schema(kind: str, args: Schema) -> Schema:

@@ -6,7 +6,8 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar, SupportsFloat
 
@@ -255,7 +256,6 @@ class EpisodeStopped(Leaf):
 class _Cost(Leaf):
     """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear in between; `amount` computes the use."""
 
-    amount: ClassVar[Callable[[View, Args], float]]
     formula: ClassVar[str] = "min(1, max(0, (used - free) / (max - free)))"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"max": {"type": "number", "exclusiveMinimum": 0}, "free": {"type": "number", "minimum": 0}}, ("max",)
@@ -267,8 +267,13 @@ class _Cost(Leaf):
         if args.get("free", 0) >= args["max"]:
             raise ValueError(f"free ({args['free']}) must be below max ({args['max']})")
 
+    @staticmethod
+    @abstractmethod
+    def amount(view: View, args: Args) -> float:
+        """The use, in the budget's unit."""
+
     def read(self, view: View, args: Args) -> Reading:
-        used, free = float(type(self).amount(view, args)), float(args.get("free", 0.0))
+        used, free = self.amount(view, args), float(args.get("free", 0.0))
         share = (used - free) / (float(args["max"]) - free)
         return Reading(min(1.0, max(0.0, share)), {"used": used, "free": free, "max": args["max"]})
 
@@ -278,7 +283,10 @@ class CostTurns(_Cost):
     """Policy turns."""
 
     kind: ClassVar[str] = "cost.turns"
-    amount = staticmethod(lambda view, args: len(view.turns))
+
+    @staticmethod
+    def amount(view: View, args: Args) -> float:
+        return len(view.turns)
 
 
 @LEAVES.register("cost.calls")
@@ -286,7 +294,10 @@ class CostCalls(_Cost):
     """Tool calls."""
 
     kind: ClassVar[str] = "cost.calls"
-    amount = staticmethod(lambda view, args: len(view.calls))
+
+    @staticmethod
+    def amount(view: View, args: Args) -> float:
+        return len(view.calls)
 
 
 @LEAVES.register("cost.tokens")
@@ -294,7 +305,10 @@ class CostTokens(_Cost):
     """Sampled tokens."""
 
     kind: ClassVar[str] = "cost.tokens"
-    amount = staticmethod(lambda view, args: sum(turn.sampled_tokens for turn in view.turns))
+
+    @staticmethod
+    def amount(view: View, args: Args) -> float:
+        return sum(turn.sampled_tokens for turn in view.turns)
 
 
 @LEAVES.register("cost.seconds")
@@ -302,7 +316,10 @@ class CostSeconds(_Cost):
     """Seconds of the turns' tool calls; not of sampling, which depend on the machine."""
 
     kind: ClassVar[str] = "cost.seconds"
-    amount = staticmethod(lambda view, args: sum(result.seconds for turn in view.turns for result in turn.results))
+
+    @staticmethod
+    def amount(view: View, args: Args) -> float:
+        return sum(result.seconds for turn in view.turns for result in turn.results)
 
 
 @LEAVES.register("cost.usd")
@@ -322,15 +339,11 @@ class CostUsd(_Cost):
         ("max", "per_million_prompt", "per_million_sampled"),
     )
     example: ClassVar[dict[str, Any]] = {"max": 0.05, "per_million_prompt": 0.4, "per_million_sampled": 1.6}
-    amount = staticmethod(
-        lambda view, args: (
-            (
-                sum(turn.prompt_tokens for turn in view.turns) * args["per_million_prompt"]
-                + sum(turn.sampled_tokens for turn in view.turns) * args["per_million_sampled"]
-            )
-            / 1e6
-        )
-    )
+
+    @staticmethod
+    def amount(view: View, args: Args) -> float:
+        prompt, sampled = sum(turn.prompt_tokens for turn in view.turns), sum(turn.sampled_tokens for turn in view.turns)
+        return float(prompt * args["per_million_prompt"] + sampled * args["per_million_sampled"]) / 1e6
 
 
 # Python functions
