@@ -162,7 +162,7 @@ def registries() -> list[Registry[Any]]:
         "agentrl.cli.arguments", "agentrl.engines.weights.base", "agentrl.env.address", "agentrl.env.wrappers",
         "agentrl.rollout.collector", "agentrl.rollout.context", "agentrl.rollout.engine", "agentrl.rollout.mixtures",
         "agentrl.rollout.player", "agentrl.rollout.samplers", "agentrl.run.callbacks", "agentrl.run.driver",
-        "agentrl.cluster.doctor", "agentrl.reward.leaf", "agentrl.run.trackers",
+        "agentrl.cluster.doctor", "agentrl.reward.leaf", "agentrl.run.trackers", "agentrl.trainer.update_hooks",
         "agentrl.trainer.algorithms.advantages", "agentrl.data.expert_routing", "agentrl.render.modality",
         "agentrl.run.checks", "agentrl.run.checks.env_checks",
         "agentrl.trainer.algorithms.losses", "agentrl.trainer.train_engine",

@@ -8,11 +8,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.packing import check_cap, group_units, micro_batches, partition, unit_sums
-from agentrl.data.rows import Ragged, Rows, row_index, spread
+from agentrl.data.rows import Ragged, Rows, row_index
 
 # Prefix sharing: members of a group that begin with the same tokens compute those tokens once.
 #
@@ -161,12 +160,10 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> Shar
     )
 
 
-# Origin of a row
+# Rows that are added to an update
 
-ORIGIN = "origin"
-FRESH, KEPT, IMITATED, SHOWN = range(4)
-"""Played for this update; a kept episode in the policy loss; a kept episode in the supervised term; a demonstration."""
-SUPERVISED = (IMITATED, SHOWN)
+ORIGIN, FRESH = "origin", 0
+"""A row column: FRESH for a row that was played for the update, else the number of its loss term, from 1."""
 
 
 def origins(view: Ragged) -> np.ndarray:
@@ -178,11 +175,6 @@ def fresh_only(view: Ragged, rows: np.ndarray) -> np.ndarray:
     """Those of `rows` that were played for this update."""
     found: np.ndarray = rows[origins(view)[rows] == FRESH]
     return found
-
-
-def supervised_tokens(view: Ragged) -> Tensor:
-    """The tokens of rows that are trained by a supervised term, bool [T]."""
-    return spread(torch.from_numpy(np.isin(origins(view), SUPERVISED)), view.offsets, int(view.offsets[-1]))
 
 
 # Where and when each row of a batch is computed: in which minibatch, on which rank, and in which micro-batch.

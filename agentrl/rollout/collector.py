@@ -1,13 +1,13 @@
 """The collector: run groups of episodes under the group ledger and return the groups of each update.
 
-User filters of finished groups (`rollout.accept`), groups that get more members, other ways to play members, the collector."""
+User filters of finished groups (`rollout.accept`), groups that get more members, and the collector."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,8 @@ from agentrl.rollout.stats import RolloutStats
 from agentrl.utils.errors import CallbackError, StalledError, raised_text
 from agentrl.utils.event_loop import LONGEST, in_time
 from agentrl.utils.registry import Registry
+
+log = logging.getLogger(__name__)
 
 # Filters of groups
 
@@ -80,42 +82,91 @@ def growth(group: Group, config: RolloutConfig) -> range:
     return range(size, min(size + config.group_size, largest(config)) if alike(group) else size)
 
 
-# Members of a group that do not begin independently
+# A running group
 
-
-@dataclass(frozen=True, slots=True)
-class GroupRun:
-    """Parts with which an entry of `MEMBERS` plays the members of one group.
-
-    `job`: of an attempt at a member. `attempted` hears of each attempt with its number, from 0, and returns True after the last;
-    `over` hears of each member that has ended. `member` plays one from the beginning, with all of that.
-    """
-
-    player: Player
-    slots: asyncio.Semaphore
-    watch: Watch
-    retries: int
-    job: Callable[[int, int], Job]
-    attempted: Callable[[Trajectory, int], bool]
-    over: Callable[[int], None]
-    member: Callable[[int], Coroutine[Any, Any, Trajectory]]
-
-
-PlayMembers = Callable[[GroupRun, Sequence[int]], Awaitable[list[Trajectory]]]
-"""Plays the members with these numbers; returns them by number."""
+PlayMembers = Callable[["GroupRun", Sequence[int]], Awaitable[list[Trajectory]]]
+"""Plays the members of a group with these numbers; returns them by number."""
 MEMBERS: Registry[Callable[[Any], PlayMembers]] = Registry("rollout", "MEMBERS", "agentrl.rollout.collector")
-"""Makers of `PlayMembers`, each of the section of [rollout] with its name."""
+"""Makers of other ways to play the members of groups than one by one, from the section of [rollout] with their name."""
+GREEDY = -1
+"""The member number of a group's greedy episode."""
+
+
+@dataclass(slots=True)
+class GroupRun:
+    """The members of one group while they are played."""
+
+    collector: Collector
+    index: int
+    choice: TaskChoice
+
+    async def members(self, numbers: range, size: int) -> list[Trajectory]:
+        """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
+        if self.collector.play is not None:
+            return await self.collector.play(self, numbers)
+        done: dict[int, Trajectory] = {}
+        async with asyncio.TaskGroup() as tasks:
+            running = {tasks.create_task(self.member(member)): member for member in numbers}
+            while running and sound(done) < size:
+                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                # `ended` is a set: of members that end at the same moment the lower number comes first, and no more are
+                # taken than needed, so that equal runs take equal members.
+                for task in sorted(ended, key=running.__getitem__):
+                    if sound(done) < size:
+                        done[running.pop(task)] = task.result()
+            for task in running:
+                task.cancel()
+        self.collector.stats.cancelled += len(running)
+        return [done[member] for member in sorted(done)]
+
+    async def member(self, member: int) -> Trajectory:
+        """A member, played from the beginning, and again after a fault of the infrastructure."""
+        for attempt in range(self.collector.config.retries + 1):
+            job = self.job(member, attempt)
+            # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
+            async with self.collector.slots:
+                trajectory = await self.collector.player.play(job, self.collector.watch)
+            if self.count(trajectory, attempt):
+                break
+        self.end(member)
+        return trajectory
+
+    def job(self, member: int, attempt: int) -> Job:
+        """The job of an attempt at a member."""
+        collector, choice = self.collector, self.choice
+        spec = EpisodeSpec(
+            choice.seed,
+            "train",
+            # Named, not drawn from a generator: the same whatever starts first, and after a resume. A retry gets another
+            # seed, since the same one might end in the same fault.
+            derive(collector.seed, "episode", self.index, member, attempt),
+            member,
+            key=f"g{self.index}.m{member}.a{attempt}",
+            given=choice.given,
+        )
+        heat = 0.0 if member == GREEDY else temperature.scheduled_temperature(collector.config, collector.ledger.version)
+        return Job(choice.env, spec, choice.params, heat, trained=member != GREEDY)
+
+    def count(self, trajectory: Trajectory, attempt: int) -> bool:
+        """Count an attempt at an episode; whether it is the last."""
+        collector, failed = self.collector, trajectory.stop.infrastructure
+        again = failed and attempt < collector.config.retries
+        collector.stats.attempt(self.index, trajectory, again, self.index in collector._tasks)
+        if failed:
+            of = self.index, trajectory.member, attempt
+            log.warning("group %d member %d attempt %d: %s: %s", *of, trajectory.stop, trajectory.error)
+        return not failed
+
+    def end(self, member: int) -> None:
+        """Count a member that has ended."""
+        if member != GREEDY and self.index in self.collector._tasks:
+            self.collector._over[self.index] = self.collector._over.get(self.index, 0) + 1
 
 
 # Run groups of episodes under the group ledger and return the groups of each update.
 #
 # One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: between two
 # `collect` calls, running groups continue and new ones start as far as the ledger allows.
-
-log = logging.getLogger(__name__)
-
-GREEDY = -1
-"""The member number of a group's greedy episode."""
 
 
 class Collector:
@@ -145,8 +196,8 @@ class Collector:
         self.stats = RolloutStats(config, self.watch, None if accept is None else accept.name, say)
         self._greedy = frozenset(greedy)
         self._accept, self._on_group = accept, on_group
-        self._slots = asyncio.Semaphore(config.max_episodes)
-        self._play = None if config.branch is None else MEMBERS.entry("branch").make(config.branch)
+        self.slots = asyncio.Semaphore(config.max_episodes)
+        self.play = None if config.branch is None else MEMBERS.entry("branch").make(config.branch)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._crashed: list[int] = []
@@ -331,79 +382,18 @@ class Collector:
             self.ledger.complete(group)
 
     async def _group(self, index: int, choice: TaskChoice) -> Group:
-        size = self.config.group_size
+        run, size = GroupRun(self, index, choice), self.config.group_size
         numbers = range(size + more(size, self.config.oversample_members))
         async with asyncio.TaskGroup() as tasks:
-            members = tasks.create_task(self._members(index, choice, numbers, size))
-            greedy = tasks.create_task(self._member(index, choice, GREEDY)) if choice.env in self._greedy else None
+            members = tasks.create_task(run.members(numbers, size))
+            greedy = tasks.create_task(run.member(GREEDY)) if choice.env in self._greedy else None
         group = Group(index, choice.seed, members.result(), None if greedy is None else greedy.result(), choice.env)
         await self._compare_members(group)
         while numbers := growth(group, self.config):
-            group.trajectories += await self._members(index, choice, numbers, len(numbers))
+            group.trajectories += await run.members(numbers, len(numbers))
             await self._compare_members(group)
             self.stats.grown(len(numbers))
         return group
-
-    async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
-        """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
-        if self._play is not None:
-            job, member = partial(self._job, index, choice), partial(self._member, index, choice)
-            hears = partial(self._count_attempt, index), partial(self._is_over, index)
-            return await self._play(
-                GroupRun(self.player, self._slots, self.watch, self.config.retries, job, *hears, member), numbers
-            )
-        done: dict[int, Trajectory] = {}
-        async with asyncio.TaskGroup() as tasks:
-            running = {tasks.create_task(self._member(index, choice, member)): member for member in numbers}
-            while running and sound(done) < size:
-                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                # `ended` is a set: of members that end at the same moment the lower number comes first, and no more are
-                # taken than needed, so that equal runs take equal members.
-                for task in sorted(ended, key=running.__getitem__):
-                    if sound(done) < size:
-                        done[running.pop(task)] = task.result()
-            for task in running:
-                task.cancel()
-        self.stats.cancelled += len(running)
-        return [done[member] for member in sorted(done)]
-
-    def _job(self, index: int, choice: TaskChoice, member: int, attempt: int) -> Job:
-        spec = EpisodeSpec(
-            choice.seed,
-            "train",
-            # Named, not drawn from a generator: the same whatever starts first, and after a resume. A retry gets another
-            # seed, since the same one might end in the same fault.
-            derive(self.seed, "episode", index, member, attempt),
-            member,
-            key=f"g{index}.m{member}.a{attempt}",
-            given=choice.given,
-        )
-        heat = 0.0 if member == GREEDY else temperature.scheduled_temperature(self.config, self.ledger.version)
-        return Job(choice.env, spec, choice.params, heat, trained=member != GREEDY)
-
-    async def _member(self, index: int, choice: TaskChoice, member: int) -> Trajectory:
-        for attempt in range(self.config.retries + 1):
-            job = self._job(index, choice, member, attempt)
-            # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
-            async with self._slots:
-                trajectory = await self.player.play(job, self.watch)
-            if self._count_attempt(index, trajectory, attempt):
-                break
-        self._is_over(index, member)
-        return trajectory
-
-    def _count_attempt(self, index: int, trajectory: Trajectory, attempt: int) -> bool:
-        """Count an attempt at an episode; whether it is the last."""
-        failed = trajectory.stop.infrastructure
-        self.stats.attempt(index, trajectory, failed and attempt < self.config.retries, index in self._tasks)
-        if failed:
-            of = index, trajectory.member, attempt
-            log.warning("group %d member %d attempt %d: %s: %s", *of, trajectory.stop, trajectory.error)
-        return not failed
-
-    def _is_over(self, index: int, member: int) -> None:
-        if member != GREEDY and index in self._tasks:
-            self._over[index] = self._over.get(index, 0) + 1
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)

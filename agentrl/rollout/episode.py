@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -112,15 +112,8 @@ class Limits:
     @classmethod
     def of(cls, config: RolloutConfig, context: int) -> Limits:
         """The limits that follow from a rollout section and a model's context length."""
-        return cls(
-            config.max_turns,
-            config.max_turn_tokens,
-            config.max_episode_tokens,
-            config.turn_timeout,
-            config.episode_timeout,
-            context,
-            config.env_timeout,
-        )
+        names = (one.name for one in fields(cls) if one.name != "context")
+        return cls(context=context, **{name: getattr(config, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

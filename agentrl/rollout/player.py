@@ -119,18 +119,6 @@ class Player(ABC):
         """
 
 
-def outcome(trajectory: Trajectory) -> dict[str, str | float | None]:
-    """Attributes of the span of an ended episode."""
-    return {
-        "reward": trajectory.reward,
-        "success": None if trajectory.success is None else float(trajectory.success),
-        "stop": trajectory.stop.value,
-        "turns": len(trajectory.turns),
-        "tokens": trajectory.sampled_tokens,
-        "error": trajectory.error,
-    }
-
-
 class LocalPlayer(Player):
     """Plays in the event loop of this process."""
 
@@ -154,14 +142,18 @@ class LocalPlayer(Player):
         before = EPISODE.set(spec.key)  # also for the tasks and threads that the episode starts
         try:
             with span("episode", f"{part.name} {spec.key}", track=spec.key) as opened:
-                met = policy.engine.meet(env or self._ref(part, job.params).build(), spec.key)
+                env = self._ref(part, job.params).build() if env is None else env
+                met = policy.engine.meet(env, spec.key)
                 if part.agents is None:
                     trajectory = await run_episode(met, policy, spec, part.limits, scorer, watch, hook)
                 else:
                     trajectory = await part.agents.play(met, policy, spec, part.limits, scorer, watch)
                 trajectory.env = part.name
                 if opened is not None:
-                    opened.set(env=part.name, key=spec.key, task=trajectory.task.id, **outcome(trajectory))
+                    success = None if trajectory.success is None else float(trajectory.success)
+                    opened.set(env=part.name, key=spec.key, task=trajectory.task.id, reward=trajectory.reward, success=success)
+                    opened.set(stop=trajectory.stop.value, error=trajectory.error)
+                    opened.set(turns=len(trajectory.turns), tokens=trajectory.sampled_tokens)
         finally:
             EPISODE.reset(before)
         return trajectory

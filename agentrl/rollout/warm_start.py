@@ -63,7 +63,7 @@ async def gold_transcript(
 
 
 async def _nobody(instruction: Message, tokens: int) -> str | None:
-    """A gold solution has no summaries (`check_demonstrations` refuses a context policy that asks for them)."""
+    """A gold solution has no summaries (the check of demonstrations refuses a context policy that asks for them)."""
     return None
 
 

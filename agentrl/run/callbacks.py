@@ -8,6 +8,7 @@ from typing import Any
 from agentrl.config import Choice
 from agentrl.data.trajectory import Group
 from agentrl.rollout.collector import call_user_function
+from agentrl.trainer.update_hooks import UpdateHook
 from agentrl.utils.registry import Registry
 
 
@@ -56,6 +57,10 @@ class Callbacks:
         """Raises ConfigError for an unknown name or argument."""
         self._all = [(choice.name, CALLBACKS.build(choice.name, choice.args)) for choice in choices]
         self._all += [(type(one).__name__, one) for one in more]
+
+    def update_hooks(self) -> dict[str, UpdateHook]:
+        """Those that take part in updates, by name."""
+        return {name: one for name, one in self._all if isinstance(one, UpdateHook)}
 
     async def step(self, row: Mapping[str, Any], session: Any) -> None:
         """Raises CallbackError."""

@@ -30,7 +30,6 @@ from agentrl.run.outcomes import Row, kinds_of
 from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
 from agentrl.run.session import Session, republish_to_new_replicas
 from agentrl.trainer.estimator_inputs import with_estimator_inputs
-from agentrl.trainer.experience import with_rare
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.spans import Kind, in_span, span
 from agentrl.utils.threads import in_thread
@@ -64,17 +63,16 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         with clock.part("rollout", collector.ahead, collector.watch.waiting):
             groups = await republish_to_new_replicas(session, collector.collect())
         with clock.part("batch"):
-            kept = config.algorithm.experience
-            rare = None if kept is None else kept.rare
-            batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, advantages, rare)
+            batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, advantages)
             ages = await in_thread("batch", staleness, batch, collector.ledger.version)
-            shown, told = (None, {}) if session.demonstrations is None else await session.demonstrations.take()
+            for hook in session.learner.hooks.values():
+                batch = await hook.prepare(batch, groups, session.envs)
         with clock.part("update"):
             if config.rollout.colocate:
                 await session.rest()  # until the publish
             keep = writes_trajectories(config.steps, config.trajectories_every, collector.ledger.version + 1)
-            update: Row = await session.learner.step(batch, collector.ledger.version, keep, shown) | ages | told
-        del batch, shown  # also frees its part in the object store, which the next episodes need
+            update: Row = await session.learner.step(batch, collector.ledger.version, keep) | ages
+        del batch  # also frees its part in the object store, which the next episodes need
         with clock.part("publish"):
             # Counted first: `publish` sends the weights under the ledger's version.
             collector.trained(groups)
@@ -162,14 +160,13 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     return result
 
 
-def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = NONE, rare: float | None = None) -> TensorDict:
+def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = NONE) -> TensorDict:
     """Scored members as one TensorDict, one row per ledger, with the columns that their estimators read: `advantage`, or that of
-    their environment in `own`. `rare`: successes that are as rare are marked, to be kept (`algorithm.experience`)."""
+    their environment in `own`."""
     batch = collate(
         [t for group in groups for t in group.scored()], groups=[group.index for group in groups for _ in group.scored()]
     )
-    batch = with_estimator_inputs(batch, groups, advantage, own)
-    return batch if rare is None else with_rare(batch, groups, rare)
+    return with_estimator_inputs(batch, groups, advantage, own)
 
 
 def staleness(batch: TensorDict, version: int) -> dict[str, float]:

@@ -1,36 +1,32 @@
 """The session: the live parts of a run, connected. Environment, scorer, renderer, engine, actors, collector.
 
-Demonstrations for an update, the checkpoints of all parts, the session, and the engine's news during a rollout."""
+The checkpoints of all parts, the session, and the engine's news during a rollout."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.cluster.group import WorkerGroup, check_shared
 from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import alone
 from agentrl.config.identity import identity_of
-from agentrl.data.rows import collate
-from agentrl.data.trajectory import Group, Trajectory
+from agentrl.data.trajectory import Group
 from agentrl.engines.weights.base import WeightTarget
 from agentrl.rollout.collector import Acceptance, Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.mixtures import MixedTasks, parts_of
-from agentrl.rollout.player import Evaluation, Player, RunEnv, success_rate
-from agentrl.rollout.samplers import TaskChoice
-from agentrl.rollout.warm_start import gold_transcript, without_chance
-from agentrl.run.assembly import assemble, longest_row, read_inputs
+from agentrl.rollout.player import Evaluation, Player, RunEnv
+from agentrl.run.assembly import assemble, read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import engine_name as name_of_engine
@@ -43,12 +39,11 @@ from agentrl.run.trackers import SPANS, TRACING, StepTracing, TrackedRun
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_model, seal
 from agentrl.trainer.estimator_inputs import needs_greedy
-from agentrl.trainer.experience import demonstration_rows
 from agentrl.trainer.learner import Learner, policy_updates
 from agentrl.trainer.pretrained import init_model, named_anywhere
 from agentrl.trainer.publish import Publisher
 from agentrl.trainer.train_engine import rests
-from agentrl.utils.errors import AgentrlError, CheckpointError, EnvError
+from agentrl.utils.errors import AgentrlError, CheckpointError
 from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks
 from agentrl.utils.files import naming
 from agentrl.utils.parsing import json_text, read_json
@@ -56,82 +51,6 @@ from agentrl.utils.search_path import pack_given, unpack
 from agentrl.utils.search_path import used_names as used
 from agentrl.utils.spans import at, here, in_span, note, now
 from agentrl.utils.threads import in_thread
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-# Demonstrations
-
-log = logging.getLogger(__name__)
-
-MEMBER = -2
-"""The member number of a demonstration, which no episode of a group has."""
-
-
-class Demonstrations:
-    """Remembers the tasks of groups in which nobody succeeded, also of groups that are dropped, until the next update.
-
-    With `rollout.max_staleness` above 0 groups end at any time, so a checkpoint holds the failures since the last update."""
-
-    def __init__(self, envs: Sequence[RunEnv], episodes: int, longest: int) -> None:
-        """`episodes`: the most of an update; `longest`: tokens of the longest row that can be trained."""
-        self.envs, self.episodes, self.longest = {env.name: env for env in envs}, episodes, longest
-        self._failed: dict[int, TaskChoice] = {}
-        self._said = False
-
-    def note_group(self, group: Group, choice: TaskChoice) -> None:
-        """A group has ended, whose task is `choice`."""
-        if success_rate(group.scored()) == 0.0:
-            self._failed[group.index] = choice
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """The tasks that are owed to the next update, for a checkpoint."""
-        return [{"group": index, "choice": asdict(choice)} for index, choice in self._failed.items()]
-
-    def load_json(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `to_json`."""
-        self._failed = {one["group"]: TaskChoice(**one["choice"]) for one in state}
-
-    async def take(self) -> tuple[TensorDict | None, dict[str, float]]:
-        """The rows of the next update's demonstrations (None without any), and metrics."""
-        failed, self._failed = self._failed, {}
-        made: list[tuple[int, Trajectory]] = []
-        skipped = 0
-        for index in sorted(failed):
-            if len(made) == self.episodes:
-                break
-            gold = await self._gold(failed[index])
-            if isinstance(gold, Trajectory):
-                made.append((index, gold))
-                continue
-            skipped += 1
-            if not self._said:  # the metric demonstrations/skipped counts them all
-                log.warning("algorithm.demonstrations: the task of group %d is left out: its gold solution %s", index, gold)
-            self._said = True
-        metrics = {"demonstrations/episodes": float(len(made)), "demonstrations/skipped": float(skipped)}
-        if not made:
-            return None, metrics
-        rows = demonstration_rows(collate([gold for _, gold in made], [index for index, _ in made], allow_unscored=True))
-        return rows, metrics | {"demonstrations/tokens": float(sum(gold.sampled_tokens for _, gold in made))}
-
-    async def _gold(self, choice: TaskChoice) -> Trajectory | str:
-        """The gold solution of a task, or the reason why it cannot be shown."""
-        part = self.envs[choice.env]
-        env = without_chance(part.env.with_params(choice.params)).build()
-        policy, limit = part.policy, part.limits.episode_timeout
-        try:
-            async with asyncio.timeout(limit):
-                gold = await gold_transcript(env, policy.renderer, choice.seed, "train", policy.context, part.limits)
-        except TimeoutError:
-            return f"was not played within rollout.episode_timeout = {limit:g} s"
-        except (NotImplementedError, EnvError) as fault:
-            return f"cannot be played: {fault}"
-        longest = max(map(len, gold.ledgers))
-        if longest > self.longest:
-            return f"has {longest} tokens, and a row may have {self.longest}"
-        gold.member = MEMBER
-        return gold
-
 
 # Checkpoints
 
@@ -146,8 +65,8 @@ class Saver:
     """Saves and loads a run's checkpoints; at most one is being written.
 
     A checkpoint holds model, optimizer, schedule and RNG of the training roles, and the driver's group
-    ledger, which is also the data cursor, with its finished but untrained groups (`groups.jsonl`), and the
-    demonstrations that are owed to the next update. With `checkpoint.asynchronous` its files are written while
+    ledger, which is also the data cursor, with its finished but untrained groups (`groups.jsonl`), and the state of the
+    learner's hooks. With `checkpoint.asynchronous` its files are written while
     training continues; it is valid from the moment when its manifest exists, so a kill before that loses only this one.
     """
 
@@ -158,10 +77,8 @@ class Saver:
         learner: Learner,
         collector: Collector,
         say: Callable[[str], None],
-        demonstrations: Demonstrations | None = None,
     ) -> None:
         self._config, self._folder, self._learner, self._collector, self._say = config, folder, learner, collector, say
-        self._demonstrations = demonstrations
         cfg = config.checkpoint
         self._checkpoints = Checkpoints(folder.checkpoints, cfg.keep, cfg.keep_best)
         self._writing: asyncio.Task[None] | None = None
@@ -181,8 +98,7 @@ class Saver:
             # No await between these two: a group that ended in between would be in neither of them, or in both.
             state = {"step": step, "ledger": self._collector.to_json(contents=False)}
             groups = self._collector.complete_groups()
-            if self._demonstrations is not None:
-                state["demonstrations"] = self._demonstrations.to_json()
+            state |= {name: found for name, hook in self._learner.hooks.items() if (found := hook.state()) is not None}
             state |= {"metrics": self._folder.metrics_seal(), "identity": identity_of(self._config, "train")}
             await in_thread("files", _write_driver, aside, state, groups)
         except Exception as error:
@@ -252,8 +168,9 @@ class Saver:
             groups = newest / GROUPS  # an older checkpoint has none
             with groups.open() if groups.exists() else io.StringIO() as file:  # one group at a time in memory
                 self._collector.load_json(state["ledger"], (Group.from_json(read_json(line)) for line in file))
-            if self._demonstrations is not None:
-                self._demonstrations.load_json(state.get("demonstrations", []))  # an older checkpoint has none
+            for name, hook in self._learner.hooks.items():
+                if name in state:  # an older checkpoint has none
+                    hook.load_state(state[name])
         except _NOT_OURS as problem:  # sealed as it is, so not damaged on a disk
             what = f"{type(problem).__name__}: {problem}"[:200]
             raise CheckpointError(f"{newest}: not a checkpoint of agentrl: {what}. Remove it to resume an older one") from None
@@ -325,7 +242,6 @@ class Session:
     opened: AsyncExitStack
     sft_threads: int | None = None
     """Threads per training process while the engine rests; None: as in an update."""
-    demonstrations: Demonstrations | None = None
 
     async def begin(self) -> bool:
         """Open the training roles on the run's model, and bring the engine its first weights: those of the newest checkpoint
@@ -406,6 +322,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             # Runs after all calls that the one thread of this purpose has begun: cancelled callers do not wait for them.
             opened.push_async_callback(in_thread, "batch", lambda: None)
         learner = Learner(config, actors, pools)
+        learner.hooks |= watching.update_hooks()
         opened.callback(learner.close)
         await check_shared(actors, folder.path, "out")
         parts = assemble(config, inputs, model=path, pools=pools, room=room)
@@ -423,13 +340,9 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         with display.doing(f"starting the engine ({engine_name}){others}", parts.starting):
             await parts.start()
 
-        asked = config.algorithm.demonstrations
-        longest = longest_row(config.optim, config.model)
-        demonstrations = None if asked is None else Demonstrations(parts.envs, asked.episodes, longest)
-
         async def on_group(group: Group) -> None:
-            if demonstrations is not None:
-                demonstrations.note_group(group, collector.tasks.draw(group.index))  # drawn already: its task
+            for hook in learner.hooks.values():
+                hook.note_group(group, collector.tasks.draw(group.index))  # drawn already: its task
             await watching.group(group)
 
         collector = Collector(
@@ -449,7 +362,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         # All machines see the run's folder, if `out` is right.
         weights = config.weights.model_copy(update={"folder": config.weights.folder or str(folder.path)})
         publisher = Publisher(actors, parts.policy.engine, weights, offload=offload, colocated=colocated)
-        saver = Saver(config, folder, learner, collector, display.say, demonstrations)
+        saver = Saver(config, folder, learner, collector, display.say)
         opened.push_async_callback(saver.close)
         tracing = None
         if config.traces is not None or config.profile is not None:
@@ -478,7 +391,6 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             parts.services,
             opened.pop_all(),
             None if sft_threads == "auto" else sft_threads,
-            demonstrations,
         )
 
 

@@ -1,5 +1,5 @@
 """Advantages of an update's rows: the columns that some estimators need in addition to those of `collate`, several estimators in
-one batch, each for the rows of its environments, and what the KL penalty and a teacher add."""
+one batch, each for the rows of its environments, and what the KL penalty adds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, check_output
 from agentrl.trainer.minibatch import episode_sums, reward_penalty
-from agentrl.trainer.roles import taught
 from agentrl.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def with_advantages(
     gets all rows in their place.
 
     If `algorithm.kl.where` is "reward", the penalty is first subtracted from the token rewards and the episode
-    rewards. What a teacher says (`algorithm.distillation`) is added last.
+    rewards.
     """
     mask = view.tokens("sampled")
     rewards, reward = view.tokens("rewards"), view.row("reward")
@@ -72,9 +71,6 @@ def with_advantages(
     else:
         out = estimate_advantages(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
     view, metrics = view.with_tokens(advantages=out.advantages), metrics | out.metrics(mask)
-    if algorithm.distillation is not None:
-        view, told = taught(view, algorithm.distillation)
-        metrics |= told
     return view if out.returns is None else view.with_tokens(returns=out.returns), metrics
 
 

@@ -34,9 +34,9 @@ from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
 from agentrl.trainer.estimator_inputs import critic_rows, with_advantages
-from agentrl.trainer.experience import FILE, Experience, check_experience, join_rows
 from agentrl.trainer.minibatch import (
     SOURCE,
+    Term,
     TrainedTokens,
     adapted_kl_coef,
     broken_rows,
@@ -52,8 +52,6 @@ from agentrl.trainer.roles import (
     Reference,
     RewardModel,
     SavedRole,
-    TeacherModel,
-    check_distillation,
     check_moving,
     last_rows,
     moves,
@@ -61,6 +59,7 @@ from agentrl.trainer.roles import (
 )
 from agentrl.trainer.train_engine import mesh_of, rests, separate_reference, shares_prefixes
 from agentrl.trainer.update import check_algorithm, mismatch
+from agentrl.trainer.update_hooks import hooks_of, join_rows
 from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.threads import in_thread
@@ -118,8 +117,7 @@ def check_learner(config: TrainConfig) -> None:
 
     Reads: algorithm, critic, data, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel,
     cluster, model.expert_parallel, model.offload, model.lora, rollout.colocate, rollout.max_turns, rollout.max_turn_tokens,
-    rollout.max_episode_tokens; and as `check_experience`, `check_distillation`, `check_moving` and
-    `check_optims`.
+    rollout.max_episode_tokens; and as `check_moving` and `check_optims`.
     """
     check_optims(config)
     check_algorithm(fill_length_norm(config))
@@ -129,8 +127,6 @@ def check_learner(config: TrainConfig) -> None:
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
             f'"{config.algorithm.aggregate}" it is not used'
         )
-    check_experience(config.envs, config.rollout, config.algorithm)
-    check_distillation(config.algorithm, config.rollout)
     mesh_of(config.model, config.cluster)
     if config.model.offload == "idle" and not rests(config, "actor"):
         raise ConfigError(
@@ -188,7 +184,7 @@ log = logging.getLogger(__name__)
 MAX_SKIPPED = 3
 """Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
 W = TypeVar("W", bound=Worker)
-R = TypeVar("R", Critic, Reference, RewardModel, TeacherModel)
+R = TypeVar("R", Critic, Reference, RewardModel)
 
 
 def policy_updates(steps: int, critic: CriticConfig | None) -> int:
@@ -207,15 +203,14 @@ class Learner:
         self.references: WorkerGroup[Reference] | None = None
         self._moving: WorkerGroup[Reference] | None = None  # the same, if its weights change, so that checkpoints hold them
         self.reward_models: WorkerGroup[RewardModel] | None = None
-        self.teachers: WorkerGroup[TeacherModel] | None = None
+        self.teachers: WorkerGroup[Reference] | None = None
         self.algorithm, self._own = fill_length_norm(config), own_advantages(config.envs)
         self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self.sharing = mode if shares_prefixes(config.model) else "off"
         self._skipped, self._name = 0, uuid4().hex
         self.tokens: TrainedTokens | None = None
-        kept = config.algorithm.experience
-        self.experience = None if kept is None else Experience(kept, config.seed, config.algorithm.truncated == "mask")
+        self.hooks = hooks_of(config)
 
     async def open(self, path: str, folder: Path | None = None) -> None:
         """Start the other roles from the model at `path`: in their pools, or in the actors' processes.
@@ -230,7 +225,7 @@ class Learner:
         if config.reward_model is not None:
             self.reward_models = await self._begin("reward_model", RewardModel, named_anywhere(config.reward_model.path))
         if (taught := config.algorithm.distillation) is not None:
-            self.teachers = await self._begin("teacher", TeacherModel, named_anywhere(taught.path))
+            self.teachers = await self._begin("teacher", Reference, named_anywhere(taught.path))
         if separate_reference(config.model, config.algorithm):
             self.references = await self._begin("reference", Reference, path, shared=folder)
             if moves(config.algorithm):
@@ -242,7 +237,8 @@ class Learner:
         group = self._start(role, cls)
         if shared is not None:  # before the model is loaded, which may take minutes
             await check_shared(group, shared, "out")
-        await group.arun(cls.init_model, path, self.config.model, self.config.optim, *more)
+        model = self.config.model.model_copy(update={"lora": None}) if role == "teacher" else self.config.model
+        await group.arun(cls.init_model, path, model, self.config.optim, *more)
         await self._rest(role, group)
         return group
 
@@ -265,18 +261,17 @@ class Learner:
         if rests(self.config, role):
             await group.arun(ModelRole.offload)
 
-    async def step(self, batch: TensorDict, step: int, keep: bool = False, shown: TensorDict | None = None) -> dict[str, float]:
+    async def step(self, batch: TensorDict, step: int, keep: bool = False) -> dict[str, float]:
         """One training step on a batch from `collate`. Returns the metrics of all roles.
 
         `keep`: afterwards `tokens` has what the step made of each sampled token; None after a skipped step, or without.
-        `shown`: demonstrations (`experience.demonstrated`), from which the actor learns too.
 
         A step in which something is not finite is skipped: nothing is trained, and `skipped_steps` is 1. Raises
         NonFiniteError after more than MAX_SKIPPED of them in a row, and if the weights themselves are not finite.
         """
         self.tokens = None
         view, metrics, broken = await self.ready(batch, step=step)
-        return metrics | self._skip(step, broken) if broken else await self.learn(view, step, metrics, keep, shown)
+        return metrics | self._skip(step, broken) if broken else await self.learn(view, step, metrics, keep)
 
     async def ready(
         self,
@@ -297,24 +292,25 @@ class Learner:
             return view, metrics, describe_broken(view, found)
         view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, own, estimator)
         metrics |= formed
+        for hook in self.hooks.values():
+            view, changed = await in_thread("batch", hook.change_advantages, view)
+            metrics |= changed
         metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, view)
         found = await in_thread("batch", broken_rows, view)
         return view, metrics, describe_broken(view, found) if found else ""
 
-    async def learn(
-        self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False, shown: TensorDict | None = None
-    ) -> dict[str, float]:
+    async def learn(self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False) -> dict[str, float]:
         """The second half of `step`: the updates of critic and actor on a batch from `ready`, and their consequences. Returns the
-        metrics of both halves; `keep`, `shown` and errors as for `step`."""
+        metrics of both halves; `keep` and errors as for `step`."""
         if keep and self.algorithm.proximal != "recompute":
             view = view.with_rows(**{SOURCE: torch.arange(len(view))})
-        whole, added = await self._with_added(view, step, shown)
+        whole, added = await self._with_added(view, step)
         # Critic and actor get the same batch, advantages included: values were computed before either of them moves. What is
         # added is for the actor alone.
         learned = await self._learn(view.batch, whole.batch, step)
         metrics = {**metrics, **added, **learned}
-        if self.experience is not None and self._policy_learns(step):
-            await in_thread("batch", self.experience.keep, view)
+        for hook in self.hooks.values() if self._policy_learns(step) else ():
+            await in_thread("batch", hook.keep, view)
         if keep:
             self.tokens = await in_thread("batch", self._trained_tokens, view)
         if self.algorithm.proximal == "recompute":
@@ -382,22 +378,21 @@ class Learner:
             view = view.with_tokens(values=values["values"].values())
         return view, metrics
 
-    async def _with_added(self, view: Ragged, step: int, shown: TensorDict | None) -> tuple[Ragged, dict[str, float]]:
-        """The batch for the actor, with kept episodes and demonstrations behind its own rows, and metrics of those."""
+    async def _with_added(self, view: Ragged, step: int) -> tuple[Ragged, dict[str, float]]:
+        """The batch for the actor, with the rows that hooks add behind its own, and metrics of those."""
         metrics: dict[str, float] = {}
-        if not self._policy_learns(step):
-            return view, metrics
-        added = [] if shown is None else [shown]
-        kept = None
-        if self.experience is not None:
-            kept, metrics = self.experience.draw(step, int(view.episode.max()) + 1)
-        if kept is not None and self.algorithm.proximal == "recompute":
-            now = await self.actors.arun(Actor.compute_logprob, kept, self._temperature(step))
-            if self.critics is not None:
-                await self._rest("actor", self.actors)
-            kept = Ragged.of(kept).with_tokens(old_logprobs=now["logprobs"].values()).batch
-        if kept is not None:
-            added.insert(0, kept)
+        added: list[tuple[Term, TensorDict]] = []
+        for hook in self.hooks.values() if self._policy_learns(step) else ():
+            rows, drawn = hook.draw(step, int(view.episode.max()) + 1)
+            metrics |= drawn
+            if rows is None or hook.term is None:
+                continue
+            if self.algorithm.proximal == "recompute" and not hook.term.supervised:
+                now = await self.actors.arun(Actor.compute_logprob, rows, self._temperature(step))
+                rows = Ragged.of(rows).with_tokens(old_logprobs=now["logprobs"].values()).batch
+                if self.critics is not None:
+                    await self._rest("actor", self.actors)
+            added.append((hook.term, rows))
         return (await in_thread("batch", join_rows, view, added, self.sharing) if added else view), metrics
 
     def _policy_learns(self, step: int) -> bool:
@@ -462,8 +457,8 @@ class Learner:
     def _save_own(self, folder: Path) -> None:
         coefficients = {name: getattr(self, name) for name in COEFFICIENTS}
         (folder / STATE).write_text(json_text(coefficients), encoding="utf-8")
-        if self.experience is not None:
-            self.experience.save(folder / FILE)
+        for hook in self.hooks.values():
+            hook.save(folder)
 
     async def is_saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete; raises the error of a role whose part failed."""
@@ -488,8 +483,8 @@ class Learner:
             if found[name] is None:
                 raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
             setattr(self, name, float(found[name]))
-        if self.experience is not None:
-            await in_thread("files", self.experience.load, folder / FILE)
+        for hook in self.hooks.values():
+            await in_thread("files", hook.load, folder)
 
     def groups(self) -> list[WorkerGroup[Any]]:
         """The training roles there are, the actors first."""

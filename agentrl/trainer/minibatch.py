@@ -18,7 +18,7 @@ from agentrl.cluster.group import Shard
 from agentrl.cluster.worker import Call, Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, KlConfig
 from agentrl.data.rows import TRUNCATED, Ragged, is_batch, is_ragged, row_counts, row_ids, spread
-from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins, supervised_tokens
+from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins
 from agentrl.trainer.algorithms.base import Denominators
 from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, Selection, kl_estimate, selection_of
 from agentrl.utils.errors import ConfigError, DispatchError
@@ -87,6 +87,26 @@ def _cuts(view: Ragged) -> npt.NDArray[np.int64]:
     running sum would take gigabytes."""
     counts = np.add.reduceat(view.tokens("sampled").numpy(), view.offsets[:-1].numpy(), dtype=np.int64)  # no row is empty
     return np.concatenate(([0], np.cumsum(counts)))
+
+
+# Rows that are added to an update
+
+TERMS = "loss_terms"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Loss of added rows: `coef` times the policy loss, or times the mean of -log pi of their tokens. Metrics have its name."""
+
+    name: str
+    supervised: bool
+    coef: float
+
+
+def supervised_tokens(view: Ragged) -> Tensor:
+    """The tokens of rows that are trained by a supervised term, bool [T]."""
+    numbers = [number for number, term in enumerate(view.batch[TERMS], FRESH + 1) if term.supervised]
+    return spread(torch.from_numpy(np.isin(origins(view), numbers)), view.offsets, int(view.offsets[-1]))
 
 
 # Finite numbers

@@ -1,4 +1,4 @@
-"""Roles that hold a model: what they share, the reference, the critic, the reward model, the teacher."""
+"""Roles that hold a model: what they share, the reference, the critic, the reward model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from agentrl.config.schema import (
     AlgorithmConfig,
     ClusterConfig,
     CriticConfig,
-    DistillationConfig,
     ModelConfig,
     OptimConfig,
-    RolloutConfig,
 )
 from agentrl.data.rows import Ragged, build, on_device, row_ids
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.trainer.algorithms.base import aggregate
 from agentrl.trainer.algorithms.losses import value_loss
 from agentrl.trainer.language_model import Role
-from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, counts_of, minibatches, proximal_of
+from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, counts_of, minibatches
 from agentrl.trainer.optim import critic_optim, free_cached, rate
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
@@ -387,50 +385,3 @@ def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> Ragged:
     tokens = view.tokens("rewards").clone()
     tokens.index_add_(0, spot[spot >= 0], added[spot >= 0])
     return view.with_rows(reward=view.row("reward") + added[episode]).with_tokens(rewards=tokens)
-
-
-# The teacher
-
-
-class TeacherModel(Reference):
-    """One rank of a frozen policy, of any size, that reads the same token ids."""
-
-    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
-        super().init_model(path, model.model_copy(update={"lora": None}), optim)
-
-
-def taught(view: Ragged, cfg: DistillationConfig) -> tuple[Ragged, dict[str, float]]:
-    """The batch with `advantages` that also follow the teacher, and metrics. Of each sampled token
-
-        A = reward_coef A_estimator + coef (log pi_teacher - log pi_old),
-
-    with pi_old the proximal policy and both at the temperature of the rollouts. Without rewards that is the policy gradient of
-    the reverse KL of policy and teacher at each token, E[log pi - log pi_teacher] (Gu et al. 2023, arXiv:2306.08543; Agarwal et
-    al. 2023, arXiv:2306.13649). Departure from the former: what a token does to the KL of later ones is left out (a discount of
-    0), and no teacher's samples are mixed in; from the latter: the one sampled token stands for the sum over the vocabulary.
-    """
-    mask = view.tokens("sampled")
-    ahead = (view.tokens("teacher_logprobs") - proximal_of(view)) * mask
-    count = mask.sum().clamp(min=1)
-    advantages = cfg.reward_coef * view.tokens("advantages") + cfg.coef * ahead
-    return view.with_tokens(advantages=advantages), {"teacher/kl": -float(ahead.sum() / count)}
-
-
-def check_distillation(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
-    """Raise ConfigError if a part of the config would drop or keep what only the teacher tells apart.
-
-    Reads: algorithm, rollout.filter_zero_variance, rollout.accept.
-    """
-    if algorithm.distillation is None:
-        return
-    if rollout.filter_zero_variance:
-        raise ConfigError(
-            "rollout.filter_zero_variance drops groups whose rewards are equal, from which algorithm.distillation learns as "
-            "from any other; unset one of the two"
-        )
-    kept = algorithm.experience
-    if kept is not None and kept.term == "policy":
-        raise ConfigError(
-            'algorithm.experience.term = "policy" trains kept episodes with the advantages that they had, and what '
-            'algorithm.distillation adds is of the policy as it was; set term = "supervised", or unset one of the two'
-        )

@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.expert_routing import free, router_code
 from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
-from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
+from agentrl.data.schedule import FRESH, ORIGIN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
@@ -25,6 +25,8 @@ from agentrl.trainer.attention import packed_rows, packed_trees
 from agentrl.trainer.language_model import Micro
 from agentrl.trainer.minibatch import (
     SOURCE,
+    TERMS,
+    Term,
     Visits,
     added_of,
     check_kl,
@@ -43,10 +45,10 @@ if TYPE_CHECKING:
 # Metrics
 
 TRAINED, SAMPLED, FIRST = "tokens_computed", "sampled_computed", "sampled_first"
-KEPT_COMPUTED, SHOWN_COMPUTED = "kept_computed", "shown_computed"
-OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST, "experience": KEPT_COMPUTED, "demonstrations": SHOWN_COMPUTED}
-"""The tokens that a metric, or all of one part (`part/name`), is a mean over, if these are not the computed tokens of this update
-that are trained."""
+ADDED = "/added_computed"
+OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST}
+"""The tokens that a metric is a mean over, if these are not the computed tokens of this update that are trained. Those of added
+rows (`TERM/name`) are means over `TERM` + ADDED."""
 
 
 class Meter:
@@ -85,10 +87,12 @@ def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators,
     have no gradient; `tokens_trained` and `episodes_trained` are the denominators, which include those rows. `loss` is a sum."""
     sums, tops = meter.totals(engine)
     plain, computed = sums.pop("plain_tokens", 0.0), sums.pop("computed_tokens", 0.0)
-    over = {name: sums.pop(name, 0.0) for name in (TRAINED, SAMPLED, FIRST, KEPT_COMPUTED, SHOWN_COMPUTED)}
+    counted = {TRAINED, SAMPLED, FIRST, *(name for name in sums if name.endswith(ADDED))}
+    over = {name: sums.pop(name, 0.0) for name in counted}
     loss = sums.pop("loss", 0.0)
     # A mean over no token is unknown, and not 0: it is left out.
-    means = {name: value / count for name, value in sums.items() if (count := over[OVER.get(name.split("/")[0], TRAINED)])}
+    by = {name: name.split("/")[0] + ADDED for name in sums} | OVER
+    means = {name: value / count for name, value in sums.items() if (count := over.get(by[name], over[TRAINED]))}
     experts = engine.expert_load()  # over all ranks and passes of the update
     return {
         **means,
@@ -108,45 +112,44 @@ def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators,
 @dataclass(frozen=True, slots=True)
 class Added:
     """Rows that were added to an optimizer step. `counts`: the denominators of this update's own rows; `added`: of the others,
-    by origin."""
+    by origin; `terms`: their loss."""
 
     algorithm: AlgorithmConfig
     counts: Denominators
     added: dict[int, Denominators]
+    terms: tuple[Term, ...]
 
     def loss(self, kinds: Tensor, given: LossInput, tokens: Tensor, episode_tokens: Tensor) -> Tensor:
         """This micro-batch's share. `kinds` [M]: the origin of each sampled token's row; `tokens` [M]: its weighted policy loss;
         `episode_tokens` [N]: trained tokens of each row's episode."""
         total = given.logprobs.new_zeros(())
-        if KEPT in self.added and self.algorithm.experience is not None:
-            # Own rows that a correction rejects altogether would leave nothing to count by.
-            whole = self.counts if self.counts.tokens else self.added[KEPT]
-            kept = given.mask & (kinds == KEPT)
-            share = aggregate(tokens, kept, given.offsets, self.algorithm.aggregate, whole, episode_tokens)
-            total = total + self.algorithm.experience.coef * share
-        for kind, section in ((IMITATED, self.algorithm.experience), (SHOWN, self.algorithm.demonstrations)):
-            if kind in self.added and section is not None:
-                unlikely = torch.where(kinds == kind, -given.logprobs, torch.zeros_like(given.logprobs))
-                total = total + section.coef * unlikely.sum() / max(self.added[kind].tokens, 1.0)
+        for origin, counts in self.added.items():
+            term, mine = self.terms[origin - 1], kinds == origin
+            if term.supervised:
+                unlikely = torch.where(mine, -given.logprobs, torch.zeros_like(given.logprobs))
+                share = unlikely.sum() / max(counts.tokens, 1.0)
+            else:
+                # Own rows that a correction rejects altogether would leave nothing to count by.
+                whole = self.counts if self.counts.tokens else counts
+                share = aggregate(tokens, given.mask & mine, given.offsets, self.algorithm.aggregate, whole, episode_tokens)
+            total = total + term.coef * share
         return total
 
     def measure(self, kinds: Tensor, given: LossInput, out: LossOutput, meter: Meter) -> None:
         """Sums over the added tokens of a micro-batch: all ranks add the same names."""
         now = given.logprobs.detach()
-        if KEPT in self.added:
-            kept = given.mask & (kinds == KEPT)
-            apart = torch.where(kinds == KEPT, now - given.behaviour_logprobs, torch.zeros_like(now))
-            meter.add(KEPT_COMPUTED, kept)
-            meter.add("experience/kl_behaviour", -apart, kept)
-            meter.top("experience/log_ratio_max", apart.abs())
-            for name, values in out.metrics.items():
-                meter.add(f"experience/{name}", values, kept)
-        if IMITATED in self.added:
-            meter.add(KEPT_COMPUTED, kinds == IMITATED)
-            meter.add("experience/nll", -now, kinds == IMITATED)
-        if SHOWN in self.added:
-            meter.add(SHOWN_COMPUTED, kinds == SHOWN)
-            meter.add("demonstrations/nll", -now, kinds == SHOWN)
+        for origin in self.added:
+            term, mine = self.terms[origin - 1], kinds == origin
+            if term.supervised:
+                meter.add(term.name + ADDED, mine)
+                meter.add(f"{term.name}/nll", -now, mine)
+                continue
+            apart = torch.where(mine, now - given.behaviour_logprobs, torch.zeros_like(now))
+            counted = given.mask & mine
+            meter.add(term.name + ADDED, counted)
+            meter.top(f"{term.name}/log_ratio_max", apart.abs())
+            for name, values in {"kl_behaviour": -apart, **out.metrics}.items():
+                meter.add(f"{term.name}/{name}", values, counted)
 
 
 # The policy update on a worker: minibatches -> micro-batches -> losses with global denominators -> optimizer steps.
@@ -189,7 +192,7 @@ def update_policy(
     for epoch in range(algorithm.epochs):
         for number in visit_order(len(parts), epoch, settings):
             seen = visits if epoch == 0 else None
-            more = None if added is None else Added(algorithm, counts[number], added[number])
+            more = None if added is None else Added(algorithm, counts[number], added[number], view.batch[TERMS])
             job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, not steps.norms, seen, more)
             steps.take(number, micros[number], job.loss)
     steps.check()

@@ -345,11 +345,10 @@ class Course:
                 ledger=ledger, collect=collect, trained=trained, metrics=lambda: {"tokens_sampled": 0}, ahead=str, watch=Watch()
             ),
             watchdog=SimpleNamespace(read=dict),
-            demonstrations=None,
             callbacks=SimpleNamespace(step=self.waited("on_step", None)),
             tracing=None,
             rest=self.waited("rest", None),
-            learner=SimpleNamespace(step=self.waited("update", {}), tokens=None, sharing="off"),
+            learner=SimpleNamespace(step=self.waited("update", {}), tokens=None, sharing="off", hooks={}),
             publish=self.waited("publish", None),
             publisher=SimpleNamespace(prove=self.waited("prove", None)),
             saver=SimpleNamespace(

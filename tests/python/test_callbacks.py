@@ -20,15 +20,19 @@ from tests.python import table
 PLUGIN = """
 from agentrl.rollout.collector import FILTERS
 from agentrl.run.callbacks import CALLBACKS, Callback
+from agentrl.trainer.update_hooks import UpdateHook
 
 @FILTERS.register("above")
 def above(group, *, least: float) -> bool:
     return sum(member.reward for member in group.trajectories) / len(group.trajectories) > least
 
 @CALLBACKS.register("to_file")
-class ToFile(Callback):
+class ToFile(Callback, UpdateHook):
     def __init__(self, *, path: str):
         self.path = path
+
+    def change_advantages(self, view):
+        return view.with_tokens(advantages=0 * view.tokens("advantages")), {"mine": 1.0}
 
     async def on_step(self, row, session):
         with open(self.path, "a") as file:
@@ -91,6 +95,7 @@ def test_callbacks_and_a_filter_by_name_from_a_config(tmp_path: Path, monkeypatc
     rows = [row for row in run.metrics if row["phase"] == "train"]
     assert (tmp_path / "seen").read_text() == "".join(f"{row['step']} {row['groups_refused']:g} {row['step']}\n" for row in rows)
     assert sum(row["groups_refused"] for row in rows) > 0 and all(value > 0.45 for value in trained(run)[1])
+    assert [(row["mine"], row["grad_norm"]) for row in rows] == [(1.0, 0.0)] * 2
     for key, value, message in [
         ("rollout.accept", {"name": "abov"}, "rollout.accept: unknown name 'abov'; did you mean 'above'"),
         ("rollout.accept", {"name": "above"}, "argument 'least' is required"),

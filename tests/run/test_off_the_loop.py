@@ -126,10 +126,10 @@ def session(tmp_path: Path, steps: int) -> Any:
     groups = [Group(0, 0, [episode(20), episode(20, 0.0, 1)])]
     return SimpleNamespace(
         config=config, envs=(), folder=folder, display=display, collector=Steps(groups), saver=Saver(folder), publish=nothing,
-        engine=SimpleNamespace(stats=nothing), learner=SimpleNamespace(step=nothing, tokens=None),
-        player=SimpleNamespace(metrics=dict), judges=SimpleNamespace(metrics=dict, forget=nothing),
+        engine=SimpleNamespace(stats=nothing), learner=SimpleNamespace(step=nothing, tokens=None, hooks={}),
+        player=SimpleNamespace(metrics=dict), services=SimpleNamespace(metrics=dict, forget=nothing),
         watchdog=LoopWatchdog(0.0), callbacks=SimpleNamespace(step=nothing),
-        demonstrations=None, tracing=None,
+        tracing=None,
     )  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def test_the_loop_answers_while_a_checkpoint_writes_its_groups(tmp_path: Path, m
             return True
 
         config = TrainConfig.model_validate({"name": "x", "out": str(tmp_path), "env": {"id": "key_value"}})
-        learner: Any = SimpleNamespace(begin_save=saved, is_saved=saved, check_is_saved=saved, load=saved)
+        learner: Any = SimpleNamespace(begin_save=saved, is_saved=saved, check_saved=saved, load=saved, hooks={})
         collector: Any = ledger
         saver = checkpoint.Saver(config, RunFolder.create(config), learner, collector, print)
         async with beating() as pulse:

@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_has_no_summary_of_its_last_end(tmp_path: Path, monke
         seen.append((folder.summary.exists(), load_run(folder.path).live))
         raise WorkerError("over")
 
-    monkeypatch.setattr(main, "_train", train)
+    monkeypatch.setattr(main.RunDriver, "train", train)
     monkeypatch.setattr(main, "draw_curve", lambda *_: None)
     with pytest.raises(WorkerError):
         main.execute(config, folder, resumed=True)

@@ -103,7 +103,7 @@ def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Pat
     assert list(collector.envs.values()) == [env]
     assert (policy.temperature, policy.top_p, policy.top_k) == (0.7, 0.9, 7)
     assert collector.seed == collector.tasks.run_seed == 5 and collector._greedy == {"key_value"}
-    assert (collector.ledger.groups_per_update, collector.ledger.max_staleness, collector._slots._value) == (3, 2, 9)
+    assert (collector.ledger.groups_per_update, collector.ledger.max_staleness, collector.slots._value) == (3, 2, 9)
     assert env.env.params == {"calls": 2} and env.scorer.name == "key_value_exact"
     assert actor._optim == config.optim and actor._total_steps == 8 and session.learner.algorithm == config.algorithm
     assert session.publisher._cfg == config.weights.model_copy(update={"folder": str(session.folder.path)})

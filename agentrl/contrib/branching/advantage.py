@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agentrl.data.rows import spread
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, Episodes, episodes
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, episodes
 from agentrl.utils.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -48,8 +48,9 @@ def tree(
     above, std = units.reward - least[units.group], units.std() + eps
     scale = torch.where(std > 0, std, 1.0)
     out = torch.zeros(len(batch.mask), dtype=batch.reward.dtype)
+    names = (units.first if batch.member is None else batch.member[units.first]).tolist()
     for group in range(units.groups):
-        members = {_member(batch, units, unit): unit for unit in (units.group == group).nonzero().reshape(-1).tolist()}
+        members = {names[unit]: unit for unit in (units.group == group).nonzero().reshape(-1).tolist()}
         forest = _Forest(batch, {number: (above[unit].item(), int(units.first[unit])) for number, unit in members.items()})
         whole = _mean(forest.value(root, 0) for root in forest.roots)
         found: dict[int, list[tuple[int, float]]] = {number: [] for number in members}
@@ -117,11 +118,6 @@ def _put(out: Tensor, batch: AdvantageInput, rows: Tensor, segments: list[tuple[
         raise ConfigError('algorithm.advantage "tree" needs the column `turns` for episodes that others branched off')
     turns = batch.turns[tokens].tolist()
     out[tokens] = torch.tensor([values[max(bisect_right(starts, turn) - 1, 0)] for turn in turns], dtype=out.dtype)
-
-
-def _member(batch: AdvantageInput, units: Episodes, unit: int) -> int:
-    row = int(units.first[unit])
-    return row if batch.member is None else int(batch.member[row])
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

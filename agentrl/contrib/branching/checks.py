@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from agentrl.config.schema import RolloutConfig, TrainConfig
-from agentrl.contrib.branching.forks import count_places
-from agentrl.contrib.branching.trees import plant_trees
+from agentrl.contrib.branching.trees import count_places, plant_trees
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
@@ -24,65 +23,45 @@ def check_branch(one: TrainConfig, ref: EnvRef) -> None:
     Reads: rollout.branch, rollout.group_size, rollout.max_episodes, rollout.max_turns, rollout.grow, rollout.oversample_members,
     rollout.context, rollout.sampler, algorithm, env, agent, seed.
     """
-    rollout = one.rollout
-    if rollout.branch is not None and (why := _sizes(rollout) or _neighbors(one) or _branch_obstacle(one.seed, rollout, ref)):
+    if (why := _obstacle(one) or _fork_obstacle(one.seed, one.rollout, ref)) is not None:
         raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
 
 
-def _sizes(rollout: RolloutConfig) -> str | None:
-    branch, size = rollout.branch, rollout.group_size
+def _obstacle(one: TrainConfig) -> str | None:
+    rollout, algorithm, branch = one.rollout, one.algorithm, one.rollout.branch
     assert branch is not None
+    size, advantage, turns = rollout.group_size, algorithm.advantage.name, f"turns = {branch.turns}"
     if branch.roots >= size:
-        return (
-            f"roots = {branch.roots} of rollout.group_size = {size} members begin at the beginning, so none would branch; set "
-            f"roots below {size}"
-        )
+        begins = f"roots = {branch.roots} of rollout.group_size = {size} members begin at the beginning"
+        return f"{begins}, so none would branch; set roots below {size}"
     most = max(map(len, plant_trees(range(size), branch.roots).values()))
     if 1 + most > rollout.max_episodes:
-        return (
-            f"a root and its branches are {1 + most} episodes at once, and rollout.max_episodes = {rollout.max_episodes}; "
-            "raise it, or roots"
-        )
+        many = f"a root and its branches are {1 + most} episodes at once, and rollout.max_episodes = {rollout.max_episodes}"
+        return f"{many}; raise it, or roots"
     if branch.turns and branch.at != "depth":
         return f'turns are read with at = "depth" alone, and at = "{branch.at}"; leave turns out, or set at = "depth"'
-    if branch.turns and max(branch.turns) >= rollout.max_turns:
-        return (
-            f"turns = {branch.turns} are counted from 0, and rollout.max_turns = {rollout.max_turns}: none is above "
-            f"{rollout.max_turns - 1}"
-        )
+    if branch.turns and max(branch.turns) >= (end := rollout.max_turns):
+        return f"{turns} are counted from 0, and rollout.max_turns = {end}: none is above {end - 1}"
     if len(set(branch.turns)) < len(branch.turns):
-        return f"turns = {branch.turns} names one twice; several branches of one turn are `width`"
+        return f"{turns} names one twice; several branches of one turn are `width`"
     if len(branch.turns) > (used := count_places(branch, most)):
-        return (
-            f"turns = {branch.turns}, and a root has {most} branches, {branch.width} a turn, so only the first {used} are "
-            "used; take the others out, or raise rollout.group_size"
-        )
-    return None
-
-
-def _neighbors(one: TrainConfig) -> str | None:
-    rollout, algorithm = one.rollout, one.algorithm
+        only = f"a root has {most} branches, {branch.width} a turn, so only the first {used} are used"
+        return f"{turns}, and {only}; take the others out, or raise rollout.group_size"
     if one.agent is not None:
         return "[agent]: an agent that plays by itself cannot be forked; leave one of the two out"
-    if BRANCHES not in ADVANTAGES.entry(algorithm.advantage.name).traits:
-        return (
-            f'algorithm.advantage "{algorithm.advantage.name}" compares members as if none shared its beginning with another; '
-            f"use one of {ADVANTAGES.that_are(BRANCHES)}"
-        )
+    if BRANCHES not in ADVANTAGES.entry(advantage).traits:
+        wrong = f'algorithm.advantage "{advantage}" compares members as if none shared its beginning with another'
+        return f"{wrong}; use one of {ADVANTAGES.that_are(BRANCHES)}"
     if algorithm.kl.coef > 0 and algorithm.kl.where == "reward":
-        return (
-            'algorithm.kl.where = "reward" would charge an episode for the turns that its branches are given for nothing; use '
-            'where = "loss"'
-        )
+        wrong = 'algorithm.kl.where = "reward" would charge an episode for the turns that its branches are given for nothing'
+        return f'{wrong}; use where = "loss"'
     if algorithm.experience is not None:
         return "algorithm.experience keeps whole episodes, and of a branch there is only the end; leave one of the two out"
     if rollout.grow > 1:
         return "rollout.grow looks at members that were drawn independently; set it to 1, or leave rollout.branch out"
     if rollout.oversample_members > 1:
-        return (
-            "rollout.oversample_members drops the members that end last, which branches do by their nature; set it to 1, or "
-            "leave rollout.branch out"
-        )
+        wrong = "rollout.oversample_members drops the members that end last, which branches do by their nature"
+        return f"{wrong}; set it to 1, or leave rollout.branch out"
     if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
         return (
             f"rollout.context = {rollout.context.name!r}: a summary is sampled before the turn that it makes room for, so a "
@@ -91,7 +70,7 @@ def _neighbors(one: TrainConfig) -> str | None:
     return None
 
 
-def _branch_obstacle(seed: int, rollout: RolloutConfig, ref: EnvRef) -> str | None:
+def _fork_obstacle(seed: int, rollout: RolloutConfig, ref: EnvRef) -> str | None:
     """Fork an episode of the first task, as a run does it: inside an event loop."""
     if ref.at is not None:
         return f"env.url = {ref.at.url!r}: an environment elsewhere is not forked in a run; leave one of the two out"

@@ -1,21 +1,181 @@
-"""The members of a group as trees: roots that begin at the beginning, and branches that leave them at their turns."""
+"""Trees of episodes: forks that are taken of an episode before its turns, branches that go on from them, and groups as trees."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from agentrl.config.schema import BranchConfig
-from agentrl.contrib.branching.forks import BranchHook, Fork, Places
-from agentrl.data.trajectory import StopReason, Task, Trajectory
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Blame, StopReason, Task, Trajectory, Turn
+from agentrl.env import ToolEnv
 from agentrl.rollout.collector import MEMBERS, GroupRun
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.episode import EpisodeSpec
+from agentrl.rollout.episode import EpisodeHook, EpisodeSpec, RunningEpisode
 from agentrl.rollout.player import Job, LocalPlayer, Script
+from agentrl.utils.errors import EnvError
+
+log = logging.getLogger(__name__)
+
+# Forks
+
+CONVERSATION = ("renderer", "shown", "begun", "fork", "suffix", "rewrites")
+"""Attributes of a running episode that a branch takes over as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork(EpisodeHook):
+    """An episode of the group's member `member` as it was before it sampled turn `turn`.
+
+    `env`: a fork of its environment. `ledgers`: each with the tokens that it had. `used`: seconds of the episode's limit, by who
+    used them. As a hook it lets a branch go on from there, in an environment that was forked from `env`.
+    """
+
+    member: int
+    turn: int
+    env: ToolEnv
+    ledgers: Sequence[tuple[TokenLedger, int]]
+    used: dict[Blame, float]
+    conversation: dict[str, Any]
+
+    @classmethod
+    def of(cls, episode: RunningEpisode, turn: int) -> Fork:
+        """The episode as it is, before `turn`. Raises EnvError if its environment cannot be forked."""
+        try:
+            env = episode.env.fork()
+        except Exception as fault:
+            raise EnvError(f"no fork before turn {turn}: {type(fault).__name__}: {fault}") from fault
+        conversation = {name: getattr(episode, name) for name in CONVERSATION} | {"rewrites": list(episode.rewrites)}
+        ledgers = [(ledger, len(ledger)) for ledger in episode.ledgers]
+        return cls(episode.spec.member, turn, env, ledgers, dict(episode.waits.clock.used), conversation)
+
+    async def close(self) -> None:
+        """Tear its environment down. An error of that is logged: the episodes keep their results."""
+        try:
+            await self.env.aclose()
+        except Exception:
+            log.exception("the teardown of a fork of environment %s failed", self.env.id)
+
+    async def begin(self, episode: RunningEpisode) -> StopReason | None:
+        """Take over the conversation of another episode: all that it sampled is context here."""
+        record = episode.record = episode.env.trajectory
+        record.parent, record.branch_turn = self.member, self.turn
+        for turn in record.turns:  # sampled by the parent: none of their tokens is this episode's
+            turn.ledger = turn.end = -1
+        # In place: who watches the episode has this list.
+        episode.ledgers[:] = [ledger.fork(length) for ledger, length in self.ledgers]
+        for name, value in self.conversation.items():
+            setattr(episode, name, value)
+        episode.rewrites = list(episode.rewrites)
+        episode.waits.clock.used.update(self.used)
+        return None
+
+    def complete(self, trajectory: Trajectory) -> None:
+        """Drop the ledgers before the one in which the branch first sampled: they are its parent's, and rows without a token to
+        train would be computed for nothing."""
+        ledgers = trajectory.ledgers
+        before = max(next((n for n, ledger in enumerate(ledgers) if ledger.sampled_tokens), len(ledgers) - 1), 0)
+        trajectory.ledgers = ledgers[before:]
+        for turn in trajectory.turns[trajectory.branch_turn :]:
+            turn.ledger = max(turn.ledger - before, -1)
+        trajectory.rewrites = [
+            {**made, "ledger": made["ledger"] - before} for made in trajectory.rewrites if made["ledger"] >= before
+        ]
+
+
+class Places(EpisodeHook):
+    """Places keeps forks of one episode while it is played: those that may still become a place to branch at, and no more than
+    are needed where the best so far are known ("entropy", "failure"). Never of its first turn: a branch there is another episode.
+    """
+
+    def __init__(self, config: BranchConfig, branches: int) -> None:
+        """`branches`: how many the episode is to have."""
+        self._config, self._branches, self._most = config, branches, count_places(config, branches)
+        self._fixed = config.turns[: self._most]
+        self._kept: dict[int, tuple[float, Fork]] = {}
+        self._first: int | None = None
+        self._next: Fork | None = None
+
+    async def before(self, turn: int, episode: RunningEpisode) -> None:
+        assert episode.record is not None
+        await self._settle(episode.record.turns, episode.ledgers)
+        if self._first is None:
+            self._first = turn
+        elif not self._fixed or turn in self._fixed:
+            self._next = Fork.of(episode, turn)
+
+    async def choose(self, trajectory: Trajectory) -> list[Fork | None]:
+        """Turns at which branches leave the finished episode; None if nowhere, so that it begins at the beginning. All other
+        forks are closed.
+
+        Of fixed turns each branch has its own, whatever became of the others: whether a turn has a branch then depends on nothing
+        that was sampled after it was reached.
+        """
+        await self._settle(trajectory.turns, trajectory.ledgers)
+        turns = self._fixed or (self._spread() if self._config.at == "depth" else self._best(self._most))
+        for turn in self._kept.keys() - set(turns):
+            await self._kept.pop(turn)[1].close()
+        found = [self._kept[turn][1] if turn in self._kept else None for turn in turns] or [None]
+        return [found[place % len(found)] for place in range(self._branches)]
+
+    async def close(self) -> None:
+        """Close all that is still kept; idempotent."""
+        forks = [fork for _, fork in self._kept.values()] + ([] if self._next is None else [self._next])
+        self._kept, self._next = {}, None
+        for fork in forks:
+            await fork.close()
+
+    async def _settle(self, turns: Sequence[Turn], ledgers: Sequence[TokenLedger]) -> None:
+        """The turn after the last fork is over: keep the fork if it is worth more than another."""
+        fork, self._next = self._next, None
+        if fork is None:
+            return
+        worth = self._worth(turns[fork.turn], ledgers) if fork.turn < len(turns) else None
+        if worth is None:
+            return await fork.close()
+        self._kept[fork.turn] = worth, fork
+        if self._config.at != "depth" and len(self._kept) > self._most:
+            await self._kept.pop(self._best(len(self._kept))[-1])[1].close()
+
+    def _worth(self, turn: Turn, ledgers: Sequence[TokenLedger]) -> float | None:
+        """Worth of a place before a turn; None forbids it. For "entropy", the mean of -log pi over the tokens that were
+        sampled in the turn, in nats a token: an estimate of the mean entropy of the distributions that they were drawn from."""
+        if self._config.at != "entropy":
+            wanted = self._config.at == "depth" or any(result.error is not None for result in turn.results)
+            return 0.0 if wanted else None
+        if not 0 <= turn.ledger < len(ledgers):
+            return None
+        ledger = ledgers[turn.ledger]
+        found = ledger.logprobs[ledger.sampled & (ledger.turns == turn.index)]
+        return -float(np.mean(found, dtype=np.float64)) if len(found) else None
+
+    def _best(self, most: int) -> list[int]:
+        """Kept turns by what they are worth, the earlier of equals first."""
+        return sorted(self._kept, key=lambda turn: (-self._kept[turn][0], turn))[:most]
+
+    def _spread(self) -> list[int]:
+        """Kept turns that cut the episode into parts as equal as may be."""
+        turns = sorted(self._kept)
+        most = min(self._most, len(turns))
+        # Of n + 1 turns, of which the first has no fork, cut k times: before those at (n + 1) i / (k + 1).
+        at = [round((len(turns) + 1) * i / (most + 1)) for i in range(1, most + 1)]
+        return sorted({turns[min(max(place, 1), len(turns)) - 1] for place in at})
+
+
+def count_places(config: BranchConfig, branches: int) -> int:
+    """At how many of its turns an episode with this many branches branches at most."""
+    return -(-branches // config.width)
+
+
+# Trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +221,7 @@ async def _attempt_branch(
             made.stop, made.cause, made.branch_turn = StopReason.ENV_ERROR, {"blame": "infrastructure"}, fork.turn
             found.append(made)
             continue
-        found.append(await player.episode(replace(job, spec=spec, script=None), watch, BranchHook(fork), env))
+        found.append(await player.episode(replace(job, spec=spec, script=None), watch, fork, env))
         if not found[-1].stop.infrastructure:
             break
     return found
@@ -98,34 +258,23 @@ class Forest:
 
     async def _grow(self, run: GroupRun, root: int, branches: Sequence[int]) -> dict[int, Trajectory]:
         """A root and what branched off it. A tree whose root fails is played again as a whole."""
-        attempts = range(run.retries + 1)
+        collector, attempts = run.collector, range(run.collector.config.retries + 1)
         specs = tuple(tuple(run.job(member, attempt).spec for attempt in attempts) for member in branches)
         for attempt in attempts:
-            # As many as may be open at once, from the start: forks are environments too.
-            async with self.take(run.slots, 1 + len(branches)):
+            async with AsyncExitStack() as held:
+                # As many as may be open at once, from the start: forks are environments too. At most as many as there are.
+                async with self._waiting:  # two trees with a half of what they need each would wait for each other
+                    for _ in range(1 + len(branches)):
+                        await held.enter_async_context(collector.slots)
                 job = replace(run.job(root, attempt), script=TreeScript(self.config, specs))
-                first, *others = await run.player.play_all(job, run.watch)
-            if run.attempted(first, attempt):
+                first, *others = await collector.player.play_all(job, collector.watch)
+            if run.count(first, attempt):
                 break
         tried, found = Counter[int](), {root: first}
         for trajectory in others:
-            run.attempted(trajectory, tried[trajectory.member])
+            run.count(trajectory, tried[trajectory.member])
             tried[trajectory.member] += 1
             found[trajectory.member] = trajectory
         for member in found:
-            run.over(member)
+            run.end(member)
         return found
-
-    @asynccontextmanager
-    async def take(self, slots: asyncio.Semaphore, count: int) -> AsyncIterator[None]:
-        """Wait for `count` slots, and have them until the end: at most as many as there are, or this never ends."""
-        had = 0
-        try:
-            async with self._waiting:  # two trees with a half of what they need each would wait for each other
-                while had < count:
-                    await slots.acquire()
-                    had += 1
-            yield
-        finally:
-            for _ in range(had):
-                slots.release()

@@ -19,7 +19,6 @@ from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.env_checks import (
-    check_demonstrations,
     check_named,
     check_start,
     run_section_checks,
@@ -136,7 +135,6 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
                 check_trainable(one.rollout, env)
             check_start(one, ref)
             run_section_checks(one, ref)
-            check_demonstrations(one, ref)
     check_held_out(config)
     make_mixture(config.rollout.mixture)
     check_router_replay(config)

@@ -1,4 +1,4 @@
-"""Checks of environments: names, sections of a config, starts, demonstrations; remote environments, suites, agents."""
+"""Checks of environments: names, sections of a config, starts; remote environments, suites, agents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from typing import Any
 
-from agentrl.config.envs import alone, entry_name, trained_at_all, warm_start_envs
+from agentrl.config.envs import alone, entry_name, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
 from agentrl.config.schema import RolloutConfig, TrainConfig
 from agentrl.env import ToolEnv
@@ -78,7 +78,7 @@ def _with_key(problem: CatalogError, keys: Keys, entry: str, place: str) -> Cata
 
 CHECKS: Registry[Callable[[TrainConfig, EnvRef], None]] = Registry("section", "CHECKS", "agentrl.run.checks")
 """Checks of a config with one environment, each by the name of a section without which it is not run."""
-OPTIONAL = ("rollout.branch",)
+OPTIONAL = ("rollout.branch", "algorithm.demonstrations", "algorithm.distillation", "algorithm.experience")
 """Sections of features in contrib: a config with one of them is refused if its feature is not installed."""
 
 
@@ -105,7 +105,7 @@ def check_start(one: TrainConfig, ref: EnvRef) -> None:
     """
     if one.rollout.start is None:
         return
-    why = _gold_obstacle(
+    why = gold_obstacle(
         one,
         ref,
         "that plays by itself begins at the beginning",
@@ -116,7 +116,7 @@ def check_start(one: TrainConfig, ref: EnvRef) -> None:
         raise ConfigError(f"rollout.start ({one.envs[0].called}): {why}; leave rollout.start out")
 
 
-def _gold_obstacle(one: TrainConfig, ref: EnvRef, agent: str, summaries: str, *, played: bool) -> str | None:
+def gold_obstacle(one: TrainConfig, ref: EnvRef, agent: str, summaries: str, *, played: bool) -> str | None:
     """Why gold solutions cannot be had, or (`played`) not be played by the run; `agent`, `summaries`: why with these two not."""
     rollout = one.rollout
     if ref.at is not None:
@@ -141,27 +141,6 @@ def each_env(rollout: RolloutConfig, ref: EnvRef) -> Iterator[ToolEnv]:
     for params in make_sampler(rollout.sampler).variants():
         with closing(ref.with_params(params).build()) as env:
             yield env
-
-
-# Demonstrations
-
-
-def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
-    """Raise ConfigError, naming the obstacle, if there is no gold solution that an update could show.
-
-    Reads: algorithm.demonstrations, rollout.context, rollout.sampler, env, tools.sets, tools.mcp, agent, seed.
-    """
-    if one.algorithm.demonstrations is None or not trained_at_all(one.envs[0].weight):
-        return
-    why = _gold_obstacle(
-        one,
-        ref,
-        "writes prompts of its own, which a gold solution does not have",
-        "a gold solution has no summaries, which the policy would write",
-        played=False,
-    )
-    if why is not None:
-        raise ConfigError(f"algorithm.demonstrations ({one.envs[0].called}): {why}; leave algorithm.demonstrations out")
 
 
 # Suites

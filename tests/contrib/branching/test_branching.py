@@ -3,32 +3,50 @@ of a branch that fails."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import itertools
 import json
+import math
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
 
 from agentrl.config import RolloutConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import BranchConfig, Choice, RewardConfig
+from agentrl.contrib.branching import advantage
 from agentrl.contrib.branching.checks import check_branch
-from agentrl.contrib.branching.trees import TreeScript, plant_trees
+from agentrl.contrib.branching.trees import Forest, TreeScript, plant_trees
 from agentrl.data.rows import collate
-from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render.template import make_renderer
 from agentrl.reward import compile_spec, load_spec
+from agentrl.rollout.collector import GroupRun
 from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
-from agentrl.rollout.player import Job, LocalPlayer, RunEnv
+from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
+from agentrl.rollout.samplers import TaskChoice
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError
+from tests.algorithm.oracles.advantages import Out, empty, flat_same, never, scored, std
+from tests.algorithm.oracles.batches import Row
+from tests.algorithm.oracles.test_oracles import BLOCKS, ORACLE, check_advantages, each
+from tests.algorithm.test_docs_numbers import documented, group_of
+from tests.players import Script
 from tests.rollout import test_workers as workers
 
 RENDERER = make_renderer(packaged_tokenizer(4096))
@@ -44,26 +62,17 @@ def shelf() -> Iterator[None]:
         yield
 
 
-class Told(Engine):
+class Told(Script):
     """Each episode, by its key, samples its own turns one after the other, each with the log probability of its tokens."""
 
     def __init__(self, turns: dict[str, list[tuple[Message, float]]]) -> None:
-        self.turns, self.prompts = {key: list(said) for key, said in turns.items()}, list[tuple[str, list[int]]]()
+        self.says, self.asked = {key: list(said) for key, said in turns.items()}, list[tuple[str, list[int]]]()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        self.prompts.append((request_key, list(token_ids)))
-        said, logprob = self.turns[request_key].pop(0)
+        self.asked.append((request_key, list(token_ids)))
+        said, logprob = self.says[request_key].pop(0)
         ids = RENDERER.assistant(said)
         return Generation(ids, [logprob] * len(ids), [3] * len(ids), "stop")
-
-    async def start(self) -> None: ...
-
-    async def abort(self, request_key: str) -> None: ...
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-    async def close(self) -> None: ...
 
 
 def call(name: str, **arguments: Any) -> Message:
@@ -116,7 +125,7 @@ async def test_a_branch_goes_on_from_the_state_before_its_turn_and_shares_nothin
         assert ledger.ids()[:begins] == whole.ids()[:begins], "token for token what its parent saw before that turn"
         assert not ledger.sampled[:begins].any() and ledger.sampled[begins], "of which none is its own"
         assert set(ledger.versions[:begins]) == {-1} and not ledger.logprobs[:begins].any()
-        assert dict(engine.prompts)[f"b{turn // 2}"][:begins] == whole.ids()[:begins]
+        assert dict(engine.asked)[f"b{turn // 2}"][:begins] == whole.ids()[:begins]
         assert [t.ledger for t in branch.turns] == [-1] * turn + [0] * (len(branch.turns) - turn)
         assert Trajectory.from_json(json.loads(json.dumps(branch.to_json()))) == branch
     assert not {"parent", "branch_turn"} & root.to_json().keys(), "the rows of all other episodes stay as they are"
@@ -208,7 +217,7 @@ class Failing(Told):
     """Cannot say what is asked after the turns that it was told."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        if not self.turns[request_key]:
+        if not self.says[request_key]:
             raise EngineError("no more")
         return await super().generate(token_ids, sampling, request_key)
 
@@ -352,3 +361,226 @@ async def test_groups_are_whole_and_the_same_wherever_they_are_played_with_fault
         assert len(members) - parents[None] > 6
     else:
         assert parents[None] == 20
+
+
+def ended(spec: EpisodeSpec, failed: bool = False) -> Trajectory:
+    stop = StopReason.ENGINE_ERROR if failed else StopReason.DONE
+    return Trajectory("", Task(spec.key, 0), member=spec.member, stop=stop)
+
+
+class Made(Player):
+    """Plays by a rule: `fails` says of a key whether that attempt ends by a fault. `most` is how many were open at once, from
+    the moment in which a tree began."""
+
+    def __init__(self, fails: Callable[[str], bool] = lambda key: False) -> None:
+        self.fails, self.open, self.most, self.trees = fails, 0, 0, list[str]()
+
+    async def held(self, count: int) -> None:
+        self.open += count
+        self.most = max(self.most, self.open)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.open -= count
+
+    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+        if not isinstance(job.script, TreeScript):
+            await self.held(1)
+            return [ended(job.spec)]
+        self.trees.append(job.spec.key)
+        await self.held(1 + len(job.script.branches))
+        if self.fails(job.spec.key):
+            return [ended(job.spec, True)]
+        found = [ended(job.spec)]
+        for attempts in job.script.branches:
+            for spec in attempts:
+                found.append(ended(spec, self.fails(spec.key)))
+                if not self.fails(spec.key):
+                    break
+        return found
+
+
+class Run(GroupRun):
+    """A group of one retry that writes down what it is told."""
+
+    def job(self, member: int, attempt: int) -> Job:
+        return Job("kv", EpisodeSpec(0, "train", 0, member, f"m{member}.a{attempt}"))
+
+    def count(self, trajectory: Trajectory, attempt: int) -> bool:
+        last = not trajectory.stop.infrastructure or attempt == 1
+        self.collector.told.append((trajectory.task.id, attempt, last))  # type: ignore[attr-defined]
+        return last
+
+    def end(self, member: int) -> None:
+        self.collector.ends.append(member)  # type: ignore[attr-defined]
+
+
+def group(player: Made, slots: asyncio.Semaphore) -> Any:
+    config = SimpleNamespace(retries=1)
+    collector: Any = SimpleNamespace(player=player, slots=slots, watch=Watch(), config=config, told=[], ends=[])
+    return Run(collector, 0, TaskChoice(0))
+
+
+async def grown(
+    player: Made, size: int, roots: int, slots: int
+) -> tuple[list[Trajectory], list[tuple[str, int, bool]], list[int]]:
+    run = group(player, asyncio.Semaphore(slots))
+    async with asyncio.timeout(10):
+        found = await Forest(BranchConfig(roots=roots))(run, range(size))
+    return found, run.collector.told, run.collector.ends
+
+
+@pytest.mark.parametrize("slots", [3, 4, 6, 20])
+async def test_no_more_episodes_are_open_than_there_are_slots_and_all_come_to_an_end(slots: int) -> None:
+    player = Made()
+    found, _, over = await grown(player, 9, 3, slots)
+    assert [trajectory.member for trajectory in found] == sorted(over) == list(range(9))
+    assert player.most == min(slots // 3, 3) * 3, "a tree of three takes three from the start, and none waits without need"
+
+
+async def test_two_trees_that_wait_for_slots_do_not_have_half_of_them_each() -> None:
+    """All slots are taken, and come free one after the other while both trees wait."""
+    slots, player, play = asyncio.Semaphore(4), Made(), Forest(BranchConfig(roots=1))
+    run, gates = group(player, slots), [asyncio.Event() for _ in range(4)]
+
+    async def single(gate: asyncio.Event) -> None:
+        async with slots:
+            await gate.wait()
+
+    singles = [asyncio.create_task(single(gate)) for gate in gates]
+    await asyncio.sleep(0)
+    both = [asyncio.ensure_future(play(run, [0, 1, 2])), asyncio.ensure_future(play(run, [3, 4, 5]))]
+    for gate in gates:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        gate.set()
+    async with asyncio.timeout(10):
+        assert [[one.member for one in found] for found in await asyncio.gather(*both)] == [[0, 1, 2], [3, 4, 5]]
+        await asyncio.gather(*singles)
+    assert player.most == 3
+
+
+async def test_who_gives_up_waiting_gives_back_what_it_had_and_no_more() -> None:
+    slots, player, play = asyncio.Semaphore(2), Made(), Forest(BranchConfig(roots=1))
+    run = group(player, slots)
+    async with slots:
+        tree = asyncio.ensure_future(play(run, [0, 1]))  # waits for the second of its two
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert slots.locked()
+        tree.cancel()
+        await asyncio.wait([tree])
+        async with asyncio.timeout(10), slots:
+            assert slots.locked() and not player.trees
+    async with asyncio.timeout(10):
+        assert len(await play(run, [2, 3])) == 2
+
+
+async def test_a_tree_whose_root_fails_is_played_again_as_a_whole_and_its_branches_with_it() -> None:
+    player = Made(lambda key: key == "m0.a0")
+    found, told, over = await grown(player, 4, 2, 8)
+    assert sorted(player.trees) == ["m0.a0", "m0.a1", "m1.a0"] and sorted(over) == [0, 1, 2, 3]
+    assert [trajectory.task.id for trajectory in found] == ["m0.a1", "m1.a0", "m2.a0", "m3.a0"]
+    of_root = [entry for entry in told if entry[0].startswith("m0")]
+    assert of_root == [("m0.a0", 0, False), ("m0.a1", 1, True)]
+
+
+async def test_each_attempt_at_a_branch_is_told_with_its_number_and_the_last_one_stays() -> None:
+    player = Made(lambda key: key in ("m1.a0", "m2.a0", "m2.a1"))
+    found, told, over = await grown(player, 3, 1, 8)
+    assert [(trajectory.task.id, trajectory.stop) for trajectory in found] == [
+        ("m0.a0", StopReason.DONE),
+        ("m1.a1", StopReason.DONE),
+        ("m2.a1", StopReason.ENGINE_ERROR),
+    ]
+    assert told == [("m0.a0", 0, True), ("m1.a0", 0, False), ("m1.a1", 1, True), ("m2.a0", 0, False), ("m2.a1", 1, True)]
+    assert sorted(over) == [0, 1, 2]
+
+
+async def test_a_root_that_fails_for_good_leaves_its_branches_to_begin_at_the_beginning() -> None:
+    player = Made(lambda key: key.startswith("m0"))
+    found, told, _ = await grown(player, 3, 1, 8)
+    assert player.trees == ["m0.a0", "m0.a1"] and [entry[0] for entry in told] == ["m0.a0", "m0.a1", "m1.a0", "m2.a0"]
+    assert [(trajectory.task.id, trajectory.stop.infrastructure) for trajectory in found] == [
+        ("m0.a1", True),
+        ("m1.a0", False),
+        ("m2.a0", False),
+    ]
+
+
+ARGUMENTS: dict[str, dict[str, list[Any]]] = {
+    "tree": {"local": [0.0, 0.3, 1.0], "share": [0.0, 0.5, 1.0], "eps": [1e-6, 1e-3, 1.0]}
+}
+
+
+@dataclass
+class Segment:
+    """What one member sampled from turn `start` to turn `stop`; `after`: what goes on from there, that member first."""
+
+    member: int
+    start: int
+    stop: float
+    reward: float
+    after: list[Segment]
+
+    def worth(self) -> float:
+        return mean_of([segment.worth() for segment in self.after]) if self.after else self.reward
+
+
+def mean_of(values: list[float]) -> float:
+    """NaN is not known."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def tree(rows: list[Row], local: float = 0.5, share: float = 0.0, eps: float = 1e-6) -> Out:
+    out, exact = empty(rows), never(rows)
+    for members in scored(rows).values():
+        first = {member: rows[numbers[0]] for (_, member), numbers in members.items()}
+        rewards = [row.reward for row in first.values()]
+
+        def grown(member: int, start: int, first: dict[int, Row] = first) -> Segment:
+            turns = sorted({row.branch_turn for row in first.values() if row.parent == member and row.branch_turn > start})
+            reward = first[member].reward if member in first else math.nan
+            if not turns:
+                return Segment(member, start, math.inf, reward, [])
+            others = [m for m, row in first.items() if row.parent == member and row.branch_turn == turns[0]]
+            return Segment(member, start, turns[0], reward, [grown(m, turns[0]) for m in (member, *others)])
+
+        def put(segment: Segment, place: float, portion: float, whole: float, members: Any = members, std_: float = 0.0) -> None:
+            value = segment.worth() - (1 - local) * whole - local * place
+            for key, numbers in members.items():
+                for n in numbers if key[1] == segment.member else ():
+                    row = rows[n]
+                    at = np.maximum(row.turns, row.branch_turn)
+                    mine = row.mask & (at >= segment.start) & (at < segment.stop)
+                    out[n][mine] = 0.0 if math.isnan(value) else portion**share * value / (std_ + eps)
+            known = sum(not math.isnan(other.worth()) for other in segment.after)
+            for other in segment.after:
+                put(other, segment.worth(), portion / max(known, 1), whole, members, std_)
+
+        absent = {row.parent for row in first.values()} - {-1, *first}
+        roots = [grown(member, 0) for member in [*(m for m, row in first.items() if row.parent < 0), *absent]]
+        whole = mean_of([segment.worth() for segment in roots])
+        for segment in roots:
+            put(segment, whole, 1.0, whole, members, std(rewards))
+        for n in itertools.chain(*members.values()):
+            exact[n][:] = flat_same(rewards)
+    return Out(out, exact)
+
+
+def check_tree(seed: int) -> None:
+    check_advantages("tree", seed, sys.modules[__name__])
+
+
+@ORACLE
+@given(block=BLOCKS)
+def test_it_is_what_the_page_says(block: range) -> None:
+    each(block, check_tree)
+
+
+def test_the_example_of_the_manual_and_its_defaults() -> None:
+    turns, parent, before = torch.tensor([0, 1, 1, 0]), torch.tensor([-1, 0, -1]), torch.tensor([0, 1, 0])
+    found = advantage.tree(group_of([1, 0, 0], [2, 1, 1], turns=turns, parent=parent, branch_turn=before))
+    assert found.advantages.tolist() == pytest.approx(documented("tree"), abs=1e-4)
+    defaults = {p.name: p.default for p in inspect.signature(advantage.tree).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert defaults == {"local": 0.5, "share": 0.0, "eps": 1e-6}

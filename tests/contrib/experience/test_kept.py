@@ -20,15 +20,18 @@ from agentrl.config.schema import (
     KlConfig,
     RolloutConfig,
 )
+from agentrl.contrib.experience.checks import check_experience
+from agentrl.contrib.experience.hooks import RARE, Demonstrations, Experience, demonstration_rows
 from agentrl.data.expert_routing import FREE
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
-from agentrl.data.schedule import KEPT, ORIGIN, SHOWN, cut_minibatches
+from agentrl.data.schedule import FRESH, ORIGIN, cut_minibatches
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.trainer.algorithms.losses import selection_of
-from agentrl.trainer.experience import RARE, Experience, demonstration_rows, join_rows, with_rare
-from agentrl.trainer.learner import check_learner
-from agentrl.trainer.minibatch import with_selection
+from agentrl.trainer.learner import Learner, check_learner
+from agentrl.trainer.minibatch import Term, with_selection
+from agentrl.trainer.update_hooks import join_rows
 from agentrl.utils.errors import CheckpointError, ConfigError
 from tests.trainer.learners import config_of, opened
 from tests.trainer.train_batches import toy_critic, toy_optim, trajectories
@@ -111,7 +114,19 @@ def keep(learner: Any, batch: TensorDict, kept: list[tuple[int, int]]) -> None:
     batch[RARE] = torch.tensor([pair in kept for pair in pairs])
     view, _, broken = asyncio.run(learner.ready(batch))
     assert not broken
-    learner.experience.keep(view)
+    learner.hooks["experience"].keep(view)
+
+
+def store_of(seed: int = 0, **changed: Any) -> Experience:
+    return Experience(ExperienceConfig(**changed), config_of(seed=seed))
+
+
+def step(learner: Learner, batch: TensorDict, number: int, shown: TensorDict | None = None) -> dict[str, float]:
+    """A training step, to which the transcripts `shown` are added as demonstrations."""
+    hook = learner.hooks.get("demonstrations")
+    if shown is not None and isinstance(hook, Demonstrations):
+        hook._ready = demonstration_rows(shown), {}
+    return asyncio.run(learner.step(batch, number))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +142,7 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mod
         one.member, one.reward = -2, None
     shown = collate(gold, [20, 21], allow_unscored=True)
     keep(learner, old, wanted := [(10, 0), (10, 2), (11, 2)])  # of which two have two ledgers
-    metrics = asyncio.run(learner.step(new, 1, shown=demonstration_rows(shown)))
+    metrics = step(learner, new, 1, shown)
 
     model = plain(tiny)
     own = by_episode(new, range(len(new)), lambda row: policy_loss(model, new, row, temperature))
@@ -175,7 +190,7 @@ def test_masked_episodes_count_in_the_baseline_alone(tiny: str, mode: str, more:
         for one in gold:
             one.member, one.reward, one.truncated = -2, None, True  # the mask is for what was sampled
         shown = collate(gold, [20, 21], allow_unscored=True)
-    metrics = asyncio.run(learner.step(new, 1, shown=None if shown is None else demonstration_rows(shown)))
+    metrics = step(learner, new, 1, shown)
 
     model = plain(tiny)
     rows = [row for row in range(len(new)) if int(new["member"][row]) in (1, 2)]
@@ -218,8 +233,8 @@ def test_episodes_that_are_added_again_count_twice_in_every_loss_and_mean(tiny: 
             learner = opened(tiny, config_of(algorithm=algorithm(**own, experience=kept), optim=optim))
             if kept is not None:
                 keep(learner, again := batch.clone(), [(g, m) for g in (20, 21) for m in range(4)])
-                for one in learner.experience._kept:  # other groups, as those of another update would be
-                    one.rows["group"] += 100
+                for _, rows in learner.hooks["experience"]._kept:  # other groups, as those of another update would be
+                    rows["group"] += 100
                 del again
             found.append(asyncio.run(learner.step(batch, 1)))
         once, twice = found
@@ -240,7 +255,7 @@ def test_shared_prefixes_change_nothing_about_what_is_added(tiny: str, groups: s
         keep(learner, long_prompts(1, 10), [(10, 0), (10, 1), (11, 2)])
         gold = long_prompts(2, 20, 2)  # the prompts of the update's own groups
         gold["member"] -= 9
-        found.append(asyncio.run(learner.step(long_prompts(2, 20), 1, shown=demonstration_rows(gold))))
+        found.append(step(learner, long_prompts(2, 20), 1, gold))
     off, on = found
     assert off.pop("prefix_ratio") == 1.0 and on.pop("prefix_ratio") > 1.5
     assert off.pop("prefix_ratio_possible") == 1.0 and on.pop("prefix_ratio_possible") > 1.5
@@ -284,7 +299,7 @@ def test_nothing_is_kept_while_only_the_critic_learns(tiny: str) -> None:
         batch = played(tiny, step, 10 * step)
         batch[RARE] = torch.ones(len(batch), dtype=torch.bool)
         asyncio.run(learner.step(batch, step))
-        held.append(len(learner.experience or ()))
+        held.append(len(learner.hooks["experience"]._kept))
     assert held == [0, 8]
 
 
@@ -336,13 +351,13 @@ def test_tokens_are_picked_among_an_updates_own(tiny: str, loss: str) -> None:
     fresh = Ragged.of(played(tiny, 2, 20))
     noise = torch.randn(int(fresh.offsets[-1]), generator=torch.Generator().manual_seed(0))
     fresh = fresh.with_tokens(advantages=noise * fresh.tokens("sampled"))
-    store = Experience(experience(share=1.0), 0)
+    store = store_of(share=1.0)
     old = kept_of(tiny, 10, 0)
     store.keep(old.with_tokens(advantages=5.0 * old.tokens("logprobs")))
     kept, _ = store.draw(1, 8)
     assert kept is not None
     picked = []
-    for view in (fresh, join_rows(fresh, [kept], "off")):
+    for view in (fresh, join_rows(fresh, [(store.term, kept)], "off")):
         picked.append(with_selection(view, [np.arange(len(view))], selection, 7).tokens("picked"))
     assert int(picked[0].sum()) > 5
     assert torch.equal(picked[1][: len(picked[0])], picked[0]) and not picked[1][len(picked[0]) :].any()
@@ -355,14 +370,15 @@ def test_experts_that_nobody_recorded_are_free(tiny: str) -> None:
 
     view = Ragged.of(routed(played(tiny, 2, 20)))
     view = view.with_tokens(advantages=torch.ones(int(view.offsets[-1])))
-    store = Experience(experience(share=1.0), 0)
+    store = store_of(share=1.0)
     store.keep(view.with_rows(**{RARE: torch.ones(len(view), dtype=torch.bool)}))
     kept, _ = store.draw(1, 8)
     assert kept is not None
-    whole = join_rows(view, [kept, demonstration_rows(collate(trajectories(2, seed=3), [30, 30]))], "off")
+    gold = Term("demonstrations", True, 1.0), demonstration_rows(collate(trajectories(2, seed=3), [30, 30]))
+    whole = join_rows(view, [(store.term, kept), gold], "off")
     origin, experts = whole.numbers(ORIGIN), whole.batch["experts"]
     for row in range(len(whole)):
-        assert (experts[row] == (FREE[torch.uint8] if origin[row] == SHOWN else 1)).all()
+        assert (experts[row] == (FREE[torch.uint8] if origin[row] == 2 else 1)).all()
 
 
 def test_every_other_number_of_the_row_is_of_the_updates_own_episodes(tiny: str) -> None:
@@ -370,10 +386,10 @@ def test_every_other_number_of_the_row_is_of_the_updates_own_episodes(tiny: str)
     rows = []
     for more in ({}, {"experience": experience(coef=1.0), "demonstrations": DemonstrationsConfig()}):
         learner = opened(tiny, config_of(algorithm=algorithm(entropy_bonus=0.01, **more)))
-        if learner.experience is not None:
+        if "experience" in learner.hooks:
             keep(learner, played(tiny, 1, 10), [(10, 0), (11, 2)])
-        shown = demonstration_rows(collate(trajectories(1, seed=3), [30])) if more else None
-        rows.append(asyncio.run(learner.step(played(tiny, 2, 20), 1, shown=shown)))
+        shown = collate(trajectories(1, seed=3), [30]) if more else None
+        rows.append(step(learner, played(tiny, 2, 20), 1, shown))
     without, added = rows
     apart = {"loss", "grad_norm", "prefix_ratio"}
     assert {name: added[name] for name in without if name not in apart} == pytest.approx(
@@ -384,19 +400,19 @@ def test_every_other_number_of_the_row_is_of_the_updates_own_episodes(tiny: str)
 
 
 def test_kept_episodes_change_neither_the_steps_nor_what_else_is_in_one(tiny: str) -> None:
-    new, store = Ragged.of(played(tiny, 2, 20)), Experience(experience(), 0)
+    new, store = Ragged.of(played(tiny, 2, 20)), store_of(share=0.5)
     new = new.with_tokens(advantages=torch.ones(int(new.offsets[-1])))
     store.keep(kept_of(tiny, 10, 0))
     kept, _ = store.draw(1, 8)
     assert kept is not None
-    both = join_rows(new, [kept], "off")
+    both = join_rows(new, [(store.term, kept)], "off")
     for groups in ("split", "kept"):
         config = algorithm(minibatch=4, groups=groups)
         plain_parts, with_parts = cut_minibatches(new, config, 0, 1), cut_minibatches(both, config, 0, 1)
         assert len(plain_parts) == len(with_parts) == 2
         for before, after in zip(plain_parts, with_parts, strict=True):
             assert after[: len(before)].tolist() == before.tolist()
-            assert (both.numbers(ORIGIN)[after[len(before) :]] == KEPT).all() and len(after) > len(before)
+            assert (both.numbers(ORIGIN)[after[len(before) :]] != FRESH).all() and len(after) > len(before)
         dealt = np.concatenate(with_parts)
         assert sorted(dealt.tolist()) == list(range(len(both)))
         for part in with_parts:  # an episode is in one step, and of kept groups all of it
@@ -419,7 +435,7 @@ def test_successes_of_groups_in_which_few_succeeded_are_marked() -> None:
     members = [t for group in groups for t in group.scored()]
     batch = collate(members, [group.index for group in groups for _ in group.scored()])
     for rare, marked in ((0.25, [(0, 0)]), (0.5, [(0, 0), (1, 0), (1, 1), (2, 1)])):
-        found = with_rare(batch, groups, rare)
+        found = asyncio.run(store_of(rare=rare).prepare(batch, groups, []))
         rows = zip(found["group"].tolist(), found["member"].tolist(), found[RARE].tolist(), strict=True)
         assert [(group, member) for group, member, rare_one in rows if rare_one] == marked
 
@@ -434,14 +450,13 @@ def kept_of(tiny: str, group: int, version: int) -> Ragged:
 
 
 def test_the_newest_are_kept_and_none_beyond_its_age_and_they_are_saved(tiny: str, tmp_path: Path) -> None:
-    store = Experience(ExperienceConfig(size=12, max_age=3, share=0.25), seed=5)
+    store, again = (store_of(seed=5, size=12, max_age=3, share=0.25) for _ in range(2))
     assert store.draw(0, 16) == (None, {"experience/held": 0.0, "experience/episodes": 0.0})
     store.keep(kept_of(tiny, 10, 0))
     store.keep(kept_of(tiny, 20, 2))
-    assert len(store) == 12  # four of the older ones left first
-    store.save(tmp_path / "a")
-    again = Experience(store.config, seed=5)
-    again.load(tmp_path / "a")
+    assert len(store._kept) == 12  # four of the older ones left first
+    store.save(tmp_path)
+    again.load(tmp_path)
     for one in (store, again):
         rows, metrics = one.draw(3, 16)
         assert rows is not None and metrics["experience/episodes"] == 4 and metrics["experience/age_max"] in (1, 3)
@@ -452,9 +467,9 @@ def test_the_newest_are_kept_and_none_beyond_its_age_and_they_are_saved(tiny: st
         assert torch.equal(other[name].values(), last[name].values())
     assert store.draw(4, 16)[1]["experience/held"] == 8  # those of version 0 are 4 updates old
     assert store.draw(6, 16) == (None, {"experience/held": 0.0, "experience/episodes": 0.0})
-    store.save(tmp_path / "empty")
-    again.load(tmp_path / "empty")
-    assert len(again) == 0
+    store.save(tmp_path)
+    again.load(tmp_path)
+    assert len(again._kept) == 0
     with pytest.raises(CheckpointError, match=r"without algorithm\.experience"):
         again.load(tmp_path / "missing")
 
@@ -465,7 +480,7 @@ def test_an_episode_is_as_old_as_its_oldest_token_and_max_age_itself_is_drawn(ti
     for row in range(len(view)):
         span = slice(int(view.offsets[row]), int(view.offsets[row + 1]))
         view.tokens("versions")[span][view.tokens("sampled")[span].nonzero()[0]] = 1
-    store = Experience(ExperienceConfig(max_age=3, share=1.0), 0)
+    store = store_of(max_age=3, share=1.0)
     store.keep(view)
     drawn = store.draw(4, 8)[1]
     assert (drawn["experience/held"], drawn["experience/age_mean"], drawn["experience/age_max"]) == (8, 3, 3)
@@ -473,7 +488,7 @@ def test_an_episode_is_as_old_as_its_oldest_token_and_max_age_itself_is_drawn(ti
 
 
 def test_the_share_is_rounded_and_each_update_draws_anew(tiny: str) -> None:
-    store = Experience(ExperienceConfig(share=0.25, max_age=99), 0)
+    store = store_of(share=0.25, max_age=99)
     store.keep(kept_of(tiny, 10, 0))
     counts = [store.draw(1, fresh)[1]["experience/episodes"] for fresh in (1, 2, 5, 6, 99)]
     assert counts == [0, 1, 1, 2, 8]  # 0.25, 0.5, 1.25, 1.5 of them, and all that there are
@@ -490,9 +505,9 @@ def test_an_episode_without_an_advantage_is_kept_for_the_supervised_term_alone(t
     view = kept_of(tiny, 10, 0)
     idle = view.with_tokens(advantages=torch.zeros(int(view.offsets[-1])))
     for term, count in (("policy", 0), ("supervised", 8)):
-        store = Experience(experience(term=term), 0)
+        store = store_of(term=term)
         store.keep(idle)
-        assert len(store) == count
+        assert len(store._kept) == count
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -516,12 +531,14 @@ def test_what_could_not_be_right_is_refused_by_name(sections: dict[str, Any], na
         return config_of(algorithm=kept, rollout=RolloutConfig(**sections.get("rollout", {})), optim=toy_optim(), **more)
 
     with pytest.raises(ConfigError, match=named):
-        check_learner(made("policy"))
+        check_experience(made("policy"), EnvRef("key_value"))
     if "rollout" not in sections:
-        check_learner(made("supervised"))
+        check_experience(made("supervised"), EnvRef("key_value"))
 
 
 def test_with_a_correction_the_policy_term_may_recompute() -> None:
     kept = {"proximal": "recompute", "experience": ExperienceConfig()}
-    check_learner(config_of(algorithm=AlgorithmConfig(correction=Choice(name="truncated"), **kept)))
-    check_learner(config_of(algorithm=AlgorithmConfig(loss=Choice(name="decoupled_ppo"), **kept)))
+    for own in ({"correction": Choice(name="truncated")}, {"loss": Choice(name="decoupled_ppo")}):
+        config = config_of(algorithm=AlgorithmConfig(**own, **kept))
+        check_experience(config, EnvRef("key_value"))
+        check_learner(config)

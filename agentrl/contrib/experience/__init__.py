@@ -1,0 +1,1 @@
+"""Kept episodes, demonstrations and distillation, from which updates learn in addition to their own episodes."""

@@ -1,0 +1,230 @@
+"""Hooks of updates: rare successes that are kept for later ones, gold solutions of tasks at which a whole group failed, and the
+advantages of a teacher."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from agentrl.config.schema import DemonstrationsConfig, DistillationConfig, ExperienceConfig, TrainConfig
+from agentrl.data.rows import TRUNCATED, Ragged, build, collate, concat, is_ragged, nested_tensor, offsets_of, select
+from agentrl.data.trajectory import Group, Json, Trajectory
+from agentrl.rollout.player import RunEnv, success_rate
+from agentrl.rollout.samplers import TaskChoice
+from agentrl.rollout.warm_start import gold_transcript, without_chance
+from agentrl.run.assembly import longest_row
+from agentrl.trainer.minibatch import Term, proximal_of
+from agentrl.trainer.update_hooks import ADDED, UPDATE_HOOKS, UpdateHook
+from agentrl.utils.errors import CheckpointError, EnvError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+log = logging.getLogger(__name__)
+
+# Kept episodes
+
+RARE = "rare"
+FILE = "experience.safetensors"
+DRAW = 2
+"""Tells the random numbers by which kept episodes are drawn from those that shuffle an update's episodes."""
+
+
+@UPDATE_HOOKS.register("experience")
+class Experience(UpdateHook):
+    """At most `size` rare successes, the newest; none stays for longer than `max_age` updates. If truncated episodes are not
+    trained (`algorithm.truncated`), none of them is kept."""
+
+    def __init__(self, section: ExperienceConfig, config: TrainConfig) -> None:
+        self.config, self.seed, self.masked = section, config.seed, config.algorithm.truncated == "mask"
+        self.term: Term = Term("experience", section.term == "supervised", section.coef)
+        # Of each episode all rows, and the version of the oldest weights that sampled one of its tokens.
+        self._kept: list[tuple[int, TensorDict]] = []
+
+    async def prepare(self, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
+        """Add the row column `rare`, bool [N]: successes of groups in which few succeeded, of the members whose success is
+        known."""
+        found = []
+        for group in groups:
+            share = success_rate(group.scored())
+            found += [bool(one.success) and share is not None and share <= self.config.rare + 1e-9 for one in group.scored()]
+        out: TensorDict = batch.copy()
+        out[RARE] = torch.tensor(found)[batch.get("trajectory")]
+        return out
+
+    def draw(self, step: int, fresh: int) -> tuple[TensorDict | None, dict[str, float]]:
+        """Without replacement, by the run's seed and the step. An episode whose oldest weights are more than `max_age` updates
+        behind is forgotten."""
+        self._kept = [(oldest, rows) for oldest, rows in self._kept if step - oldest <= self.config.max_age]
+        count = min(int(self.config.share * fresh + 0.5), len(self._kept))
+        found = {"experience/held": float(len(self._kept)), "experience/episodes": float(count)}
+        if not count:
+            return None, found
+        chosen = np.sort(np.random.default_rng([self.seed, step, DRAW]).choice(len(self._kept), count, replace=False))
+        drawn = [self._kept[place] for place in chosen.tolist()]
+        rows = concat([rows for _, rows in drawn])
+        ages = [step - oldest for oldest, _ in drawn]
+        found |= {"experience/tokens": float(rows["sampled"].values().sum())}
+        return rows, found | {"experience/age_mean": sum(ages) / count, "experience/age_max": float(max(ages))}
+
+    def keep(self, view: Ragged) -> None:
+        """Keep the rare ones of an update's own episodes, which have advantages: from the next update on they may be drawn."""
+        rare = view.numbers(RARE) & ~view.numbers(TRUNCATED) if self.masked else view.numbers(RARE)
+        for number in np.unique(view.episode[rare]).tolist():
+            rows = select(view.batch, np.flatnonzero(view.episode == number))
+            sampled = rows["sampled"].values()
+            # Nothing to learn from: no token, or, in the policy loss, no advantage.
+            teaches = sampled if self.config.term == "supervised" else sampled & (rows["advantages"].values() != 0)
+            if bool(teaches.any()):
+                oldest = int(rows["versions"].values()[sampled].min())
+                self._kept.append((oldest, rows.select(*ADDED, strict=False)))
+        del self._kept[: -self.config.size]
+
+    def save(self, folder: Path) -> None:
+        """Write all episodes to one file."""
+        tensors = {"oldest": torch.tensor([oldest for oldest, _ in self._kept], dtype=torch.int64)}
+        if self._kept:
+            rows = concat([rows for _, rows in self._kept])
+            counts = torch.tensor([len(rows) for _, rows in self._kept])
+            tensors["episode"] = torch.arange(len(counts)).repeat_interleave(counts)
+            tensors["offsets"] = offsets_of(rows["token_ids"])
+            for name, column in rows.items():
+                tensors[f"rows/{name}"] = (column.values() if is_ragged(column) else column).contiguous()
+        save_file(tensors, folder / FILE)
+
+    def load(self, folder: Path) -> None:
+        path = folder / FILE
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; the checkpoint is of a run without algorithm.experience")
+        tensors = load_file(path)
+        self._kept = []
+        if not len(tensors["oldest"]):
+            return
+        offsets, dense = tensors["offsets"], ("group", "member")
+        columns = {name.removeprefix("rows/"): value for name, value in tensors.items() if name.startswith("rows/")}
+        whole = build({k: v if k in dense else nested_tensor(v, offsets) for k, v in columns.items()}, len(offsets) - 1)
+        for number, oldest in enumerate(tensors["oldest"].tolist()):
+            self._kept.append((oldest, select(whole, np.flatnonzero(tensors["episode"].numpy() == number))))
+
+
+# Demonstrations
+
+MEMBER = -2
+"""The member number of a demonstration, which no episode of a group has."""
+
+
+def demonstration_rows(batch: TensorDict) -> TensorDict:
+    """Transcripts (a batch from `collate`) as rows that can be added: every sampled token is a demonstration's."""
+    none = torch.zeros(len(batch["sampled"].values()))
+    out: TensorDict = batch.select(*ADDED, strict=False)
+    return out.update({"advantages": nested_tensor(none, offsets_of(batch["sampled"]))})
+
+
+@UPDATE_HOOKS.register("demonstrations")
+class Demonstrations(UpdateHook):
+    """Demonstrations remember the tasks of groups in which nobody succeeded, also of groups that are dropped, until the next
+    update.
+
+    With `rollout.max_staleness` above 0 groups end at any time, so a checkpoint holds the failures since the last update."""
+
+    def __init__(self, section: DemonstrationsConfig, config: TrainConfig) -> None:
+        self.config, self.episodes = config, section.episodes
+        self.term: Term = Term("demonstrations", True, section.coef)
+        self._failed: dict[int, TaskChoice] = {}
+        self._ready: tuple[TensorDict | None, dict[str, float]] = None, {}
+        self._said = False
+
+    @cached_property
+    def longest(self) -> int:
+        """The most tokens of a row."""
+        return longest_row(self.config.optim, self.config.model)
+
+    def note_group(self, group: Group, choice: TaskChoice) -> None:
+        if success_rate(group.scored()) == 0.0:
+            self._failed[group.index] = choice
+
+    def state(self) -> Json:
+        """The tasks that are owed to the next update."""
+        return [{"group": index, "choice": asdict(choice)} for index, choice in self._failed.items()]
+
+    def load_state(self, state: Json) -> None:
+        self._failed = {one["group"]: TaskChoice(**one["choice"]) for one in state}
+
+    async def prepare(self, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
+        """Play the gold solutions for the next update."""
+        failed, self._failed = self._failed, {}
+        made: list[tuple[int, Trajectory]] = []
+        skipped = 0
+        for index in sorted(failed):
+            if len(made) == self.episodes:
+                break
+            part = next(env for env in envs if env.name == failed[index].env)
+            gold = await gold_of(failed[index], part, self.longest)
+            if isinstance(gold, Trajectory):
+                made.append((index, gold))
+                continue
+            skipped += 1
+            if not self._said:  # the metric demonstrations/skipped counts them all
+                log.warning("algorithm.demonstrations: the task of group %d is left out: its gold solution %s", index, gold)
+            self._said = True
+        rows, metrics = None, {"demonstrations/episodes": float(len(made)), "demonstrations/skipped": float(skipped)}
+        if made:
+            rows = demonstration_rows(collate([gold for _, gold in made], [index for index, _ in made], allow_unscored=True))
+            metrics["demonstrations/tokens"] = float(sum(gold.sampled_tokens for _, gold in made))
+        self._ready = rows, metrics
+        return batch
+
+    def draw(self, step: int, fresh: int) -> tuple[TensorDict | None, dict[str, float]]:
+        ready, self._ready = self._ready, (None, {})
+        return ready
+
+
+async def gold_of(choice: TaskChoice, part: RunEnv, most: int) -> Trajectory | str:
+    """The gold solution of a task in ledgers of `most` tokens at most, or the reason why it cannot be shown."""
+    env = without_chance(part.env.with_params(choice.params)).build()
+    policy, limit = part.policy, part.limits.episode_timeout
+    try:
+        async with asyncio.timeout(limit):
+            gold = await gold_transcript(env, policy.renderer, choice.seed, "train", policy.context, part.limits)
+    except TimeoutError:
+        return f"was not played within rollout.episode_timeout = {limit:g} s"
+    except (NotImplementedError, EnvError) as fault:
+        return f"cannot be played: {fault}"
+    if (longest := max(map(len, gold.ledgers))) > most:
+        return f"has {longest} tokens, and a row may have {most}"
+    gold.member = MEMBER
+    return gold
+
+
+# Distillation
+
+
+@UPDATE_HOOKS.register("distillation")
+class Distillation(UpdateHook):
+    """Distillation changes the advantage of each sampled token to
+
+        A = reward_coef A_estimator + coef (log pi_teacher - log pi_old),
+
+    with pi_old the proximal policy and both at the temperature of the rollouts. Without rewards that is the policy gradient of
+    the reverse KL of policy and teacher at each token, E[log pi - log pi_teacher] (Gu et al. 2023, arXiv:2306.08543; Agarwal et
+    al. 2023, arXiv:2306.13649). Departure from the former: what a token does to the KL of later ones is left out (a discount of
+    0), and no teacher's samples are mixed in; from the latter: the one sampled token stands for the sum over the vocabulary.
+    """
+
+    def __init__(self, section: DistillationConfig, config: TrainConfig) -> None:
+        self.coef, self.reward_coef = section.coef, section.reward_coef
+
+    def change_advantages(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
+        mask = view.tokens("sampled")
+        ahead = (view.tokens("teacher_logprobs") - proximal_of(view)) * mask
+        advantages = self.reward_coef * view.tokens("advantages") + self.coef * ahead
+        return view.with_tokens(advantages=advantages), {"teacher/kl": -float(ahead.sum() / mask.sum().clamp(min=1))}

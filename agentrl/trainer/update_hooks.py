@@ -1,0 +1,102 @@
+"""Hooks of updates: sections of [algorithm] that add rows to an update, or change its advantages.
+
+Advantages, values and every statistic of a group are of an update's own rows: rows are added after those are known, and for the
+actor alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agentrl.config.schema import TrainConfig
+from agentrl.data.expert_routing import free
+from agentrl.data.rows import TRUNCATED, Ragged, build, concat, nested_tensor, offsets_of
+from agentrl.data.schedule import FRESH, ORIGIN, Mode, with_trees
+from agentrl.data.trajectory import Group, Json
+from agentrl.rollout.player import RunEnv
+from agentrl.rollout.samplers import TaskChoice
+from agentrl.trainer.minibatch import SOURCE, TERMS, Term
+from agentrl.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+ADDED = ("token_ids", "sampled", "logprobs", "advantages", "experts", "group", "member")
+"""Columns that rows bring along to be added."""
+_TRAINED = (*ADDED, "old_logprobs", "ref_logprobs", SOURCE, TRUNCATED)
+"""Of an update's columns, those that the actor reads."""
+
+
+class UpdateHook:
+    """A hook in the driver adds rows to updates, or changes their advantages. Its methods are called in this order."""
+
+    term: Term | None = None
+    """Loss of the rows that it adds."""
+
+    def note_group(self, group: Group, choice: TaskChoice) -> None:
+        """Note a group that has ended, whose task is `choice`; it may be dropped."""
+
+    async def prepare(self, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
+        """Return the batch of the scored members of `groups`, with columns of the hook's own. `envs`: the run's."""
+        return batch
+
+    def change_advantages(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
+        """Return the batch with its final advantages, and metrics."""
+        return view, {}
+
+    def draw(self, step: int, fresh: int) -> tuple[TensorDict | None, dict[str, float]]:
+        """Rows for update `step` (0 is the first), which has `fresh` episodes of its own, and metrics; None adds nothing. Called
+        only if the policy learns in it."""
+        return None, {}
+
+    def keep(self, view: Ragged) -> None:
+        """See an update's own rows, from which the policy has learned."""
+
+    def state(self) -> Json:
+        """State that changes as groups end, as JSON for a checkpoint; None without any."""
+        return None
+
+    def load_state(self, state: Json) -> None:
+        """Inverse of `state`."""
+
+    def save(self, folder: Path) -> None:
+        """Write state that changes with updates into a checkpoint."""
+
+    def load(self, folder: Path) -> None:
+        """Inverse of `save`. Raises CheckpointError."""
+
+
+UPDATE_HOOKS: Registry[Callable[[Any, TrainConfig], UpdateHook]] = Registry("algorithm", "UPDATE_HOOKS", "agentrl.trainer")
+"""Makers of hooks from the section of [algorithm] with their name, and the config."""
+SECTIONS = ("distillation", "experience", "demonstrations")
+
+
+def hooks_of(config: TrainConfig) -> dict[str, UpdateHook]:
+    """The hooks of a run, by section. Raises ConfigError for one that is not installed."""
+    sections = {name: getattr(config.algorithm, name) for name in SECTIONS}
+    return {name: UPDATE_HOOKS.entry(name).make(one, config) for name, one in sections.items() if one is not None}
+
+
+def join_rows(view: Ragged, added: Sequence[tuple[Term, TensorDict]], sharing: Mode) -> Ragged:
+    """The rows of an update, and behind them those that are added, with the columns that the actor reads.
+
+    What added rows lack: their proximal policy is the one that sampled them unless they have `old_logprobs`; a reference is not
+    asked about them; experts that nobody recorded are free."""
+    fresh = view.batch.select(*(name for name in _TRAINED if name in view))
+    fresh[ORIGIN] = torch.full((len(fresh),), FRESH)
+    rows = [_like(rows, fresh, number) for number, (_, rows) in enumerate(added, FRESH + 1)]
+    return with_trees(Ragged.of(concat([fresh, *rows])), sharing).with_wide(**{TERMS: tuple(term for term, _ in added)})
+
+
+def _like(rows: TensorDict, fresh: TensorDict, origin: int) -> TensorDict:
+    offsets, count = offsets_of(rows["token_ids"]), len(rows)
+    nothing = nested_tensor(torch.zeros(int(offsets[-1])), offsets)
+    columns = {ORIGIN: torch.full((count,), origin), "old_logprobs": rows["logprobs"], SOURCE: torch.full((count,), -1)}
+    columns[TRUNCATED] = torch.zeros(count, dtype=torch.bool)  # what is added is never masked
+    if "experts" in fresh.keys():  # noqa: SIM118 - `in` of a batch asks for an item
+        columns["experts"] = nested_tensor(free(fresh["experts"].values()[:0], int(offsets[-1])), offsets)
+    columns |= dict(rows.items())
+    return build({name: columns.get(name, nothing) for name in fresh.keys()}, count)  # noqa: SIM118
