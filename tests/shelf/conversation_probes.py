@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from gymnasium.utils.env_checker import check_env
-from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Task, ToolCall, Trajectory
 from agentrl.env import Message, ToolEnv
 from agentrl.env.catalog import make_env
 from agentrl.env.spaces import sample_arguments
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**20), 10**20)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 def play(env: ToolEnv, turns: Iterable[Message | str]) -> tuple[float, bool]:
@@ -94,24 +80,6 @@ def seen_by_policy(trajectory: Trajectory) -> str:
     return "\n".join(m.content for m in trajectory.messages if m.role != "assistant")
 
 
-def fuzz_call(env: ToolEnv, name: str, arguments: Any) -> None:
-    """A call with any arguments is answered; a refused one with a structured error."""
-    result = asyncio.run(env.toolbox.call(ToolCall(name, arguments, id="c")))
-    if result.error is not None:
-        body = json.loads(result.content)
-        assert body["error"] == result.error and body["message"]
-    json.dumps(env.state())
-
-
-def arguments_for(env: ToolEnv, name: str) -> st.SearchStrategy[Any]:
-    """Arguments for a tool: some that its schema allows, some of the right names, some of any kind."""
-    parameters = env.toolbox[name].signature.parameters
-    valid = st.integers(0, 2**32 - 1).map(lambda seed: sample_arguments(parameters, np.random.default_rng(seed)))
-    named = st.dictionaries(st.sampled_from([*parameters["properties"], "x"]), JSON | st.text(max_size=60))
-    strings = st.fixed_dictionaries({key: st.text(max_size=60) for key in parameters.get("required", [])})
-    return valid | named | strings | JSON.filter(lambda value: isinstance(value, dict) or value is None)
-
-
 def task_json(task: Task) -> str:
     return json.dumps([task.id, dict(task.data), dict(task.gold)], sort_keys=True)
 
@@ -132,10 +100,3 @@ def teacher_success(env: ToolEnv, episodes: int) -> float:
             observation, reward, over, *_ = env.step(message)
         rewards.append(reward)
     return sum(rewards) / episodes
-
-
-def gymnasium_accepts(env: ToolEnv) -> None:
-    """Gymnasium's own checker finds no fault."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        check_env(env, skip_render_check=True)

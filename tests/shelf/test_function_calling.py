@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.catalog import find_env, make_env
-from agentrl.env.spaces import run_sync
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.search_path import load_module
 from tests.conftest import examples
@@ -168,14 +167,6 @@ def test_splits_share_no_request() -> None:
     assert not parts[0] & parts[1] and min(map(len, parts)) > 150
 
 
-def test_forks_write_down_their_own_calls() -> None:
-    env = make_env("function_calling", kinds=["single"])
-    env.reset(seed=0)
-    replay_env = env.fork()
-    replay_env.step(env.gold_turns(env.task)[0])
-    assert replay_env.state()["made"] and not env.state()["made"]
-
-
 def test_the_teacher_is_right_now_and_then() -> None:
     env, rewards = make_env("function_calling"), []
     for seed in range(60):
@@ -184,24 +175,6 @@ def test_the_teacher_is_right_now_and_then() -> None:
         rewards.append(env.step(teacher.act(observation))[1])
         assert teacher.act([]) is None
     assert 0.4 < sum(rewards) / len(rewards) < 0.95
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.integers(0, 20),
-    st.dictionaries(
-        st.text(max_size=6) | st.sampled_from(["city", "date", "self", "env", "name"]),
-        st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.lists(st.integers(), max_size=2),
-        max_size=4,
-    ),
-)
-def test_any_arguments_are_answered(seed: int, arguments: dict[str, Any]) -> None:
-    env = make_env("function_calling")
-    env.reset(seed=seed)
-    for name in env.toolbox.names:
-        result = run_sync(env.toolbox.call(ToolCall(name, arguments, id="c")))
-        assert result.error is None or json.loads(result.content)["error"] == result.error
-    json.dumps(env.state())
 
 
 @pytest.mark.parametrize(

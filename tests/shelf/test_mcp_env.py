@@ -16,16 +16,13 @@ from typing import Any
 import pytest
 
 from agentrl.data.trajectory import StopReason
-from agentrl.env import Message, ToolCall, ToolEnv
+from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, find_env, list_envs, make_env
 from agentrl.utils.errors import ConfigError, DependencyError, EnvError, TaskDataError
+from tests.env.toyenvs import call
 
 FOLDER = Path(str(find_env("mcp").path)).parent
 TOOLS = ("search", "count", "take", "add")
-
-
-def call(name: str, **arguments: Any) -> Message:
-    return Message("assistant", tool_calls=(ToolCall(name, arguments),))
 
 
 def says(env: ToolEnv, name: str, **arguments: Any) -> str:

@@ -7,18 +7,15 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from agentrl.env import Message, ToolCall
+from agentrl.env import Message
 from agentrl.env.catalog import find_env
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
-from tests.conftest import examples, proof
+from tests.conftest import proof
+from tests.env.toyenvs import call
 from tests.shelf.conversation_probes import (
-    arguments_for,
     build,
-    fuzz_call,
     gold_episode,
     null_score,
     play,
@@ -33,10 +30,6 @@ CUSTOMER = load_module(PATH.parent / "customer.py")
 
 def say(text):
     return Message("assistant", text)
-
-
-def call(name, **arguments):
-    return Message("assistant", tool_calls=(ToolCall(name, arguments),))
 
 
 def names(turns):
@@ -383,25 +376,6 @@ def test_knobs_change_the_task():
     assert all(len(t.data["shop"]["customers"]) == 9 for t in tasks(customers=9))
 
 
-ENV = build("service_desk")
-ENV.reset(seed=0)
-ORDERS = list(ENV.task.data["shop"]["orders"])
-
-
-@given(st.data())
-@settings(max_examples=examples(250), deadline=None)
-def test_any_arguments_are_answered(data):
-    name = data.draw(st.sampled_from(ENV.toolbox.names))
-    arguments = data.draw(arguments_for(ENV, name))
-    if isinstance(arguments, dict) and "order_id" in arguments and data.draw(st.booleans()):
-        order = data.draw(st.sampled_from(ORDERS))
-        skus = [item["sku"] for item in ENV.task.data["shop"]["orders"][order]["items"]]
-        arguments = {**arguments, "order_id": order}
-        arguments.update({key: skus[:1] for key in ("skus",) if key in arguments})
-        arguments.update({key: skus[0] for key in ("sku",) if key in arguments})
-    fuzz_call(ENV, name, arguments)
-
-
 def test_leaving_out_any_one_change_or_word_scores_nothing():
     env = build("service_desk", goals=2, forbidden=0.5)
     tried = 0
@@ -419,19 +393,6 @@ def test_leaving_out_any_one_change_or_word_scores_nothing():
             assert (reward if over else env.scorer.score(env.trajectory).value) == 0.0, turn
             tried += 1
     assert tried > 60
-
-
-def test_a_fork_goes_its_own_way():
-    env = build("service_desk", goals=1, forbidden=0.0)
-    gold = first_task(env, lambda _, turns: "return_items" in names(turns))
-    at = names(gold).index("return_items")
-    play(env, gold[:at])
-    snapshot, replay_env, before = env.snapshot(), env.fork(), env.state()
-    assert play(replay_env, gold[at:])[0] == 1.0
-    assert env.state() == before and env.now.confirmed and not replay_env.now.confirmed
-    assert play(env, [say("No."), say("No."), say("No.")])[0] == 0.0
-    env.restore(snapshot)
-    assert env.state() == before and play(env, gold[at:])[0] == 1.0
 
 
 def test_the_teacher_errs_but_succeeds_often():

@@ -6,20 +6,17 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentrl.config.schema import ToolsConfig
-from agentrl.env import Message, ToolCall
+from agentrl.env import Message
 from agentrl.env.catalog import EnvRef, find_env, find_reward
 from agentrl.reward import compile_spec
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.search_path import load_module
-from tests.conftest import examples, proof
+from tests.conftest import proof
+from tests.env.toyenvs import call
 from tests.shelf.conversation_probes import (
-    arguments_for,
     build,
-    fuzz_call,
     gold_episode,
     null_score,
     play,
@@ -35,10 +32,6 @@ USER = load_module(PATH.parent / "user.py")
 
 def say(text):
     return Message("assistant", text)
-
-
-def call(name, /, **arguments):
-    return Message("assistant", tool_calls=(ToolCall(name, arguments),))
 
 
 def first_task(env, wanted, seeds=range(300)):
@@ -388,26 +381,6 @@ def test_knobs_change_the_task():
 
 ENV = build("workspace", withheld=0.0)
 ENV.reset(seed=0)
-KEYS = {
-    "path": [*list(ENV.world["files"])[:3], "/notes", "//", "/a/../b"],
-    "folder": ["/notes", "archive", "sent"],
-    "mail_id": list(ENV.world["mail"])[:3],
-    "event_id": list(ENV.world["events"])[:3],
-    "email": list(ENV.world["contacts"])[:3],
-    "day": ["2031-03-04", "2031-02-30"],
-    "start": ["09:30", "24:00"],
-}
-
-
-@given(st.data())
-@settings(max_examples=examples(200), deadline=None)
-def test_any_arguments_are_answered(data):
-    name = data.draw(st.sampled_from(ENV.toolbox.names))
-    arguments = data.draw(arguments_for(ENV, name))
-    if isinstance(arguments, dict) and data.draw(st.booleans()):
-        known = {key: data.draw(st.sampled_from(KEYS[key])) for key in arguments if key in KEYS}
-        arguments = {**arguments, **known}
-    fuzz_call(ENV, name, arguments)
 
 
 def test_tools_refuse_what_makes_no_sense():

@@ -1,29 +1,20 @@
 """search: questions are solvable, splits share no name, nothing but the answer scores."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentrl.contrib.toolkit.bm25 import Bm25
 from agentrl.env import Message, content_split
 from agentrl.env.catalog import find_env
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.search_path import load_module
-from tests.conftest import examples
 from tests.shelf.conversation_probes import (
-    arguments_for,
     build,
-    fuzz_call,
     gold_episode,
-    gymnasium_accepts,
     null_score,
     play,
     seen_by_policy,
-    task_json,
     teacher_success,
 )
 
@@ -89,15 +80,6 @@ def test_the_question_holds_no_answer_and_info_no_gold():
         assert gold not in str(dict(env.task.data))
 
 
-def test_the_same_seed_gives_the_same_task_in_any_environment():
-    one, two = build("search"), build("search")
-    for seed in (0, 7, 2**40):
-        assert task_json(one.make_task(seed, "heldout")) == task_json(two.make_task(seed, "heldout"))
-        WORLD.corpus.cache_clear()
-        assert task_json(one.make_task(seed, "train")) == task_json(two.make_task(seed, "train"))
-    assert task_json(one.make_task(1, "train")) != task_json(one.make_task(2, "train"))
-
-
 def test_splits_share_no_name():
     names = {
         split: {name for seed in range(20) for name in WORLD.corpus(seed, split, 60).names} for split in ("train", "heldout")
@@ -150,32 +132,6 @@ def test_knobs_change_the_task():
     assert back[0] != back[1]
 
 
-ENV = build("search")
-ENV.reset(seed=0)
-
-
-@given(st.data())
-@settings(max_examples=examples(150), deadline=None)
-def test_any_arguments_are_answered(data):
-    name = data.draw(st.sampled_from(ENV.toolbox.names))
-    fuzz_call(ENV, name, data.draw(arguments_for(ENV, name)))
-
-
-def test_a_fork_goes_its_own_way_and_shares_the_corpus():
-    env = build("search")
-    env.reset(seed=4)
-    gold = env.gold_turns(env.task)
-    play(env, gold[:2])
-    snapshot, replay_env = env.snapshot(), env.fork()
-    assert replay_env.corpus is env.corpus
-    before = env.state()
-    assert play(replay_env, gold[2:])[0] == 1.0
-    assert env.state() == before
-    assert play(env, [Message("assistant", "no idea")])[0] == 0.0
-    env.restore(snapshot)
-    assert env.state() == before and play(env, gold[2:])[0] == 1.0
-
-
 def test_a_wrong_page_id_is_answered_with_the_nearest():
     env = build("search")
     env.reset(seed=0)
@@ -199,7 +155,3 @@ def test_bm25_by_hand():
     assert scores[0] == pytest.approx(idf * 2.2 / (1 + 1.2 * 0.625))
     assert scores[1] == pytest.approx(idf * 2 * 2.2 / (2 + 1.2 * 1.75))
     assert index.top("zebra", 5) == [] and index.top("", 5) == []
-
-
-def test_gymnasium_accepts_it():
-    gymnasium_accepts(build("search"))

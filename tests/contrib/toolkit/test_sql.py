@@ -1,7 +1,5 @@
 """The sql environment: gold, twins, what a query may not do, and what counts as the same result."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 from pathlib import Path
@@ -14,13 +12,11 @@ from hypothesis import strategies as st
 from agentrl.contrib.toolkit import sqlite
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.catalog import find_env, make_env
-from agentrl.env.check import check_all
-from agentrl.env.check_tools import Subject
 from agentrl.env.spaces import run_sync
-from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.search_path import load_module
 from tests.conftest import examples
+from tests.env.toyenvs import call
 from tests.shelf.conversation_probes import play
 
 FOLDER = Path(str(find_env("sql").path)).parent
@@ -29,10 +25,6 @@ worlds = load_module(FOLDER / "worlds.py")
 IMAGE = worlds.database("shop", 1, 120)
 LIMITS = sqlite.QueryLimits()
 WORDS = """SELECT * FROM orders WHERE id = ( ) , ' " -- /* 1 x'ff' NULL AND LIKE""".split()  # noqa: SIM905
-
-
-def call(name: str, **arguments: Any) -> Message:
-    return Message("assistant", tool_calls=(ToolCall(name, arguments),))
 
 
 def score(env: ToolEnv) -> float | None:
@@ -179,14 +171,6 @@ def test_too_many_rows_are_no_answer() -> None:
 
 def _event(env: ToolEnv) -> str:
     return str(worlds.WORLDS[env.make_task(0, "train").data["world"]].event.name)
-
-
-def test_the_contract_holds() -> None:
-    entry = find_env("sql")
-    scorer = compile_spec(load_spec(entry.reward_path()))
-    subject = Subject(lambda: make_env("sql", scorer=scorer, level=[1, 5]), scorer, tasks=6, fuzz=60)
-    wrong = [finding for finding in check_all(subject) if finding.ok is False]
-    assert not wrong, wrong
 
 
 def test_the_database_is_the_same_in_every_process_and_differs_by_seed() -> None:
