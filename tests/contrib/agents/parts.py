@@ -24,6 +24,7 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import EngineError, EnvError, ToolError
 from tests.lazily import openai
+from tests.players import Still
 
 STOCK = {"tea": "3", "rice": "1", "milk": "2"}
 TOKENIZER = packaged_tokenizer(4096)
@@ -112,7 +113,7 @@ def says(text: str = "", *calls: ToolCall) -> Message:
     return Message("assistant", text, tuple(calls))
 
 
-class Dice(Engine):
+class Dice(Still):
     """Answers with one of some turns, drawn from prompt and seed alone: equal requests get equal answers, in whatever order
     they come. `slow`: seconds a turn takes; `fails`: from which request on it fails."""
 
@@ -136,14 +137,8 @@ class Dice(Engine):
         logprobs = [-rng.random() for _ in cut]
         return Generation(cut, logprobs, [self.version] * len(cut), "stop" if cut == ids else "length")
 
-    async def start(self) -> None: ...
-
-    async def abort(self, request_key: str) -> None: ...
-
     async def stats(self) -> EngineStats:
         return EngineStats(version=self.version)
-
-    async def close(self) -> None: ...
 
 
 class Script(Dice):

@@ -14,10 +14,11 @@ from agentrl.contrib.agents.endpoint import Endpoint
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.utils.errors import EngineError, ResourceError
 from tests.engines.engine_models import forward_logprobs, load
 from tests.lazily import openai
+from tests.players import Still
 from tests.render.render_conversations import TOOLS
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
@@ -27,7 +28,7 @@ def renderer(tokenizer):
     return make_renderer(tokenizer)
 
 
-class Scripted(Engine):
+class Scripted(Still):
     """Answers with the given turns in order and keeps the prompts it saw."""
 
     def __init__(self, renderer, turns):
@@ -43,12 +44,6 @@ class Scripted(Engine):
             raise turn
         await asyncio.sleep(0.01)
         return Generation(turn, [-0.5] * len(turn), [3] * len(turn), "stop")
-
-    async def start(self): ...
-    async def abort(self, request_key): ...
-    async def close(self): ...
-    async def stats(self):
-        return EngineStats()
 
 
 def client_of(server, session="s"):
@@ -94,25 +89,6 @@ async def test_an_agent_with_tools_becomes_one_ledger(renderer):
     assert ids == expected + renderer.assistant(turns[2])
 
 
-async def test_edited_history_and_parallel_requests_fork(renderer):
-    engine = Scripted(renderer, [Message("assistant", text) for text in ("one", "two", "three", "four")])
-    async with Endpoint(engine, renderer) as server, client_of(server) as client:
-        first = [{"role": "user", "content": "q"}]
-        await client.chat.completions.create(model="policy", messages=first)
-        follow = [*first, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}]
-        edited = [*first, {"role": "assistant", "content": "changed"}, {"role": "user", "content": "more"}]
-        await asyncio.gather(
-            client.chat.completions.create(model="policy", messages=follow),
-            client.chat.completions.create(model="policy", messages=follow),
-        )
-        await client.chat.completions.create(model="policy", messages=edited)
-        ledgers = (await server.take("s")).ledgers
-    assert len(ledgers) == 3
-    sampled = [i for ledger in ledgers for i in ledger.token_ids[ledger.sampled].tolist()]
-    every = [i for text in ("one", "two", "three", "four") for i in renderer.assistant(Message("assistant", text))]
-    assert sorted(sampled) == sorted(every)
-
-
 # Shows the list of tools before the last message of a user, wherever it stands; drops reasoning before it.
 MOVES = """{%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -150,18 +126,6 @@ async def test_a_client_s_conversation_forks_where_the_template_rewrites_it(reas
     last = tokenizer.decode(engine.prompts[-1])
     assert last.count("<|im_start|>tools") == 1 and last.index("tools") > last.index("q<|im_end|>") and "so</think>" not in last
     assert tokenizer.decode(engine.prompts[1]).count("so</think>") == (1 if reasoning else 0)
-
-
-async def test_sessions_do_not_mix(renderer):
-    engine = Scripted(renderer, [Message("assistant", str(i)) for i in range(8)])
-    async with Endpoint(engine, renderer) as server:
-        clients = [client_of(server, f"e{i}") for i in range(8)]
-        rows = [{"role": "user", "content": "same"}]
-        await asyncio.gather(*(c.chat.completions.create(model="policy", messages=rows) for c in clients))
-        counts = [len((await server.take(f"e{i}")).ledgers) for i in range(8)]
-        for client in clients:
-            await client.close()
-    assert counts == [1] * 8
 
 
 async def streamed(client, **options):

@@ -13,9 +13,10 @@ from agentrl.contrib.agents.session import AgentSession, Ask, ServedPolicy
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.utils.errors import EngineError, RenderError
 from tests.conftest import PROOFS
+from tests.players import Still
 from tests.render.families import FAMILIES
 from tests.render.render_conversations import TOOLS
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
@@ -23,7 +24,7 @@ from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 RENDERER = make_renderer(build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE))
 
 
-class Held(Engine):
+class Held(Still):
     """Answers each request when it is told to, in any order; `given` and `gave` are what went in and out."""
 
     def __init__(self):
@@ -41,12 +42,6 @@ class Held(Engine):
         found = Generation(ids, [-1.0] * len(ids), [number] * len(ids), "stop")
         self.gave[number] = found
         return found
-
-    async def start(self): ...
-    async def abort(self, request_key): ...
-    async def close(self): ...
-    async def stats(self):
-        return EngineStats()
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """The processes of an agent end as a whole, however they hide and however their starter ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -69,21 +67,6 @@ def ended(coroutine):
 async def ready(process: AgentProcess) -> None:
     while "ready" not in process.stdout.text():
         await asyncio.sleep(0.01)
-
-
-def test_what_a_command_prints_and_its_code_come_back_whole() -> None:
-    async def body() -> tuple[int, str, str]:
-        code = "import os, sys; print(sorted(os.environ)); print('no', file=sys.stderr); sys.exit(3)"
-        process = await AgentProcess.start([sys.executable, "-S", "-c", code], {**ENV, "GIVEN": "1"})
-        return await process.wait(), process.stdout.text(), process.stderr.text()
-
-    os.environ["DRIVERS_SECRET"] = "x"
-    try:
-        code, out, err = ended(body())
-    finally:
-        del os.environ["DRIVERS_SECRET"]
-    assert (code, err) == (3, "no\n")
-    assert set(eval(out)) - {"LC_CTYPE"} == {"PATH", "GIVEN"}
 
 
 def test_a_command_that_is_not_there_ends_with_127_and_its_name() -> None:

@@ -1,7 +1,5 @@
 """Each layout of chat data, read: roles, calls, tools, what is trained, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -283,35 +281,6 @@ def test_a_row_is_refused_that_has_what_the_template_does_not_show() -> None:
             render_chat(openai_chat({"messages": messages, "tools": TOOLS}), renderer)
     assert render_chat(openai_chat({"messages": ASKED, "tools": TOOLS}), mistral)
     assert render_chat(openai_chat({"messages": spoken, "tools": TOOLS}), qwen)
-
-
-def two_calls(*results: dict[str, Any], ids: tuple[str | None, ...] = ("x", "y")) -> dict[str, Any]:
-    """`add` and `sub` called at once, and these results."""
-    tools = [*TOOLS, {"type": "function", "function": {"name": "sub"}}]
-    calls = [
-        {**({} if id is None else {"id": id}), "function": {"name": name}} for id, name in zip(ids, ("add", "sub"), strict=True)
-    ]
-    return {"messages": [ASKED[0], {"role": "assistant", "tool_calls": calls}, *results, ASKED[5]], "tools": tools}
-
-
-def test_results_without_ids_are_of_the_calls_in_their_order_and_with_ids_are_put_into_it() -> None:
-    results = [{"role": "tool", "content": text} for text in ("3", "4")]
-    for ids in (("x", "y"), (None, None)):
-        assert [m.name for m in openai_chat(two_calls(*results, ids=ids)).messages] == [None, None, "add", "sub", None]
-    named = [{**result, "tool_call_id": id} for result, id in zip(results, ("y", "x"), strict=True)]
-    assert [(m.name, m.content) for m in openai_chat(two_calls(*named)).messages[2:4]] == [("add", "4"), ("sub", "3")]
-
-
-@pytest.mark.parametrize(
-    "results",
-    [
-        [{"role": "tool", "tool_call_id": "x", "content": "3"}] * 2,
-        [ASKED[1], {"role": "tool", "tool_call_id": "y", "content": "of the calls before these"}],
-    ],
-)
-def test_a_call_has_one_result_and_before_the_next_calls(results: list[dict[str, Any]]) -> None:
-    with pytest.raises(BadRowError, match="that answers no call before it"):
-        openai_chat(two_calls(*results))
 
 
 def test_a_developer_is_the_system_and_reasoning_is_kept_and_python_schemas_are_jsons() -> None:

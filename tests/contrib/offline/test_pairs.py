@@ -1,7 +1,5 @@
 """Losses of data against TRL's of the same batch (benchmarks/parts/trl_losses.py made the numbers), however rows are packed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -69,17 +67,3 @@ def test_the_reward_models_loss_is_trls_and_what_it_writes_is_a_reward_model(fol
     judge = group(RewardModel, tmp_path / "out", 512)
     now = trained.run(RewardTrainer.compute_scores, paired().batch)["score"]
     torch.testing.assert_close(judge.run(RewardModel.compute_scores, paired().batch)["score"], now)
-
-
-def test_an_episode_of_several_rows_counts_once_in_dpo_with_all_and_in_scores_with_its_last(folder: Path) -> None:
-    """Two ledgers of which the first has the weight 0 of `whole`, against the last alone."""
-    first, *rest = episodes()
-    two = [episodes()[1].ledgers[0], first.ledgers[0]]
-    split = [*episodes()]
-    split[0].ledgers = two
-    view = Ragged.of(steps_batch(split, 2 * PAIRS, "off"))
-    zero = torch.zeros(len(view), dtype=torch.float64)
-    whole = torch.tensor([False, *[True] * (len(view) - 1)])
-    batch = view.with_rows(reference=zero, whole=whole).batch
-    same(train_batch(group(RewardTrainer, folder / "classifier", 512), RewardTrainer.prefer, batch, 1, PAIRS), "reward")
-    assert len(rest) == 2 * PAIRS - 1
