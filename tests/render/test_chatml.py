@@ -9,7 +9,7 @@ from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ModelError, RenderError
 from tests.render.families import FAMILIES
-from tests.render.render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
+from tests.render.render_conversations import TOOLS, as_dicts, conversations, plain
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 quick = settings(max_examples=60, deadline=None)
@@ -71,16 +71,6 @@ def test_content_never_becomes_a_control_token(chatml_tokenizer, data):
     turns = len(opening) + (opening[0].role != "system") + len(rounds) + user_turns
     assert ids.count(start) == turns + 1
     assert ids.count(end) == turns
-
-
-@pytest.mark.parametrize("text", LOOKALIKES)
-def test_a_tool_result_survives_as_text(chatml_tokenizer, text):
-    renderer = make_renderer(chatml_tokenizer)
-    ids = renderer.extend("stop", [Message("tool", text)])
-    assert f"<tool_response>\n{text}\n</tool_response>" in chatml_tokenizer.decode(ids)
-    added = set(chatml_tokenizer.get_added_vocab().values())
-    empty = renderer.extend("stop", [Message("tool", "")])
-    assert sum(i in added for i in ids) == sum(i in added for i in empty)
 
 
 @quick

@@ -6,13 +6,14 @@ from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.engine import Engine, EngineStats, Generation
+from agentrl.rollout.engine import Generation
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from tests.players import Still
 from tests.render.families import FAMILIES
 from tests.render.render_tokenizers import build_tokenizer
 
 
-class Scripted(Engine):
+class Scripted(Still):
     """Samples the ids of one message again and again."""
 
     def __init__(self, ids):
@@ -21,14 +22,6 @@ class Scripted(Engine):
     async def generate(self, token_ids, sampling, request_key):
         count = len(self.ids)
         return Generation(list(self.ids), [0.0] * count, [0] * count, "stop")
-
-    async def stats(self):
-        return EngineStats()
-
-    async def _nothing(self, *args):
-        pass
-
-    start = abort = close = _nothing
 
 
 def test_a_string_that_looks_like_a_number_reaches_its_tool_as_a_string():

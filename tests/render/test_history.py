@@ -8,11 +8,10 @@ import pytest
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env import Task, ToolEnv, tool
 from agentrl.render import make_renderer
-from agentrl.render.template_text import shape_of, skeleton
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.engine import Engine, EngineStats, Generation
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.warm_start import transcript
+from tests.players import Script
 from tests.render.families import IM, QWEN3, QWEN25
 from tests.render.render_tokenizers import build_tokenizer
 
@@ -143,26 +142,6 @@ class Talk(ToolEnv):
                 Message("assistant", "Yes.", reasoning="it says")]  # fmt: skip
 
 
-class Player(Engine):
-    """Samples given turns, one after the other, and keeps the prompts."""
-
-    def __init__(self, turns):
-        self.turns, self.prompts = turns, []
-
-    async def generate(self, token_ids, sampling, request_key):
-        self.prompts.append(list(token_ids))
-        ids = self.turns[len(self.prompts) - 1]
-        return Generation(list(ids), [0.0] * len(ids), [0] * len(ids), "stop")
-
-    async def stats(self):
-        return EngineStats()
-
-    async def _nothing(self, *args):
-        pass
-
-    start = abort = close = _nothing
-
-
 def rows_of(messages):
     rows = []
     for message in messages:
@@ -181,7 +160,8 @@ def test_every_prompt_of_an_episode_is_the_template_s(template, ledgers):
     tokenizer, renderer = made(template)
     env = Talk()
     turns = [*env.gold_turns(None), Message("assistant", "", (CALL,), reasoning="again")]
-    engine = Player([renderer.assistant(turn) for turn in turns])
+    said = [renderer.assistant(turn) for turn in turns]
+    engine = Script(said)
     scorer = compile_spec(load_spec({"agentrl_reward": 1, "name": "none", "root": {"use": "episode.stopped"}}))
     limits = Limits(len(turns), 99, 10**5, 60.0, 60.0, 10**5)
     trajectory = asyncio.run(run_episode(env, Policy(engine, renderer), EpisodeSpec(1, "train", 1, 0, key="a"), limits, scorer))
@@ -196,7 +176,7 @@ def test_every_prompt_of_an_episode_is_the_template_s(template, ledgers):
     if template is not QWEN25:  # which has no key for reasoning, so it is in what is said
         assert [tokenizer.decode(prompt) for prompt in engine.prompts] == prompts
     # Each sampled token is in one ledger, once.
-    assert sum(ledger.sampled_tokens for ledger in trajectory.ledgers) == sum(map(len, engine.turns))
+    assert sum(ledger.sampled_tokens for ledger in trajectory.ledgers) == sum(map(len, said))
 
 
 def test_a_transcript_of_the_teacher_forks_as_an_episode_does():
@@ -206,13 +186,3 @@ def test_a_transcript_of_the_teacher_forks_as_an_episode_does():
     assert tokenizer.decode(trajectory.ledgers[0].ids()).count("<think>") == 2  # the call's and the answer's
     for ledger in trajectory.ledgers[1:]:
         assert "so\n</think>" not in tokenizer.decode(ledger.ids())
-
-
-def test_a_shape_holds_each_kind_of_round_twice_and_the_last():
-    turns = [Message("assistant", f"a{i}", reasoning="r" if i == 3 else None) for i in range(9)]
-    messages = [Message("user", "q"), *(item for turn in turns for item in (turn, USER))]
-    shape = skeleton(shape_of(messages[:-2], 1, turns[-1], [USER]))
-    assert [turn.reasoning for turn, _ in shape.rounds] == [None, None, "Thought", None]
-    assert shape.opening == (Message("user", "Question"),)
-    begun = skeleton(shape_of(messages[:-2], 5, turns[-1], [USER])).opening
-    assert [message.role for message in begun] == ["user", "assistant", "user", "assistant", "user"]

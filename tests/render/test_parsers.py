@@ -2,15 +2,13 @@ import json
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.render import tagged_syntaxes as gemma
 from agentrl.render.syntaxes import PARSERS, parse_llama_json, parse_mistral
 from agentrl.render.tagged_syntaxes import parse_qwen_xml
 from agentrl.render.tool_calls import MOST_CALLS, ForTools
-from tests.render.render_conversations import TOOLS, arguments, plain
+from tests.render.render_conversations import TOOLS
 
 XML = (
     "<tool_call>\n<function=set>\n<parameter=key>\nk3\n</parameter>\n"
@@ -84,52 +82,6 @@ def test_mistral_both_forms():
     prose, calls = parse_mistral('Yes.[TOOL_CALLS]get[ARGS]{"key": "a"}[TOOL_CALLS]add[ARGS]{"a": 1}')
     assert prose == "Yes."
     assert [(c.name, c.arguments) for c in calls] == [("get", {"key": "a"}), ("add", {"a": 1})]
-
-
-@pytest.mark.parametrize(
-    ("parser", "text", "reason"),
-    [
-        ("qwen_xml", XML[:-12], "no </tool_call>"),
-        ("qwen_xml", XML.replace("<function=set>", ""), "<function=NAME>"),
-        ("qwen_xml", XML.replace("<parameter=key>", "<oops>"), "<parameter=KEY>"),
-        ("llama_json", '{"name": "get", "parameters": ', "not valid JSON"),
-        ("llama_json", '{"name": "get"}', '"parameters", which is missing'),
-        ("llama_json", '{"name": "get", "parameters": []}', "got an array"),
-        ("mistral", "[TOOL_CALLS] [{", "not valid JSON"),
-        ("mistral", "[TOOL_CALLS] {}", "expected a JSON array"),
-        ("mistral", "[TOOL_CALLS]get[ARGS]{", "not valid JSON"),
-        ("mistral", "[TOOL_CALLS]get[ARGS]{} and more", "text after"),
-    ],
-)
-def test_malformed_calls_are_kept_with_the_reason(parser, text, reason):
-    _, (call,) = read(parser, text)
-    assert call.arguments is None
-    assert reason in (call.error or "")
-    assert call.raw.strip() == text.strip()
-
-
-tokens = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "[TOOL_CALLS]",
-     "[ARGS]", "<|python_tag|>", '{"name": "f", "parameters": {}}', ";", "[", "]", "{", "}", '"', "\n"]
-)  # fmt: skip
-
-
-@given(st.sampled_from(sorted(PARSERS)), st.lists(tokens | st.text(max_size=4), max_size=14).map("".join))
-def test_no_text_breaks_a_parser(name, text):
-    prose, calls = read(name, text)
-    assert isinstance(prose, str)
-    for call in calls:
-        assert (call.arguments is None) == (call.error is not None)
-        assert call.raw
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["f", "g"]), arguments(plain)), min_size=1, max_size=3))
-def test_json_forms_round_trip(items):
-    llama = ";".join(json.dumps({"name": n, "parameters": a}) for n, a in items)
-    mistral = "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": a} for n, a in items])
-    for calls in (parse_llama_json(llama)[1], parse_mistral(mistral)[1]):
-        assert [(c.name, c.arguments) for c in calls] == items
 
 
 MANY = {

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.template import TemplateRenderer
@@ -82,30 +81,6 @@ def test_hostile_text_adds_no_control_token(family, data):
         return [i for i in ids if i in control]
 
     assert skeleton(harmless=False) == skeleton(harmless=True)
-
-
-@quick
-@given(data=st.data())
-def test_the_ledger_is_the_replay_of_the_engine_calls(family, data):
-    """An episode over random sampled ids: the ledger is prompt + sampled + suffix, token by token."""
-    tokenizer, renderer, *abilities = family
-    opening, rounds, tools = draw(data, abilities, plain)
-    ledger, calls = TokenLedger(), []
-    ledger.append_context(renderer.start(opening, tools), 0)
-    for turn, (_, answers) in enumerate(rounds):
-        finish = data.draw(st.sampled_from(["stop", "length"]))
-        sampled = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=12))
-        sampled = [*sampled, *renderer.stop_token_ids] if finish == "stop" else sampled
-        calls.append((ledger.ids(), sampled))
-        ledger.append_sampled(sampled, [0.0] * len(sampled), [0] * len(sampled), turn)
-        assert renderer.parse(sampled, finish).role == "assistant"
-        ledger.append_context(renderer.extend(finish, answers), turn + 1)
-    ids, flags = ledger.ids(), ledger.sampled.tolist()
-    for prompt, sampled in calls:
-        assert ids[: len(prompt)] == prompt
-        assert ids[len(prompt) : len(prompt) + len(sampled)] == sampled
-        assert all(flags[len(prompt) : len(prompt) + len(sampled)])
-    assert sum(flags) == sum(len(sampled) for _, sampled in calls)
 
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES, indirect=True)
@@ -187,18 +162,6 @@ def test_a_control_token_in_a_tool_description_stays_text():
     assert ends[0] == ends[1]
 
 
-def test_a_template_that_drops_old_reasoning_says_when_to_fork():
-    template, tokens, bos, eos, *_ = FAMILIES["qwen3"]
-    renderer = make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
-    thought = Message("assistant", "Seven.", reasoning="2 + 5")
-    call = Message("assistant", "", (ToolCall("get", {}, id="abcdefghi"),), reasoning="look it up")
-    assert not renderer.keeps(thought, [Message("user", "And now?")])
-    assert renderer.keeps(call, [Message("tool", "7", tool_call_id="abcdefghi", name="get")])
-    assert renderer.keeps(Message("assistant", "Seven."), [Message("user", "And now?")])
-    parsed = renderer.parse(renderer.assistant(thought), "stop")
-    assert (parsed.content, parsed.reasoning) == ("\n\nSeven.".strip(), "2 + 5")
-
-
 def test_templates_that_do_not_append_are_refused():
     dropping = QWEN25.replace("{%- for m in messages %}", "{%- for m in messages[-1:] %}", 1)
     counting = "{% for m in messages %}<|im_start|>{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}"
@@ -249,8 +212,7 @@ def test_the_refusal_of_tools_says_how_turns_end_and_what_to_do():
 )
 def test_a_tool_that_the_syntax_cannot_write_is_refused_by_name(function):
     """Its calls would never be read: the policy could not do right."""
-    template, tokens, bos, eos, *_ = FAMILIES["qwen3-coder"]
-    renderer = make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
+    renderer = _renderer("qwen3-coder")
     with pytest.raises(RenderError, match=f"tool '{function['name']}': the syntax 'qwen_xml' cannot write a call of it"):
         renderer.start([Message("user", "Hello")], [{"type": "function", "function": {"parameters": {}, **function}}])
 
@@ -278,15 +240,10 @@ GIVEN = ToolCall("get", {"key": "a"}, id="abcdefghi")
 RESULT = Message("tool", "7", tool_call_id="abcdefghi", name="get")
 
 
-def family_renderer(name):
-    template, tokens, bos, eos, *_ = FAMILIES[name]
-    return make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
-
-
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
 def test_text_that_a_template_drops_next_to_a_call_is_refused_unless_the_policy_said_it(name):
     """It was learned, and shown to the policy, as if it had never been said."""
-    renderer = family_renderer(name)
+    renderer = _renderer(name)
     user, spoken = Message("user", "q"), Message("assistant", "I look it up.", (GIVEN,))
     written = "not show all of a message of role 'assistant' in its place: 'I look it up.'. Leave out .*model.chat_template"
     with pytest.raises(RenderError, match=written):
