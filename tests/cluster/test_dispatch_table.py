@@ -1,7 +1,5 @@
 """What is wrong with a worker class is said when the class is defined, and names the class."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import ClassVar
@@ -17,96 +15,43 @@ from agentrl.utils.errors import DispatchError, ResourceError
 from tests.cluster.cluster_workers import Plain, Summing
 
 
-def test_a_misspelt_name_fails_at_definition_and_is_corrected():
-    with pytest.raises(DispatchError, match=r"Misspelt.dispatch_table names 'updaet'.*did you mean 'update'"):
-
-        class Misspelt(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"updaet": Broadcast()}
-
-            def update(self) -> int:
-                return 1
+def plain(self: Worker) -> int:
+    return 1
 
 
-def test_a_missing_entry_fails_at_definition():
-    with pytest.raises(DispatchError, match="Forgetful: public method 'save' has no entry"):
-
-        class Forgetful(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"update": Broadcast()}
-
-            def update(self) -> int:
-                return 1
-
-            def save(self) -> int:
-                return 1
+def counts(self: Worker, count: int) -> int:
+    return count
 
 
-def bad_classes():
-    def no_batch():
-        class NoBatch(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard()}
-
-            def f(self) -> int:
-                return 1
-
-    def not_a_batch():
-        class NotABatch(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard()}
-
-            def f(self, count: int) -> int:
-                return count
-
-    def no_result():
-        class NoResult(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard()}
-
-            def f(self, batch: TensorDict) -> None:
-                return None
-
-    def coroutine():
-        class Coroutine(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"f": Broadcast()}
-
-            async def f(self) -> int:
-                return 1
-
-    def static():
-        class Static(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"f": Broadcast()}
-
-            @staticmethod
-            def f() -> int:
-                return 1
-
-    def bad_metric():
-        class BadMetric(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"f": Shard(collect="metrics", metrics={"loss": "median"})}
-
-            def f(self, batch: TensorDict) -> dict[str, float]:
-                return {}
-
-    def no_strategy():
-        class NoStrategy(Worker):
-            dispatch_table: ClassVar[dict[str, object]] = {"f": "broadcast"}
-
-            def f(self) -> int:
-                return 1
-
-    return [
-        no_batch,
-        not_a_batch,
-        no_result,
-        coroutine,
-        static,
-        bad_metric,
-        no_strategy,
-    ]
+def silent(self: Worker, batch: TensorDict) -> None:
+    return None
 
 
-@pytest.mark.parametrize("define", bad_classes(), ids=lambda f: f.__name__)
-def test_a_signature_that_does_not_fit_fails_at_definition(define):
-    name = "".join(part.capitalize() for part in define.__name__.split("_"))
-    with pytest.raises(DispatchError, match=f"(?i){name}"):
-        define()
+def measured(self: Worker, batch: TensorDict) -> dict[str, float]:
+    return {}
+
+
+async def later(self: Worker) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("table", "method", "said"),
+    [
+        ({"updaet": Broadcast()}, plain, "dispatch_table names 'updaet'.*did you mean 'update'"),
+        ({}, plain, "public method 'update' has no entry"),
+        ({"update": "broadcast"}, plain, "is a str"),
+        ({"update": Shard()}, plain, "the method has no parameter for it"),
+        ({"update": Shard()}, counts, "'count', which is declared as"),
+        ({"update": Shard()}, silent, "needs a result, the method returns None"),
+        ({"update": Shard(collect="metrics", metrics={"loss": "median"})}, measured, "unknown metric reductions"),
+        ({"update": Broadcast()}, later, "async"),
+        ({"update": Broadcast()}, staticmethod(plain), "static"),
+    ],
+)
+def test_what_does_not_fit_fails_at_definition_and_names_the_class(table, method, said):
+    with pytest.raises(DispatchError, match=rf"Wrong\b.*{said}"):
+        type("Wrong", (Worker,), {"dispatch_table": table, "update": method})
 
 
 class Loud(Broadcast):

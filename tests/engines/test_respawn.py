@@ -26,12 +26,20 @@ pytestmark = pytest.mark.asyncio
 SHORT = Sampling(max_tokens=2)
 
 
-async def started(model_folder, keep=True, **options):
-    """`keep`: as on a CPU, else as on GPUs."""
-    engine = VllmEngine(model_folder, VllmConfig(**{"max_respawns": 0, **options}))
-    engine._routes._keep &= keep
-    await engine.start()
-    return engine
+@pytest.fixture
+async def started(model_folder, spawned):
+    """`await started(...)` -> an engine, which is closed after the test. `keep`: as on a CPU, else as on GPUs."""
+    made = []
+
+    async def start(keep=True, **options):
+        made.append(engine := VllmEngine(model_folder, VllmConfig(**{"max_respawns": 0, **options})))
+        engine._routes._keep &= keep
+        await engine.start()
+        return engine
+
+    yield start
+    for engine in made:
+        await engine.close()
 
 
 async def settle(engine, replicas):
@@ -40,9 +48,9 @@ async def settle(engine, replicas):
             await asyncio.sleep(0.001)
 
 
-async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(model_folder, model, spawned, caplog):
+async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(started, model, spawned, caplog):
     caplog.set_level(logging.WARNING, logger="agentrl.engines")
-    engine = await started(model_folder, replicas=2, max_respawns=1)
+    engine = await started(replicas=2, max_respawns=1)
     for version in (1, 2):
         await publish(engine, version, parameters(model))
     spawned[0].dead = True
@@ -58,12 +66,11 @@ async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(mod
     homes = [engine.generate([5], SHORT, f"n{i}") for i in range(4)]
     assert {generation.versions[0] for generation in await asyncio.gather(*homes)} == {2}
     assert {engine.homes[f"n{i}"] for i in range(4)} == {0, 1}
-    await engine.close()
 
 
-async def test_a_stream_moves_to_another_replica_only_while_nothing_was_told(model_folder, spawned):
+async def test_a_stream_moves_to_another_replica_only_while_nothing_was_told(started, spawned):
     """What a client has seen cannot be sampled again: such a turn fails, and its episode is unscored."""
-    engine = await started(model_folder, replicas=2, max_respawns=9)
+    engine = await started(replicas=2, max_respawns=9)
     spawned[0].dead = True
     told = []
     answers = [engine.stream([5], SHORT, key, lambda ids, logprobs: told.append((ids, logprobs))) for key in "ab"]
@@ -75,11 +82,10 @@ async def test_a_stream_moves_to_another_replica_only_while_nothing_was_told(mod
     with pytest.raises(EngineError, match="died"):
         await engine.stream([5], SHORT, "c", lambda ids, logprobs: told.append((ids, logprobs)))
     assert len(told) == 3
-    await engine.close()
 
 
-async def test_requests_wait_for_the_only_replica_to_come_back(model_folder, spawned):
-    engine = await started(model_folder, max_respawns=1)
+async def test_requests_wait_for_the_only_replica_to_come_back(started, spawned):
+    engine = await started(max_respawns=1)
     spawned.plan["hold"] = asyncio.Event()
     spawned[0].dead = True
     waiting = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
@@ -91,21 +97,19 @@ async def test_requests_wait_for_the_only_replica_to_come_back(model_folder, spa
     spawned[1].dead = True
     with pytest.raises(EngineError, match="no replica of the vLLM engine is alive"):
         await engine.generate([5], SHORT, "a")
-    await engine.close()
 
 
-async def test_while_all_are_dead_an_update_is_kept_for_the_one_that_comes(model_folder, model, spawned):
-    engine = await started(model_folder, max_respawns=1)
+async def test_while_all_are_dead_an_update_is_kept_for_the_one_that_comes(started, model, spawned):
+    engine = await started(max_respawns=1)
     spawned.plan["hold"] = asyncio.Event()
     spawned[0].dead = True
     await publish(engine, 7, parameters(model))
     spawned.plan["hold"].set()
     assert (await asyncio.wait_for(engine.generate([5], SHORT, "a"), 5)).versions == [7, 7]
-    await engine.close()
 
 
-async def test_a_replica_that_comes_back_during_a_pause_waits_like_the_others(model_folder, spawned):
-    engine = await started(model_folder, replicas=2, max_respawns=1)
+async def test_a_replica_that_comes_back_during_a_pause_waits_like_the_others(started, spawned):
+    engine = await started(replicas=2, max_respawns=1)
     spawned[0].dead = True
     await engine.pause()
     await settle(engine, 2)
@@ -116,21 +120,19 @@ async def test_a_replica_that_comes_back_during_a_pause_waits_like_the_others(mo
     assert {engine.homes["a"], engine.homes["b"]} == {0, 1}
     await engine.resume()
     await asyncio.gather(request, other)
-    await engine.close()
 
 
 @pytest.mark.parametrize("call", ["pause", "attach", "begin_update", "receive", "end_update"])
-async def test_a_death_in_the_middle_of_an_update(model_folder, model, spawned, call):
-    engine = await started(model_folder, replicas=2, max_respawns=1)
+async def test_a_death_in_the_middle_of_an_update(started, model, spawned, call):
+    engine = await started(replicas=2, max_respawns=1)
     spawned[1].die_at = call
     await publish(engine, 3, parameters(model), bucket_mib=0.01)
     await settle(engine, 2)
     assert [actor.version for actor in (spawned[0], spawned[2])] == [3, 3]
-    await engine.close()
 
 
-async def test_a_replica_that_never_comes_up_counts_and_ends(model_folder, spawned, caplog):
-    engine = await started(model_folder, replicas=2, max_respawns=2)
+async def test_a_replica_that_never_comes_up_counts_and_ends(started, spawned, caplog):
+    engine = await started(replicas=2, max_respawns=2)
     spawned.plan |= {2: {"die_at": "start"}, 3: {"die_at": "resume"}}
     spawned[0].dead = True
     assert (await engine.generate([5], SHORT, "a")).token_ids == [1, 2]
@@ -139,11 +141,10 @@ async def test_a_replica_that_never_comes_up_counts_and_ends(model_folder, spawn
         while "no more are started" not in caplog.text:
             await asyncio.sleep(0.001)
     assert len(spawned) == 4 and (await engine.stats()).extra == {"replicas": 1, "respawns": 2}
-    await engine.close()
 
 
-async def test_a_failed_update_is_not_given_to_a_new_replica(model_folder, model, spawned):
-    engine = await started(model_folder, replicas=2, max_respawns=1)
+async def test_a_failed_update_is_not_given_to_a_new_replica(started, model, spawned):
+    engine = await started(replicas=2, max_respawns=1)
     await publish(engine, 1, parameters(model))
     with pytest.raises(EngineError, match="not published"):
         await publish(engine, 2, {"model.norm.weight": torch.ones(64)})
@@ -156,10 +157,9 @@ async def test_a_failed_update_is_not_given_to_a_new_replica(model_folder, model
     await publish(engine, 3, parameters(model))
     assert (await engine.generate([5], SHORT, "a")).versions == [3, 3]
     assert spawned[2].version == 3
-    await engine.close()
 
 
-async def test_the_stage_of_a_start_is_told_and_named_if_it_is_late(model_folder, spawned):
+async def test_the_stage_of_a_start_is_told_and_named_if_it_is_late(model_folder, spawned, started):
     spawned.plan["hold"] = asyncio.Event()
     engine = VllmEngine(model_folder, VllmConfig(replicas=2, startup_timeout=0.2))
     starting = asyncio.ensure_future(engine.start())
@@ -171,13 +171,12 @@ async def test_the_stage_of_a_start_is_told_and_named_if_it_is_late(model_folder
     with pytest.raises(EngineError, match="startup_timeout; it waited for: import of vLLM"):
         await starting
     spawned.plan["hold"].set()
-    engine = await started(model_folder)
+    engine = await started()
     assert engine.starting() == ""
-    await engine.close()
 
 
-async def test_closing_ends_what_is_just_starting(model_folder, spawned):
-    engine = await started(model_folder, replicas=2, max_respawns=1)
+async def test_closing_ends_what_is_just_starting(started, spawned):
+    engine = await started(replicas=2, max_respawns=1)
     spawned.plan["hold"] = asyncio.Event()
     spawned[0].dead = True
     await engine.stats()
@@ -187,11 +186,11 @@ async def test_closing_ends_what_is_just_starting(model_folder, spawned):
     assert spawned[2].dead
 
 
-async def test_a_closed_engine_has_no_task_left_whatever_was_under_way(model_folder, spawned):
+async def test_a_closed_engine_has_no_task_left_whatever_was_under_way(started, spawned):
     """Ray exits the process if one of its calls is still awaited after `ray.shutdown`: open streams, requests and their
     cancels, statistics, polls, a replica that starts."""
     before = asyncio.all_tasks()
-    engine = await started(model_folder, replicas=3, max_respawns=1)
+    engine = await started(replicas=3, max_respawns=1)
     for actor in spawned:
         actor.lingers = 3600
     await asyncio.gather(*(engine.generate([5], SHORT, key) for key in "abc"))
@@ -219,8 +218,8 @@ async def test_a_closed_engine_has_no_task_left_whatever_was_under_way(model_fol
         await engine.generate([5], SHORT, "f")
 
 
-async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(model_folder, model, spawned, caplog):
-    engine = await started(model_folder, replicas=2, max_respawns=1, call_timeout=0.1)
+async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(started, model, spawned, caplog):
+    engine = await started(replicas=2, max_respawns=1, call_timeout=0.1)
     spawned[0].open.clear()
     spawned[0].hang_at = "pause"
     stuck = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
@@ -230,10 +229,9 @@ async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(model_fold
     assert (await asyncio.wait_for(stuck, 5)).versions == [1, 1]
     assert "no answer to pause within 0.1 s" in caplog.text
     await settle(engine, 2)
-    await engine.close()
 
 
-async def test_the_same_tokens_are_sampled_whatever_the_routing(model_folder, model, spawned):
+async def test_the_same_tokens_are_sampled_whatever_the_routing(started, model, spawned):
     """Three turns of four groups of three sessions, with a publish in between, on one to three replicas."""
 
     async def session(engine, key, group):
@@ -247,7 +245,7 @@ async def test_the_same_tokens_are_sampled_whatever_the_routing(model_folder, mo
 
     found, used = [], []
     for count in (1, 2, 3):
-        engine = await started(model_folder, replicas=count)
+        engine = await started(replicas=count)
         keys = [(f"{group}.{member}", group) for group in range(4) for member in range(3)]
         found.append(await asyncio.gather(*(session(engine, *each) for each in keys)))
         used.append(len(set(engine.homes.values())))
@@ -258,9 +256,9 @@ async def test_the_same_tokens_are_sampled_whatever_the_routing(model_folder, mo
 # -- no copies of the weights, as on GPUs --------------------------------------------------------------
 
 
-async def test_without_a_copy_a_replacement_waits_for_the_next_publish(model_folder, model, spawned, caplog):
+async def test_without_a_copy_a_replacement_waits_for_the_next_publish(started, model, spawned, caplog):
     caplog.set_level(logging.WARNING, logger="agentrl.engines")
-    engine = await started(model_folder, replicas=2, max_respawns=1, keep=False)
+    engine = await started(replicas=2, max_respawns=1, keep=False)
     assert engine.members() == ("0.1000.0", "1.1001.0")  # and no driver, which could not map a GPU's memory
     await publish(engine, 1, parameters(model))
     spawned[0].dead = True
@@ -272,11 +270,10 @@ async def test_without_a_copy_a_replacement_waits_for_the_next_publish(model_fol
     await publish(engine, 2, parameters(model))
     found = await asyncio.gather(*(engine.generate([5], SHORT, f"new{i}") for i in range(6)))
     assert [one.versions for one in found] == [[2, 2]] * 6 and spawned[2].calls.count("generate") == 3
-    await engine.close()
 
 
-async def test_requests_wait_if_no_replica_has_the_weights(model_folder, model, spawned):
-    engine = await started(model_folder, max_respawns=1, keep=False)
+async def test_requests_wait_if_no_replica_has_the_weights(started, model, spawned):
+    engine = await started(max_respawns=1, keep=False)
     await publish(engine, 1, parameters(model))
     spawned[0].dead = True
     waiting = asyncio.create_task(engine.generate([5], SHORT, "a"))
@@ -288,12 +285,11 @@ async def test_requests_wait_if_no_replica_has_the_weights(model_folder, model, 
     spawned[1].dead = True  # the last one that may be replaced: those who wait are told
     with pytest.raises(EngineError, match="no replica of the vLLM engine is alive"):
         await asyncio.wait_for(engine.generate([5], SHORT, "a"), 2)
-    await engine.close()
 
 
-async def test_a_rollout_that_the_actors_wait_for_gets_the_same_weights_again(model_folder, model, spawned):
+async def test_a_rollout_that_the_actors_wait_for_gets_the_same_weights_again(started, model, spawned):
     """Under the same version, as often as it takes; and what the rollout raises is raised."""
-    engine = await started(model_folder, max_respawns=2, keep=False)
+    engine = await started(max_respawns=2, keep=False)
     await publish(engine, 7, parameters(model))
     sent = []
 
@@ -330,14 +326,12 @@ async def test_a_rollout_that_the_actors_wait_for_gets_the_same_weights_again(mo
     playing = asyncio.create_task(republish_to_new_replicas(session, engine.generate([5], SHORT, "a")))
     await publish(engine, 8, parameters(model))
     assert len((await asyncio.wait_for(playing, 5)).versions) == 2
-    await engine.close()
 
 
-async def test_before_the_first_publish_a_replacement_has_the_models_own_weights(model_folder, spawned):
-    engine = await started(model_folder, max_respawns=1, keep=False)
+async def test_before_the_first_publish_a_replacement_has_the_models_own_weights(started, spawned):
+    engine = await started(max_respawns=1, keep=False)
     spawned[0].dead = True
     assert (await asyncio.wait_for(engine.generate([5], SHORT, "a"), 2)).versions == [0, 0]
-    await engine.close()
 
 
 # -- sleep (rollout.colocate) ------------------------------------------------------------------------
@@ -423,11 +417,10 @@ async def test_a_replica_that_is_replaced_during_the_sleep_sleeps_too(model_fold
     await engine.close()
 
 
-async def test_an_engine_that_was_not_started_for_it_does_not_sleep(model_folder, spawned):
-    engine = await started(model_folder)
+async def test_an_engine_that_was_not_started_for_it_does_not_sleep(started, spawned):
+    engine = await started()
     with pytest.raises(EngineError, match="memory that can be freed"):
         await engine.sleep()
-    await engine.close()
 
 
 def room(engine, **nodes):
@@ -435,9 +428,9 @@ def room(engine, **nodes):
     engine._elastic._look = lambda need: {56 * name: count for name, count in nodes.items()}
 
 
-async def test_a_machine_that_joins_gets_replicas_with_the_current_weights(model_folder, model, spawned, caplog):
+async def test_a_machine_that_joins_gets_replicas_with_the_current_weights(started, model, spawned, caplog):
     caplog.set_level(logging.WARNING, logger="agentrl.engines")
-    engine = await started(model_folder, replicas=1, max_replicas=3, max_respawns=1)
+    engine = await started(replicas=1, max_replicas=3, max_respawns=1)
     await publish(engine, 7, parameters(model))
     room(engine, a=0)
     await engine._elastic.step()
@@ -456,11 +449,10 @@ async def test_a_machine_that_joins_gets_replicas_with_the_current_weights(model
     assert caplog.text.count("is on a machine that has room and takes requests") == 2
     await publish(engine, 8, parameters(model))  # the route reaches all of them
     assert [actor.version for actor in spawned] == [8, 8, 8]
-    await engine.close()
 
 
-async def test_a_machine_that_leaves_loses_nothing_and_costs_no_respawn(model_folder, model, spawned):
-    engine = await started(model_folder, replicas=1, max_replicas=2, max_respawns=1)
+async def test_a_machine_that_leaves_loses_nothing_and_costs_no_respawn(started, model, spawned):
+    engine = await started(replicas=1, max_replicas=2, max_respawns=1)
     await publish(engine, 1, parameters(model))
     room(engine, a=0, b=1)
     await engine._elastic.step()
@@ -481,12 +473,11 @@ async def test_a_machine_that_leaves_loses_nothing_and_costs_no_respawn(model_fo
     await engine._elastic.step()
     await settle(engine, 2)
     assert spawned[2].machine == "c" and spawned[2].version == 1
-    await engine.close()
 
 
-async def test_a_death_on_a_machine_that_stays_is_a_respawn_and_starts_that_fail_end(model_folder, spawned):
+async def test_a_death_on_a_machine_that_stays_is_a_respawn_and_starts_that_fail_end(started, spawned):
     spawned.plan[2] = spawned.plan[3] = {"die_at": "start"}
-    engine = await started(model_folder, replicas=1, max_replicas=2, max_respawns=2)
+    engine = await started(replicas=1, max_replicas=2, max_respawns=2)
     spawned[0].dead = True
     with pytest.raises(EngineError):
         await engine._replicas.control(engine._replicas.alive()[0], "stats")
@@ -499,11 +490,10 @@ async def test_a_death_on_a_machine_that_stays_is_a_respawn_and_starts_that_fail
         await engine._elastic.step()
         await asyncio.sleep(0.02)
     assert len(spawned) == 3  # one failed start on b uses up what is left, and no more are tried
-    await engine.close()
 
 
-async def test_requests_wait_for_a_machine_if_the_last_one_left(model_folder, model, spawned):
-    engine = await started(model_folder, replicas=1, max_replicas=1, max_respawns=1)
+async def test_requests_wait_for_a_machine_if_the_last_one_left(started, model, spawned):
+    engine = await started(replicas=1, max_replicas=1, max_respawns=1)
     await publish(engine, 3, parameters(model))
     spawned[0].dead = True
     waiting = asyncio.create_task(engine.generate([5], SHORT, "e"))
@@ -514,7 +504,6 @@ async def test_requests_wait_for_a_machine_if_the_last_one_left(model_folder, mo
     room(engine, b=1)
     await engine._elastic.step()
     assert (await asyncio.wait_for(waiting, 5)).versions == [3, 3]
-    await engine.close()
 
 
 async def test_room_is_counted_in_whole_replicas():
