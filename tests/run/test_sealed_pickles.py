@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentrl.trainer.checkpoint import check_intact, seal
 from tests.conftest import PROOFS
 from tests.e2e.runs import small, train
+from tests.trainer.test_hostile_checkpoints import Payload
 
 INLINE = ("cluster.backend=inline", "engine=embedded", "sft=false", "trackers=[]", "steps=2", "eval.tasks=2", "rollout.groups=2")
-
-
-class Payload:
-    """Pickles as a call of os.mkdir."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,20 @@ def output(engine: FsdpEngine, micro: Micro, role: Role) -> torch.Tensor:
     return engine.logprobs(micro, 1.0, True)[0] if role == "policy" else engine.values(micro)
 
 
+def saved_bytes(engine: FsdpEngine, micro: Micro, role: Role) -> int:
+    """What a pass saves for its backward pass, without the parameters."""
+    kept: dict[int, Any] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output(engine, micro, role)
+    own = {p.untyped_storage()._cdata for p in engine.module.parameters()}
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+
+
 @pytest.mark.parametrize(
     ("role", "thin", "lora"),
     [("policy", False, None), ("policy", True, None), ("policy", False, LORA), ("value", True, LORA)],
@@ -79,18 +93,7 @@ def test_the_count_is_what_a_real_pass_saves_and_needs(folder: str, role: Role, 
     found = count_activations(shell(cfg, role, grouped=False), TOKENS, torch.float32)
     saved = found.thin_bytes if thin else found.saved
     engine, micro = FsdpEngine(folder, cfg, 1.0, role), one_row()
-    parameters = {p.untyped_storage()._cdata for p in engine.module.parameters()}
-    kept: dict[int, Any] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output(engine, micro, role)
-    real = sum(storage.nbytes() for key, storage in kept.items() if key not in parameters)
-    assert saved == pytest.approx(real, rel=0.01) and real > 1 << 20
-    kept.clear()
+    assert saved == pytest.approx(real := saved_bytes(engine, micro, role), rel=0.01) and real > 1 << 20
     with Live(engine.module) as live:
         output(engine, micro, role).sum().backward()
     gradients = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
@@ -126,17 +129,7 @@ def test_the_count_of_a_mixture_of_experts_is_what_a_real_pass_saves(tmp_path: P
     path = build_family(tmp_path, "qwen3_moe", tie_word_embeddings=False)
     cfg = ModelConfig(path=path, dtype="float32", activation_checkpointing=False)
     found = count_activations(shell(cfg, grouped=False), TOKENS, torch.float32)
-    engine, micro = FsdpEngine(path, cfg, 1.0, "policy"), one_row()
-    kept: dict[int, Any] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    own = {p.untyped_storage()._cdata for p in engine.module.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output(engine, micro, "policy")
-    real = sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+    real = saved_bytes(FsdpEngine(path, cfg, 1.0, "policy"), one_row(), "policy")
     assert found.saved == pytest.approx(real, rel=0.02) and real > 1 << 20
 
 

