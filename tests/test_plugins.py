@@ -282,7 +282,7 @@ def test_what_a_plugin_needs_is_asked_for_before_the_run(shelf: Path, overrides:
 
 def test_a_context_policy_that_has_summaries_written_may_have_a_model_for_it(shelf: Path) -> None:
     writer = ("rollout.summary_model=openai/x", "health.preflight=false")
-    check_config(run_of(f"rollout.context={{name='noted',args={{into='{shelf}/made'}}}}", *writer))
+    assert check_config(run_of(f"rollout.context={{name='noted',args={{into='{shelf}/made'}}}}", *writer)) == []
 
 
 def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:

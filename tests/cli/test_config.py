@@ -1,7 +1,5 @@
 """`agentrl config`: docs, show, diff and schema, from the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -154,14 +152,9 @@ def schema() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(found)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_packaged_config_fits_the_schema(path: Path, schema: jsonschema.Draft202012Validator) -> None:
-    schema.validate(tomllib.loads(path.read_text()))
-
-
-@pytest.mark.parametrize("table", GOOD)
-def test_what_a_file_may_say_fits(table: dict[str, Any], schema: jsonschema.Draft202012Validator) -> None:
-    schema.validate(table)
+@pytest.mark.parametrize("table", [*GOOD, *(tomllib.loads(path.read_text()) for path in CONFIGS)])
+def test_packaged_configs_and_what_a_file_may_say_fit(table: dict[str, Any], schema: jsonschema.Draft202012Validator) -> None:
+    assert [error.message for error in schema.iter_errors(table)] == []
 
 
 @pytest.mark.parametrize(("table", "why"), BAD)

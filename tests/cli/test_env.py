@@ -165,12 +165,6 @@ def test_mistakes_are_user_errors(words: tuple[str, ...], says: str, here: Path)
         run(*words)
 
 
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run("--help")
-    assert ended.value.code == 0 and "agentrl env new todo" in capsys.readouterr().out
-
-
 def played(lines: list[str], **params: Any) -> tuple[int, str]:
     shown: list[str] = []
     feed = iter(lines)

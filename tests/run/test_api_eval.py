@@ -1,7 +1,5 @@
 """`agentrl eval --model api:NAME` against real HTTP servers on loopback, healthy and not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -435,17 +433,6 @@ def test_a_model_user_calls_its_tools_over_http(tmp_path: Path, monkeypatch: pyt
     assert [tool["function"]["name"] for tool in users[0]["tools"]] == ["press"] and users[0]["seed"] == 7
     assert [message["role"] for message in users[2]["messages"]] == ["system", "user", "assistant", "tool", "assistant", "tool"]
     assert users[2]["messages"][3]["content"] == "pressed 2"
-
-
-def test_an_evaluation_of_an_api_model_that_is_not_there_ends_before_its_episodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not after four attempts at each, with exit code 0."""
-    monkeypatch.chdir(tmp_path)
-    with Loopback(lambda body, number: {"status": 401}) as server:
-        assert main(["eval", "key_value", "--model", "api:openai/x", f"api.base={server.url}", "-n", "3"]) == 2
-        assert len(server.requests) == 1
-    assert "--model (openai/x)" in capsys.readouterr().err and not (tmp_path / "evals").exists()
 
 
 def adds(body: dict[str, Any], number: int) -> dict[str, Any] | str:

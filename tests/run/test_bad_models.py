@@ -1,8 +1,6 @@
 """Models that cannot be trained or sampled from: each is named by the command line, with what to do, before anything is "
 "started."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -275,12 +273,6 @@ def test_what_is_not_used_and_what_the_context_cuts_is_a_warning(folder: Path) -
     assert unused == f"model.path = {folder}: 1 tensors not used: rotary frequencies, which the config determines"
     assert cut_off.startswith("rollout.max_turn_tokens = 64: after the opening prompt (54 tokens, task seed 1) ")
     assert "room for 46" in cut_off
-
-
-def test_weights_of_torch_are_as_good(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    check.check_models(config_from({"env": {"id": "key_value"}, "model": {"path": str(folder)}, "engine": "embedded"}, []))
 
 
 def test_a_plan_needs_no_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """What is refused before a run: gold that is not a success, a success that nobody can tell, judges that cannot be paid."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -32,10 +30,6 @@ def parts(config: TrainConfig) -> tuple[TrainConfig, EnvRef, Scorer]:
     return config, env, scorer_of(config)
 
 
-def test_costs_pass(tmp_path: Path) -> None:
-    check_config(made(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]}))
-
-
 def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}))
@@ -43,13 +37,14 @@ def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_
     for part in ("env.reward", "'mine'", "key_value/train/0", "the task part of /root is not 1", "reward 0.5", '"success"',
                  f"agentrl reward lint {tmp_path}/mine.json --env key_value"):  # fmt: skip
         assert part in told, part
-    check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
+    assert check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT)) == []
+    assert check_config(made(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]})) == []  # a cost is no part of the task
 
 
 def test_faults_that_a_wrapper_injects_are_no_fault_of_the_gold(tmp_path: Path) -> None:
     """A script cannot try again, as a policy can. Without any fault the same gold is a success."""
     faults = [{"name": "tool_faults", "args": {"rate": 1.0}}]
-    check_config(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults}))
+    assert check_config(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults})) == []
 
 
 BROKEN = """
