@@ -5,6 +5,7 @@ API models through litellm, Python functions, and scripted policies."""
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib.util
 import inspect
 import json
@@ -20,13 +21,24 @@ from typing import Any, TypeVar
 import numpy as np
 
 from agentrl.config.schema import ApiConfig
+from agentrl.data.chat_forms import REASONING
 from agentrl.data.trajectory import Json, Message, StopReason, ToolCall
 from agentrl.engines.chat_format import RequestError, number_calls, read_messages, write_message
 from agentrl.env import Observation, ToolEnv
 from agentrl.env.check_tools import lines_of
 from agentrl.env.wrappers import GoldUser
 from agentrl.render.base import Renderer
-from agentrl.render.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of, said_of
+from agentrl.render.litellm_calls import (
+    ONCE,
+    answer_row,
+    choice_of,
+    load_litellm,
+    no_listener,
+    passes,
+    read_answer,
+    request_of,
+    said_of,
+)
 from agentrl.render.tool_calls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
 from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError, raised_text
@@ -278,9 +290,10 @@ class LiteLlmEngine(Engine):
         return wait if wait <= MAX_WAIT else None
 
     def _read(self, answer: Any, turn: int) -> Generation:
-        if not answer.choices:
-            raise EngineError(f"NoAnswer: {self._model}: the response has no choices")
-        choice = answer.choices[0]
+        try:
+            choice = choice_of(answer)
+        except LookupError as problem:
+            raise EngineError(f"NoAnswer: {self._model}: {problem}") from None
         content, reasoning, calls = read_answer(choice.message)
         message = number_calls(Message("assistant", content, calls, reasoning=reasoning), turn)
         row = answer_row(self._model, choice.message, message.tool_calls)
@@ -388,13 +401,20 @@ class FunctionEngine(Engine):
 
 def _message(answer: Any) -> Message:
     """A text, a `Message`, or an assistant's message in OpenAI's form. Raises RequestError for anything else."""
-    if isinstance(answer, Message):
-        return answer
     if isinstance(answer, str):
         return Message("assistant", answer)
-    if not isinstance(answer, Mapping):
+    if not isinstance(answer, Mapping | Message):
         raise RequestError(f"expected a text, a Message or a dict, got {type(answer).__name__}")
-    return read_messages([{"role": "assistant", **answer}])[0]
+    for key in answer if isinstance(answer, Mapping) else ():
+        if key not in _KEYS and (near := difflib.get_close_matches(str(key), _KEYS, 1, 0.8)):
+            raise RequestError(f"{key}: no key of a message; did you mean {near[0]!r}?")
+    said = answer if isinstance(answer, Message) else read_messages([{"role": "assistant", **answer}])[0]
+    if said.role != "assistant":
+        raise RequestError(f"its role is {said.role!r}, expected 'assistant'")
+    return said
+
+
+_KEYS = ("role", "content", "tool_calls", "name", "refusal", "function_call", *REASONING)
 
 
 # Scripted policies

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn, UserCall
 from agentrl.env.toolbox import Toolbox
@@ -49,6 +49,7 @@ class Parting:
 Line = str | ToolCall | Sequence[ToolCall] | Message | Parting
 
 
+@runtime_checkable
 class User(Protocol):
     """Answers the policy. Its state belongs to one episode and must be copyable (for forks)."""
 

@@ -20,6 +20,8 @@ _IMPORTING = fork_safe(threading.Lock())
 ONCE = {"num_retries": 0, "max_retries": 0}
 """litellm's own retries are off: they would respect neither a limit on waits nor a queue."""
 _BUSY = (408, 409, 425, 429)
+_FAILED = frozenset({"error", "network_error", "insufficient_system_resource", "abort", "content_filter", "sensitive"})
+"""Ends of an answer that its provider made, by the names of several."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -35,13 +37,32 @@ def request_of(
     return {name: value for name, value in found.items() if name != "tools" or value}
 
 
+def choice_of(answer: Any) -> Any:
+    """The choice of a response. Raises LookupError for one that is not the model's: the provider failed, or withheld it."""
+    if not answer.choices:
+        raise LookupError("the response has no choices")
+    choice, row = answer.choices[0], answer.choices[0].model_dump()
+    came = row.get("provider_specific_fields") or {}
+    end = came.get("native_finish_reason") or choice.finish_reason  # which litellm calls "stop"
+    if came.get("error"):
+        raise LookupError(f"the provider failed: {str(came['error'])[:200]}")
+    if end in _FAILED:
+        raise LookupError(f"the provider ended it with finish_reason {end!r}, which is no end of the model's own")
+    kinds = {item.get("type") or "function" for item in row["message"].get("tool_calls") or ()}
+    if row["message"].get("function_call") or kinds - {"function"}:
+        raise LookupError(
+            "it calls in another layout (function_call, or a custom tool). Use a model that answers with tool_calls"
+        )
+    return choice
+
+
 def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
-    """Text of an answer, the reasoning before it, and its calls, whose ids are their numbers in it."""
+    """Text of an answer, or of its refusal, the reasoning before it, and its calls, whose ids are their numbers in it."""
     # Late: who asks no API needs no parser.
     from agentrl.render.tool_calls import call_of_api
 
-    calls = tuple(call_of_api(item, place) for place, item in enumerate(message.tool_calls or ()))
-    return message.content or "", _reasoning(_fields(message)), calls
+    calls, row = tuple(call_of_api(item, place) for place, item in enumerate(message.tool_calls or ())), _fields(message)
+    return message.content or row.get("refusal") or "", _reasoning(row), calls
 
 
 def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str, Json]:

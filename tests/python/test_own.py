@@ -85,6 +85,14 @@ def test_a_policy_is_evaluated_like_a_model() -> None:
         CallbackError, match=r"policy broken raised ValueError: no idea \(.*test_own\.py:\d+\) \(in 2 of 2 episodes\)"
     ):
         agentrl.evaluate(broken, Pick, n=2, reward=SPEC)
+    for answer, said in [
+        ({"tool_call": [{"id": "a"}]}, "tool_call: no key of a message; did you mean 'tool_calls'"),
+        ({"text": "7"}, "content: expected text"),
+        ({"role": "user", "content": "7"}, "its role is 'user', expected 'assistant'"),
+        (agentrl.Message("user", "7"), "its role is 'user', expected 'assistant'"),
+    ]:
+        with pytest.raises(CallbackError, match=f"policy odd_one: it returned no message: .*{said}"):  # and not an empty answer
+            agentrl.evaluate(give(lambda messages, tools, answer=answer: answer, "odd_one"), Pick, n=1, reward=SPEC)
     with pytest.raises(ConfigError, match="an environment is needed"):
         agentrl.evaluate(guess)
     with pytest.raises(ConfigError, match="n = 0, k = 1: expected at least 1"):

@@ -85,12 +85,15 @@ class Loopback(LoopbackServer):
 
 
 def completion(message: dict[str, Any], body: dict[str, Any], usage: bool) -> dict[str, Any]:
+    more = message.pop("choice", {})  # what else the choice has
     reply = {
         "id": "x",
         "object": "chat.completion",
         "created": 1,
         "model": body["model"],
-        "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}],
+        "choices": [
+            {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop", **more}
+        ],
     }
     if usage:
         counts = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}

@@ -27,7 +27,7 @@ from agentrl.run.display import Display
 from agentrl.run.engine_choice import engine_name, maker_of
 from agentrl.run.evaluate import RolloutRequest, run_rollout
 from agentrl.trainer.pretrained import init_model, load_tokenizer
-from agentrl.utils.errors import ConfigError, EngineError
+from agentrl.utils.errors import ConfigError, EngineError, EnvError
 from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.rollout.loopback import Loopback, solve
@@ -188,6 +188,31 @@ async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> N
         await ask(engine(server, retries=1, timeout=0.2))
     with Loopback(lambda body, number: None if number == 0 else "back") as server:
         assert await ask(engine(server)) == "back"
+
+
+@pytest.mark.parametrize(
+    ("said", "choice", "why"),
+    [
+        ("", {"finish_reason": "error"}, "finish_reason 'error', which is no end of the model's own"),
+        ("", {"finish_reason": "insufficient_system_resource"}, "insufficient_system_resource"),
+        (None, {"finish_reason": "content_filter"}, "content_filter"),
+        ("", {"error": {"message": "upstream", "code": 502}}, "the provider failed: .*upstream"),
+        (None, {"message": {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}}, "layout"),
+    ],
+)
+async def test_an_answer_that_the_provider_broke_off_is_none(said: str | None, choice: dict[str, Any], why: str) -> None:
+    """Each was an empty answer of the model, which was scored 0."""
+    message = {"role": "assistant", "content": said, "choice": choice}
+    with Loopback(lambda body, number: dict(message)) as server:
+        with pytest.raises(EngineError, match=f"NoAnswer: openai/test: .*{why}"):
+            await ask(engine(server))
+        with pytest.raises(EnvError, match=f"plays the user.*{why}"):
+            await ModelUser("buy", model="openai/test", api_base=server.url, api_key="none").reply([Message("assistant", "hi")])
+
+
+async def test_a_refusal_is_what_a_model_said() -> None:
+    with Loopback(lambda body, number: {"role": "assistant", "content": None, "refusal": "I will not"}) as server:
+        assert await ask(engine(server)) == "I will not"
 
 
 @pytest.mark.parametrize("key", ["api.base", "reward.judge.api_base"])

@@ -13,7 +13,7 @@ import regex
 
 from agentrl.data.trajectory import Message
 from agentrl.env.users import AsksModel, Parting, UserModel
-from agentrl.render.litellm_calls import address_arguments, answer_row, load_litellm, read_answer, said_of
+from agentrl.render.litellm_calls import address_arguments, answer_row, choice_of, load_litellm, read_answer, said_of
 from agentrl.render.tool_calls import sendable, write_call
 from agentrl.utils.errors import DependencyError, EnvError
 from agentrl.utils.schemas import compile_pattern, within_seconds
@@ -135,12 +135,14 @@ class ModelUser(AsksModel):
         except Exception as fault:  # litellm's exceptions have no common base class
             why = said_of(fault, request.get("api_base"))
             raise EnvError(f"the model that plays the user ({self.model}): {why}") from fault
-        if not answer.choices:
-            raise EnvError(f"the model that plays the user ({self.model}): the response has no choices")
-        content, reasoning, calls = read_answer(answer.choices[0].message)
+        try:
+            choice = choice_of(answer)
+        except LookupError as problem:
+            raise EnvError(f"the model that plays the user ({self.model}): {problem}") from None
+        content, reasoning, calls = read_answer(choice.message)
         said = Message("user", content, calls, reasoning=reasoning)
         if calls:
-            self.came[_calls_key(said)] = answer_row(self.model, answer.choices[0].message, calls)
+            self.came[_calls_key(said)] = answer_row(self.model, choice.message, calls)
         return said
 
 
