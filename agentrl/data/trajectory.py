@@ -12,14 +12,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from agentrl.data.images import Image, by_digest
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.utils.parsing import deep_copy_json, json_text
+from agentrl.utils.parsing import deep_copy_json, json_form, json_text
 
 Json = Any  # a JSON value: None, bool, int, float, str, list[Json] or dict[str, Json]
 Role = Literal["system", "user", "assistant", "tool"]
+ROLES = get_args(Role)
 Blame = Literal["policy", "infrastructure"]
 
 
@@ -81,6 +82,10 @@ class ToolCall:
     raw: str = ""
     error: str | None = None
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and isinstance(self.id, str)):
+            raise TypeError(f"tool call: name = {self.name!r:.80}, id = {self.id!r:.80}; expected two texts")
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -94,6 +99,12 @@ class Message:
     name: str | None = None
     reasoning: str | None = None
     images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, str) or self.role not in ROLES:
+            raise TypeError(
+                f"message: role = {self.role!r}, content = {self.content!r:.80}; expected one of {', '.join(ROLES)} and a text"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +173,16 @@ class Task:
     split: str = "train"
     data: Mapping[str, Json] = field(default_factory=dict)
     gold: Mapping[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("data", "gold"):
+            given = getattr(self, name)
+            try:
+                form = json_form(given if isinstance(given, dict) else dict(given))
+            except (TypeError, ValueError) as problem:
+                raise TypeError(f"task {self.id!r}: {name} = {given!r:.80}, expected a dict of JSON values: {problem}") from None
+            if form is not given:  # numbers of numpy, say, which equal no number in a policy's answer
+                object.__setattr__(self, name, form)
 
     def copied(self) -> Task:
         """Deep copy of the task, which its receiver may change."""
@@ -286,6 +307,8 @@ class Trajectory:
         fields["user_calls"] = user_calls_of(row.get("user_calls", ()), images)
         fields["ledgers"] = [TokenLedger.from_json(item, images) for item in row["ledgers"]]
         fields["stop"] = StopReason(row["stop"])
+        if not all(isinstance(tool, Mapping) for tool in row.get("tools", ())):
+            raise ValueError("tools: expected a list of objects")
         rewards = {"reward": row.get("reward"), **{f"turns.{turn.index}.reward": turn.reward for turn in fields["turns"]}}
         for name, value in rewards.items():
             if value is not None and (isinstance(value, bool) or not math.isfinite(value)):

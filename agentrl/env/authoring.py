@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from hashlib import blake2b
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -18,7 +20,8 @@ from agentrl.env.spaces import Action, Observation
 from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, error_text
 from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource, tool_methods
 from agentrl.env.users import User, UserModel
-from agentrl.utils.errors import EnvError, TaskDataError
+from agentrl.utils.errors import EnvError, HookError, TaskDataError, answer_problem, did_you_mean, place_of
+from agentrl.utils.parsing import json_form
 
 # Tasks from seeds, with disjoint train and held-out content by construction.
 #
@@ -149,6 +152,12 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
     user_call_limit: int = 64
     """The calls that the user may make to its own tools in one answer; beyond that the episode is cut, as at its most turns."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for hook in CHECKED & vars(cls).keys():
+            if inspect.isfunction(own := vars(cls)[hook]):
+                setattr(cls, hook, _check_hook(hook, own))
+
     @abstractmethod
     def make_task(self, rng_seed: int, split: str) -> Task:
         """The task of a seed: the same arguments give the same task, and splits share no content."""
@@ -159,6 +168,12 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         """The opening messages (system and user). They must not contain anything of `task.gold`. It may be `async def`, if the
         user opens the conversation (`ask_user`)."""
         raise NotImplementedError(f"{type(self).__name__}.prompt")
+
+    def check_split(self, split: str) -> None:
+        """Raise TaskDataError, with the nearest name, for a split that the class does not declare in `splits`."""
+        if split not in self.splits:
+            hint = did_you_mean(split, self.splits, f"its `splits` are {', '.join(self.splits)}")
+            raise TaskDataError(f"{self.id}: no split {split!r}; {hint}")
 
     def task_count(self, split: str) -> int | None:
         """The number of tasks in a split if it is finite: seeds 0 to count - 1 then name each task once, and
@@ -211,6 +226,8 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
             return sum(len(turn.tool_calls) for turn in self.gold_turns(task))
         except NotImplementedError:
             return None
+        except HookError:
+            raise
         except Exception as fault:  # what is only told of an episode must not end it
             log.debug("%s: the gold solution of task %s cannot be shown: %s", self.id, task.id, fault)
             return None
@@ -227,6 +244,36 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         `agentrl.env.authoring`). Raises NotImplementedError without any, TypeError for other `params`.
         """
         return GoldTeacher(self.gold_turns(task), rng, **params)
+
+
+CHECKED = frozenset({
+    "make_task", "prompt", "task_count", "family", "state", "hidden", "error_text", "user_models", "gold_turns", "horizon",
+    "gold_user",
+})  # fmt: skip
+"""Hooks whose answers are checked, whoever asks."""
+
+
+def check_answer(env_id: str, hook: Callable[..., Any], own: Callable[..., Any], answer: Any) -> None:
+    """Raise HookError, which names FILE:LINE of a class's `own` hook, for an answer that the annotation of `hook` forbids."""
+    if text := answer_problem(answer, hook, own):
+        raise HookError(f"{env_id}: {hook.__name__} {text}")
+
+
+def _check_hook(hook: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def call(self: EnvHooks, *args: Any, **kwargs: Any) -> Any:
+        if hook == "make_task":
+            self.check_split(kwargs["split"] if "split" in kwargs else args[1])
+        answer = own(self, *args, **kwargs)
+        check_answer(self.id, getattr(EnvHooks, hook), own, answer)
+        if hook != "state":
+            return answer
+        try:
+            return json_form(answer)
+        except ValueError as problem:
+            raise HookError(f"{self.id}: state is no JSON value: {problem}. Correct it at {place_of(own)}") from None
+
+    return call
 
 
 # Tools of an environment

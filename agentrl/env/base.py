@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
-from agentrl.env.authoring import Forkable
+from agentrl.env.authoring import EnvHooks, Forkable, check_answer
 from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
 from agentrl.env.toolbox import CountTokens, estimate_tokens
@@ -271,7 +271,7 @@ class ToolEnv(Forkable):
         options = options or {}
         check_options(options)
         await self.aclose()
-        task = self._check_returned("make_task", self._next_task(seed, options), Task)
+        task = self._next_task(seed, options)
         self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
         task = self._task = task.copied()  # a hook or tool may change it, and tasks are shared by episodes and scored
         # Open before `setup`, so that a setup that fails is torn down as well.
@@ -342,7 +342,7 @@ class ToolEnv(Forkable):
         UserLimitError."""
         record = self._running("a turn")
         async with self._failing(UserLimitError):
-            replies = await self.user_reply(turn.message)
+            replies = await self._replies(turn.message)
         record.messages.extend(replies or [])
         return replies
 
@@ -452,34 +452,27 @@ class ToolEnv(Forkable):
     async def _opening(self, task: Task) -> Observation:
         opening = self.prompt(task)
         if not inspect.isawaitable(opening):
-            return self._messages("prompt", opening)
+            return list(opening)
         what = f"the opening of environment {self.id}"
         try:
-            return self._messages("prompt", await within(self.opening_timeout, opening, what))
+            found = await within(self.opening_timeout, opening, what)
         except (LateError, UserLimitError) as fault:  # before the policy's first turn, so it is nothing of its doing
             raise EnvError(str(fault)) from None
+        check_answer(self.id, EnvHooks.prompt, type(self).prompt, found)
+        return list(found)
 
-    async def _hook(self, hook: str, *args: Any) -> None:
+    async def _replies(self, message: Message) -> Observation | None:
+        replies: Observation | None = await self._hook("user_reply", message)
+        check_answer(self.id, ToolEnv.user_reply, type(self).user_reply, replies)
+        return replies
+
+    async def _hook(self, hook: str, *args: Any) -> Any:
         """Await a hook. Raises EnvError, which names it, if it is not async."""
         begun = getattr(self, hook)(*args)
         if not inspect.isawaitable(begun):
             place = place_of(getattr(type(self), hook))
             raise EnvError(f"{self.id}: {hook} is not async. Write `async def {hook}` ({place})")
-        await begun
-
-    def _check_returned(self, hook: str, answer: Any, kind: type[Any]) -> Any:
-        """The answer of a hook. Raises EnvError, which names the hook, for one of another type."""
-        if isinstance(answer, kind):
-            return answer
-        if inspect.iscoroutine(answer):
-            answer.close()
-        place, given = place_of(getattr(type(self), hook)), "a coroutine" if inspect.iscoroutine(answer) else f"{answer!r:.80}"
-        raise EnvError(f"{self.id}: {hook} returned {given}, expected a {kind.__name__}. Correct it at {place}")
-
-    def _messages(self, hook: str, answer: Any) -> Observation:
-        for one in self._check_returned(hook, answer, list):
-            self._check_returned(hook, one, Message)
-        return list(answer)
+        return await begun
 
     def _gold_user(self, task: Task) -> User | None:
         found = self.gold_user(task) or self.user
@@ -514,7 +507,7 @@ class ToolEnv(Forkable):
             turn.results = await self.toolbox.call_all(turn.message.tool_calls)
             self._note_new_tools()
             return [result.message for result in turn.results], self._ended
-        replies = await self.user_reply(turn.message)
+        replies = await self._replies(turn.message)
         return replies or [], self._ended or replies is None
 
     def _note_new_tools(self) -> None:

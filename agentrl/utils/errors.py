@@ -7,7 +7,7 @@ import difflib
 import errno
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from types import NoneType, UnionType
@@ -117,6 +117,32 @@ def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict
     return inspect.signature(function), get_type_hints(function)
 
 
+def answer_problem(answer: Any, method: Callable[..., Any], made: Any) -> str:
+    """Text for an answer that the annotation of a base class's `method` does not allow, with FILE:LINE of the user's `made`."""
+    hint = _signature_of(method)[1].get("return", Any)
+    if _fits(answer, hint):
+        return ""
+    if inspect.iscoroutine(answer):
+        answer.close()
+    shown, expected = "a coroutine" if inspect.iscoroutine(answer) else f"{answer!r:.80}", dict.fromkeys(_words_of(hint))
+    return f"returned {shown}, expected {' or '.join(expected)}. Correct it at {place_of(made)}"
+
+
+def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> R:
+    """Call an object's own version of a base class's method. Raises ConfigError, which names it and FILE:LINE, if one that is not
+    agentrl's raises, and for an answer of a type other than the annotation's."""
+    own: Callable[..., R] = getattr(made, method.__name__)
+    try:
+        answer = own(*args)
+    except Exception as problem:
+        if isinstance(problem, AgentrlError) or type(made).__module__.startswith("agentrl."):
+            raise
+        raise ConfigError(f"{label}: {method.__name__} {raised_text(problem, own)}") from problem
+    if text := answer_problem(answer, method, own):
+        raise ConfigError(f"{label}: {method.__name__} {text}")
+    return answer
+
+
 def _fits(value: Any, hint: Any) -> bool:
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
@@ -125,7 +151,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, part) for part in parts)
     if kind is Any or not isinstance(kind, type):
         return True
-    if not issubclass(kind, Collection) or issubclass(kind, Mapping | str):
+    if issubclass(kind, Mapping):
+        return isinstance(value, kind) and all(_fits(item, part) for part in parts[1:] for item in value.values())
+    if not issubclass(kind, Collection) or issubclass(kind, str):
         return isinstance(value, _LIKE.get(kind, kind))
     # An array is a list too.
     listed = isinstance(value, Collection) and not isinstance(value, Mapping | str)
@@ -140,13 +168,15 @@ def _words_of(hint: Any) -> list[str]:
         return [repr(word) for word in parts]
     if isinstance(kind, type) and issubclass(kind, Collection) and not issubclass(kind, Mapping | str):
         return ["a list" + (f" (each {' or '.join(_words_of(parts[0]))})" if parts else "")]
+    if isinstance(kind, type) and issubclass(kind, Mapping) and parts[1:] not in ((), (Any,)):
+        return [f"a dict (each {' or '.join(_words_of(parts[1]))})"]
     return [_WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")]
 
 
 _LIKE: dict[Any, Any] = {bool: SupportsIndex, int: SupportsIndex, float: SupportsFloat}
 _WORDS: dict[Any, str] = {
     NoneType: "None", bool: "True or False", int: "a whole number", float: "a number", str: "a text", Path: "a path",
-    Mapping: "a dict", Callable: "a function",
+    Mapping: "a dict", dict: "a dict", Callable: "a function", Awaitable: "a coroutine",
 }  # fmt: skip
 
 
@@ -240,6 +270,10 @@ class ImageError(AgentrlError, ValueError):
 
 class EnvError(AgentrlError):
     """An environment failed (its own fault, not the policy's): the episode is unscored, never 0."""
+
+
+class HookError(EnvError):
+    """A hook of an environment answers with something else than it should: names file, line and hook."""
 
 
 class SandboxError(EnvError):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from math import gcd
 from typing import Any, Literal
 
@@ -99,7 +100,37 @@ def in_json(value: Any) -> Any:
     infinities are texts ("NaN", "-Infinity"), integers beyond a double a text that names their size. Raises ValueError for what
     has no JSON form."""
     # pydantic's own `inf_nan_mode` leaves floats as they are in Python's form.
-    return _in_words(to_jsonable_python(value))
+    try:
+        return _in_words(to_jsonable_python(value, fallback=_of_array))
+    except UnicodeEncodeError:  # half of a surrogate pair in a key, which pydantic refuses and a policy may write
+        return _in_words(json.loads(json.dumps(value, default=partial(to_jsonable_python, fallback=_of_array))))
+
+
+def json_form(value: Any) -> Any:
+    """The value itself if it is JSON; else as `in_json`, which a reader of its stored text sees. Raises ValueError for what has
+    no JSON form, and for a set, which has no order."""
+    try:
+        if to_jsonable_python(value) == value:  # in C, as a state may have millions of parts; no array passes it
+            return value
+    except ValueError:
+        pass
+    form = in_json(value)
+    _refuse_sets(value)
+    return form
+
+
+def _refuse_sets(value: Any) -> None:
+    if isinstance(value, set | frozenset):
+        raise ValueError(f"a set has no order ({value!r:.60})")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        _refuse_sets(part)
+
+
+def _of_array(value: Any) -> Any:
+    """A number or an array of numpy or torch."""
+    if not hasattr(value, "tolist"):
+        raise ValueError(f"a {type(value).__name__} has no JSON form")
+    return value.tolist()
 
 
 def _in_words(value: Any) -> Any:

@@ -19,7 +19,7 @@ from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Hidden, Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.catalog import make_env
 from agentrl.env.wrappers import TurnLimit
-from agentrl.utils.errors import EnvError, ToolTimeoutError
+from agentrl.utils.errors import EnvError, HookError, TaskDataError, ToolTimeoutError
 from agentrl.utils.threads import background
 from tests.env.shelf import shelf
 
@@ -354,3 +354,75 @@ def test_hidden_arguments_come_from_the_task() -> None:
         observation = env.step(call("mine", text="x"))[0]
         assert observation[0].content == f"{env.task.data['words'][0]}: x"
         assert "unexpected_argument" in env.step(call("mine", text="x", owner="eve"))[0][0].content
+
+
+async def later(self: Any, *args: Any) -> Any:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "said"),
+    [
+        ("gold_turns", "hi", "returned 'hi', expected a list (each a Message)"),
+        ("gold_turns", ["hi"], "returned ['hi'], expected a list (each a Message)"),
+        ("gold_turns", None, "returned None, expected a list (each a Message)"),
+        ("gold_turns", later, "returned a coroutine, expected a list (each a Message)"),
+        ("hidden", None, "returned None, expected a dict"),
+        ("horizon", "3", "returned '3', expected a whole number or None"),
+        ("family", 3, "returned 3, expected a text"),
+        ("user_models", None, "returned None, expected a list (each a UserModel)"),
+        ("gold_user", "bob", "returned 'bob', expected a User or None"),
+        ("state", {"seen": {1}}, "is no JSON value: a set has no order ({1})"),
+        ("state", object(), "is no JSON value: a object has no JSON form"),
+    ],
+)
+def test_a_hook_that_answers_with_another_type_is_named(hook: str, answer: Any, said: str) -> None:
+    """Whoever asks it: a horizon of None was taken from wrong gold turns, and a set failed when the episode was stored."""
+    odd: Any = type("Odd", (Notes,), {hook: answer if answer is later else lambda self, *args: answer})()
+    with pytest.raises(HookError) as error:
+        getattr(odd, hook)(*([] if hook in ("state", "user_models") else [odd.make_task(0, "train")]))
+    assert f"{hook} {said}. Correct it at {__file__}:" in str(error.value)
+    with pytest.raises(EnvError, match=hook):
+        if hook in ("family", "user_models", "gold_user"):  # no episode asks them
+            raise error.value
+        odd.reset(seed=0)
+        odd.step("done")
+
+
+def test_a_reply_of_the_user_that_is_no_list_of_messages_is_named() -> None:
+    for reply, said in (
+        (lambda self, message: [], "is not async"),
+        (wordy, "returned 'hi', expected a list \\(each a Message\\)"),
+    ):
+        odd: Any = type("Odd", (Notes,), {"user_reply": reply})()
+        odd.reset(seed=0)
+        with pytest.raises(EnvError, match=f"user_reply {said}"):
+            odd.step("done")
+
+
+async def wordy(self: Any, message: Message) -> Any:
+    return "hi"
+
+
+def test_numbers_of_numpy_in_a_task_or_a_state_are_those_of_json() -> None:
+    """No answer equals them, so that a right one was paid 0, and the episode could not be stored."""
+    odd: Any = type("Odd", (Notes,), {"state": lambda self: {1: np.int64(3), "all": (np.float32(0.5), np.arange(2))}})()
+    odd.reset(seed=0)
+    assert odd.state() == {"1": 3, "all": [0.5, [0, 1]]} and type(odd.state()["1"]) is int
+    task = Task("t", 0, "train", {"a": np.bool_(True)}, {"answer": np.int64(4)})
+    assert (task.data, task.gold) == ({"a": True}, {"answer": 4}) and type(task.gold["answer"]) is int
+    same = {"a": [1, {"b": None}]}
+    assert Task("t", 0, "train", same).data is same  # of JSON already
+    assert Task("t", 0, "train", {"\ud800": 1}).data == {"\ud800": 1}  # as a policy may write a key
+    with pytest.raises(TypeError, match=r"task 't': gold = .*a set has no order"):
+        Task("t", 0, "train", {}, {"answer": {1, 2}})
+
+
+@pytest.mark.parametrize(("split", "near"), [("heldot", "did you mean 'heldout'"), ("x", "its `splits` are train, heldout")])
+def test_a_split_that_the_class_does_not_declare_is_refused(split: str, near: str) -> None:
+    """An environment that ignores its split played other tasks than those that were asked for."""
+    careless: Any = type("Careless", (Notes,), {"make_task": lambda self, seed, split: Task(f"{seed}", seed, split)})()
+    for ask in (lambda: careless.make_task(0, split), lambda: careless.reset(seed=0, options={"split": split})):
+        with pytest.raises(TaskDataError, match=f"no split '{split}'; {near}"):
+            ask()
+    assert careless.make_task(0, "heldout").split == "heldout"

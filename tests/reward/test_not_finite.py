@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import compile_spec
 from agentrl.run.reader import episode_of
 from agentrl.utils.errors import AgentrlError
@@ -78,3 +78,25 @@ def test_an_unscored_member_is_in_no_baseline() -> None:
     members[0].reward, members[1].reward = 1.0, 0.0
     group = Group(0, 0, members)
     assert [one.reward for one in group.scored()] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("turns", 0, "message", "tool_calls", 0, "name"), 3, "tool call: name = 3"),
+        (("turns", 0, "message", "tool_calls", 0, "id"), None, "id = None"),
+        (("messages", 0, "content"), None, "content = None"),
+        (("tools",), ["get"], "tools: expected a list of objects"),
+        (("task", "gold"), None, "gold = None, expected a dict"),
+    ],
+)
+def test_a_part_of_another_type_in_an_edited_file_is_named_by_its_line(place: tuple[Any, ...], value: Any, said: str) -> None:
+    """Leaves that read it ended in a stack trace."""
+    turn = Turn(0, Message("assistant", "", (ToolCall("get", {"key": "a"}, "x"),)))
+    row: Any = Trajectory("e", Task("t", 0), messages=[Message("user", "q")], turns=[turn]).to_json()
+    inner = row
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(AgentrlError, match=rf"file\.jsonl, line 1: .*{said}"):
+        episode_of(json.dumps(row), "file.jsonl, line 1")

@@ -317,6 +317,9 @@ class SuiteEnv(Benchmark):
         kept = {name: value for name, value in self._built_with[1].items() if name in self.beside}
         return type(self)(source=str(self.source), scorer=None, **kept)._pool()[WHOLE]
 
+    def check_split(self, split: str) -> None:
+        """Nothing: `make_task` knows the splits, and `WHOLE`."""
+
     def make_task(self, rng_seed: int, split: str) -> Task:
         rows = self._rows(split)
         row = rows[rng_seed % len(rows)]
