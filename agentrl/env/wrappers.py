@@ -133,7 +133,7 @@ _THROUGH = frozenset({"observation_space", "action_space", "env", "spec"})
 def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:
     """`env` in the wrapper of that name. Raises ConfigError for an unknown name or invalid arguments."""
     try:
-        wrapped: ToolEnv = WRAPPERS.build(name, args, env)
+        wrapped: ToolEnv = WRAPPERS.build(name, args, env, kind=ToolEnv)
     except ValueError as problem:
         raise ConfigError(f"env.wrappers {name!r}: {problem}") from problem
     return wrapped

@@ -77,7 +77,7 @@ def assistant_turns(messages: Sequence[Message]) -> list[int]:
 
 def make_context_policy(choice: Choice) -> ContextPolicy:
     """A context policy. Raises ConfigError for an unknown name or argument, naming the nearest."""
-    context: ContextPolicy = CONTEXTS.build(choice.name, choice.args)
+    context: ContextPolicy = CONTEXTS.build(choice.name, choice.args, kind=ContextPolicy)
     return context
 
 

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -21,7 +21,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import derive
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler, pool_seeds, uniform
 from agentrl.rollout.starts import GoldStart, StartOutcome
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import ConfigError, call_method
 from agentrl.utils.registry import Registry
 
 # The contract
@@ -29,6 +29,7 @@ from agentrl.utils.registry import Registry
 MIXTURES: Registry[Callable[..., Mixture]] = Registry("rollout.mixture", "MIXTURES", "agentrl.rollout.mixtures")
 
 GOLDEN = (5**0.5 - 1) / 2
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Mixture(ABC):
 
 def make_mixture(choice: Choice) -> Mixture:
     """A new mixture. Raises ConfigError for an unknown name or argument, naming the nearest."""
-    mixture: Mixture = MIXTURES.build(choice.name, choice.args)
+    mixture: Mixture = MIXTURES.build(choice.name, choice.args, kind=Mixture)
     return mixture
 
 
@@ -206,19 +207,26 @@ class TaskSource:
         """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Determined at the first call."""
         if self._pool is None:
             self._pool = ()
-            wanted = self.sampler.wants()
+            wanted = self._ask(TaskSampler.wants)
             if wanted is not None:
                 env = self.env.build()
                 self._pool = pool_seeds(env, wanted)
                 env.close()
-                self.sampler.use(self._pool)
+                self._ask(TaskSampler.use, self._pool)
         return self._pool
+
+    def _ask(self, method: Callable[..., R], *args: Any) -> R:
+        return call_method(f"rollout.sampler {self.name!r}", method, self.sampler, *args)
+
+    def variants(self) -> Sequence[Mapping[str, Any]]:
+        """Environment parameters of the sampler, as `TaskSampler.variants`."""
+        return self._ask(TaskSampler.variants)
 
     def draw(self, index: int) -> TaskChoice:
         """The task of a group; the same again if it was drawn before (a group that is run again)."""
         self.pool()
         if index not in self._drawn:
-            choice = self.sampler.choose(self.run_seed, index)
+            choice = self._ask(TaskSampler.choose, self.run_seed, index)
             self._drawn[index] = choice if self.start is None else self.start.begin(self.run_seed, index, choice)
         return self._drawn[index]
 
@@ -246,21 +254,21 @@ class TaskSource:
         """At an update: the sampler learns from what finished since the last one."""
         # Sorted, because the order in which groups finish differs from run to run.
         outcomes, self._outcomes = sorted(self._outcomes, key=lambda outcome: outcome.index), []
-        self.sampler.observe(outcomes)
+        self._ask(TaskSampler.observe, outcomes)
         starts, self._starts = sorted(self._starts, key=lambda outcome: outcome.index), []
         if self.start is not None:
             self.start.observe(starts)
 
     def metrics(self) -> dict[str, float]:
         """The sampler's metrics, under `sampler/`."""
-        found = {f"sampler/{name}": value for name, value in self.sampler.metrics().items()}
+        found = {f"sampler/{name}": value for name, value in self._ask(TaskSampler.metrics).items()}
         return found if self.start is None else found | {f"sampler/{k}": v for k, v in self.start.metrics().items()}
 
     def to_json(self) -> dict[str, Any]:
         """The sampler's state, the choices of running groups, and the outcomes that it has not seen yet."""
         return {
             "name": self.name,
-            "state": self.sampler.state(),
+            "state": self._ask(TaskSampler.state),
             "drawn": {str(index): asdict(choice) for index, choice in self._drawn.items()},
             "outcomes": [asdict(outcome) for outcome in self._outcomes],
             **({} if self.start is None else {"start": self.start.state(), "starts": list(map(asdict, self._starts))}),
@@ -353,7 +361,7 @@ class MixedTasks:
             source.update()
         # Sorted, because the order in which groups finish differs from run to run.
         outcomes, self._outcomes = sorted(self._outcomes, key=lambda outcome: outcome.index), []
-        self.mixture.observe(outcomes)
+        self._ask(Mixture.observe, outcomes)
         self._step = step
 
     def shares(self) -> dict[str, float]:
@@ -362,7 +370,14 @@ class MixedTasks:
         return {name: share / sum(shares.values()) for name, share in shares.items()}
 
     def _shares(self) -> dict[str, float]:
-        return self.mixture.shares({name: weight_at(weight, self._step) for name, weight in self.weights.items()})
+        shares = self._ask(Mixture.shares, {name: weight_at(weight, self._step) for name, weight in self.weights.items()})
+        if shares.keys() != self.weights.keys() or min(shares.values()) < 0 or not sum(shares.values()):
+            expected = f"expected one >= 0 for each of {', '.join(self.weights)}, not all 0"
+            raise ConfigError(f"rollout.mixture {self.name!r} returned shares {shares!r:.80}, {expected}")
+        return shares
+
+    def _ask(self, method: Callable[..., R], *args: Any) -> R:
+        return call_method(f"rollout.mixture {self.name!r}", method, self.mixture, *args)
 
     def metrics(self) -> dict[str, float]:
         """The samplers' metrics under `sampler/`, and, of several environments, `sampler/NAME/`; and those of the mixture under
@@ -371,7 +386,7 @@ class MixedTasks:
             (source,) = self.sources.values()
             return source.metrics()
         found = {f"mixture/{name}/share": share for name, share in self.shares().items()}
-        found |= {f"mixture/{key}": value for key, value in self.mixture.metrics().items()}
+        found |= {f"mixture/{key}": value for key, value in self._ask(Mixture.metrics).items()}
         for name, source in self.sources.items():
             found |= {f"sampler/{name}/{key.removeprefix('sampler/')}": value for key, value in source.metrics().items()}
         return found
@@ -384,7 +399,7 @@ class MixedTasks:
             return source.to_json()
         return {
             "mixture": self.name,
-            "state": self.mixture.state(),
+            "state": self._ask(Mixture.state),
             "step": self._step,
             "begun": self._begun,
             "places": {str(index): list(place) for index, place in self._places.items()},

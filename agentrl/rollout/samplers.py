@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
@@ -45,6 +46,9 @@ class TaskChoice:
     env: str = ""
     horizon: int | None = None
     given: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", operator.index(self.seed))  # Gymnasium takes no number of numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ def uniform(run_seed: int, index: int, purpose: str) -> float:
 
 def make_sampler(choice: Choice) -> TaskSampler:
     """A new sampler. Raises ConfigError for an unknown name or argument, naming the nearest."""
-    sampler: TaskSampler = SAMPLERS.build(choice.name, choice.args)
+    sampler: TaskSampler = SAMPLERS.build(choice.name, choice.args, kind=TaskSampler)
     return sampler
 
 

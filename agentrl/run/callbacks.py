@@ -55,7 +55,7 @@ class Callbacks:
 
     def __init__(self, choices: Sequence[Choice] = (), more: Sequence[Callback] = ()) -> None:
         """Raises ConfigError for an unknown name or argument."""
-        self._all = [(choice.name, CALLBACKS.build(choice.name, choice.args)) for choice in choices]
+        self._all = [(choice.name, CALLBACKS.build(choice.name, choice.args, kind=Callback)) for choice in choices]
         self._all += [(type(one).__name__, one) for one in more]
 
     def update_hooks(self) -> dict[str, UpdateHook]:

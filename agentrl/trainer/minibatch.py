@@ -19,7 +19,7 @@ from agentrl.cluster.worker import Call, Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, KlConfig
 from agentrl.data.rows import TRUNCATED, Ragged, is_batch, is_ragged, row_counts, row_ids, spread
 from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins
-from agentrl.trainer.algorithms.base import Denominators
+from agentrl.trainer.algorithms.base import Denominators, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, Selection, kl_estimate, selection_of
 from agentrl.utils.errors import ConfigError, DispatchError
 
@@ -266,7 +266,12 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     weights = None
     if algorithm.correction is not None:
         rule = CORRECTIONS.bind(algorithm.correction.name, algorithm.correction.args)
-        weights = rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets)
+        sampled = view.tokens("sampled")
+        weights = rule(proximal_of(view), view.tokens("logprobs"), sampled, view.offsets)
+        label = f"algorithm.correction {algorithm.correction.name!r}"
+        check_output(label, weights, Tensor, "", sampled)
+        if not bool((weights[sampled] >= 0).all() and weights[sampled].isfinite().all()):  # a NaN would drop its token unseen
+            raise ConfigError(f"{label} returned weights that are negative or not finite; expected numbers of 0 and above")
     if algorithm.truncated == "mask":
         if TRUNCATED not in view:
             raise ConfigError('algorithm.truncated = "mask": the batch has no column truncated (agentrl.data.rows makes it)')

@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.utils.errors import AgentrlError, ConfigError, hint_text
+from agentrl.utils.errors import AgentrlError, ConfigError, hint_text, place_of
 from agentrl.utils.parsing import module_of
 from agentrl.utils.search_path import PRIVATE, given_object, is_given, load_module, shelves
 
@@ -161,18 +161,23 @@ class Registry(Mapping[str, T]):
         make = self.entry(name).make
         return bind(f"{self.kind} {name!r}", make, self._parameters(make), args)
 
-    def build(self, name: str, args: Mapping[str, Any], *given: Any) -> Any:
+    def build(self, name: str, args: Mapping[str, Any], *given: Any, kind: type[Any]) -> Any:
         """Call the component with what the caller passes and a config's arguments. Raises ConfigError as `bind` does, and if a
-        plug-in's code raises."""
+        plug-in's code raises, or makes something else than a `kind`."""
         make = self.bind(name, args)
         try:
-            return make(*given)
+            made = make(*given)
         except Exception as problem:
             if isinstance(problem, AgentrlError) or not self.is_plugin(name):
                 raise
             raise ConfigError(
                 f"{self.kind} {name!r}: it raised {type(problem).__name__}: {problem}. Correct the plug-in"
             ) from problem
+        own = [word for word in vars(kind) if not word.startswith("_")]
+        if not (isinstance(made, kind) or all(callable(getattr(made, word, None)) for word in own)):
+            at = place_of(self.entry(name).make)
+            raise ConfigError(f"{self.kind} {name!r}: it made {made!r:.80}, expected a {kind.__name__}. Correct it at {at}")
+        return made
 
     def arguments(self, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of the name's call: the defaults, overridden by `args`. Raises ConfigError as `bind` does."""

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+import agentrl
+from agentrl.config.schema import AlgorithmConfig, Choice
+from agentrl.data.rows import Ragged, build, nested_tensor
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import LossOutput, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
+from agentrl.trainer.minibatch import with_policies
 from agentrl.utils.errors import ConfigError
 from tests.sources import core_names
 
@@ -99,3 +103,25 @@ def test_what_a_loss_returns_is_named(answer: object, said: str) -> None:
         check_output("algorithm.loss 'mine'", answer, LossOutput, "loss", torch.zeros(4))
     assert f"algorithm.loss 'mine' {said}" in str(error.value)
     check_output("algorithm.loss 'mine'", LossOutput(torch.ones(4)), LossOutput, "loss", torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "returned None; expected a tensor of shape [4], a number for each token"),
+        (1.0, "returned 1.0; expected a tensor"),
+        (torch.ones(3), "returned a tensor of shape [3]; expected a tensor of shape [4]"),
+        (torch.tensor([1.0, float("nan"), 1.0, 1.0]), "returned weights that are negative or not finite"),
+        (torch.tensor([1.0, -1.0, 1.0, 1.0]), "returned weights that are negative or not finite"),
+    ],
+)
+def test_what_a_correction_returns_is_named(answer: Any, said: str) -> None:
+    """Without a word None left the update uncorrected, and a NaN took its token out of it."""
+    name = agentrl.give(lambda old, behaviour, mask, offsets: answer, "odd_correction")
+    algorithm = AlgorithmConfig(correction=Choice(name=name))
+    columns = {"logprobs": torch.zeros(4), "old_logprobs": torch.zeros(4), "sampled": torch.arange(4) > 0}
+    ends = torch.tensor([0, 4])
+    view = Ragged.of(build({key: nested_tensor(column, ends) for key, column in columns.items()}, 1))
+    with pytest.raises(ConfigError) as error:
+        with_policies(view, algorithm)
+    assert f"algorithm.correction {name!r} {said}" in str(error.value)

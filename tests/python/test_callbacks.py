@@ -109,6 +109,12 @@ def stop(row: Any, session: Any) -> None:
     raise RuntimeError("enough")
 
 
+class Half:
+    """No `on_group`."""
+
+    def on_step(self, row: Any, session: Any) -> None: ...
+
+
 async def test_what_a_callback_raises_names_it() -> None:
     def peek(group: agentrl.Group) -> None:
         raise KeyError("x")
@@ -117,6 +123,8 @@ async def test_what_a_callback_raises_names_it() -> None:
         return "yes"
 
     group = agentrl.Group(0, 0)
+    with pytest.raises(ConfigError, match=r"callbacks 'given:Half': it made .*Half.*, expected a Callback. Correct it at .*:\d+"):
+        Callbacks([Choice(name=agentrl.give(Half))])
     for call, message in [
         (Callbacks([], [Functions(stop)]).step({}, None), "callback on_step 'stop' raised RuntimeError: enough"),
         (Callbacks([], [Functions(None, peek)]).group(group), "callback on_group '.*peek' raised KeyError: 'x'"),

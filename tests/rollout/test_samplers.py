@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.utils.errors import ConfigError
+from agentrl.utils.search_path import give
 from tests.players import collector_of, only, tasks_of
 from tests.publishing import publish
 from tests.rollout.conftest import FaultyEngine, steps
@@ -48,6 +50,43 @@ def shares(sampler: TaskSampler, draws: int = 3000) -> dict[str, float]:
 
 def test_uniform_gives_the_seeds_that_the_platform_always_gave() -> None:
     assert [make_sampler(UNIFORM).choose(5, i) for i in range(3)] == [TaskChoice(derive(5, "task", i)) for i in range(3)]
+
+
+class Given(TaskSampler):
+    """Asked in a test with one answer in place of a right one."""
+
+    def __init__(self, **answers: Any) -> None:
+        for name, answer in answers.items():
+            setattr(self, name, answer)
+
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        return TaskChoice(np.int64(index))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("answers", "ask", "said"),
+    [
+        ({"choose": lambda seed, index: index}, "draw", "choose returned 3, expected a TaskChoice"),
+        ({"choose": lambda seed, index: TaskChoice("a")}, "draw", "choose raised TypeError: 'str' object cannot be"),  # type: ignore[arg-type]
+        ({"choose": lambda seed, index: {}["x"]}, "draw", "choose raised KeyError: 'x'"),
+        ({"wants": lambda: "all"}, "draw", "wants returned 'all', expected a whole number or None"),
+        ({"metrics": lambda: {"s": "x"}}, "metrics", "metrics returned {'s': 'x'}, expected a dict (each a number)"),
+        ({"state": list}, "to_json", "state returned [], expected a dict"),
+        ({"variants": lambda: None}, "variants", "variants returned None, expected a list"),
+    ],
+)
+def test_a_sampler_that_answers_with_another_type_is_named(answers: dict[str, Any], ask: str, said: str) -> None:
+    """By its name, and by the line of the user's file; it was a stack trace, or, as a metric, nothing."""
+    source = TaskSource(ENV, Given(**answers), "given:mine", 1)
+    with pytest.raises(ConfigError) as error:
+        getattr(source, ask)(*([3] if ask == "draw" else []))
+    assert f"rollout.sampler 'given:mine': {said}" in str(error.value)
+    assert __file__ in str(error.value) or "state" in answers
+    assert type(TaskSource(ENV, Given(), "given:mine", 1).draw(3).seed) is int  # of numpy, which Gymnasium refuses
+    with pytest.raises(
+        ConfigError, match=r"rollout.sampler 'given:five': it made 5, expected a TaskSampler. Correct it at .*:\d"
+    ):
+        make_sampler(Choice(name=give(lambda: 5, "five")))
 
 
 def test_weights_are_the_variance_of_the_reward() -> None:

@@ -117,7 +117,7 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     if rollout.accept is not None:
         FILTERS.bind(rollout.accept.name, rollout.accept.args)
     source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
-    for params in source.sampler.variants():
+    for params in source.variants():
         try:
             env.with_params(params).build().close()
         except AgentrlError as problem:

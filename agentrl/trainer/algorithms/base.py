@@ -163,13 +163,15 @@ def aggregate(
 
 
 def check_output(name: str, answer: Any, kind: type[Any], column: str, like: Tensor) -> None:
-    """Raise ConfigError, with the `name` of a loss or estimator, unless it returned a `kind` with a number for each token."""
-    found = getattr(answer, column, None) if isinstance(answer, kind) else None
+    """Raise ConfigError, with the `name` of a component, unless it returned a `kind` with a number for each token: in its
+    `column`, or, without one, a tensor itself."""
+    found = (getattr(answer, column, None) if column else answer) if isinstance(answer, kind) else None
     if isinstance(found, Tensor) and found.shape == like.shape:
         return
-    shown, inside = (answer, "") if found is None else (found, f" as {column}")
+    shown, inside = (answer, "") if found is None or not column else (found, f" as {column}")
     given = f"a tensor of shape {list(shown.shape)}" if isinstance(shown, Tensor) else f"{shown!r:.60}"
-    form = f"{kind.__name__}({column}=...) with a tensor of shape {list(like.shape)}, a number for each token"
+    made = f"{kind.__name__}({column}=...) with a tensor" if column else "a tensor"
+    form = f"{made} of shape {list(like.shape)}, a number for each token"
     raise ConfigError(f"{name} returned {given}{inside}; expected {form}")
 
 
