@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import sys
 import types
@@ -79,7 +80,8 @@ def given_object(name: str, key: str) -> Given:
     if found is None:
         raise ConfigError(
             f"{key}: {name!r} was defined in Python, and this process does not have it{hint_text(name, names())}; give it again "
-            "before it is used: agentrl.give(IT), then agentrl.train(resume=RUN); or put it into a file of envs/ or plugins/"
+            "before it is used: agentrl.give(IT), then agentrl.train(resume=RUN); or put it into a file of envs/, rewards/ or "
+            "plugins/"
         )
     return found
 
@@ -203,6 +205,9 @@ def here(path: str) -> Path:
     return Path(path)
 
 
+log = logging.getLogger(__name__)
+
+
 def shelves() -> list[Path]:
     """The folders to search, in order; only existing ones, each once."""
     folders = [
@@ -220,7 +225,14 @@ def shelves() -> list[Path]:
         resolved = folder.expanduser().resolve()
         if resolved.is_dir() and resolved not in unique:
             unique.append(resolved)
+        elif not resolved.is_dir() and resolved not in _MISSED:  # a name would be taken from another shelf without a word
+            _MISSED.add(resolved)
+            log.warning("AGENTRL_PATH: %s is no folder. Correct it; nothing is found there", folder)
     return unique
+
+
+_MISSED: set[Path] = set()
+"""Folders that were said to be missing, each once."""
 
 
 def find_file(name: str, folder: str, suffix: str, what: str) -> Path:

@@ -74,10 +74,13 @@ def test_listing_reads_and_does_not_run(here: Path) -> None:
     assert EnvRef("hello").default_reward() == str(here / "envs" / "hello" / "reward.json")
 
 
-def test_the_nearer_shelf_wins(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearer_shelf_wins(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     far = shelf(tmp_path / "far", summary="far away")
     monkeypatch.setenv("AGENTRL_PATH", f"{far}{os.pathsep}{tmp_path / 'missing'}")
-    assert shelves()[:2] == [here, far]
+    assert shelves()[:2] == shelves()[:2] == [here, far]
+    assert caplog.messages == [f"AGENTRL_PATH: {tmp_path / 'missing'} is no folder. Correct it; nothing is found there"]
     assert find_env("My/Hello-v0").summary == "says hi"
     monkeypatch.chdir(tmp_path)
     assert find_env("My/Hello-v0").summary == "says far away"
