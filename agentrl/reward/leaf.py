@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn
@@ -264,6 +264,7 @@ class PendingError(Exception):
         self.request = request
 
 
+@runtime_checkable
 class Client(Protocol):
     """Answers the requests of leaves, equal keys alike. An answer tells of a failure; a UserError ends the run."""
 
@@ -284,7 +285,7 @@ class Services(dict[str, Any]):
         self._config = config
 
     def __missing__(self, name: str) -> Client:
-        made: Client = self.setdefault(name, SERVICES.build(name, {}, self._config))
+        made: Client = self.setdefault(name, SERVICES.build(name, {}, self._config, kind=Client))
         return made
 
 
