@@ -87,11 +87,8 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         named = key == "model.chat_template" and not Path(path).suffix  # one of agentrl's, whatever else has that name
         return path if named or not Path(path).exists() else str(Path(path).absolute())
 
-    def relative_path(word: str, key: str) -> str:
-        return there(word, key) if word.startswith(("./", "../")) else word
-
     table = _change_strings(config.model_dump(), READ, there)
-    table = _change_strings(table, WORDS, relative_path)
+    table = _change_strings(table, WORDS, lambda word, key: there(word, key) if word.startswith(("./", "../")) else word)
     table = _change_strings(table, WRITTEN, lambda path, key: str(Path(there(path, key)).absolute()))
     return TrainConfig.model_validate(table)
 
