@@ -40,12 +40,12 @@ async def later(self: Worker) -> int:
     [
         ({"updaet": Broadcast()}, plain, "dispatch_table names 'updaet'.*did you mean 'update'"),
         ({}, plain, "public method 'update' has no entry"),
-        ({"update": "broadcast"}, plain, "is a str"),
+        ({"update": "broadcast"}, plain, "is not a strategy: 'broadcast'"),
         ({"update": Shard()}, plain, "the method has no parameter for it"),
         ({"update": Shard()}, counts, "'count', which is declared as"),
         ({"update": Shard()}, silent, "needs a result, the method returns None"),
         ({"update": Shard(collect="metrics", metrics={"loss": "median"})}, measured, "unknown metric reductions"),
-        ({"update": Broadcast()}, later, "async"),
+        ({"update": Broadcast()}, later, "must be a plain method: a worker runs one call"),
         ({"update": Broadcast()}, staticmethod(plain), "static"),
     ],
 )

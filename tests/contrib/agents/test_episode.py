@@ -123,7 +123,7 @@ def test_calls_side_by_side_keep_to_the_rules_of_the_tools_and_their_order() -> 
     (turn,) = trajectory.turns
     assert [(r.name, r.content) for r in turn.results] == [("put", "done"), ("put", "done"), ("get", "3"), ("get", "2")]
     assert [m.content for m in trajectory.messages if m.role == "tool"] == ["done", "done", "3", "2"]
-    assert sorted(trajectory.state["put"]) == [("a", "1"), ("b", "1")]
+    assert sorted(trajectory.state["put"]) == [["a", "1"], ["b", "1"]]
 
 
 def test_a_call_that_the_policy_did_not_sample_belongs_to_the_turn_after_which_it_was_made() -> None:
@@ -550,6 +550,6 @@ def test_what_an_agent_did_not_wait_for_is_done_before_the_end_and_nothing_after
     tasks: list[asyncio.Task[Any]] = []
     trajectory = one(says("There are 3."), program=hasty)
     assert (trajectory.stop, trajectory.reward, trajectory.error) == (StopReason.DONE, 0.0, None)  # it put something
-    assert trajectory.state == {"put": [("tea", "4")]}
+    assert trajectory.state == {"put": [["tea", "4"]]}
     assert [(r.name, r.content) for turn in trajectory.turns for r in turn.results] == [("put", "done")]
     assert refused == ["the episode is over"]
