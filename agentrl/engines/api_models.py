@@ -5,7 +5,6 @@ API models through litellm, Python functions, and scripted policies."""
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib.util
 import inspect
 import json
@@ -41,7 +40,7 @@ from agentrl.render.litellm_calls import (
 )
 from agentrl.render.tool_calls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
-from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError, raised_text
+from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError, did_you_mean, raised_text
 from agentrl.utils.event_loop import EPISODE
 from agentrl.utils.threads import DaemonThreads, in_thread
 
@@ -406,8 +405,8 @@ def _message(answer: Any) -> Message:
     if not isinstance(answer, Mapping | Message):
         raise RequestError(f"expected a text, a Message or a dict, got {type(answer).__name__}")
     for key in answer if isinstance(answer, Mapping) else ():
-        if key not in _KEYS and (near := difflib.get_close_matches(str(key), _KEYS, 1, 0.8)):
-            raise RequestError(f"{key}: no key of a message; did you mean {near[0]!r}?")
+        if key not in _KEYS and (near := did_you_mean(key, _KEYS, like=0.8)):
+            raise RequestError(f"{key}: no key of a message; {near}")
     said = answer if isinstance(answer, Message) else read_messages([{"role": "assistant", **answer}])[0]
     if said.role != "assistant":
         raise RequestError(f"its role is {said.role!r}, expected 'assistant'")

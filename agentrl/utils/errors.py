@@ -32,11 +32,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def did_you_mean(
-    word: object, known: Iterable[object], otherwise: str = "", *, most: int = 1, show: Callable[[str], str] = repr
+    word: object,
+    known: Iterable[object],
+    otherwise: str = "",
+    *,
+    most: int = 1,
+    show: Callable[[str], str] = repr,
+    like: float = 0.5,
 ) -> str:
     """A hint for a misspelled `word`: "did you mean 'x'?" with the nearest of `known`, at most `most` of them, each formatted
-    by `show`; `otherwise` if none is near."""
-    near = difflib.get_close_matches(str(word), sorted({str(item) for item in known}), n=most, cutoff=0.5)
+    by `show`; `otherwise` if none is `like` it (difflib's ratio)."""
+    near = difflib.get_close_matches(str(word), sorted({str(item) for item in known}), n=most, cutoff=like)
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
 

@@ -121,7 +121,6 @@ class EnvApp:
             if type(body["seed"]) is not int or not isinstance(body["split"], str):
                 raise RefusedError(400, "bad_request", "seed: expected a whole number; split: expected text")
             result: Json = env.make_task(body["seed"], body["split"])
-            wire.check_plain(result)
         elif body["what"] == "prompt":
             result = plain_prompt(env, Task(**body["task"]))
         elif body["what"] == "gold_turns":

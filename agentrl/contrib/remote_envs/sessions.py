@@ -192,7 +192,6 @@ class EnvSession:
         if options.get("user", GOLD) != GOLD:
             options["user"] = RecordedUser.of_row(options["user"])
         observation, info = await env.areset(seed=body["seed"], options=options)
-        wire.check_plain(env.task)
         return {"observation": self._row_of(env, observation), "info": info}
 
     async def _step(self, body: Body) -> Json:

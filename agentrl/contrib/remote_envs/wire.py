@@ -46,28 +46,6 @@ def _fields(item: object) -> dict[str, Json]:
     raise TypeError(f"{type(item).__name__} has no JSON form")
 
 
-def check_plain(task: Task) -> None:
-    """Raise EnvError if a client would get another task than this one: if it holds what JSON cannot."""
-    for name in ("data", "gold"):
-        here = getattr(task, name)
-        try:
-            there = json.loads(dumps(here))
-        except (TypeError, ValueError) as problem:
-            raise EnvError(f"task {task.id!r}: its {name} cannot be sent to a client: {problem}") from None
-        if not _same(here, there):
-            raise EnvError(
-                f"task {task.id!r}: its {name} is not JSON (keys that are no strings?): a client would get another one"
-            )
-
-
-def _same(here: Json, there: Json) -> bool:
-    if isinstance(here, Mapping):
-        return isinstance(there, dict) and here.keys() == there.keys() and all(_same(here[key], there[key]) for key in here)
-    if isinstance(here, list | tuple):
-        return isinstance(there, list) and len(here) == len(there) and all(map(_same, here, there))
-    return bool(here == there) or here != here  # a nan is not equal to itself
-
-
 def messages_of(rows: Sequence[Mapping[str, Json]]) -> list[Message]:
     """Inverse of a list of messages' JSON form."""
     return [message_of(row) for row in rows]
