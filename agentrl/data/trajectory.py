@@ -105,6 +105,10 @@ class Message:
             raise TypeError(
                 f"message: role = {self.role!r}, content = {self.content!r:.80}; expected one of {', '.join(ROLES)} and a text"
             )
+        if not all(isinstance(call, ToolCall) for call in self.tool_calls):
+            raise TypeError(
+                f"message: tool_calls = {self.tool_calls!r:.80}, expected ToolCalls. A task's data holds them as dicts"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def _classes(config: TrainConfig, scorers: Iterable[Scorer] = ()) -> list[type[S
 
 
 def check_services(config: TrainConfig, scorers: Mapping[str, Scorer], *, trains: bool, planned: bool = False) -> list[str]:
-    """All checks of the services of a run; returns warnings. Raises UserError. Reads: reward, and what each service reads."""
+    """All checks of the services of a run, each of which reads more; returns warnings. Raises UserError. Reads: reward."""
     services = _classes(config, scorers.values())
     return [note for service in services for note in service.check(config, scorers, trains, planned)]
 

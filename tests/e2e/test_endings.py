@@ -323,7 +323,12 @@ def check_end(place: Place, before: set[str], said: str, own: str) -> None:
     assert [path.name for path in (place.folder / "tmp").iterdir() if path.name not in ("ray", "torchinductor_root")] == []
     assert not unheld_memory() - before
     if (told := place.folder / "alive.json").exists():  # of the last Ray that was stopped
-        assert set(json.loads(told.read_text())) <= {"_train", "_attempt", "run_rollout", "_play"}, told.read_text()
+        assert set(json.loads(told.read_text())) <= {
+            "RunDriver.train",
+            "RunDriver._attempt",
+            "run_rollout",
+            "_RolloutJob.play",
+        }, told.read_text()
 
 
 @pytest.mark.parametrize(("engine", "staleness", "cluster", "ending"), list(params()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.contrib.users import ModelUser
-from agentrl.data.trajectory import Trajectory
+from agentrl.data.trajectory import Trajectory, message_of
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.reward import Context, Scorer, compile_spec
 from agentrl.utils.errors import ToolError
@@ -15,7 +15,7 @@ BY_ROUND = {"replay": {"$": "/task/gold/rounds"}}
 
 class Cabinet(ToolEnv):
     """`task.data["says"]`: the user's texts after the first, one a round; `task.data["brings"]`: by round, the names of the tools
-    that come with it (the others are there from the start). `task.data["history"]`: messages before the first."""
+    that come with it (the others are there from the start). `task.data["history"]`: rows of messages before the first."""
 
     id = "test/Cabinet-v0"
     scripted = True
@@ -24,7 +24,7 @@ class Cabinet(ToolEnv):
         raise NotImplementedError
 
     def prompt(self, task: Task) -> list[Message]:
-        return [*(Message(*item) for item in task.data.get("history", ())), Message("user", "begin")]
+        return [*map(message_of, task.data.get("history", ())), Message("user", "begin")]
 
     async def setup(self, task: Task) -> None:
         self.drawers: dict[str, list[str]] = {}

@@ -6,7 +6,7 @@ import copy
 import gc
 import json
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -63,7 +63,13 @@ def test_a_round_without_calls_goes_by() -> None:
 def test_an_opening_history_has_no_rounds() -> None:
     """user, assistant with a call, its result, assistant, and only then the episode's first user message."""
     shown = ToolCall("put", {"drawer": "z", "thing": "old"}, id="h")
-    history = [["user", "before"], ["assistant", "", (shown,)], ["tool", "z has 1"], ["assistant", "done before"]]
+    said = [
+        Message("user", "before"),
+        Message("assistant", "", (shown,)),
+        Message("tool", "z has 1"),
+        Message("assistant", "done"),
+    ]
+    history = [asdict(message) for message in said]
     gold = [[put("a", "x")], [put("a", "y")]]
     task = task_of(gold, history=history)
     right = played(task, [[[put("a", "x")]], [[put("a", "y")]]])

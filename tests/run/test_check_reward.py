@@ -37,14 +37,17 @@ def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_
     for part in ("env.reward", "'mine'", "key_value/train/0", "the task part of /root is not 1", "reward 0.5", '"success"',
                  f"agentrl reward lint {tmp_path}/mine.json --env key_value"):  # fmt: skip
         assert part in told, part
-    assert check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT)) == []
-    assert check_config(made(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]})) == []  # a cost is no part of the task
+    at = "reward spec 'mine' at /root: the gold solution earns"
+    assert f"{at} 0.5, the maximum is 1" in check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
+    # A cost is no part of the task.
+    assert check_config(made(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]})) == [f"{at} 0.95, the maximum is 1"]
 
 
 def test_faults_that_a_wrapper_injects_are_no_fault_of_the_gold(tmp_path: Path) -> None:
     """A script cannot try again, as a policy can. Without any fault the same gold is a success."""
     faults = [{"name": "tool_faults", "args": {"rate": 1.0}}]
-    assert check_config(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults})) == []
+    notes = check_config(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults}))
+    assert not [note for note in notes if "gold" in note]
 
 
 BROKEN = """

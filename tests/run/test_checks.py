@@ -81,10 +81,10 @@ def test_each_check_reads_what_it_says_and_nothing_else(path: Path, monkeypatch:
         return value
 
     def watched(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             running.append(name)
             try:
-                return check(*args)
+                return check(*args, **kwargs)
             finally:
                 running.pop()
 
