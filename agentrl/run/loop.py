@@ -27,7 +27,7 @@ from agentrl.rollout.stats import EngineMeter
 from agentrl.run.display import Count, Display, nothing, percent
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Row, kinds_of
-from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
+from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, service_metrics, shown_of, train_row
 from agentrl.run.session import Session, republish_to_new_replicas
 from agentrl.trainer.estimator_inputs import with_estimator_inputs
 from agentrl.utils.errors import ConfigError
@@ -154,8 +154,9 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     if config.rollout.max_staleness == 0:
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
         await session.engine.forget()
-        await session.services.forget()
-    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began) | session.services.metrics()
+        for service in session.services.values():
+            await service.forget()
+    row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began) | service_metrics(session)
     await run_log.evaluation(phase, session.collector.ledger.version, result, row)
     return result
 

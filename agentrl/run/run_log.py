@@ -106,6 +106,11 @@ def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool) -> Row:
     }
 
 
+def service_metrics(session: Session) -> dict[str, float]:
+    """Figures of the services of rewards since the last call."""
+    return {key: value for service in session.services.values() for key, value in service.metrics().items()}
+
+
 def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: Mapping[str, float]) -> Row:
     """The row of update number `ledger.version`: its `episodes_row`, what it did (`update`), and the wall-clock seconds of its
     parts."""
@@ -116,7 +121,7 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: 
         **update,
         **collector.metrics(),
         **session.player.metrics(),
-        **session.services.metrics(),
+        **service_metrics(session),
         **{f"groups/{state}": count for state, count in collector.ledger.counts().items()},
         "throughput/trained_tokens_per_s": None if trained is None else trained / max(laps["update_s"], 1e-9),
         **{f"time/{name}": seconds for name, seconds in laps.items()},

@@ -103,13 +103,6 @@ class RunServices(Services):
         for service in self.values():
             await service.close()
 
-    async def forget(self) -> None:
-        for service in self.values():
-            await service.forget()
-
-    def metrics(self) -> dict[str, float]:
-        return {key: value for service in self.values() for key, value in service.metrics().items()}
-
 
 def _classes(config: TrainConfig, scorers: Iterable[Scorer] = ()) -> list[type[Service]]:
     """The services that a config has keys for (`reward.NAME`), or that leaves ask."""

@@ -258,7 +258,8 @@ class Session:
     async def publish(self) -> None:
         """Publish the actors' weights to the engine, with the group ledger's version."""
         await self.collector.exchange(self.publisher.send)
-        await self.services.forget()
+        for service in self.services.values():
+            await service.forget()
 
     async def rest(self) -> None:
         """Free the engine's memory until the next `publish`, during an update in which no episode runs."""

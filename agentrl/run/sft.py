@@ -20,7 +20,7 @@ from agentrl.run.assembly import longest_row
 from agentrl.run.display import Count
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import kinds_of
-from agentrl.run.run_log import RunLog, evaluation_row
+from agentrl.run.run_log import RunLog, evaluation_row, service_metrics
 from agentrl.run.session import Session, republish_to_new_replicas
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import seal
@@ -63,7 +63,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             success = found.success
             seconds = time.monotonic() - began
             row = evaluation_row(found, kinds_of(session.envs), seconds)
-            run_log.row("gate", step, row | session.services.metrics())
+            run_log.row("gate", step, row | service_metrics(session))
             if not shut:
                 break
     if interrupt.requested:

@@ -338,7 +338,7 @@ class Course:
                 )
             ],
             player=SimpleNamespace(metrics=dict),
-            services=SimpleNamespace(metrics=dict, forget=unheard),
+            services={},
             engine=SimpleNamespace(forget=self.waited("forget", None)),
             display=Display(Console(quiet=True)),
             collector=SimpleNamespace(

@@ -63,7 +63,7 @@ async def test_a_step_whose_groups_lay_ready_has_the_speed_of_what_was_sampled_m
     session: Any = SimpleNamespace(
         collector=SimpleNamespace(metrics=lambda: {"tokens_sampled": 0.0}, ledger=SimpleNamespace(counts=dict)),
         player=SimpleNamespace(metrics=dict),
-        services=SimpleNamespace(metrics=dict),
+        services={},
     )
     meter = EngineMeter(engine)
     await meter.read()

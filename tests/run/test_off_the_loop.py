@@ -127,7 +127,7 @@ def session(tmp_path: Path, steps: int) -> Any:
     return SimpleNamespace(
         config=config, envs=(), folder=folder, display=display, collector=Steps(groups), saver=Saver(folder), publish=nothing,
         engine=SimpleNamespace(stats=nothing), learner=SimpleNamespace(step=nothing, tokens=None, hooks={}),
-        player=SimpleNamespace(metrics=dict), services=SimpleNamespace(metrics=dict, forget=nothing),
+        player=SimpleNamespace(metrics=dict), services={},
         watchdog=LoopWatchdog(0.0), callbacks=SimpleNamespace(step=nothing),
         tracing=None,
     )  # fmt: skip

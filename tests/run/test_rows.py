@@ -183,7 +183,7 @@ def test_a_row_of_an_update_and_its_readers_bear_null(tmp_path: Path) -> None:
             metrics=lambda: {"tokens_sampled": 12.0, "tokens_thrown": 4.0}, ledger=SimpleNamespace(counts=dict)
         ),
         player=SimpleNamespace(metrics=dict),
-        judges=SimpleNamespace(metrics=dict),
+        services={},
     )
     update = {"loss": float("nan"), "grad_norm": float("inf"), "tokens_trained": 8.0}
     played = episodes_row(groups, kinds_of(session.envs), several=False)

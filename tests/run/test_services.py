@@ -12,6 +12,7 @@ from agentrl.data.trajectory import Task, Trajectory
 from agentrl.reward import compile_spec, make_context
 from agentrl.run.assembly import assemble, read_inputs
 from agentrl.run.checks import check_config
+from agentrl.run.run_log import service_metrics
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests import tiny
 from tests.e2e.inside import config_of
@@ -84,8 +85,8 @@ async def test_a_run_has_one_service_for_all_its_leaves(tmp_path: Path, monkeypa
     made = assemble(config, read_inputs(config), model=tiny.build(tmp_path / "model"))
     assert [env.scorer.score(Trajectory("kv", Task("t", 0))).value for env in made.envs] == [0.25, 0.25]
     await made.start()
-    await made.services.forget()
-    assert made.services.metrics() == {"planted/marks": 1.0}
+    await made.services["planted"].forget()
+    assert service_metrics(made) == {"planted/marks": 1.0}
     await made.close()
     assert list(made.services) == ["planted"]
     assert made.services["planted"].course == ["asked", "asked", ["a", "b"], "forget", "close"]

@@ -164,4 +164,4 @@ def test_the_teacher_needs_only_random() -> None:
 
     env = build(calls=4, set_share=0.0)
     env.reset(seed=0)
-    assert play(env, 0, env.teacher(env.task, np.random.default_rng(0)))
+    assert play(env, 0, env.teacher(env.task, np.random.default_rng(0), wrong=0.0, malformed=0.0, stop=0.0))

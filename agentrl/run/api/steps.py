@@ -245,7 +245,8 @@ class LivePolicy:
         found = summarize(await republish_to_new_replicas(self._session, playing))
         if config.rollout.max_staleness == 0:
             await self._session.engine.forget()
-            await self._session.services.forget()
+            for service in self._session.services.values():
+                await service.forget()
         return found
 
     evaluate = BothMethod(_evaluate)
