@@ -221,10 +221,11 @@ def test_a_rollout_names_what_blocks_its_loop(limit: float, lines: int, tmp_path
     said: list[str] = []
     parts = SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str)
     session: Any = SimpleNamespace(start=nothing, parts=parts)
-    request: Any = SimpleNamespace(out=tmp_path, pairs=[], split="heldout", temperature=lambda _: None)
+    request: Any = SimpleNamespace(out=tmp_path, pairs=[], split="heldout", purpose="rollout", note=tmp_path / "note.json")
+    request.temperature = lambda *_: None
     display: Any = SimpleNamespace(warn=said.append, doing=lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(rollout, "run_tasks", blocking)
     monkeypatch.setattr(rollout, "SLOW_LOOP", limit)
     config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, [])
-    asyncio.run(rollout._play(config, request, session, [], rollout.RolloutOutcome(), display))
+    asyncio.run(rollout._RolloutJob(config, request, display).play(session, []))
     assert len(said) == lines

@@ -30,21 +30,19 @@ from agentrl.cluster.worker import Call, Mesh, WorkerContext
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
-    DemonstrationsConfig,
-    ExperienceConfig,
     LoraSection,
     ModelConfig,
     OptimConfig,
 )
 from agentrl.contrib.titan.engine import require_torchtitan
 from agentrl.data.expert_routing import FREE
-from agentrl.data.rows import collate, nested_tensor, offsets_of, select
-from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN
+from agentrl.data.rows import collate, nested_tensor, offsets_of, select, wide
+from agentrl.data.schedule import FRESH, ORIGIN
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import PACKED, register_packed_attention
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.language_model import Micro, PolicyModule, share_tokens
-from agentrl.trainer.minibatch import cut_update
+from agentrl.trainer.minibatch import TERMS, Term, cut_update
 from agentrl.trainer.parallel import Ulysses
 from agentrl.trainer.roles import Critic, ModelRole, Reference
 from agentrl.trainer.train_engine import TRAIN_ENGINES
@@ -69,8 +67,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "added": {
         "aggregate": "seq_mean_token_mean",
-        "experience": ExperienceConfig(coef=0.7),
-        "demonstrations": DemonstrationsConfig(coef=0.3),
     },
 }
 ULYSSES = ModelConfig(sequence_parallel=2)
@@ -479,8 +475,9 @@ def by_token(batch: Any, routers: int) -> tuple[Any, torch.Tensor]:
 def added() -> Any:
     """The rows of `noisy`, of which the last four were added: two in the policy loss, one in each other term."""
     batch = noisy()
-    batch[ORIGIN] = torch.tensor([FRESH] * 9 + [KEPT, KEPT, IMITATED, SHOWN])
-    return batch
+    batch[ORIGIN] = torch.tensor([FRESH] * 9 + [1, 1, 2, 3])
+    terms = Term("experience", False, 0.7), Term("imitated", True, 0.7), Term("demonstrations", True, 0.3)
+    return batch.update({TERMS: wide(terms, len(batch))})
 
 
 BATCHES: dict[str, Callable[[], Any]] = {"ledgers": of_ledgers, "idle": idle, "added": added}
