@@ -169,8 +169,7 @@ def registries() -> list[Registry[Any]]:
     ]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}
     declared = sum(
-        text.count("] = Registry(")
-        for text in (f.read_text() for f in PACKAGE.rglob("*.py") if f.name != "registry.py" and "contrib" not in f.parts)
+        text.count("] = Registry(") for text in (f.read_text() for f in PACKAGE.rglob("*.py") if f.name != "registry.py")
     )
     assert len(found) == declared, "a registry is declared in a module that is not listed here"
     return list(found.values())

@@ -40,9 +40,6 @@ SAMPLED = [False, True, True, False, False, True]
 UNCALLED = ("engine", "model.engine", "weights.route", "trackers")
 """Keys of classes that start processes: only their form is checked."""
 
-TRIALS: Registry[Callable[[Any, Choice], None]] = Registry("trial", "TRIALS", "agentrl.contrib.preflight.plugin_trials")
-"""Trials of components that a folder of `agentrl.contrib` defines, by config key. Each gets the component and its choice."""
-
 
 class TrialError(Exception):
     """An answer that a run could not use: names it and the expected form."""
@@ -88,9 +85,8 @@ def _trials(start: RunStart) -> Iterator[tuple[str, Choice | None, Callable[[Any
         one = alone(config, env)
         if env.advantage is not None:
             yield "env.advantage", env.advantage, partial(_advantage, one.rollout.group_size)
-        if env.sandbox is not None and "env.sandbox.provider" in TRIALS:
-            choice = Choice(name=env.sandbox.provider, args=env.sandbox.args)
-            yield "env.sandbox.provider", choice, TRIALS["env.sandbox.provider"]
+        if env.sandbox is not None:
+            yield "env.sandbox.provider", Choice(name=env.sandbox.provider, args=env.sandbox.args), _sandbox
         yield "env.sampler", env.sampler, _sampler
         yield "rollout.context", one.rollout.context, partial(_context, one.rollout)
 
@@ -266,3 +262,25 @@ def _context(rollout: RolloutConfig, make: Any, choice: Choice) -> None:
         answer = asyncio.run(policy.rewrite(Moment(talk, 1, tokens, rollout.max_turn_tokens, most, ask)))
         for message in () if answer is None else answer:
             expect_type(Message, message)
+
+
+def _sandbox(make: Any, choice: Choice) -> None:
+    """A command and a file of a sandbox that starts here; one on other machines costs money, and is not started."""
+    from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, Sandbox, SandboxProvider, SandboxSpec
+
+    expect_type(SandboxProvider, provider := make())
+    if (reason := provider.unavailable()) is not None:
+        return expect_type(str, reason)  # the check of environments says it
+
+    async def use() -> None:
+        expect_type(Sandbox, sandbox := await provider.start(SandboxSpec()))
+        try:
+            expect_type(ExecResult, await sandbox.exec(["true"]))
+            await sandbox.write({"a": b"text"})
+            if (content := await sandbox.read("a")) != b"text":
+                raise TrialError(f"reads {content!r:.60} from a file, expected b'text', which was written")
+        finally:
+            await sandbox.stop()
+
+    if "remote" not in SANDBOXES.entry(choice.name).traits:
+        asyncio.run(use())
