@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
-from agentrl.data.rows import collate, nested_tensor, offsets_of
+from agentrl.data.rows import collate, nested_tensor, offsets_of, select
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import Meter
@@ -25,6 +25,41 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_logprobs_are_those_of_plain_transformers(tiny: str) -> None:
+    batch = make_batch(6)
+    found = start(tiny).run(Actor.compute_logprob, batch, temperature=0.7)
+    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager")
+    for row in range(6):
+        ids, sampled = batch["token_ids"][row], batch["sampled"][row]
+        with torch.no_grad():
+            table = torch.log_softmax(model(ids[None]).logits[0] / 0.7, -1)
+        expected = torch.zeros(len(ids))
+        expected[1:] = table[:-1].gather(1, ids[1:, None]).squeeze(1)
+        entropy = torch.zeros(len(ids))
+        entropy[1:] = -(table.exp() * table).sum(-1)[:-1]
+        assert torch.allclose(found["logprobs"][row], expected * sampled, atol=2e-6)
+        assert torch.allclose(found["entropy"][row], entropy * sampled, atol=2e-5)
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"])
+def test_micro_batching_changes_nothing(tiny: str, aggregate: str) -> None:
+    batch = make_batch(12)
+    algorithm = AlgorithmConfig(minibatch=6, aggregate=aggregate)
+    runs = [start(tiny, micro_tokens=cap) for cap in (4096, 150, 120)]
+    metrics = [train_batch(group, Actor.update, batch, algorithm) for group in runs]
+    for other in metrics[1:]:
+        assert other["minibatches"] == 2
+        assert other["loss"] == pytest.approx(metrics[0]["loss"], abs=1e-5)
+        assert other["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-5)
+
+
+def test_row_order_of_a_minibatch_changes_nothing_but_rounding(tiny: str) -> None:
+    batch = make_batch(8)
+    turned = select(batch, list(range(7, -1, -1)))
+    found = [train_batch(start(tiny), Actor.update, b, PLAIN)["grad_norm"] for b in (batch, turned)]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_rows_without_advantage_are_not_computed_but_under_an_entropy_bonus_they_are(tiny: str) -> None:
     batch = make_batch(8)
     end = int(batch["advantages"].offsets()[4])
@@ -34,6 +69,16 @@ def test_rows_without_advantage_are_not_computed_but_under_an_entropy_bonus_they
     bonus = PLAIN.model_copy(update={"entropy_bonus": 0.1})
     metrics = train_batch(start(tiny), Actor.update, batch, bonus)
     assert metrics["tokens_computed"] == metrics["tokens_trained"] == int(sampled.sum())
+
+
+def test_a_batch_without_any_advantage_leaves_the_weights(tiny: str) -> None:
+    group = start(tiny)
+    before = weights(group)
+    batch = make_batch(4)
+    batch["advantages"].values().zero_()
+    metrics = train_batch(group, Actor.update, batch, PLAIN)
+    assert metrics["minibatches"] == 1 and metrics["grad_norm"] == 0 and metrics["lr"] > 0
+    assert same(before, weights(group))
 
 
 def test_same_inputs_same_bits_and_another_seed_another_order(tiny: str) -> None:
