@@ -154,8 +154,9 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for hook in CHECKED & vars(cls).keys():
-            if inspect.isfunction(own := vars(cls)[hook]):
+        for hook in CHECKED:
+            owner = next(one for one in cls.__mro__ if hook in vars(one))
+            if (owner is cls or not issubclass(owner, EnvHooks)) and inspect.isfunction(own := vars(owner)[hook]):
                 setattr(cls, hook, _check_hook(hook, own))
 
     @abstractmethod

@@ -50,10 +50,10 @@ def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
 
         content, parsed = parse_tool_calls(action.content)
         action = replace(action, content=content, tool_calls=tuple(replace(call, id="") for call in parsed))
-    calls: list[ToolCall] = []
+    calls, seen = list[ToolCall](), set[str]()
     for number, call in enumerate(action.tool_calls, start=calls_before):
-        again = not call.id or any(call.id == other.id for other in calls)
-        calls.append(replace(call, id=f"call_{number}") if again else call)
+        calls.append(replace(call, id=f"call_{number}") if not call.id or call.id in seen else call)
+        seen.add(calls[-1].id)
     made = tuple(calls)
     return action if made == action.tool_calls else replace(action, tool_calls=made), calls_before + len(calls)
 

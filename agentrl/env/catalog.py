@@ -28,17 +28,7 @@ from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import module_of
 from agentrl.utils.redaction import references, resolve_references
 from agentrl.utils.registry import bind
-from agentrl.utils.search_path import (
-    PREFIX,
-    find_file,
-    given_object,
-    here,
-    is_given,
-    load_module,
-    nearest,
-    own_reward,
-    shelves,
-)
+from agentrl.utils.search_path import PREFIX, find_file, given_object, here, is_given, load_module, nearest, own_reward, shelves
 
 if TYPE_CHECKING:
     from agentrl.env import ToolEnv

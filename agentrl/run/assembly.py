@@ -35,13 +35,7 @@ from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import AGENTS, Agents, LocalPlayer, Player, RunEnv
 from agentrl.run.engine_choice import engine_name, engine_of, make_engine, maker_of
 from agentrl.run.services import RunServices
-from agentrl.trainer.pretrained import (
-    load_tokenizer,
-    model_config,
-    model_context,
-    packaged_tokenizer,
-    unused_ids,
-)
+from agentrl.trainer.pretrained import load_tokenizer, model_config, model_context, packaged_tokenizer, unused_ids
 from agentrl.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ class Service(Client):
         """End the engines; idempotent."""
 
     async def forget(self) -> None:
-        """Drop answers that a run which goes on from a checkpoint of this moment would not know."""
+        """Drop answers that a run resumed from this moment would not know."""
 
     def metrics(self) -> dict[str, float]:
         """Figures since the last call."""

@@ -13,6 +13,7 @@ import threading
 import tomllib
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -108,12 +109,11 @@ def in_json(value: Any) -> Any:
 
 def json_form(value: Any) -> Any:
     """The value itself if it is JSON; else as `in_json`, which a reader of its stored text sees. Raises ValueError for what has
-    no JSON form, and for a set, which has no order."""
-    try:
-        if to_jsonable_python(value) == value:  # in C, as a state may have millions of parts; no array passes it
+    no JSON form, and for a set (no order)."""
+    with suppress(ValueError):
+        # In C: states may be large. No array passes the first, no unbounded number the second.
+        if to_jsonable_python(value) == value and json.dumps(value, allow_nan=False):
             return value
-    except ValueError:
-        pass
     form = in_json(value)
     _refuse_sets(value)
     return form

@@ -413,6 +413,8 @@ def test_numbers_of_numpy_in_a_task_or_a_state_are_those_of_json() -> None:
     assert (task.data, task.gold) == ({"a": True}, {"answer": 4}) and type(task.gold["answer"]) is int
     same = {"a": [1, {"b": None}]}
     assert Task("t", 0, "train", same).data is same  # of JSON already
+    # Equal to themselves, and null once stored.
+    assert Task("t", 0, "train", {"a": math.inf, "b": 10**5000}).data == {"a": "Infinity", "b": "an integer of about 5000 digits"}
     assert Task("t", 0, "train", {"\ud800": 1}).data == {"\ud800": 1}  # as a policy may write a key
     with pytest.raises(TypeError, match=r"task 't': gold = .*a set has no order"):
         Task("t", 0, "train", {}, {"answer": {1, 2}})
@@ -426,3 +428,20 @@ def test_a_split_that_the_class_does_not_declare_is_refused(split: str, near: st
         with pytest.raises(TaskDataError, match=f"no split '{split}'; {near}"):
             ask()
     assert careless.make_task(0, "heldout").split == "heldout"
+
+
+def test_hooks_of_a_mixin_are_checked_too() -> None:
+    """The mixin is no environment, so nothing looked at its hooks."""
+
+    class Mixin:
+        def make_task(self, seed: int, split: str) -> Task:
+            return Task(f"{seed}", seed, split)
+
+        def gold_turns(self, task: Task) -> Any:
+            return 3
+
+    odd: Any = type("Odd", (Mixin, Notes), {})()
+    with pytest.raises(HookError, match=r"gold_turns returned 3, expected a list .*test_tool_env\.py:"):
+        odd.gold_turns(odd.make_task(0, "train"))
+    with pytest.raises(TaskDataError, match="no split 'tset'"):
+        odd.make_task(0, "tset")

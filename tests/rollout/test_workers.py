@@ -25,14 +25,7 @@ from agentrl.rollout.engine import Engine, Generation, Sampling, Usage
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
-from agentrl.rollout.workers.channel import (
-    Channel,
-    Door,
-    Hub,
-    dial,
-    fault_fields,
-    fault_of,
-)
+from agentrl.rollout.workers.channel import Channel, Door, Hub, dial, fault_fields, fault_of
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.run.folder import lines
 from agentrl.utils.errors import ModelError, RenderError, WorkerDiedError, WorkerError

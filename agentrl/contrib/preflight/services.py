@@ -36,8 +36,8 @@ ANSWER_S = 20.0
 """Seconds in which each server and model must answer."""
 
 
-@RUN_CHECKS.register("services")
-def check_services(start: RunStart) -> list[str]:
+@RUN_CHECKS.register("preflight")
+def check_preflight(start: RunStart) -> list[str]:
     """Raise ConfigError for an MCP server that does not start or list its tools (with what it wrote), a missing or refused key
     (with its variable), a model that is not there and a request that it refuses (with the parameter); ResourceError for an
     address that does not answer. In a plan nothing is asked that costs money, so of an API only its key.

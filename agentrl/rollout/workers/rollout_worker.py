@@ -22,21 +22,8 @@ from agentrl.rollout.player import Job, Player
 from agentrl.rollout.workers.channel import Channel, Door, Fields, Handler, dial, fault_fields, fault_of
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import LoopWatchdog
-from agentrl.utils.spans import (
-    TracePlace,
-    TraceSpan,
-    add_listener,
-    at,
-    from_json,
-    here,
-    listens_to_all,
-    machine,
-    now,
-    to_json,
-)
-from agentrl.utils.spans import (
-    receive_span as told,
-)
+from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at, from_json, here, listens_to_all, machine, now, to_json
+from agentrl.utils.spans import receive_span as told
 from agentrl.utils.threads import in_thread
 
 # Spans

@@ -18,12 +18,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
 from agentrl.run.callbacks import check_callbacks
-from agentrl.run.checks.env_checks import (
-    check_named,
-    check_start,
-    run_section_checks,
-    suite_notes,
-)
+from agentrl.run.checks.env_checks import check_named, check_start, run_section_checks, suite_notes
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
 from agentrl.run.checks.reward_checks import check_decided, check_gold, check_lint, check_success
 from agentrl.run.checks.rollout_checks import (
@@ -34,14 +29,7 @@ from agentrl.run.checks.rollout_checks import (
     check_trainable,
     check_warm_start,
 )
-from agentrl.run.checks.size_checks import (
-    check_cache,
-    check_capacity,
-    check_heads,
-    check_placement,
-    check_sizes,
-    check_workers,
-)
+from agentrl.run.checks.size_checks import check_cache, check_capacity, check_heads, check_placement, check_sizes, check_workers
 from agentrl.run.engine_choice import engine_name
 from agentrl.run.services import check_services
 from agentrl.run.trackers import check_trackers

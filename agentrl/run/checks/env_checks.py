@@ -15,6 +15,7 @@ from agentrl.env.wrappers import WRAPPERS
 from agentrl.rollout.context import CONTEXTS
 from agentrl.rollout.samplers import fresh_seed, make_sampler
 from agentrl.run.digests import suite_env
+from agentrl.trainer.update_hooks import SECTIONS
 from agentrl.utils.errors import CatalogError, ConfigError
 from agentrl.utils.registry import Registry
 
@@ -78,8 +79,8 @@ def _with_key(problem: CatalogError, keys: Keys, entry: str, place: str) -> Cata
 
 CHECKS: Registry[Callable[[TrainConfig, EnvRef], None]] = Registry("section", "CHECKS", "agentrl.run.checks")
 """Checks of a config with one environment, each by the name of a section without which it is not run."""
-OPTIONAL = ("rollout.branch", "algorithm.demonstrations", "algorithm.distillation", "algorithm.experience")
-"""Sections of features in contrib: a config with one of them is refused if its feature is not installed."""
+OPTIONAL = ("rollout.branch", *(f"algorithm.{name}" for name in SECTIONS))
+"""Sections of features in contrib: a config with one is refused if that is missing."""
 
 
 def run_section_checks(one: TrainConfig, ref: EnvRef) -> None:

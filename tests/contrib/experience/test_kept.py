@@ -12,14 +12,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    Choice,
-    DemonstrationsConfig,
-    ExperienceConfig,
-    KlConfig,
-    RolloutConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, Choice, DemonstrationsConfig, ExperienceConfig, KlConfig, RolloutConfig
 from agentrl.contrib.experience.checks import check_experience
 from agentrl.contrib.experience.hooks import RARE, Demonstrations, Experience, demonstration_rows
 from agentrl.data.expert_routing import FREE

@@ -9,14 +9,7 @@ from agentrl.env import Message, content_split
 from agentrl.env.catalog import find_env
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.search_path import load_module
-from tests.shelf.conversation_probes import (
-    build,
-    gold_episode,
-    null_score,
-    play,
-    seen_by_policy,
-    teacher_success,
-)
+from tests.shelf.conversation_probes import build, gold_episode, null_score, play, seen_by_policy, teacher_success
 
 PATH = find_env("search").path
 assert PATH is not None
