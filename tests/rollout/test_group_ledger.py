@@ -171,6 +171,17 @@ class Counted(list):
         return super().__iter__()
 
 
+def test_after_a_resume_a_group_that_is_too_old_is_named_whatever_its_neighbours_are() -> None:
+    ledger = GroupLedger(1, max_staleness=4)
+    assert [ledger.admit(), ledger.admit()] == [0, 1]
+    ledger.version = 4
+    for index, version in enumerate([0, 4]):
+        ledger.complete(group_of(index, [[version]]))
+    again = GroupLedger(1, max_staleness=1)
+    again.load_json(ledger.to_json())
+    assert again.too_old() == [0]
+
+
 def test_selection_reads_no_tokens() -> None:
     """Each look at the ledger read every token of every complete group: O(groups^2 x tokens) an update."""
     size = 64
