@@ -1,5 +1,5 @@
-"""Hooks of updates: rare successes that are kept for later ones, gold solutions of tasks at which a whole group failed, and the
-advantages of a teacher."""
+"""Hooks of updates: rare successes that are kept for later ones, gold solutions of tasks at which a whole group failed, the
+advantages of a teacher, and the results of tools."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from agentrl.rollout.player import RunEnv, success_rate
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.rollout.warm_start import gold_transcript, without_chance
 from agentrl.run.assembly import longest_row
+from agentrl.run.callbacks import CALLBACKS, Callback
 from agentrl.trainer.minibatch import Term, proximal_of
 from agentrl.trainer.update_hooks import ADDED, UPDATE_HOOKS, UpdateHook
-from agentrl.utils.errors import CheckpointError, EnvError
+from agentrl.utils.errors import CheckpointError, ConfigError, EnvError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -228,3 +229,43 @@ class Distillation(UpdateHook):
         ahead = (view.tokens("teacher_logprobs") - proximal_of(view)) * mask
         advantages = self.reward_coef * view.tokens("advantages") + self.coef * ahead
         return view.with_tokens(advantages=advantages), {"teacher/kl": -float(ahead.sum() / mask.sum().clamp(min=1))}
+
+
+# Results of tools
+
+
+@CALLBACKS.register("echo")
+class Echo(Callback, UpdateHook):
+    """Echo adds to the loss of an update, successes and failures alike,
+
+        coef x mean over o of -log pi(x_o | x_<o),
+
+    with o the tokens of its rows that the policy did not sample, after the first that it did: results of tools, messages of
+    users, and the template around them (ECHO; Shrivastava et al. 2026, arXiv:2605.24517). Departures: log pi has the temperature
+    of the rollouts, and each row is computed a second time, unless prefix sharing joins the two. The default of `coef` is ours.
+    """
+
+    def __init__(self, coef: float = 0.1) -> None:
+        """Raises ConfigError for a coefficient that is not above 0."""
+        if not 0 < coef < float("inf"):
+            raise ConfigError(f"callbacks.echo.coef: {coef:g} is not a number above 0. Leave echo out to turn it off")
+        self.term: Term = Term("echo", True, coef)
+        self._rows: TensorDict | None = None
+
+    def change_advantages(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
+        """Note the rows of the update. Raises ConfigError for rows with pictures."""
+        if any(view.images(row) for row in range(len(view))):
+            raise ConfigError("callbacks.echo: the episodes hold pictures, whose tokens are not predicted. Leave echo out")
+        offsets = offsets_of(view.batch["sampled"])
+        rows = [(sampled.cumsum(0) > 0) & ~sampled for sampled in view.batch["sampled"].unbind()]
+        observed = torch.cat(rows)
+        columns: TensorDict = view.batch.select(*ADDED, strict=False)
+        nothing = nested_tensor(torch.zeros(len(observed)), offsets)
+        # Another episode of the same group: a mean over the tokens of an episode must not count these, a shared prefix may.
+        columns["member"] = MEMBER - 1 - columns.get("member")
+        self._rows = columns.update({"sampled": nested_tensor(observed, offsets), "advantages": nothing, "logprobs": nothing})
+        return view, {"echo/tokens": float(observed.sum())}
+
+    def draw(self, step: int, fresh: int) -> tuple[TensorDict | None, dict[str, float]]:
+        rows, self._rows = self._rows, None
+        return rows, {}

@@ -357,6 +357,8 @@ async def _session(
                 f"algorithm.{name}: a step-wise loop chooses its batches itself, and nothing is added to it; leave it out "
                 f"(overrides={{'algorithm.{name}': False}})"
             )
+    if made.callbacks:
+        raise ConfigError("callbacks: a step-wise loop calls none of them. Leave the key out")
     one_temperature(made.rollout, "a step-wise loop")
     await in_thread("load", check_train, made)
     raise_gc_threshold()

@@ -176,6 +176,24 @@ def test_a_step_wise_loop_refuses_what_it_would_not_add(name: str) -> None:
         session("quickstart", overrides={f"algorithm.{name}": {}})
 
 
+def test_a_step_wise_loop_refuses_callbacks() -> None:
+    with pytest.raises(ConfigError, match=r"callbacks: a step-wise loop calls none of them"):
+        session("quickstart", overrides={"callbacks": [{"name": "echo"}]})
+
+
+def test_a_run_learns_from_what_answers_it_although_no_reward_differs(tmp_path: Path) -> None:
+    words = [
+        "steps=3",
+        "env={id='service_desk'}",
+        "eval.tasks=1",
+        "rollout={groups=2,group_size=2,max_turns=3,max_turn_tokens=8}",
+    ]
+    rows = updates(execute(tiny(tmp_path, "echo", *words, "callbacks=[{name='echo',args={coef=1.0}}]")))
+    assert all(row["advantage_zero"] == 1 and (row["grad_norm"] > 0) == (row["echo/tokens"] > 0) for row in rows)
+    found = [row["loss"] - row["echo/nll"] for row in rows if row["echo/tokens"]]
+    assert found == pytest.approx([0.0] * len(found), abs=1e-5) and found
+
+
 def test_the_tasks_of_groups_that_a_filter_drops_are_shown_too(tmp_path: Path) -> None:
     """Three groups were replaced because nobody solved them, and so were their three replacements not: four are shown."""
     filtered = ["rollout.filter_zero_variance=true", "rollout.max_filtered=1.0", "env.reward=key_value_exact"]

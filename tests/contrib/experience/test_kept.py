@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice, DemonstrationsConfig, ExperienceConfig, KlConfig, RolloutConfig
 from agentrl.contrib.experience.checks import check_experience
-from agentrl.contrib.experience.hooks import RARE, Demonstrations, Experience, demonstration_rows
+from agentrl.contrib.experience.hooks import RARE, Demonstrations, Echo, Experience, demonstration_rows
 from agentrl.data.expert_routing import FREE
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.schedule import FRESH, ORIGIN, cut_minibatches
@@ -159,6 +159,49 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mod
         assert metrics["experience/kl_behaviour"] == pytest.approx(-apart.mean().item(), rel=1e-3) and apart.mean().abs() > 1e-3
         assert metrics["experience/log_ratio_max"] == pytest.approx(apart.abs().max().item(), rel=1e-3)
         assert metrics["experience/ratio"] == pytest.approx(apart.exp().mean().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("sharing", ["off", "auto"])
+@pytest.mark.parametrize(("mode", "temperature"), [("token_mean", 1.0), ("seq_mean_token_mean", 1.5)])
+def test_results_of_tools_are_learned_by_their_likelihood(tiny: str, sharing: str, mode: str, temperature: float) -> None:
+    """Loss and gradient by hand: of each row the tokens after its first sampled one that the policy did not sample."""
+    config = config_of(
+        algorithm=algorithm(aggregate=mode, truncated="mask"),
+        rollout=RolloutConfig(temperature=temperature),
+        optim=toy_optim(prefix_sharing=sharing),
+    )
+    learner = opened(tiny, config)
+    learner.hooks["echo"] = Echo(coef=0.3)
+    batch = played(tiny, 2, 20, temperature)
+    batch["truncated"] = batch["member"] == 3  # no policy loss, but what its calls returned is true
+    metrics = step(learner, batch, 1)
+
+    model = plain(tiny)
+    trained = [row for row in range(len(batch)) if int(batch["member"][row]) != 3]
+    own = by_episode(batch, trained, lambda row: policy_loss(model, batch, row, temperature))
+    returned = []
+    for row in range(len(batch)):
+        sampled = batch["sampled"][row].tolist()
+        after = [place for place in range(sampled.index(True), len(sampled)) if not sampled[place]]
+        ids = batch["token_ids"][row].long()
+        table = torch.log_softmax(model(ids[None]).logits[0].double() / temperature, -1)
+        returned += [-table[place - 1, ids[place]] for place in after]
+    assert len(returned) > 20 and metrics["echo/tokens"] == len(returned)
+    mean = torch.stack(returned).mean()
+    loss = summed(own, mode) / parts(own, mode) + 0.3 * mean
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    assert metrics["echo/nll"] == pytest.approx(mean.item(), rel=1e-4)
+    assert metrics["tokens_trained"] == sum(map(len, own.values()))
+    assert metrics["prefix_ratio"] > 1.5 if sharing == "auto" else metrics["prefix_ratio"] == 1
+
+
+@pytest.mark.parametrize("coef", [0.0, -1.0, float("nan"), float("inf")])
+def test_echo_needs_a_coefficient_above_0(coef: float) -> None:
+    with pytest.raises(ConfigError, match=r"callbacks\.echo\.coef: .* is not a number above 0"):
+        Echo(coef)
 
 
 @pytest.mark.parametrize("more", ["nothing", "experience", "demonstrations"])
