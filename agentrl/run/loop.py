@@ -22,13 +22,13 @@ from agentrl.config.envs import alone, eval_weights, own_advantages
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.player import Evaluation, run_tasks, summarize, together
+from agentrl.rollout.player import Evaluation, together
 from agentrl.rollout.stats import EngineMeter
 from agentrl.run.display import Count, Display, nothing, percent
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Row, kinds_of
 from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, service_metrics, shown_of, train_row
-from agentrl.run.session import Session, republish_to_new_replicas
+from agentrl.run.session import Session, evaluate_env, forget_evaluation, republish_to_new_replicas
 from agentrl.trainer.estimator_inputs import with_estimator_inputs
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.spans import Kind, in_span, span
@@ -138,24 +138,9 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     with session.display.doing("evaluation", count.__str__, watch.waiting):
         for env in config.envs:
             own = alone(config, env).eval
-            playing = run_tasks(
-                session.player,
-                env.called,
-                [(index, 0) for index in range(own.tasks)],
-                seed=config.seed,
-                max_episodes=config.rollout.max_episodes,
-                split=own.split,
-                temperature=own.temperature,
-                on_episode=count,
-                watch=watch,
-            )
-            found[env.called] = summarize(await republish_to_new_replicas(session, playing))
+            found[env.called] = await evaluate_env(session, env.called, own, on_episode=count, watch=watch)
     result = next(iter(found.values())) if len(found) == 1 else together(found, eval_weights(config.envs))
-    if config.rollout.max_staleness == 0:
-        # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
-        await session.engine.forget()
-        for service in session.services.values():
-            await service.forget()
+    await forget_evaluation(session)
     row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began) | service_metrics(session)
     await run_log.evaluation(phase, session.collector.ledger.version, result, row)
     return result

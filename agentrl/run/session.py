@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 from agentrl.cluster.group import WorkerGroup, check_shared
 from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
-from agentrl.config import ModelConfig, TrainConfig
+from agentrl.config import EvalConfig, ModelConfig, TrainConfig
 from agentrl.config.envs import alone
 from agentrl.config.identity import identity_of
-from agentrl.data.trajectory import Group
+from agentrl.data.trajectory import Group, Trajectory
 from agentrl.engines.weights.base import WeightTarget
 from agentrl.rollout.collector import Acceptance, Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.mixtures import MixedTasks, parts_of
-from agentrl.rollout.player import Evaluation, Player, RunEnv
+from agentrl.rollout.player import Evaluation, Player, RunEnv, run_tasks, summarize
 from agentrl.run.assembly import assemble, read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.display import Display, percent
@@ -395,7 +395,28 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         )
 
 
-# The engine during a rollout
+# Episodes
+
+
+async def play_tasks(session: Session, env: str, tasks: Sequence[tuple[int, int]], **options: Any) -> list[Trajectory]:
+    """Play episodes of an environment under the engine's weights; `options`: others of `run_tasks`."""
+    options = {"seed": session.config.seed, "max_episodes": session.config.rollout.max_episodes, **options}
+    return await republish_to_new_replicas(session, run_tasks(session.player, env, tasks, **options))
+
+
+async def evaluate_env(session: Session, env: str, own: EvalConfig, **options: Any) -> Evaluation:
+    """Play one held-out episode per task, as [eval] says; `options` as in `play_tasks`."""
+    tasks = [(index, 0) for index in range(own.tasks)]
+    return summarize(await play_tasks(session, env, tasks, split=own.split, temperature=own.temperature, **options))
+
+
+async def forget_evaluation(session: Session) -> None:
+    """Drop cached answers of an evaluation: a resumed run does not repeat it, and its rollouts must not differ."""
+    if session.config.rollout.max_staleness == 0:
+        await session.engine.forget()
+        for service in session.services.values():
+            await service.forget()
+
 
 T = TypeVar("T")
 LOOK_S = 2.0

@@ -14,14 +14,14 @@ from agentrl.data.rows import Ragged, collate
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.player import Evaluation, run_tasks, summarize, together
+from agentrl.rollout.player import Evaluation, summarize, together
 from agentrl.rollout.warm_start import MixedTranscripts, Transcripts
 from agentrl.run.assembly import longest_row
 from agentrl.run.display import Count
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import kinds_of
 from agentrl.run.run_log import RunLog, evaluation_row, service_metrics
-from agentrl.run.session import Session, republish_to_new_replicas
+from agentrl.run.session import Session, play_tasks
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import seal
 from agentrl.trainer.minibatch import cut_steps
@@ -155,19 +155,9 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
     found: dict[str, Evaluation] = {}
     await session.publish()
     for env, own in _taking_part(session):
-        playing = run_tasks(
-            session.player,
-            env.called,
-            [(index, 0) for index in range(own.gate_tasks)],
-            seed=config.seed,
-            max_episodes=config.rollout.max_episodes,
-            split="train",
-            params=own.gate_params,
-            temperature=0.0,
-            on_episode=ended,
-            watch=watch,
-        )
-        found[env.called] = summarize(await republish_to_new_replicas(session, playing))
+        tasks, greedy = [(index, 0) for index in range(own.gate_tasks)], {"split": "train", "temperature": 0.0}
+        episodes = await play_tasks(session, env.called, tasks, params=own.gate_params, on_episode=ended, watch=watch, **greedy)
+        found[env.called] = summarize(episodes)
         success = found[env.called].success
         of = f" in {env.called}" if len(config.envs) > 1 else ""
         if success is None:

@@ -422,7 +422,7 @@ def course_of(config: TrainConfig, out: Path) -> Course:
             return {}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "run_tasks", course.evaluated)
+        patch.setattr("agentrl.run.session.run_tasks", course.evaluated)
         patch.setattr(module, "EngineMeter", Meter)
         asyncio.run(module.train_loop(course.session, course.run_log, course.interrupt))
     return course
@@ -457,7 +457,7 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
 
     ended = "open"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "run_tasks", course.evaluated)
+        patch.setattr("agentrl.run.session.run_tasks", course.evaluated)
         patch.setattr(module, "Transcripts", Source)
         try:
             course.session.folder.warm_start.mkdir(exist_ok=True)  # which a real actor writes

@@ -86,7 +86,7 @@ def test_the_gate_is_of_each(
             return [course.member] * count
 
     course.run_log.row = lambda phase, step, values: said.append((phase, step, values))
-    monkeypatch.setattr(sft, "run_tasks", evaluated)
+    monkeypatch.setattr("agentrl.run.session.run_tasks", evaluated)
     monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
     text = ""
     try:
@@ -139,7 +139,7 @@ def test_transcripts_are_written_while_the_actors_compute(
     course.run_log.row = lambda phase, step, values: (
         rows.append((step, values["transcripts_skipped"])) if phase == "sft" else None
     )
-    monkeypatch.setattr(sft, "run_tasks", course.evaluated)
+    monkeypatch.setattr("agentrl.run.session.run_tasks", course.evaluated)
     monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
     course.session.folder.warm_start.mkdir(exist_ok=True)
     asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))

@@ -90,7 +90,12 @@ def _interruptible() -> Iterator[None]:
     """Ctrl-C raises KeyboardInterrupt here. The handler of `asyncio.run` would only cancel the task that waits, which learns of
     it when it waits no more."""
     before = signal.getsignal(signal.SIGINT)
-    if not _loop_runs_here() or threading.current_thread() is not threading.main_thread() or before is None:
+    try:
+        asyncio.get_running_loop()
+        mine = threading.current_thread() is threading.main_thread() and before is not None
+    except RuntimeError:
+        mine = False
+    if not mine:
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,14 +103,6 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _loop_runs_here() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def _whole(work: Coroutine[Any, Any, T], begun: list[asyncio.Task[Any]], ended: threading.Event) -> T:

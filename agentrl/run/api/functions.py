@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +66,8 @@ class EvalReport:
         return f"<EvalReport: success {shown} over {self.report['tasks']} tasks, {len(self.episodes)} episodes{unscored}>"
 
 
-async def _evaluate(
+@Both
+async def evaluate(
     model: Model,
     env: Any = None,
     *,
@@ -100,21 +101,11 @@ async def _evaluate(
     tasks = wanted if there is None else min(wanted, there)
     first = there is None or (not callable(model) and (Path(str(model)) / "config.toml").is_file())  # a run's, as it evaluates
     chosen = () if first else await in_thread("load", suite_choice, ref, split or own.split, tasks, config.seed)
-    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder:
-        at = Path(folder if out is None else out)
-        request = RolloutRequest("eval", name, tasks, k, split or own.split, at, chosen=chosen)
-        checked = await in_thread("load", check_request, config, request)
-        report, outcome = await run_eval(checked, request, Display(console(quiet=True) if quiet else None))
-    episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
-    _raise_faults(name, episodes)
-    assert report is not None
-    return EvalReport(episodes, report)
+    return await _play(config, RolloutRequest("eval", name, tasks, k, split or own.split, Path(out or ""), chosen), out, quiet)
 
 
-evaluate = Both(_evaluate)
-
-
-async def _rollout(
+@Both
+async def rollout(
     model: Model,
     env: Any = None,
     *,
@@ -131,16 +122,7 @@ async def _rollout(
     """The scored episodes of a model or a policy, `k` on each of the first `n` tasks of a split, in the order of tasks; as in
     `evaluate`, but they are sampled as in training (`rollout.temperature`)."""
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "rollout")
-    with tempfile.TemporaryDirectory(prefix="agentrl-rollout-") as folder:
-        request = RolloutRequest("rollout", name, n, k, split, Path(folder if out is None else out))
-        checked = await in_thread("load", check_request, config, request)
-        outcome = await run_rollout(checked, request, Display(console(quiet=True) if quiet else None))
-    episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
-    _raise_faults(name, episodes)
-    return episodes
-
-
-rollout = Both(_rollout)
+    return (await _play(config, RolloutRequest("rollout", name, n, k, split, Path(out or "")), out, quiet)).episodes
 
 
 def _eval_config(
@@ -152,50 +134,52 @@ def _eval_config(
     checkpoint: str,
     purpose: Literal["eval", "rollout"],
 ) -> tuple[TrainConfig, str]:
-    """The config of one environment, and the model as a config names it."""
+    """The config of one environment, and the model as a config names it: of a run's folder as the run evaluates."""
     name = give(model) if callable(model) else str(model)
-    if not is_given(name) and (Path(name) / "config.toml").is_file():
-        return _config_of_run(run_folder(name), checkpoint, env, params, reward, overrides)
-    if checkpoint != "last":
-        raise ConfigError(f"{purpose}: checkpoint = {checkpoint!r} is of a run's folder, and {name} is not one")
-    if env is None:
-        raise ConfigError(f"{purpose}: an environment is needed with the model: its id or its class; a run's folder has one")
-    table: Table = {"name": purpose, "env": env_table(env, params, reward), "model": {"path": name}}
-    return config_of(table, overrides), name
-
-
-def _config_of_run(
-    folder: RunFolder,
-    checkpoint: str,
-    env: Any,
-    params: Mapping[str, Any] | None,
-    reward: Any,
-    overrides: Mapping[str, Any] | None,
-) -> tuple[TrainConfig, str]:
-    """As the run in the folder evaluates: its config, with one of its environments and one of its models."""
+    if is_given(name) or not (Path(name) / "config.toml").is_file():
+        if checkpoint != "last":
+            raise ConfigError(f"{purpose}: checkpoint = {checkpoint!r} is of a run's folder, and {name} is not one")
+        if env is None:
+            raise ConfigError(f"{purpose}: an environment is needed with the model: its id or its class; a run's folder has one")
+        table: Table = {"name": purpose, "env": env_table(env, params, reward), "model": {"path": name}}
+        return config_of(table, overrides), name
+    folder = run_folder(name)
     config, path = config_of_run(folder), model_of(folder, checkpoint).path
     there = [{"name": one.called} for one in config.envs]
     if env is None and len(there) > 1:
         raise ConfigError(f"{folder.path}: it has several environments ({', '.join(e['name'] for e in there)}); name one as env")
     one = config.envs[0 if env is None else entry_of(there, str(env))]
-    model = config.model.model_copy(update={"path": path, "init": None, "lora": None})
-    made = alone(config.model_copy(update={"model": model}), one)
-    section = env_table(made.model_dump(mode="json", exclude_none=True)["env"], params, reward)
-    return config_of(made, {"env": section, **(overrides or {})}), path
+    section = config.model.model_copy(update={"path": path, "init": None, "lora": None})
+    made = alone(config.model_copy(update={"model": section}), one)
+    table = env_table(made.model_dump(mode="json", exclude_none=True)["env"], params, reward)
+    return config_of(made, {"env": table, **(overrides or {})}), path
 
 
-def _raise_faults(name: str, episodes: Sequence[Trajectory]) -> None:
-    """A policy that raised, or a reward function that scored no episode, is a fault of its code, and no outage."""
-    said = f"policy {name}"
-    faults = [t.error for t in episodes if is_given(name) and t.error is not None and t.error.startswith(said)]
+async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | None, quiet: bool) -> EvalReport:
+    """The episodes of a request, with a report if it is an evaluation; without `out` nothing is kept. Raises CallbackError."""
+    with tempfile.TemporaryDirectory(prefix=f"agentrl-{request.purpose}-") as folder:
+        request = replace(request, out=Path(folder if out is None else out))
+        checked = await in_thread("load", check_request, config, request)
+        display = Display(console(quiet=True) if quiet else None)
+        if request.purpose == "eval":
+            report, outcome = await run_eval(checked, request, display)
+        else:
+            report, outcome = {}, await run_rollout(checked, request, display)
+    assert report is not None
+    episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
+    # A policy that raised, or a reward function that scored no episode, is a fault of its code, and no outage.
+    own = is_given(request.model)
+    faults = [t.error for t in episodes if own and t.error is not None and t.error.startswith(f"policy {request.model}")]
     if not faults and all(t.reward is None for t in episodes):
         whys = [next(reasons(t.evidence), "") for t in episodes if t.error is None]
         faults = [f"reward {why}" for why in whys if is_given(why)]
     if faults:
         raise CallbackError(f"{faults[0].replace(PREFIX, '')} (in {len(faults)} of {len(episodes)} episodes)")
+    return EvalReport(episodes, report)
 
 
-async def _train(
+@Both
+async def train(
     config: Config | None = None,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -244,9 +228,6 @@ async def _train(
         why = summary.get("cause") or "see its log.txt"
         raise AgentrlError(f"{folder.path}: the run ended as {summary.get('status')!r}: {why}")
     return run
-
-
-train = Both(_train)
 
 
 def _prepare_run(

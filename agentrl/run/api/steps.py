@@ -18,7 +18,7 @@ from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
 from agentrl.engines.chat_format import RequestError, read_messages
 from agentrl.rollout.engine import Sampling, derive
 from agentrl.rollout.episode import score_group
-from agentrl.rollout.player import Evaluation, RunEnv, run_tasks, summarize
+from agentrl.rollout.player import Evaluation, RunEnv
 from agentrl.run.api.base import Both, BothMethod, Config, config_of
 from agentrl.run.api.trainer import Trainer
 from agentrl.run.checks import check_train
@@ -27,7 +27,14 @@ from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import RunLog
-from agentrl.run.session import Session, open_session, republish_to_new_replicas
+from agentrl.run.session import (
+    Session,
+    evaluate_env,
+    forget_evaluation,
+    open_session,
+    play_tasks,
+    republish_to_new_replicas,
+)
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import with_packing
@@ -77,7 +84,8 @@ class LivePolicy:
         """The version of the engine's weights: updates published so far."""
         return self._trainer.version
 
-    async def _sample(
+    @BothMethod
+    async def sample(
         self,
         prompt: Prompt,
         n: int = 1,
@@ -120,8 +128,6 @@ class LivePolicy:
 
         return list(await asyncio.gather(*(one(number) for number in range(n))))
 
-    sample = BothMethod(_sample)
-
     async def _ids(self, prompt: Prompt, renderer: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
             return list(await renderer.astart([Message("user", prompt)], tools))
@@ -157,7 +163,8 @@ class LivePolicy:
             members.append(found)
         return Group(number, number, members)
 
-    async def _collect(self) -> list[Group]:
+    @BothMethod
+    async def collect(self) -> list[Group]:
         """The groups of the next update, as a run collects them: `rollout.groups` of `rollout.group_size` episodes, of the
         sampler's tasks, under the group ledger. Once per publish. Raises StalledError as a run, StepOrderError out of order."""
         self._trainer.check_fresh("policy.collect")
@@ -172,9 +179,8 @@ class LivePolicy:
         self._trainer.collected = groups
         return groups
 
-    collect = BothMethod(_collect)
-
-    async def _play(
+    @BothMethod
+    async def play(
         self,
         env: str | None = None,
         tasks: int | Sequence[int] = 8,
@@ -204,19 +210,9 @@ class LivePolicy:
         pool = await in_thread("load", self._pool, part, split)
         seeds = [(number - FIRST) % pool for number in numbers] if isinstance(tasks, int) else [int(seed) for seed in tasks]
         numbers = numbers or [next(self._numbers) for _ in seeds]
-        episodes = await republish_to_new_replicas(
-            self._session,
-            run_tasks(
-                self._session.player,
-                part.name,
-                [(seed, member) for seed in seeds for member in range(size)],
-                seed=derive(config.seed, "play", call),
-                max_episodes=config.rollout.max_episodes,
-                split=split,
-                params=params,
-                temperature=temperature,
-            ),
-        )
+        pairs, drawn = [(seed, member) for seed in seeds for member in range(size)], derive(config.seed, "play", call)
+        options = {"split": split, "params": params, "temperature": temperature}
+        episodes = await play_tasks(self._session, part.name, pairs, seed=drawn, **options)
         groups = []
         for place, (number, seed) in enumerate(zip(numbers, seeds, strict=True)):
             members = episodes[place * size : (place + 1) * size]
@@ -225,31 +221,16 @@ class LivePolicy:
             groups.append(Group(number, seed, members, env=part.name))
         return groups
 
-    play = BothMethod(_play)
-
-    async def _evaluate(self, env: str | None = None, n: int | None = None, *, split: str | None = None) -> Evaluation:
+    @BothMethod
+    async def evaluate(self, env: str | None = None, n: int | None = None, *, split: str | None = None) -> Evaluation:
         """One held-out episode on each of the first `n` tasks, as the run's own evaluation ([eval]) plays them."""
         self._trainer.check_fresh("policy.evaluate")
         config, part = self._session.config, self._part(env)
         own = alone(config, next(one for one in config.envs if one.called == part.name)).eval
-        pairs = [(index, 0) for index in range(own.tasks if n is None else n)]
-        playing = run_tasks(
-            self._session.player,
-            part.name,
-            pairs,
-            seed=config.seed,
-            max_episodes=config.rollout.max_episodes,
-            split=split or own.split,
-            temperature=own.temperature,
-        )
-        found = summarize(await republish_to_new_replicas(self._session, playing))
-        if config.rollout.max_staleness == 0:
-            await self._session.engine.forget()
-            for service in self._session.services.values():
-                await service.forget()
+        asked = own.model_copy(update={"tasks": own.tasks if n is None else n, "split": split or own.split})
+        found = await evaluate_env(self._session, part.name, asked)
+        await forget_evaluation(self._session)
         return found
-
-    evaluate = BothMethod(_evaluate)
 
     def _pool(self, part: RunEnv, split: str) -> int:
         """Number of tasks of a split; 2**30 if it has no end."""
@@ -310,7 +291,8 @@ class StepLoop:
         if self._closed:
             raise StepOrderError("the session is closed; open another one: agentrl.session(config)")
 
-    async def _close(self) -> None:
+    @BothMethod
+    async def close(self) -> None:
         """Stop the engine, episodes and workers; idempotent."""
         if self._closed:
             return
@@ -321,8 +303,6 @@ class StepLoop:
             self._run_log.__exit__(None, None, None)
             if self._temporary is not None:
                 await in_thread("files", self._temporary.cleanup)
-
-    close = BothMethod(_close)
 
     def __enter__(self) -> StepLoop:
         return self
@@ -341,7 +321,8 @@ class StepLoop:
         return f"<StepLoop of {self.config.name!r}, {state}, in {self.folder}>"
 
 
-async def _session(
+@Both
+async def session(
     config: Config, *, folder: str | Path | None = None, quiet: bool = True, overrides: Mapping[str, Any] | None = None
 ) -> StepLoop:
     """Open the parts of a run for a step-wise loop: the actors, the engine with the first weights in it, the environments. With
@@ -384,6 +365,3 @@ async def _session(
         await session.close()
         raise
     return StepLoop(session, run_log, temporary)
-
-
-session = Both(_session)

@@ -95,7 +95,8 @@ class Trainer:
 
     # -- a batch -----------------------------------------------------------------------------------
 
-    async def _batch(
+    @BothMethod
+    async def batch(
         self, groups: Sequence[Group], advantage: Named | Estimator | Sequence[float] | torch.Tensor | None = None
     ) -> TrainBatch:
         """The scored members of the groups as a batch, with what the config asks for: logprobs of the proximal and of the
@@ -121,7 +122,14 @@ class Trainer:
                 'trainer.batch: gradients wait for optim_step, and with model.offload = "idle" the actor would lose them; call '
                 "trainer.optim_step() first"
             )
-        algorithm, own, estimator = self._estimator(advantage)
+        algorithm = self._session.learner.algorithm
+        own: dict[str, Choice] | None = None
+        estimator: Estimator | None = None
+        if isinstance(advantage, str | Mapping | Choice):
+            algorithm, own = algorithm.model_copy(update={"advantage": _choice(advantage)}), {}
+        elif advantage is not None:  # a function or numbers in place of the config's and the environments' own
+            algorithm, own = algorithm.model_copy(update={"advantage": Choice(name="grpo")}), {}
+            estimator = advantage if callable(advantage) else partial(_per_episode, advantage)
         batch = await in_thread("batch", make_batch, list(groups), algorithm.advantage, own or {})
         if self.config.rollout.colocate and not self.resting:
             await self._session.rest()
@@ -132,21 +140,10 @@ class Trainer:
         parts = len(cut_minibatches(view, self.config.algorithm, self.config.seed, self.version))
         return TrainBatch(view, members, self.version, parts, metrics)
 
-    batch = BothMethod(_batch)
-
-    def _estimator(self, advantage: Any) -> tuple[AlgorithmConfig, dict[str, Choice] | None, Estimator | None]:
-        """The algorithm section, the environments' own estimators (None: the config's), and a function in their place."""
-        algorithm = self._session.learner.algorithm
-        if advantage is None:
-            return algorithm, None, None
-        if isinstance(advantage, str | Mapping | Choice):
-            return algorithm.model_copy(update={"advantage": _choice(advantage)}), {}, None
-        plain = algorithm.model_copy(update={"advantage": Choice(name="grpo")})
-        return plain, {}, advantage if callable(advantage) else partial(_per_episode, advantage)
-
     # -- gradients and steps -----------------------------------------------------------------------
 
-    async def _forward_backward(
+    @BothMethod
+    async def forward_backward(
         self,
         batch: TrainBatch,
         loss: Named | LossFunction | None = None,
@@ -200,9 +197,8 @@ class Trainer:
         self.waiting, self._aggregate = self.waiting + 1, chosen.aggregate
         return metrics
 
-    forward_backward = BothMethod(_forward_backward)
-
-    async def _optim_step(self, lr: float | None = None) -> Metrics:
+    @BothMethod
+    async def optim_step(self, lr: float | None = None) -> Metrics:
         """One optimizer step with the gradients that wait, clipped to `optim.max_grad_norm`, at the rate of the config's
         schedule or at `lr`. `optimizer_steps` is 0 if something was not finite: nothing has changed then.
 
@@ -216,25 +212,22 @@ class Trainer:
         self.waiting, self.unpublished = 0, self.unpublished + 1
         return metrics
 
-    optim_step = BothMethod(_optim_step)
-
-    async def _drop(self) -> None:
+    @BothMethod
+    async def drop(self) -> None:
         """Forget the gradients that wait for a step."""
         await self._session.actors.arun(Actor.drop_gradients)
         self.waiting = 0
 
-    drop = BothMethod(_drop)
-
-    async def _critic_step(self, batch: TrainBatch) -> Metrics:
+    @BothMethod
+    async def critic_step(self, batch: TrainBatch) -> Metrics:
         """The update of the critic ([critic]) on the batch, as in a run. Raises ConfigError without one."""
         if self._session.learner.critics is None:
             raise ConfigError("trainer.critic_step: the config has no [critic]")
         self._check_age(batch)
         return await self._session.learner.update_critic(batch.view.batch, batch.version)
 
-    critic_step = BothMethod(_critic_step)
-
-    async def _update(self, batch: TrainBatch) -> Metrics:
+    @BothMethod
+    async def update(self, batch: TrainBatch) -> Metrics:
         """The whole update of a run on the batch: critic and actor, every minibatch and epoch, the KL coefficient. Raises
         StepOrderError if gradients wait."""
         self._check_age(batch)
@@ -243,11 +236,10 @@ class Trainer:
         self.unpublished += int(metrics.get("optimizer_steps", 0.0))
         return metrics
 
-    update = BothMethod(_update)
-
     # -- weights -----------------------------------------------------------------------------------
 
-    async def _publish(self) -> int:
+    @BothMethod
+    async def publish(self) -> int:
         """Bring the weights to the engine, under the next version, which is returned. Raises StepOrderError if gradients wait."""
         self._check_none_wait("trainer.publish")
         await self._session.actors.arun(Actor.end_update)
@@ -258,9 +250,8 @@ class Trainer:
         self.unpublished, self.resting = 0, False
         return self.version
 
-    publish = BothMethod(_publish)
-
-    async def _save(self) -> Path:
+    @BothMethod
+    async def save(self) -> Path:
         """Write a checkpoint of model, optimizer and schedule; returns its folder, from which `load` goes on."""
         self._check_none_wait("trainer.save")
         if self.unpublished:
@@ -271,9 +262,8 @@ class Trainer:
         await self._session.saver.wait()
         return self._session.folder.checkpoints / f"step_{self.version:06d}"
 
-    save = BothMethod(_save)
-
-    async def _load(self, folder: str | Path) -> None:
+    @BothMethod
+    async def load(self, folder: str | Path) -> None:
         """Go on from the weights and the optimizer of a checkpoint (`save`'s, or a run's `checkpoints/step_NNNNNN`), and publish
         them. Gradients that wait are forgotten. Raises CheckpointError if it is not there, or damaged."""
         path = Path(folder).absolute()
@@ -283,20 +273,17 @@ class Trainer:
             raise CheckpointError(f"trainer.load: {path} is not a checkpoint (step_NNNNNN){hint}")
         if (path / MANIFEST).is_file():
             await in_thread("files", check_intact, path)
-        await self._drop()
+        await self.drop.aio()
         await self._session.learner.load(path)
-        await self._publish()
+        await self.publish.aio()
 
-    load = BothMethod(_load)
-
-    async def _export(self, folder: str | Path) -> Path:
+    @BothMethod
+    async def export(self, folder: str | Path) -> Path:
         """Write the weights as a folder that transformers and vLLM load; returns it."""
         path = Path(folder).absolute()
         await self._session.actors.arun(Actor.export_hf, str(path))
         await check_arrived(self._session.actors, path, "the trained model")
         return path
-
-    export = BothMethod(_export)
 
     # -- checks ------------------------------------------------------------------------------------
 
