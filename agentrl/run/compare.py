@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,8 +34,21 @@ def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajec
         suite, called = suite_env(EnvRef.of(one)), one.envs[0].called
         if suite is not None and called in episodes:
             found.setdefault(suite.suite, []).append((suite, episodes[called]))
-    tables = {name: _table(parts, split) for name, parts in found.items()}
-    return {name: table for name, table in tables.items() if table["rows"]}
+    tables = {}
+    for name, parts in found.items():
+        suite = parts[0][0]
+        played = [played_of(env, one) for env, of_env in parts for one in of_env]
+        if rows := [asdict(row) for row in type(suite).official(played)]:
+            tables[name] = {
+                "version": suite.version,
+                "split": split,
+                "tasks": len({one.task_id for one in played}),
+                "of": sum(env.task_count(WHOLE) for env, _ in parts),
+                "holdout": suite.holdout,
+                "splits": [env.split_sizes() for env, _ in parts],
+                "rows": rows,
+            }
+    return tables
 
 
 def suite_tasks(env: EnvRef, split: str) -> int | None:
@@ -52,20 +66,6 @@ def suite_choice(env: EnvRef, split: str, tasks: int, seed: int) -> tuple[int, .
     return suite.spread(split, tasks, seed) if suite is not None and tasks < suite.task_count(split) else ()
 
 
-def _table(parts: Sequence[tuple[Benchmark, Sequence[Trajectory]]], split: str) -> dict[str, Any]:
-    first = parts[0][0]
-    played = [played_of(env, one) for env, episodes in parts for one in episodes]
-    return {
-        "version": first.version,
-        "split": split,
-        "tasks": len({one.task_id for one in played}),
-        "of": sum(env.task_count(WHOLE) for env, _ in parts),
-        "holdout": first.holdout,
-        "splits": [env.split_sizes() for env, _ in parts],
-        "rows": [asdict(row) for row in type(first).official(played)],
-    }
-
-
 def print_official(tables: Mapping[str, Any], console: Console) -> None:
     """A table for each suite, below the report."""
     for name, found in tables.items():
@@ -81,9 +81,7 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
 def read_official(folder: Path) -> dict[str, Any]:
     """The tables in the report.json of an evaluation's folder; empty without any, or no report."""
     file = folder / "report.json"
-    report = read_json(file.read_text()) if file.is_file() else {}
-    found: dict[str, Any] = report.get("official") or {}
-    return found
+    return dict((read_json(file.read_text()).get("official") or {}) if file.is_file() else {})
 
 
 def side_by_side(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -164,70 +162,61 @@ def read_results(folder: Path) -> dict[str, Results]:
         episodes = [Trajectory.from_json(read_json(line)) for line in lines]
         if not episodes:
             raise ConfigError(f"{part}: the evaluation has no episodes yet")
+        members: dict[str, list[Trajectory]] = defaultdict(list)
+        for episode in episodes:
+            members[episode.task.id].append(episode)
         identity = read_json((part / "eval.json").read_text()).get("identity") or {}
         env = episodes[0].env or episodes[0].env_id
-        found[env] = Results(label, env, by_task(episodes), identity)
+        found[env] = Results(label, env, {task: _task_result(own) for task, own in members.items()}, identity)
     return found
 
 
-def by_task(episodes: Sequence[Trajectory]) -> dict[str, TaskResult]:
-    """The episodes by the id of their task."""
-    members: dict[str, list[Trajectory]] = {}
-    for episode in episodes:
-        members.setdefault(episode.task.id, []).append(episode)
-    return {task: _result(own) for task, own in members.items()}
-
-
-def _result(members: Sequence[Trajectory]) -> TaskResult:
-    task = members[0].task
-    known = [float(t.success) for t in members if t.success is not None]
-    rewards = [t.reward for t in members if t.reward is not None]
+def _task_result(members: Sequence[Trajectory]) -> TaskResult:
+    task, known = members[0].task, [float(t.success) for t in members if t.success is not None]
     content = json.dumps([task.data, task.gold], sort_keys=True, default=str)
-    success, reward = (statistics.fmean(values) if values else None for values in (known, rewards))
-    return TaskResult(content, success, reward, members[0].horizon)
+    return TaskResult(content, mean_of(known), mean_of(t.reward for t in members), members[0].horizon)
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of the known values; None without any."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def rate_of(values: Sequence[float], least: float = 0.0) -> dict[str, float] | None:
+    """Mean, and low and high of its 95 % interval, as `mean_with_interval`; None without values."""
+    return dict(zip(("mean", "low", "high"), mean_with_interval(values, least), strict=True)) if values else None
 
 
 def compare(results: Sequence[Results]) -> dict[str, Any]:
     """A row for each of the evaluations of one environment. `difference` is to the first, over the tasks that both have: the mean
     of success on a task minus the first's success on it, with a 95 % interval over tasks; `better` and `worse` count the tasks on
-    which it differs. `also`: what differs between the two next to the model.
+    which it differs. `also`: what differs between the two next to the model. `horizons`: by the calls of the gold solution, if
+    tasks differ in it, a row for each evaluation: its tasks of this many calls, and the means over them.
 
     Raises ConfigError if an evaluation has no task in common with the first.
     """
     first, rows = results[0], []
-    for number, own in enumerate(results):
-        known = [task.success for task in own.tasks.values() if task.success is not None]
-        rewards = [task.reward for task in own.tasks.values() if task.reward is not None]
-        mean = mean_with_interval(known) if known else None
-        row: dict[str, Any] = {
+    for own in results:
+        row = {
             "model": own.label,
             "tasks": len(own.tasks),
-            "pass@1": None if mean is None else dict(zip(("mean", "low", "high"), mean, strict=True)),
-            "reward": statistics.fmean(rewards) if rewards else None,
+            "pass@1": rate_of([task.success for task in own.tasks.values() if task.success is not None]),
+            "reward": mean_of(task.reward for task in own.tasks.values()),
         }
-        rows.append(row | (_pair_tasks(first, own) if number else {}))
-    return {"env": first.env, "rows": rows, "horizons": _by_horizon(results)}
-
-
-def _by_horizon(results: Sequence[Results]) -> dict[str, list[dict[str, Any]]]:
-    """By the calls of the gold solution, if tasks differ in it, a row for each evaluation: its tasks of this many calls, the mean
-    of success on them, and its mean difference to the first over those that both have."""
+        rows.append(row if own is first else row | _pair_tasks(first, own))
     labels = [{name: label_of(task.horizon) for name, task in own.tasks.items() if task.horizon is not None} for own in results]
-    found = sorted({label for own in labels for label in own.values()}, key=order)
-    return {
-        label: [_of_horizon(results[0], own, [name for name, bin in of.items() if bin == label])
-                for own, of in zip(results, labels, strict=True)]
-        for label in found
-    } if len(found) > 1 else {}  # fmt: skip
-
-
-def _of_horizon(first: Results, own: Results, names: Sequence[str]) -> dict[str, Any]:
-    known = [won for name in names if (won := own.tasks[name].success) is not None]
-    row = {"model": own.label, "tasks": len(names), "pass@1": statistics.fmean(known) if known else None}
-    if own is first:
-        return row
-    gained = _task_gains(first, own, _same(first, own, names))
-    return row | {"difference": statistics.fmean(gained) if gained else None, "paired": len(gained)}
+    horizons: dict[str, list[dict[str, Any]]] = {}
+    for label in sorted({label for own in labels for label in own.values()}, key=order):
+        horizons[label] = []
+        for own, of in zip(results, labels, strict=True):
+            names = [name for name, bin in of.items() if bin == label]
+            part = {"model": own.label, "tasks": len(names), "pass@1": mean_of(own.tasks[name].success for name in names)}
+            if own is not first:
+                gained = _task_gains(first, own, _same(first, own, names))
+                part |= {"difference": mean_of(gained), "paired": len(gained)}
+            horizons[label].append(part)
+    return {"env": first.env, "rows": rows, "horizons": horizons if len(horizons) > 1 else {}}
 
 
 def _same(first: Results, own: Results, names: Iterable[str]) -> list[str]:
@@ -243,31 +232,23 @@ def _task_gains(first: Results, own: Results, names: Sequence[str]) -> list[floa
 
 def _pair_tasks(first: Results, own: Results) -> dict[str, Any]:
     same = _same(first, own, own.tasks)
+    also = changes(*({k: v for k, v in of.identity.items() if not k.startswith(_OF_MODEL)} for of in (first, own)))
     if not same:
-        why = (
-            "none of their tasks is the same"
-            if first.tasks.keys().isdisjoint(own.tasks)
-            else "their tasks have the same names and other contents"
-        )
-        differ = "; ".join(_also(first, own))
+        apart = first.tasks.keys().isdisjoint(own.tasks)
+        why = "none of their tasks is the same" if apart else "their tasks have the same names and other contents"
+        differ = f" ({'; '.join(also)})" if also else ""
         raise ConfigError(
-            f"{own.label} cannot be compared with {first.label} in {first.env}: {why}{f' ({differ})' if differ else ''}; "
+            f"{own.label} cannot be compared with {first.label} in {first.env}: {why}{differ}; "
             "evaluate both with the same environment, parameters and split"
         )
     gained = _task_gains(first, own, same)
-    found = mean_with_interval(gained, -1.0) if gained else None
     return {
-        "difference": None if found is None else dict(zip(("mean", "low", "high"), found, strict=True)),
+        "difference": rate_of(gained, -1.0),
         "paired": len(gained),
         "better": sum(value > 0 for value in gained),
         "worse": sum(value < 0 for value in gained),
-        "also": _also(first, own),
+        "also": also,
     }
-
-
-def _also(first: Results, own: Results) -> list[str]:
-    then, now = ({k: v for k, v in of.identity.items() if not k.startswith(_OF_MODEL)} for of in (first, own))
-    return changes(then, now)
 
 
 def compare_all(folders: Sequence[Mapping[str, Results]]) -> dict[str, Any]:
@@ -288,10 +269,9 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
         )
         table.title = cell(env)
         for row in part["rows"]:
-            paired = f"{row['better']} / {row['worse']} of {row['paired']}" if "paired" in row else ""
             own = [cell(row["model"]), str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"])]
-            gained = _cells(row["difference"], "+") if "paired" in row else ("", "")
-            table.add_row(*own, *gained, paired)
+            paired = [f"{row['better']} / {row['worse']} of {row['paired']}"] if "paired" in row else []
+            table.add_row(*own, *(_cells(row["difference"], "+") if paired else ()), *paired)
         console.print(table)
         for row in part["rows"][1:]:
             for line in row["also"]:

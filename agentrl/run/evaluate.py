@@ -7,9 +7,9 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -19,17 +19,17 @@ from rich.console import Console
 
 from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop_ray, while_ray_lives
 from agentrl.cluster.ray_parent import error_told, tell, unsaid
-from agentrl.config import ClusterConfig, EvalConfig, RolloutConfig, TrainConfig
+from agentrl.config import EvalConfig, RolloutConfig, TrainConfig
 from agentrl.config.envs import alone, each, eval_weights, one_temperature, the_env
 from agentrl.config.identity import check_same_identity, identity_of
-from agentrl.data.trajectory import Trajectory, Turn
+from agentrl.data.trajectory import Trajectory
 from agentrl.engines.makers import api_name
-from agentrl.env.official import mean_with_interval, success_rates
+from agentrl.env.official import success_rates
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import end_of, fault_of, run_tasks, success_rate
-from agentrl.run.assembly import Assembly, assemble, read_inputs
+from agentrl.run.assembly import assemble, read_inputs
 from agentrl.run.checks.env_checks import suite_notes
-from agentrl.run.compare import official
+from agentrl.run.compare import mean_of, official, rate_of
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import computation_line, samples_on_ray, talks_in_messages, with_threads
@@ -69,97 +69,75 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     report: dict[str, Any] = {
         "tasks": len(by_task),
         "episodes": len(trajectories),
-        "unscored": sum(t.reward is None and t.success is None for t in trajectories),
+        "unscored": sum(not _is_scored(t) for t in trajectories),
     }
     report |= success_rates(counts, samples)
     names = sorted({name for t in trajectories for name in t.metrics})
-    report["metrics"] = {name: _mean(t.metrics.get(name) for t in trajectories) for name in names}
-    report["reward"] = _mean(t.reward for t in trajectories)
+    report["metrics"] = {name: mean_of(t.metrics.get(name) for t in trajectories) for name in names}
+    report["reward"] = mean_of(t.reward for t in trajectories)
     report["stops"] = dict(Counter(t.stop.value for t in trajectories))
-    report["errors"] = dict(Counter(error_class(t) for t in trajectories if t.error))
+    # The stop reason and the error's first words, so that errors that differ only in details are counted together.
+    errors = (f"{t.stop.value}: {re.split('[:(]', t.error)[0].strip()}" for t in trajectories if t.error)
+    report["errors"] = dict(Counter(errors))
     report["tool_errors"] = dict(Counter(r.error for t in trajectories for _, _, r in t.calls() if r and r.error))
-    return {**report, **_effort(trajectories), **_by_horizon(trajectories)}
-
-
-def _by_horizon(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """By the number of calls in the gold solution, if it is known and tasks differ in it: mean success over episodes with its
-    95 % interval over tasks, reward, and how long episodes are."""
+    turns = [turn for t in trajectories for turn in t.turns]
+    priced = [turn.usd for turn in turns if turn.usd is not None]
+    prices = [[turn.usd for turn in t.turns] for t in trajectories]
+    episodes = [seconds for t in trajectories if t.reward is not None and (seconds := t.timings.get("episode_s")) is not None]
+    report |= {
+        "turns": mean_of(float(len(t.turns)) for t in trajectories),
+        "tokens": mean_of(_tokens(t, "sampled_tokens") for t in trajectories),
+        "prompt_tokens": mean_of(_tokens(t, "prompt_tokens") for t in trajectories),
+        "seconds": mean_of(t.timings.get("episode_s") for t in trajectories),
+        "turn_seconds": _percentiles(  # of the model, for the turns that it finished
+            [turn.seconds - sum(result.seconds for result in turn.results) for turn in turns if turn.ledger >= 0]
+        ),
+        "episode_seconds": _percentiles(episodes),
+        "usd": mean_of(sum(usd for usd in own if usd is not None) for own in prices if own and None not in own),
+        "usd_total": sum(priced) if priced else None,
+        "unpriced_turns": len(turns) - len(priced),
+    }
     parts = by_label(trajectories)
-    return {HORIZONS: {label: _of_horizon(members) for label, members in parts.items()}} if len(parts) > 1 else {}
+    if len(parts) > 1:
+        report[HORIZONS] = {label: _of_horizon(members) for label, members in parts.items()}
+    return report
 
 
 def _of_horizon(members: Sequence[Trajectory]) -> dict[str, Any]:
+    """Means over the episodes whose gold solutions have as many calls; the interval of success is over tasks."""
     known: dict[str, list[bool]] = defaultdict(list)
     for t in members:
         if t.success is not None:
             known[t.task.id].append(t.success)
-    means = [statistics.fmean(of) for of in known.values()]
     return {
         "tasks": len({t.task.id for t in members}),
         "episodes": len(members),
-        "unscored": sum(t.reward is None and t.success is None for t in members),
-        "success": dict(zip(("mean", "low", "high"), mean_with_interval(means), strict=True)) if means else None,
-        "reward": _mean(t.reward for t in members),
-        "turns": _mean(float(len(t.turns)) for t in members),
-        "tokens": _mean(_tokens(t, lambda turn: turn.sampled_tokens) for t in members),
+        "unscored": sum(not _is_scored(t) for t in members),
+        "success": rate_of([statistics.fmean(of) for of in known.values()]),
+        "reward": mean_of(t.reward for t in members),
+        "turns": mean_of(float(len(t.turns)) for t in members),
+        "tokens": mean_of(_tokens(t, "sampled_tokens") for t in members),
     }
 
 
 def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
     """Number of unscored episodes, and the cause of the first; None if all are scored."""
-    found = [t for t in trajectories if t.reward is None and t.success is None]
+    found = [t for t in trajectories if not _is_scored(t)]
     if not found:
         return None
-    first = found[0]
-    return f"{len(found)} episodes are unscored; the first ({first.task.id}) ended with {end_of(first)}"
+    return f"{len(found)} episodes are unscored; the first ({found[0].task.id}) ended with {end_of(found[0])}"
 
 
-def error_class(trajectory: Trajectory) -> str:
-    """The stop reason and the error's first words, so that errors that differ only in details are counted together."""
-    return f"{trajectory.stop.value}: {re.split('[:(]', trajectory.error or '')[0].strip()}"
-
-
-def _effort(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    turns = [turn for t in trajectories for turn in t.turns]
-    priced = [turn.usd for turn in turns if turn.usd is not None]
-    episodes = [seconds for t in trajectories if t.reward is not None and (seconds := t.timings.get("episode_s")) is not None]
-    return {
-        "turns": _mean(float(len(t.turns)) for t in trajectories),
-        "tokens": _mean(_tokens(t, lambda turn: turn.sampled_tokens) for t in trajectories),
-        "prompt_tokens": _mean(_tokens(t, lambda turn: turn.prompt_tokens) for t in trajectories),
-        "seconds": _mean(t.timings.get("episode_s") for t in trajectories),
-        "turn_seconds": _percentiles(  # of the model, for the turns that it finished
-            [turn.seconds - sum(result.seconds for result in turn.results) for turn in turns if turn.ledger >= 0]
-        ),
-        "episode_seconds": _percentiles(episodes),
-        "usd": _mean(_usd(t) for t in trajectories),
-        "usd_total": sum(priced) if priced else None,
-        "unpriced_turns": len(turns) - len(priced),
-    }
-
-
-def _tokens(trajectory: Trajectory, count: Callable[[Turn], int]) -> float | None:
+def _tokens(trajectory: Trajectory, kind: Literal["sampled_tokens", "prompt_tokens"]) -> float | None:
     """Sum over the turns; None if a turn was not counted (a prompt is never empty)."""
     if any(turn.prompt_tokens == 0 for turn in trajectory.turns) or not trajectory.turns:
         return None
-    return float(sum(count(turn) for turn in trajectory.turns))
-
-
-def _usd(trajectory: Trajectory) -> float | None:
-    prices = [turn.usd for turn in trajectory.turns]
-    return sum(price for price in prices if price is not None) if prices and None not in prices else None
+    return float(sum(getattr(turn, kind) for turn in trajectory.turns))
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    if not values:
-        return {"p50": None, "p95": None}
-    middle, high = np.percentile(np.asarray(values), [50, 95])
-    return {"p50": float(middle), "p95": float(high)}
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    middle, high = np.percentile(np.asarray(values), [50, 95]).tolist() if values else (None, None)
+    return {"p50": middle, "p95": high}
 
 
 FEW = 8
@@ -172,31 +150,22 @@ def print_report(report: dict[str, Any], console: Console, every: bool = False) 
     """The report as a table, the most wanted rows first; without `every` at most FEW, and none that is unknown or 0 faults. "-"
     stands for an unknown value."""
     table = folding("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
-    rows = list(_report_rows(report))
+    rows: list[tuple[str, str, str]] = []
+    for key, value in report.items():
+        if isinstance(value, dict) and "mean" in value:
+            rows.append((key, f"{value['mean']:.3f}", f"{value['low']:.3f} to {value['high']:.3f}"))
+        elif key not in (*ABOUT, HORIZONS, "tasks", "episodes"):
+            inner = value.items() if isinstance(value, dict) else ((None, value),)
+            rows += [(key if name is None else f"{key} / {name}", _short(number), "") for name, number in inner]
     if not every:
-        rows = sorted((row for row in rows if row[1] not in ("-", "0") or row[0] == "reward"), key=lambda row: _place(row[0]))
-    for name, value, interval in rows if every else rows[:FEW]:
-        table.add_row(cell(name), cell(value), interval)
+        rows = [row for row in rows if row[1] not in ("-", "0") or row[0] == "reward"]
+        rows.sort(key=lambda row: next((at for at, start in enumerate(_FIRST) if row[0].startswith(start)), len(_FIRST)))
+    for name, shown, interval in rows if every else rows[:FEW]:
+        table.add_row(cell(name), cell(shown), interval)
     console.print(table)
     if not every and len(rows) > FEW:
         console.print(f"{len(rows) - FEW} more rows: --all, or report.json", markup=False)
     print_horizons({"": report}, console)
-
-
-def _report_rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(name, value, interval) of each number of a report."""
-    for key, value in report.items():
-        if key in (HORIZONS, "tasks", "episodes"):
-            continue
-        if isinstance(value, dict) and "mean" in value:
-            yield key, f"{value['mean']:.3f}", f"{value['low']:.3f} to {value['high']:.3f}"
-        elif key not in ABOUT:
-            inner = value.items() if isinstance(value, dict) else ((None, value),)
-            yield from ((key if name is None else f"{key} / {name}", _short(number), "") for name, number in inner)
-
-
-def _place(name: str) -> int:
-    return next((place for place, start in enumerate(_FIRST) if name.startswith(start)), len(_FIRST))
 
 
 def print_horizons(reports: Mapping[str, Any], console: Console) -> None:
@@ -204,9 +173,7 @@ def print_horizons(reports: Mapping[str, Any], console: Console) -> None:
     for name, report in reports.items():
         table = folding("calls", *_COLUMNS, title=cell(f"{name}{': ' if name else ''}by calls of the solution"))
         for label, one in report.get(HORIZONS, {}).items():
-            rate = one["success"]
-            shown = "-" if rate is None else f"{rate['mean']:.3f} ({rate['low']:.2f} to {rate['high']:.2f})"
-            table.add_row(label, shown, *(_short(one[column]) for column in _COLUMNS[1:]))
+            table.add_row(label, _rate_text(one["success"]), *(_short(one[column]) for column in _COLUMNS[1:]))
         if table.row_count:
             console.print(table)
 
@@ -217,12 +184,15 @@ def print_reports(reports: Mapping[str, Any], success: float | None, console: Co
     for key in [name for name in next(iter(reports.values())) if name not in (*ABOUT, HORIZONS)]:
         cells = [report[key] for report in reports.values()]
         if key.startswith("pass"):
-            rates = ["-" if v is None else f"{v['mean']:.3f} ({v['low']:.2f} to {v['high']:.2f})" for v in cells]
-            table.add_row(key, *rates, _short(success) if key == "pass@1" else "")
+            table.add_row(key, *map(_rate_text, cells), _short(success) if key == "pass@1" else "")
         elif not any(isinstance(value, dict) for value in cells) and any(value is not None for value in cells):
             table.add_row(cell(key), *(cell(_short(value)) for value in cells), "")
     console.print(table)
     print_horizons(reports, console)
+
+
+def _rate_text(rate: Mapping[str, float] | None) -> str:
+    return "-" if rate is None else f"{rate['mean']:.3f} ({rate['low']:.2f} to {rate['high']:.2f})"
 
 
 def _short(value: float | None) -> str:
@@ -235,45 +205,37 @@ def _short(value: float | None) -> str:
 # The parts
 
 
-@dataclass(slots=True)
 class EvalSession:
     """The parts that episodes need, and their connection to the outside; `close` closes all of them."""
 
-    parts: Assembly
-    ray: bool = False
-    started: bool = False
-    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
+    def __init__(self, config: TrainConfig, temperature: float) -> None:
+        """Make the parts; nothing is started. Raises as `read_inputs` and `assemble`."""
+        rollout = config.rollout.model_copy(update={"router_replay": False})  # the trainer's own
+        config = with_threads(config.model_copy(update={"rollout": rollout}), trains=False)
+        inputs = read_inputs(config)
+        room = engine_room(config, trains=False)
+        self.parts = assemble(config, inputs, temperature=temperature, room=room)
+        workers = config.rollout.workers > 0
+        if workers:
+            assert config.model.path is not None
+            self.parts = with_workers(config, inputs, self.parts, config.model.path, temperature=temperature)
+        self._ray, self._cluster, self._started = workers or samples_on_ray(config), config.cluster, False
+        self._opened = AsyncExitStack()
+        self._opened.callback(stop_asking)
 
-    def __post_init__(self) -> None:
-        self.opened.callback(stop_asking)
-
-    async def start(self, cluster: ClusterConfig) -> None:
+    async def start(self) -> None:
         """Start the engines, once. Raises UserError or EngineError; `close` then closes what was started."""
-        if self.started:
+        if self._started:
             return
-        self.started = True
-        if self.ray and start_ray(cluster):
-            self.opened.callback(stop_ray)
-        self.opened.push_async_callback(self.parts.close)
+        self._started = True
+        if self._ray and start_ray(self._cluster):
+            self._opened.callback(stop_ray)
+        self._opened.push_async_callback(self.parts.close)
         await self.parts.start()
 
     async def close(self) -> None:
         """Close everything, the others also if one of them fails."""
-        await self.opened.aclose()
-
-
-def open_session(config: TrainConfig, temperature: float) -> EvalSession:
-    """The parts of an evaluation, or of rollouts."""
-    rollout = config.rollout.model_copy(update={"router_replay": False})  # the trainer's own
-    config = with_threads(config.model_copy(update={"rollout": rollout}), trains=False)
-    inputs = read_inputs(config)
-    room = engine_room(config, trains=False)
-    parts = assemble(config, inputs, temperature=temperature, room=room)
-    workers = config.rollout.workers > 0
-    if workers:
-        assert config.model.path is not None
-        parts = with_workers(config, inputs, parts, config.model.path, temperature=temperature)
-    return EvalSession(parts, workers or samples_on_ray(config))
+        await self._opened.aclose()
 
 
 # Rollouts
@@ -313,17 +275,9 @@ class RolloutRequest:
         return self.out / f"{self.purpose}.json"
 
 
-@dataclass(slots=True)
-class RolloutOutcome:
-    """The episodes that are there, by (task, member)."""
-
-    episodes: dict[Pair, Trajectory] = field(default_factory=dict)
-    interrupted: bool = False
-
-
 async def run_rollout(
     config: TrainConfig, request: RolloutRequest, display: Display, shared: EvalSession | None = None
-) -> RolloutOutcome:
+) -> RolloutJob:
     """Run the missing episodes of the only environment of `config`. Ctrl-C ends it early: finished episodes stay, and the same
     command continues. `shared`: parts of several environments, which the caller closes; by default its own are made.
 
@@ -335,14 +289,17 @@ async def run_rollout(
     interrupt.install()  # the start of Ray and of the engine is to be ended too
     for note in suite_notes(config):
         display.warn(note)
-    job = _RolloutJob(config, request, display)
-    outcome = job.outcome
-    session = shared or open_session(config, job.temperature)
-    missing = [pair for pair in request.pairs if pair not in outcome.episodes]
+    job = RolloutJob(config, request, display)
+    session = shared or EvalSession(config, job.temperature)
+    missing = [pair for pair in request.pairs if pair not in job.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
     if missing:
         if api_name(request.model) is not None or not talks_in_messages(request.model):
-            display.say(f"[{request.purpose}] {job.sampling_line()}")
+            section = "eval" if request.purpose == "eval" else "rollout"
+            limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
+            more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
+            greedy = " (greedy)" if job.temperature == 0 else ""
+            display.say(f"[{request.purpose}] {section}.temperature = {job.temperature:g}{greedy}{''.join(more)}")
         if computes := computation_line(config, trains=False):
             display.say(computes)
     try:
@@ -355,12 +312,13 @@ async def run_rollout(
     except asyncio.CancelledError:
         if not interrupt.requested:
             raise
-        outcome.interrupted = True
+        job.interrupted = True
     finally:
         if session is not shared:
             await session.close()
-    _sort(request, outcome)
-    return outcome
+    # In the order of tasks, so that equal runs leave equal files.
+    atomic_write(job.file, "".join(_line(job.episodes[pair]) for pair in sorted(job.episodes)))
+    return job
 
 
 def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
@@ -371,45 +329,39 @@ def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     return config if day is None else with_date(config, day)  # an older agentrl kept none: what it began goes on without
 
 
-class _RolloutJob:
-    """Plays the missing episodes of a request; a config with one environment says how."""
+class RolloutJob:
+    """Plays the missing episodes of a request; a config with one environment says how.
+
+    `episodes`: those that are there, by (task, member); `interrupted`: more were asked for."""
 
     def __init__(self, config: TrainConfig, request: RolloutRequest, display: Display) -> None:
         """Raises ConfigError if `request.out` holds something else."""
         self.config, self.request, self.display = config, request, display
         self.temperature = request.temperature(config.rollout, config.eval)
-        self.outcome = RolloutOutcome(self._resume())
-
-    def sampling_line(self) -> str:
-        """The model's sampling parameters, by their keys."""
-        section, rollout = "eval" if self.request.purpose == "eval" else "rollout", self.config.rollout
-        limits = (("top_p", rollout.top_p), ("top_k", rollout.top_k))
-        more = [f"rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
-        greedy = " (greedy)" if self.temperature == 0 else ""
-        return ", ".join([f"{section}.temperature = {self.temperature:g}{greedy}", *more])
+        self.file = request.out / "trajectories.jsonl"
+        self.episodes = self._resume()
+        self.interrupted = False
 
     async def play(self, session: EvalSession, missing: list[Pair]) -> None:
-        """Play the episodes; each is in the file and in `outcome` once it ends."""
-        config, request, outcome, display = self.config, self.request, self.outcome, self.display
+        """Play the episodes; each is in the file and in `episodes` once it ends."""
+        config, request, display = self.config, self.request, self.display
         parts, done = session.parts, len(request.pairs) - len(missing)
-        scored = done
         watch, lost = Watch(), list[str]()
         display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
         with display.doing("starting the engine", parts.starting):
-            await session.start(config.cluster)
-        with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
+            await session.start()
+        with error_told(), self.file.open("a") as file:
 
             def keep(trajectory: Trajectory) -> None:
-                nonlocal done, scored
-                with naming(Path(file.name)):
-                    file.write(redact(json_text(trajectory.to_json())) + "\n")
+                nonlocal done
+                with naming(self.file):
+                    file.write(_line(trajectory))
                     file.flush()
-                outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
+                self.episodes[trajectory.task.seed, trajectory.member] = trajectory
                 done += 1
-                scored += _is_scored(trajectory)
                 if not _is_scored(trajectory):
                     lost.append(fault_of(trajectory))
-                display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
+                display.step(done, {"success": success_rate(self.episodes.values()), "unscored": len(lost)})
 
             with watch_loop(SLOW_LOOP, display.warn), display.doing("episodes", waits=watch.waiting):
                 await run_tasks(
@@ -431,7 +383,7 @@ class _RolloutJob:
         # All that an episode depends on; `-n` and `-k` only say which episodes there are.
         own = {"command": purpose, "--split": request.split}
         identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose)}
-        note, path = request.note, request.out / "trajectories.jsonl"
+        note, path = request.note, self.file
         if note.exists():
             kind = "an evaluation" if purpose == "eval" else "a rollout"
             before = read_json(note.read_text()).get("identity")
@@ -442,12 +394,20 @@ class _RolloutJob:
         there = [Trajectory.from_json(read_json(line)) for line in lines]
         scored = {(t.task.seed, t.member): t for t in there if _is_scored(t)}
         atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
-        atomic_write(path, "".join(redact(json_text(t.to_json())) + "\n" for t in scored.values()))
+        atomic_write(path, "".join(map(_line, scored.values())))
         return scored
+
+
+def _line(trajectory: Trajectory) -> str:
+    return redact(json_text(trajectory.to_json())) + "\n"
 
 
 def _is_scored(trajectory: Trajectory) -> bool:
     return trajectory.reward is not None or trajectory.success is not None
+
+
+def _write_report(file: Path, report: Mapping[str, Any]) -> None:
+    atomic_write(file, json_text(redact_json(report, said=True), indent=2) + "\n")
 
 
 # Evaluation
@@ -461,7 +421,7 @@ async def run_eval(
     display: Display,
     shared: EvalSession | None = None,
     about: Mapping[str, Any] = NOTHING,
-) -> tuple[dict[str, Any] | None, RolloutOutcome]:
+) -> tuple[dict[str, Any] | None, RolloutJob]:
     """Run the missing episodes of the evaluation. Returns its report, also written to `request.out` (None after Ctrl-C), and
     the episodes. Of a suite the report has the benchmark's own table, too ("official"). `shared`: as in `run_rollout`; `about`:
     what the report says next to the numbers. Raises ConfigError if `request.out` has an evaluation of something else.
@@ -473,13 +433,13 @@ async def run_eval(
     found = official([config], {config.envs[0].called: episodes}, request.split)
     own = {"official": found} if found else {}
     report = {**make_report(episodes, request.samples), "model": request.model, **about, **own}
-    atomic_write(request.out / "report.json", json_text(redact_json(report, said=True), indent=2) + "\n")
+    _write_report(request.out / "report.json", report)
     return report, outcome
 
 
 async def run_evals(
     config: TrainConfig, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] = NOTHING
-) -> tuple[dict[str, Any] | None, RolloutOutcome, RolloutRequest]:
+) -> tuple[dict[str, Any] | None, RolloutJob, RolloutRequest]:
     """The evaluations of several environments, one after the other with one engine, by their names: `requests`, each in a folder
     of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last outcome with its
     request.
@@ -487,7 +447,7 @@ async def run_evals(
     config = dated_as(config, next(iter(requests.values())))
     envs = {env.called: env for env in config.envs}
     Interrupt(display.say).install()  # each of them takes over, once what they share is open
-    shared = open_session(config, config.eval.temperature)
+    shared = EvalSession(config, config.eval.temperature)
     reports: dict[str, Any] = {}
     episodes: dict[str, list[Trajectory]] = {}
     try:
@@ -501,24 +461,21 @@ async def run_evals(
         await shared.close()
     found = official(each(config), episodes, request.split)
     own = {"official": found} if found else {}
-    whole = {"success": mean_success(reports, eval_weights(config.envs)), "model": request.model, **about, **own, "envs": reports}
-    atomic_write(request.out.parent / "report.json", json_text(redact_json(whole, said=True), indent=2) + "\n")
+    # The mean of the environments' pass@1, by their weights; None if one that counts is unknown.
+    rates = [(weight, reports[name]["pass@1"]) for name, weight in eval_weights(config.envs).items() if weight > 0]
+    success = None
+    if rates and all(rate is not None for _, rate in rates):
+        success = float(sum(weight * rate["mean"] for weight, rate in rates) / sum(weight for weight, _ in rates))
+    whole = {"success": success, "model": request.model, **about, **own, "envs": reports}
+    _write_report(request.out.parent / "report.json", whole)
     return whole, outcome, request
-
-
-def mean_success(reports: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
-    """The mean of the environments' pass@1, by the weights; None if one that counts is unknown."""
-    found = {name: report["pass@1"] for name, report in reports.items() if weights[name] > 0}
-    if not found or any(value is None for value in found.values()):
-        return None
-    return float(sum(weights[name] * value["mean"] for name, value in found.items()) / sum(weights[name] for name in found))
 
 
 def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
     """Write comparison.json into `folder`; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "comparison.json"
-    atomic_write(file, json_text(redact_json(comparison, said=True), indent=2) + "\n")
+    _write_report(file, comparison)
     return file
 
 
@@ -531,9 +488,3 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
         raise ConfigError(f"n = {request.tasks}, k = {request.samples}: expected at least 1 of each")
     check_eval(config := without_trainer(config), request.purpose)
     return config
-
-
-def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
-    """Rewrite the file in the order of tasks, so that equal runs leave equal files."""
-    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
-    atomic_write(request.out / "trajectories.jsonl", "".join(rows))

@@ -168,11 +168,6 @@ def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**sums, "thrown": dict(causes.most_common())}
 
 
-def known(row: Mapping[str, Any]) -> Row:
-    """The row with null in the place of numbers that are not finite: JSON has none, and they say no more than that."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-
-
 def _episode_times(episodes: Sequence[Trajectory]) -> Row:
     """Means over the episodes that have such a time, and the longest episode."""
     found: Row = {}
@@ -215,7 +210,7 @@ class Updates:
 
     def __init__(self, critic: CriticConfig | None, most: int, rows: Iterable[HealthRow] = ()) -> None:
         """`most`: how many of the newest rows are kept."""
-        self._warmup = 0 if critic is None else critic.warmup
+        self.warmup = 0 if critic is None else critic.warmup
         self.newest = deque[HealthRow](maxlen=most)
         self.idle, self.taught = 0, False
         for row in rows:
@@ -223,14 +218,9 @@ class Updates:
 
     def add(self, row: HealthRow) -> None:
         self.newest.append(row)
-        if row["step"] > self._warmup:
+        if row["step"] > self.warmup:
             self.idle = 0 if has_trained(row) else self.idle + 1
             self.taught |= has_trained(row)
-
-    @property
-    def of_policy(self) -> list[HealthRow]:
-        """Of the newest, those in which not the critic alone learned."""
-        return [row for row in self.newest if row["step"] > self._warmup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,13 +395,9 @@ class Health:
             total = one.scored + one.unscored
             if one.unscored > self._config.health.max_unscored * total:
                 where = f" of {name}" if name else ""
-                self.note(one.trajectories)
                 why = first_fault(one.trajectories)
+                self._fault = self.fault or why
                 self._warn(f"[{phase}] {one.unscored} of {total} episodes{where} are unscored; the first: {why}")
-
-    def note(self, trajectories: Iterable[Trajectory]) -> None:
-        """Keep why the first of these episodes was unscored."""
-        self._fault = self.fault or first_fault(trajectories)
 
     def verdict(self, rows: Sequence[HealthRow]) -> Finding | None:
         """Problem of a run that has ended with these rows; None if it learned. One whose last updates trained nothing has
@@ -459,12 +445,30 @@ def finding_text(one: Mapping[str, Any]) -> str:
 def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
     """Return True if the newest updates, as many as are kept or all if there are fewer, trained nothing. Not if every
     episode of them was a success after others that taught something: then nothing is left to learn."""
-    newest, count = updates.of_policy, updates.idle
+    newest, count = [row for row in updates.newest if row["step"] > updates.warmup], updates.idle
     if not newest or any(has_trained(row) for row in newest):
         return None
     if updates.taught and all(row["success"] == 1.0 for row in newest):
         return None
-    cause, advice = _why_idle(newest, rollout)
+    groups = rollout.groups * len(newest)
+    same = sum(row.get("groups_zero_variance", 0) for row in newest)
+    success = newest[-1]["success"]
+    cause = f"all episodes of a group had the same reward (mean {newest[-1]['reward']:.3g}), so none was better than another"
+    advice = "Raise rollout.group_size or rollout.temperature, or reward parts of a solution (docs/debugging.md)."
+    if any(row.get("skipped_steps", 0) for row in newest):
+        cause, advice = "its numbers were not finite (log.txt names the rows)", "Lower optim.lr, or see docs/debugging.md."
+    elif same < groups:
+        cause = f"every advantage was 0 ({same:.0f} of {groups} groups had equal rewards)"
+        advice = "Look at algorithm.advantage and its arguments."
+    elif success == 1.0:
+        cause += ": every episode is a success"
+        advice = "The model solves all training tasks: give it harder ones (env.params)."
+    elif success == 0.0:
+        cause += ", and none was a success"
+        advice = (
+            "Make tasks easier, reward parts of a solution, warm the model up ([sft]), or raise rollout.group_size; `agentrl "
+            "reward explain` says why an episode has its reward."
+        )
     last = "last " if updates.taught else ""
     many = f"{last}{count} updates" if count > 1 else f"{last}update"
     said = f"no token was trained in the {many}: {cause}"
@@ -474,29 +478,6 @@ def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
 def has_trained(row: HealthRow) -> bool:
     """Return True if an update taught the policy something: its gradient is not 0, and an optimizer step was taken."""
     return bool((row.get("grad_norm") or 0.0) > 0 and row.get("optimizer_steps", 1) > 0 and not row.get("skipped_steps", 0))
-
-
-def _why_idle(rows: Sequence[HealthRow], rollout: RolloutConfig) -> tuple[str, str]:
-    groups = rollout.groups
-    if any(row.get("skipped_steps", 0) for row in rows):
-        return "its numbers were not finite (log.txt names the rows)", "Lower optim.lr, or see docs/debugging.md."
-    same = sum(row.get("groups_zero_variance", 0) for row in rows)
-    if same < groups * len(rows):
-        return (
-            f"every advantage was 0 ({same:.0f} of {groups * len(rows)} groups had equal rewards)",
-            "Look at algorithm.advantage and its arguments.",
-        )
-    success, reward = rows[-1]["success"], rows[-1]["reward"]
-    said = f"all episodes of a group had the same reward (mean {reward:.3g}), so none was better than another"
-    if success == 1.0:
-        return f"{said}: every episode is a success", "The model solves all training tasks: give it harder ones (env.params)."
-    if success == 0.0:
-        return (
-            f"{said}, and none was a success",
-            "Make tasks easier, reward parts of a solution, warm the model up ([sft]), or raise rollout.group_size; `agentrl "
-            "reward explain` says why an episode has its reward.",
-        )
-    return said, "Raise rollout.group_size or rollout.temperature, or reward parts of a solution (docs/debugging.md)."
 
 
 def unscored_finding(rows: Collection[HealthRow], health: HealthConfig, fault: str | None) -> Finding | None:
@@ -571,15 +552,15 @@ class RunLog:
             tracker.join(max(until - time.monotonic(), 0.0))
 
     def row(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
-        """Record one row; a number that is not finite becomes null."""
-        values = known(values)
+        """Record one row; a number that is not finite becomes null: JSON has none, and they say no more than that."""
+        values = {k: None if isinstance(value, float) and not math.isfinite(value) else value for k, value in values.items()}
         self.folder.append_metrics({"step": step, "phase": phase, **values})
         if self.health is not None and phase == "train":
             self.health.row({"step": step, **values})
         self._begun = True
         numbers = {key: value for key, value in values.items() if value is None or isinstance(value, (int, float))}
         for tracker in self.trackers:
-            tracker.row(phase, step, numbers)
+            tracker.tell("row", phase, step, numbers)
         if self.endpoint is not None:
             self.endpoint.row(phase, step, numbers)
 
@@ -592,30 +573,31 @@ class RunLog:
         """The run goes on from `step` (-1: from its start, `folder.NOTHING`: from that of its warm
         start), and its folder was rewound to it."""
         for tracker in self.trackers if self._begun else []:
-            tracker.rewind(step)
+            tracker.tell("rewind", step)
 
     def end(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Tell the trackers the run's end; they are closed with this log."""
         self._ending = (status, summary)
         for tracker in self.trackers if self.folder.curve.is_file() else []:
-            tracker.picture("curve", self.folder.curve)
+            tracker.tell("picture", "curve", self.folder.curve)
 
     async def trajectories(self, name: str, trajectories: Sequence[Trajectory], tokens: TrainedTokens | None = None) -> None:
         """Start writing `trajectories/<name>.jsonl` once the previous file is written; wait on `writes` for its end.
         `tokens`: what training made of theirs, for `tokens/<name>.jsonl`."""
-        await self.writes.begin(self._write, name, trajectories, tokens)
 
-    def _write(self, name: str, trajectories: Sequence[Trajectory], tokens: TrainedTokens | None) -> None:
-        if tokens is not None:
-            self.folder.write_tokens(name, token_lines(trajectories, tokens))
-        self.folder.write_trajectories(name, trajectories)
-        self.folder.rotate(self._keep, int(name.rpartition("_")[2]))
+        def write() -> None:
+            if tokens is not None:
+                self.folder.write_tokens(name, token_lines(trajectories, tokens))
+            self.folder.write_trajectories(name, trajectories)
+            self.folder.rotate(self._keep, int(name.rpartition("_")[2]))
+
+        await self.writes.begin(write)
 
     async def evaluation(self, phase: str, step: int, result: Evaluation, values: Mapping[str, Any]) -> None:
         """Record a held-out evaluation: its row, its trajectories, and a line for the user."""
         self.row(phase, step, values)
         for tracker in self.trackers:
-            tracker.episodes(phase, step, sampled_rows(result.trajectories))
+            tracker.tell("episodes", phase, step, sampled_rows(result.trajectories))
         await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
         self.display.show_evaluation(step, result.success)
         self.display.say(
@@ -629,7 +611,5 @@ class RunLog:
 
 def _unscored_text(result: Evaluation) -> str:
     """Number of episodes without a score, and the cause of the first."""
-    lost = next((t for t in result.trajectories if t.reward is None and t.success is None), None)
-    if lost is None:
-        return ""
-    return f" ({result.unscored} unscored, the first: {fault_of(lost)})"
+    fault = first_fault(result.trajectories)
+    return "" if fault is None else f" ({result.unscored} unscored, the first: {fault})"

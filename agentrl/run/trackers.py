@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.identity import without_secrets
@@ -28,16 +28,12 @@ from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
-    from agentrl.rollout.collector import Collector
-    from agentrl.rollout.engine import Engine
+    from agentrl.run.session import Session
 
 # The contract
 
 Status = Literal["done", "failed", "interrupted"]
 Cell = str | float | None
-
-REPEATED = ("sft", "gate")
-"""Phases of the warm start, whose rows no resume takes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +97,6 @@ class Tracker(ABC):
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
 
 
-class LiveSession(Protocol):
-    """The parts of a session that live metrics read."""
-
-    @property
-    def collector(self) -> Collector: ...
-
-    @property
-    def engine(self) -> Engine: ...
-
-
 class LiveMetrics(ABC):
     """Serves a run's metrics until `close`."""
 
@@ -130,7 +116,7 @@ class LiveMetrics(ABC):
         """Take the numbers of a row."""
 
     @abstractmethod
-    def watch(self, session: LiveSession | None) -> None:
+    def watch(self, session: Session | None) -> None:
         """Read this session of the caller's event loop from now on; None: it is over."""
 
     @abstractmethod
@@ -174,8 +160,8 @@ SPANS = "steps"
 
 
 def is_voided(phase: str, step: int, to: int) -> bool:
-    """Return True if a row comes again if the run goes on from step `to`."""
-    return to < -1 or (phase not in REPEATED and (step > to or phase == "after"))
+    """Return True if a row comes again if the run goes on from step `to`; none of a warm start does."""
+    return to < -1 or (phase not in ("sft", "gate") and (step > to or phase == "after"))
 
 
 def check_trackers(config: TrainConfig) -> None:
@@ -215,8 +201,6 @@ LARGE = 32
 FLUSH_S = 60.0
 """Seconds that a tracker has, at the end of the run, to write what it was given."""
 
-Call = Callable[[Tracker], None]
-
 
 class Outlet:
     """Gives a tracker the run's rows. `say`: shows a message to the user; may be called in the tracker's thread.
@@ -229,7 +213,7 @@ class Outlet:
         self.lost = 0
         self.look: str | None = None
         self._told: set[str] = set()
-        self._queue: Queue[Call | None] = Queue(most)
+        self._queue: Queue[tuple[str, tuple[Any, ...]] | None] = Queue(most)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._closing: tuple[Status, Mapping[str, Any]] | None = None
@@ -238,17 +222,14 @@ class Outlet:
 
     # -- the run's side ----------------------------------------------------------------------------
 
-    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
-        self._give(lambda tracker: tracker.row(phase, step, values))
-
-    def rewind(self, step: int) -> None:
-        self._give(lambda tracker: tracker.rewind(step))
-
-    def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
-        self._give(lambda tracker: tracker.episodes(phase, step, rows), large=True)
-
-    def picture(self, name: str, path: Path) -> None:
-        self._give(lambda tracker: tracker.picture(name, path), large=True)
+    def tell(self, what: Literal["row", "rewind", "episodes", "picture"], *args: Any) -> None:
+        """Call this method of the tracker, in its thread. Episodes and pictures are large, and give way first."""
+        try:
+            if what in ("episodes", "picture") and self._queue.qsize() > LARGE:
+                raise Full
+            self._queue.put_nowait((what, args))
+        except Full:
+            self._lose("queue", f"it is too slow: {self._queue.qsize()} calls wait, and more are lost")
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         """Nothing more comes: it writes what waits, and is closed. See `join`."""
@@ -268,14 +249,6 @@ class Outlet:
         elif self.lost:
             self._say(f"tracker {self.name}: {self.lost} rows, tables or pictures were not written; metrics.jsonl has all rows")
 
-    def _give(self, call: Call, *, large: bool = False) -> None:
-        try:
-            if large and self._queue.qsize() > LARGE:
-                raise Full
-            self._queue.put_nowait(call)
-        except Full:
-            self._lose("queue", f"it is too slow: {self._queue.qsize()} calls wait, and more are lost")
-
     # -- its thread --------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -285,12 +258,20 @@ class Outlet:
             self.look = tracker.look()
         except BaseException as fault:  # of any kind: a library may exit
             self._lose("open", f"it cannot be opened, and the run goes on without it: {_text(fault)}", fault, count=0)
-        while (call := self._next()) is not None:
+        while True:
+            try:
+                call = self._queue.get(timeout=1.0)
+            except Empty:
+                if self._over.is_set():
+                    break
+                continue
+            if call is None:
+                break
             if tracker is None:
                 self._lose("open", "")
                 continue
             try:
-                call(tracker)
+                getattr(tracker, call[0])(*call[1])
             except BaseException as fault:
                 self._lose("write", f"it failed, and the run goes on: {_text(fault)}", fault)
         if tracker is not None and self._closing is not None:
@@ -299,14 +280,6 @@ class Outlet:
                 self.look = tracker.look()
             except BaseException as fault:
                 self._lose("close", f"its end failed: {_text(fault)}", fault, count=0)
-
-    def _next(self) -> Call | None:
-        while True:
-            try:
-                return self._queue.get(timeout=1.0)
-            except Empty:
-                if self._over.is_set():
-                    return None
 
     def _lose(self, kind: str, text: str, fault: BaseException | None = None, *, count: int = 1) -> None:
         with self._lock:

@@ -327,7 +327,7 @@ def check_end(place: Place, before: set[str], said: str, own: str) -> None:
             "RunDriver.train",
             "RunDriver._attempt",
             "run_rollout",
-            "_RolloutJob.play",
+            "RolloutJob.play",
         }, told.read_text()
 
 

@@ -67,7 +67,7 @@ RESUME = {
 """Of a resume with another setting."""
 EVAL = {
     "exports": Writer("agentrl.run.provenance:_export_path", ("exports/*",)),
-    "evaluation's episodes": Writer("agentrl.run.evaluate:_sort", ()),
+    "evaluation's episodes": Writer("agentrl.run.evaluate:atomic_write", (), 3),
     "evaluation's report": Writer("agentrl.run.evaluate:redact_json", ()),
 }
 """Of `agentrl eval --run RUN`."""

@@ -14,14 +14,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import PrometheusConfig
 from agentrl.rollout.engine import EngineStats
 from agentrl.run.metrics import info_of
-from agentrl.run.trackers import LIVE_METRICS, LiveMetrics, LiveSession, Outlet
+from agentrl.run.trackers import LIVE_METRICS, LiveMetrics, Outlet
 from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
 from agentrl.utils.network import ThreadServer
+
+if TYPE_CHECKING:
+    from agentrl.run.session import Session
 
 STATS_S = 1.0
 """Seconds in which the engine must answer a scrape; else its last answer is given."""
@@ -67,7 +70,7 @@ class MetricsEndpoint(LiveMetrics):
         self._rows: dict[str, tuple[int, dict[str, float | None]]] = {}
         self._counts: Counter[tuple[str, Labels]] = Counter()
         self._seconds: Counter[str] = Counter()
-        self._session: LiveSession | None = None
+        self._session: Session | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         registry = CollectorRegistry()
         registry.register(self)
@@ -84,7 +87,7 @@ class MetricsEndpoint(LiveMetrics):
         """Stop serving; idempotent."""
         self._server.close()
 
-    def watch(self, session: LiveSession | None) -> None:
+    def watch(self, session: Session | None) -> None:
         """From now on a scrape also reads this session, of the caller's event loop; None: it is over."""
         if session is not None and self._session is None and self._loop is not None:
             self.count("restarts")
@@ -150,7 +153,7 @@ class MetricsEndpoint(LiveMetrics):
         yield requests
         yield groups
 
-    def _ask_stats(self, session: LiveSession) -> EngineStats | None:
+    def _ask_stats(self, session: Session) -> EngineStats | None:
         loop = self._loop
         if loop is not None and loop.is_running():
             asked: Future[EngineStats] = asyncio.run_coroutine_threadsafe(session.engine.stats(), loop)
