@@ -335,7 +335,7 @@ def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[st
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
     from agentrl.config.envs import each
     from agentrl.run.engine_choice import engine_name
-    from agentrl.run.provenance import changed_files, differences_from_run, model_note, other_engine
+    from agentrl.run.provenance import Provenance, model_note, other_engine
 
     args = argparse.Namespace(**{**vars(args), "model": path})
     config, several = _config(args, folder)
@@ -347,9 +347,10 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         note = model_note(path, config)
         plan.notes = [] if note is None else [note]
         return plan
-    differs = [line for env in config.envs for line in differences_from_run(folder, config, env.called)]
+    run = Provenance(folder, config)
+    differs = [line for env in config.envs for line in run.differences(env.called)]
     tasks, unpaired = _other_tasks(args, {one.envs[0].called: one.eval for one in each(config)})
-    differs += [*changed_files(folder, config), *tasks, *other_engine(folder, engine_name(config))]
+    differs += [*run.changed_files(), *tasks, *other_engine(folder, engine_name(config))]
     plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan

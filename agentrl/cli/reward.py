@@ -302,14 +302,14 @@ class _Options:
         that neither the spec asks nor one of `others`."""
         from agentrl.config import TrainConfig
         from agentrl.config.schema import HealthConfig
-        from agentrl.run.services import RunServices, check_services
+        from agentrl.run.services import RunServices
         from agentrl.utils.threads import background
 
         config = TrainConfig(reward=self.reward, health=HealthConfig(preflight=False))
         scorers = {str(number): self.scorer(one) for number, one in enumerate((spec, *others))}
-        for note in check_services(config, scorers, trains=True):
-            say(note, file=sys.stderr)
         services, loop = RunServices(config), background().loop
+        for note in services.check(scorers, trains=True):
+            say(note, file=sys.stderr)
         scorer = self.scorer(spec, services=services)
         try:
             asyncio.run_coroutine_threadsafe(services.start([scorer]), loop).result()

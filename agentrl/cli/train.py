@@ -129,13 +129,13 @@ def _origins(args: argparse.Namespace) -> Origins:
 def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None) -> None:
     """Raise, in its words, what the start would raise of the run's folder, and of a resumed run's files. Changes nothing."""
     from agentrl.run.folder import check_unlocked
-    from agentrl.run.provenance import check_unchanged, run_folder
+    from agentrl.run.provenance import Provenance, run_folder
 
     if before is None:
         check_folder(config.name, config.out, overwrite=args.overwrite)
         return
     folder = run_folder(args.resume)
-    check_unchanged(before, config, folder)
+    Provenance(folder, config).check_unchanged(before)
     check_unlocked(folder.path)
 
 
@@ -169,11 +169,11 @@ def _continue(
     """The run in `args.resume`, with the overrides `texts`, after `check`."""
     from agentrl.run.driver import execute
     from agentrl.run.folder import RunFolder
-    from agentrl.run.provenance import check_resumable
+    from agentrl.run.provenance import Provenance
 
     folder = RunFolder(Path(args.resume))
     origins = read_origins(folder.config, texts)
-    notes = check_resumable(before, config, folder, check)
+    notes = Provenance(folder, config).check_resumable(before, check)
     return execute(config, folder, resumed=True, notes=notes, origins=origins, restarts=restarts)
 
 

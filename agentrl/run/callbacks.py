@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.config import Choice
 from agentrl.data.trajectory import Group
@@ -33,18 +33,8 @@ class Functions(Callback):
         on_step: Callable[[Mapping[str, Any], Any], Any] | None = None,
         on_group: Callable[[Group], Any] | None = None,
     ) -> None:
-        self._step, self._group = on_step, on_group
-
-    def on_step(self, row: Mapping[str, Any], session: Any) -> Any:
-        return None if self._step is None else self._step(row, session)
-
-    def on_group(self, group: Group) -> Any:
-        return None if self._group is None else self._group(group)
-
-    def name_of(self, call: str) -> str:
-        """The function's own name, for its errors."""
-        function = self._step if call == "on_step" else self._group
-        return str(getattr(function, "__qualname__", call))
+        given = {"on_step": on_step, "on_group": on_group}
+        vars(self).update({name: function for name, function in given.items() if function is not None})
 
 
 CALLBACKS: Registry[Callable[..., Callback]] = Registry("callbacks", "CALLBACKS", "agentrl.run.callbacks")
@@ -62,15 +52,11 @@ class Callbacks:
         """Those that take part in updates, by name."""
         return {name: one for name, one in self._all if isinstance(one, UpdateHook)}
 
-    async def step(self, row: Mapping[str, Any], session: Any) -> None:
-        """Raises CallbackError."""
+    async def call(self, hook: Literal["on_step", "on_group"], *args: Any) -> None:
+        """Call this method of each. Raises CallbackError, which names the callback, or the function that stands for it."""
         for name, one in self._all:
-            await call_user_function(f"callback on_step {_name_callback(name, one, 'on_step')!r}", one.on_step, row, session)
-
-    async def group(self, group: Group) -> None:
-        """Raises CallbackError."""
-        for name, one in self._all:
-            await call_user_function(f"callback on_group {_name_callback(name, one, 'on_group')!r}", one.on_group, group)
+            called = getattr(vars(one).get(hook), "__qualname__", name)
+            await call_user_function(f"callback {hook} {called!r}", getattr(one, hook), *args)
 
 
 def check_callbacks(choices: Sequence[Choice]) -> None:
@@ -80,7 +66,3 @@ def check_callbacks(choices: Sequence[Choice]) -> None:
     """
     for choice in choices:
         CALLBACKS.bind(choice.name, choice.args)
-
-
-def _name_callback(name: str, one: Callback, call: str) -> str:
-    return one.name_of(call) if isinstance(one, Functions) else name

@@ -103,7 +103,7 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
     """Create the run's folder, with digests of the files that the config names, and in its config `origins`; with `overwrite` an
     older run of that name is removed first. Raises ConfigError if that is still being written."""
     from agentrl.run.folder import RunFolder, lock_folder
-    from agentrl.run.provenance import write_provenance
+    from agentrl.run.provenance import Provenance
 
     target = Path(config.out) / config.name
     # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
@@ -112,7 +112,7 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
             shutil.rmtree(target)
     folder = RunFolder.create(config, origins)
     try:
-        write_provenance(config, folder)
+        Provenance(folder, config).write()
     except OSError:
         shutil.rmtree(folder.path, ignore_errors=True)  # else the name were taken by a run that has not begun
         raise

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from agentrl.config import TrainConfig
 from agentrl.config.envs import name_entry_in_errors, other_models
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
 from agentrl.env.official import Benchmark
-from agentrl.run.services import side_engines
+from agentrl.run.services import RunServices
 from agentrl.utils.search_path import source_digest, used_names, value_of
 
 SOURCE = "the source of "
@@ -30,7 +29,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     models = {
         "model.path": _files(config.model.path),
         **{key: _files(path) for key, path in other_models(config).items() if key != "critic.path"},
-        **{f"{one.key}.path": _files(one.config.model.path) for one in side_engines(config)},
+        **{f"{one.key}.path": _files(one.config.model.path) for one in RunServices(config).engines()},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     for own in config.envs:
@@ -39,7 +38,16 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             at = f"env.{own.called}" if isinstance(config.env, list) else "env"
             digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
             tools = f"{at}.tools" if own.tools is not None else "tools"
-            digests |= _code(env, f"{at}.id", f"{tools}.sets") | _digests({f"{tools}.args": sorted(_named_files(env.tools.args))})
+            if (card := env.card()) is not None:  # its server says the digest of its files and of its tool sets'
+                digests |= {f"the files of {at}.id": card["files"]} if card["files"] is not None else {}
+            else:
+                files = [] if env.at is not None else sorted(_sources(env.entry.path))
+                digests |= _digests({f"{at}.id": files, f"{tools}.sets": [find_tools(name) for name in env.tools.sets]})
+            # The files that arguments of tool sets name, and those in folders that they name.
+            values = [value for given in env.tools.args.values() for value in given.values()]
+            paths = [Path(value) for value in values if isinstance(value, str) and value]
+            inside = [file for path in paths if path.is_dir() for file in _plain(path.rglob("*"))]
+            digests |= _digests({f"{tools}.args": sorted([*inside, *(path for path in paths if path.is_file())])})
             if (suite := suite_env(env)) is not None:
                 digests[f"the files of {at}.params.source"] = suite.source_digest()
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
@@ -50,7 +58,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
 
 def files_digest(folder: str) -> str | None:
     """The digest of the files of a model's folder; None of one on a hub."""
-    return _digests({"it": _files(folder)}).get("the files of it")
+    return _digest_all(_files(folder))
 
 
 def code_of(config: TrainConfig) -> list[str]:
@@ -76,23 +84,15 @@ def suite_env(env: EnvRef) -> Benchmark | None:
 
 def env_digest(env: EnvRef) -> str | None:
     """The digest of an environment's files; None for one of an installed package."""
-    return _digests({"it": sorted(_sources(env.entry.path))}).get("the files of it")
-
-
-def _code(env: EnvRef, own: str, sets: str) -> Identity:
-    """The digests of an environment's files and of its tool sets': its server's, which says those of the first, if it is
-    elsewhere."""
-    card = env.card()
-    if card is not None:
-        return {f"the files of {own}": card["files"]} if card["files"] is not None else {}
-    files = [] if env.at is not None else sorted(_sources(env.entry.path))
-    return _digests({own: files, sets: [find_tools(name) for name in env.tools.sets]})
+    return _digest_all(sorted(_sources(env.entry.path)))
 
 
 def _digests(files: Mapping[str, Sequence[Path]]) -> Identity:
-    return {
-        f"the files of {key}": digest_of([[path.name, _digest(path)] for path in paths]) for key, paths in files.items() if paths
-    }
+    return {f"the files of {key}": digest for key, paths in files.items() if (digest := _digest_all(paths)) is not None}
+
+
+def _digest_all(paths: Sequence[Path]) -> str | None:
+    return digest_of([[path.name, _digest(path)] for path in paths]) if paths else None
 
 
 def _files(folder: str | None) -> list[Path]:
@@ -109,15 +109,6 @@ def _sources(path: Path | None) -> Iterator[Path]:
     for file in _plain(path.parent.rglob("*")):
         if "__pycache__" not in file.parts and not file.name.startswith("test_"):
             yield file
-
-
-def _named_files(args: Mapping[str, Mapping[str, Any]]) -> Iterator[Path]:
-    """The files that arguments of tool sets name, and those in folders that they name."""
-    for path in (Path(value) for given in args.values() for value in given.values() if isinstance(value, str) and value):
-        if path.is_file():
-            yield path
-        elif path.is_dir():
-            yield from _plain(path.rglob("*"))
 
 
 def _plain(paths: Iterator[Path]) -> Iterator[Path]:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
@@ -117,7 +117,17 @@ def plain_doing(shown: Shown, now: float) -> str:
 
 def frame(shown: Shown, now: float, width: int) -> Text:
     """The live display: at most 4 + DETAIL_LINES lines, none wider than `width`."""
-    lines = [_first_line(shown, now, width)]
+    # Phase, bar, count, time and ETA; a narrow terminal has no bar, and then no time.
+    name, several = shown.phase or "start", shown.total > 1
+    count, left = f" {shown.done}/{shown.total}" if several else "", f"  ETA {shown.eta(now)}" if several else ""
+    passed = f"  {clock(now - shown.began)}" if shown.phase else ""
+    room = width - len(name) - len(count) - len(passed) - len(left) - 2
+    first = Text().append(name, style="bold") if room >= 0 else Text(_cut(f"{name}{count}{left}", width), style="bold")
+    if several and room >= 8:
+        size = min(BAR, room)
+        full = size * shown.done // shown.total
+        first.append("  " + "━" * full, style="green").append("─" * (size - full), style="dim")
+    lines = [first.append(f"{count}{passed}{left}") if room >= 0 else first]
     if shown.doing:
         lines.append(Text(_cut(f"  {_doing(shown, now)}", width), style="cyan"))
         lines += [Text(_cut(f"  engine: {shown.engine}", width), style="cyan")] if shown.engine else []
@@ -160,21 +170,6 @@ def short(value: Any) -> str:
 def percent(value: float | None) -> str:
     """A rate in percent; "-" if it is unknown."""
     return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _first_line(shown: Shown, now: float, width: int) -> Text:
-    name, several = shown.phase or "start", shown.total > 1
-    count, left = f" {shown.done}/{shown.total}" if several else "", f"  ETA {shown.eta(now)}" if several else ""
-    passed = f"  {clock(now - shown.began)}" if shown.phase else ""
-    room = width - len(name) - len(count) - len(passed) - len(left) - 2
-    if room < 0:
-        return Text(_cut(f"{name}{count}{left}", width), style="bold")
-    line = Text().append(name, style="bold")
-    if several and room >= 8:
-        size = min(BAR, room)
-        full = size * shown.done // shown.total
-        line.append("  " + "━" * full, style="green").append("─" * (size - full), style="dim")
-    return line.append(f"{count}{passed}{left}")
 
 
 def _doing(shown: Shown, now: float) -> str:
@@ -302,11 +297,6 @@ class Display:
     def engine(self, what: str) -> None:
         """The engine's activity, for the frame; "": nothing that matters."""
         self._shown.engine = what
-
-    def recall(self, evaluations: Iterable[tuple[int, float]]) -> None:
-        """Evaluations (updates done, success) of a run that is resumed."""
-        for step, success in evaluations:
-            self.show_evaluation(step, success)
 
     def say(self, text: str) -> None:
         """Print a line that stays."""

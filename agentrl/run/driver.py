@@ -27,7 +27,7 @@ from agentrl.run.folder import NOTHING, LogFile, RunFolder, lock_folder
 from agentrl.run.interrupt import TWICE, Interrupt, put_off
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
-from agentrl.run.provenance import check_contents, updates_done
+from agentrl.run.provenance import Provenance, updates_done
 from agentrl.run.run_log import MOSTLY_UNSCORED, Health, RunLog, Unhealthy, check_any_scored, finding_text, thrown_away
 from agentrl.run.session import Session, open_session, warmed_up
 from agentrl.run.sft import warm_start
@@ -147,7 +147,7 @@ def execute(
         config = folder.with_date(config)
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
-        display.say(f"agentrl {_command(config.data)}: {folder.path} ({'resumed' if resumed else 'new'})")
+        display.say(f"agentrl {'train' if config.data is None else 'sft'}: {folder.path} ({'resumed' if resumed else 'new'})")
         if resumed and (restored := folder.restore()) is not None:
             display.say(restored)
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
@@ -239,7 +239,7 @@ class RunDriver:
         then = f"continue with: {self.resume_command()}"
         tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
         if outcome.restarts:
-            check_contents(config, folder)  # the files are read again
+            Provenance(folder, config).check_contents()  # the files are read again
         if config.data is not None:
             outcome.engine, outcome.status = "none", "interrupted"
             if await RUN_KINDS[DATA](config).train(folder, self.display, self.run_log, self.interrupt):
@@ -278,7 +278,8 @@ class RunDriver:
         loaded = await session.begin()
         run_log.rewound(session.collector.version if loaded else -1)
         if loaded:
-            session.display.recall(points(folder.read_metrics(), EVALUATED, "success"))
+            for step, success in points(folder.read_metrics(), EVALUATED, "success"):
+                session.display.show_evaluation(step, success)
         else:
             session.display.phase("before", 1)
             before = await evaluate_now(session, run_log, "before")
@@ -321,8 +322,33 @@ class RunDriver:
             if config.data is None:
                 draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
         with _unless_failed(outcome, "summary.json is not written"):
-            folder.write_summary(summary := _summary(config, rows, outcome))
+            folder.write_summary(summary := self.summary(rows))
             run_log.end(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
+
+    def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Content of summary.json."""
+        config, outcome = self.config, self.outcome
+        updates = [row for row in rows if row["phase"] == "train"]
+        success = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
+        return {
+            "name": config.name,
+            "status": outcome.status,
+            "error": outcome.error,
+            **({"cause": outcome.cause} if outcome.cause is not None else {}),
+            **({"findings": outcome.findings} if outcome.findings else {}),
+            "engine": outcome.engine,
+            "seed": config.seed,
+            "steps": updates[-1]["step"] if updates else 0,
+            "success_before": success.get("before"),
+            "success_after": success.get("after"),
+            **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
+            **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
+            "tokens": sum(row["tokens"] for row in updates),
+            **thrown_away(updates),
+            "seconds": round(time.monotonic() - outcome.started, 1),
+            "restarts": outcome.restarts,
+            **(RUN_KINDS[DATA](config).summary(rows) if config.data is not None else {}),
+        }
 
     def say_end(self) -> None:
         """Show how the run ended, and what to do next."""
@@ -363,8 +389,24 @@ class RunDriver:
                 display.say(f"look at it                  {tracker.look}")
         for finding in outcome.findings:
             display.say(f"but                         {finding_text(finding)}")
-        for line in _next(config.steps, folder, outcome):
-            display.say(line)
+        # Suggestions: evaluate and go on, or find out why it did not learn. Every command works from any folder.
+        run = shlex.quote(str(folder.path))
+        # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
+        more = 2 * max([config.steps, *(row["step"] for row in rows if row["phase"] == "train")])
+        if outcome.status != "done":
+            display.say("")
+            display.say(f"THIS RUN FAILED: {outcome.status}. {outcome.cause}")
+            display.say(f"look at its episodes        agentrl view {run};  agentrl runs failures {run}")
+            display.say(f"after fixing it             agentrl train --resume {run} steps={more}   (or start over: --overwrite)")
+            return
+        if outcome.cause is not None:
+            display.say(f"but                         {outcome.cause}")
+        display.say(f"look at it                  agentrl view {run};  agentrl show {run}")
+        if not summary.get("after", True):
+            display.say(f"why nothing is solved       agentrl runs failures {run}")
+        display.say(f"try next                    agentrl eval --run {run} --checkpoint 0 --checkpoint last")
+        display.say(f"                            agentrl train --resume {run} steps={more}")
+        display.say("                            agentrl env list;  agentrl env new my_env")
 
 
 @contextmanager
@@ -378,34 +420,6 @@ def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
                 raise
             outcome.status, outcome.error, outcome.full = "failed", f"{what}: {problem}", problem
         log.warning("%s: %s", what, problem)
-
-
-def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcome) -> dict[str, Any]:
-    def success(phase: str) -> float | None:
-        values = [row["success"] for row in rows if row["phase"] == phase]
-        return values[-1] if values else None
-
-    updates = [row for row in rows if row["phase"] == "train"]
-    seconds = time.monotonic() - outcome.started
-    return {
-        "name": config.name,
-        "status": outcome.status,
-        "error": outcome.error,
-        **({"cause": outcome.cause} if outcome.cause is not None else {}),
-        **({"findings": outcome.findings} if outcome.findings else {}),
-        "engine": outcome.engine,
-        "seed": config.seed,
-        "steps": updates[-1]["step"] if updates else 0,
-        "success_before": success("before"),
-        "success_after": success("after"),
-        **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
-        **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
-        "tokens": sum(row["tokens"] for row in updates),
-        **thrown_away(updates),
-        "seconds": round(seconds, 1),
-        "restarts": outcome.restarts,
-        **(RUN_KINDS[DATA](config).summary(rows) if config.data is not None else {}),
-    }
 
 
 def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -430,35 +444,8 @@ def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None
         display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {one['tasks']} tasks")
 
 
-def _next(steps: int, folder: RunFolder, outcome: RunOutcome) -> list[str]:
-    """Suggestions after a run: evaluate and go on, or find out why it did not learn. Every command works from any folder."""
-    run, rows = shlex.quote(str(folder.path)), folder.read_metrics()
-    # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
-    more = 2 * max([steps, *(row["step"] for row in rows if row["phase"] == "train")])
-    solved = [row["success"] for row in rows if row["phase"] == "after"]
-    if outcome.status != "done":
-        return [
-            "",
-            f"THIS RUN FAILED: {outcome.status}. {outcome.cause}",
-            f"look at its episodes        agentrl view {run};  agentrl runs failures {run}",
-            f"after fixing it             agentrl train --resume {run} steps={more}   (or start over: --overwrite)",
-        ]
-    return [
-        *([f"but                         {outcome.cause}"] if outcome.cause is not None else []),
-        f"look at it                  agentrl view {run};  agentrl show {run}",
-        *([f"why nothing is solved       agentrl runs failures {run}"] if solved and not solved[-1] else []),
-        f"try next                    agentrl eval --run {run} --checkpoint 0 --checkpoint last",
-        f"                            agentrl train --resume {run} steps={more}",
-        "                            agentrl env list;  agentrl env new my_env",
-    ]
-
-
-def _command(data: DataConfig | None) -> str:
-    return "train" if data is None else "sft"
-
-
 def _resume_command(data: DataConfig | None, folder: RunFolder) -> str:
-    return f"agentrl {_command(data)} --resume {shlex.quote(str(folder.path))}"
+    return f"agentrl {'train' if data is None else 'sft'} --resume {shlex.quote(str(folder.path))}"
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
-from agentrl.config import ClusterConfig, ModelConfig, RolloutConfig, TrainConfig
+from agentrl.config import ClusterConfig, RolloutConfig, TrainConfig
 from agentrl.config.envs import widest
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
-from agentrl.run.services import side_engines
+from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import model_context, named_anywhere
 from agentrl.utils.processor import threads_for
 from agentrl.utils.registry import Entry
@@ -29,8 +29,8 @@ def engine_name(config: TrainConfig) -> str:
     Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed,
     ResourceError if the cluster's nodes do not answer.
     """
-    if claiming := _claiming(config.model):
-        return claiming[0]
+    if claiming := claiming_engine(config.model.path):
+        return claiming.name
     if config.engine == AUTO:
         return _best_for(engine_gpus(config.rollout, config.cluster))
     maker = ENGINES.entry(config.engine).make
@@ -46,20 +46,15 @@ def _best_for(gpus: float) -> str:
 def without_trainer(config: TrainConfig) -> TrainConfig:
     """The config of a command that trains nothing: for it `auto` is the engine that suits all GPUs that there are, as no trainer
     takes any of them. Raises ResourceError if the nodes cannot be asked."""
-    if config.engine != AUTO or _claiming(config.model):
+    if config.engine != AUTO or claiming_engine(config.model.path):
         return config
     gpus = sum(node.gpus for node in nodes_of(config.cluster, "actor"))
     return config.model_copy(update={"engine": _best_for(gpus)})
 
 
-def _claiming(model: ModelConfig) -> list[str]:
-    """The engines that claim the config's model."""
-    return [entry.name for entry in ENGINES.own() if entry.make.claims(model.path)]
-
-
-def talks_in_messages(model: str | None) -> bool:
-    """Return True if a model of this name is run by an engine whose ids are messages, so that it has no tokenizer."""
-    return any("messages" in entry.traits for entry in ENGINES.own() if entry.make.claims(model))
+def claiming_engine(model: str | None) -> Entry[type[EngineMaker]] | None:
+    """The engine that claims a model of this name, whatever `engine` says."""
+    return next((entry for entry in ENGINES.own() if entry.make.claims(model)), None)
 
 
 def engine_gpus(rollout: RolloutConfig, cluster: ClusterConfig) -> float:
@@ -88,7 +83,7 @@ def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
 
 def samples_on_ray(config: TrainConfig) -> bool:
     """Return True if what samples needs Ray: the run's engine, or one next to it."""
-    entries = [engine_of(config), *(ENGINES.entry(one.config.engine) for one in side_engines(config))]
+    entries = [engine_of(config), *(ENGINES.entry(one.config.engine) for one in RunServices(config).engines())]
     return any("ray" in entry.needs for entry in entries)
 
 
@@ -119,7 +114,7 @@ def with_threads(config: TrainConfig, trains: bool = True, samples: bool = True)
     sampling = 0
     if samples and config.data is None:  # the processes that compute for the engine and those next to it
         engine = maker_of(engine_name(config), config).processes()
-        sampling = len(side_engines(config)) + (1 if engine is None else engine.count * max(engine.gpus, 1))
+        sampling = len(RunServices(config).engines()) + (1 if engine is None else engine.count * max(engine.gpus, 1))
     at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
     nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
     # Processes are spread evenly over nodes, and none has more cores than its node.

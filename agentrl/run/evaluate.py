@@ -32,7 +32,7 @@ from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import mean_of, official, rate_of
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
-from agentrl.run.engine_choice import computation_line, samples_on_ray, talks_in_messages, with_threads
+from agentrl.run.engine_choice import claiming_engine, computation_line, samples_on_ray, with_threads
 from agentrl.run.folder import with_date
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import by_label
@@ -294,7 +294,8 @@ async def run_rollout(
     missing = [pair for pair in request.pairs if pair not in job.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
     if missing:
-        if api_name(request.model) is not None or not talks_in_messages(request.model):
+        claiming = claiming_engine(request.model)  # a script is not sampled
+        if api_name(request.model) is not None or claiming is None or "messages" not in claiming.traits:
             section = "eval" if request.purpose == "eval" else "rollout"
             limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
             more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]

@@ -22,7 +22,7 @@ from contextlib import suppress
 from datetime import UTC, date, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any
 
 from agentrl.config import TrainConfig, to_toml
 from agentrl.config.origin import Origins
@@ -139,7 +139,6 @@ DRIVER = "driver.json"
 
 NOTHING = -2
 """Rewind to before everything, the warm start too; -1 is after it, before the first evaluation."""
-_ROTATING = ("step", "eval")
 _RESERVED = 1 << 16
 
 
@@ -262,34 +261,26 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a row to metrics.jsonl."""
-        with naming(self.metrics), self._open_to_append() as file:
+        with naming(self.metrics), open(self.metrics, "a", encoding="utf-8", opener=plain_file) as file:
             file.write(json_text(row) + "\n")
 
     def sync_metrics(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint vouches for the rows of its step and before."""
         if self.metrics.exists():
-            with self._open_to_append() as file:
+            with open(self.metrics, "a", encoding="utf-8", opener=plain_file) as file:
                 os.fsync(file.fileno())
 
-    def _open_to_append(self) -> TextIO:
-        """Only a plain file: a pipe in its place would be waited for."""
-        return open(self.metrics, "a", encoding="utf-8", opener=plain_file)
-
-    def metrics_seal(self) -> dict[str, Any]:
-        """Size and SHA-256 of metrics.jsonl as it is, for `metrics_are`."""
-        data = self._bytes()
+    def metrics_seal(self, size: int = -1) -> dict[str, Any]:
+        """Size and SHA-256 of metrics.jsonl, or of its first `size` bytes, for `metrics_are`."""
+        data = b""
+        if self.metrics.exists():
+            with open_plain(self.metrics) as file:
+                data = file.read(size)
         return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def metrics_are(self, seal: Mapping[str, Any]) -> bool:
         """Return True if the beginning of metrics.jsonl is what `metrics_seal` found."""
-        data = self._bytes()[: seal["size"]]
-        return bool(len(data) == seal["size"] and hashlib.sha256(data).hexdigest() == seal["sha256"])
-
-    def _bytes(self) -> bytes:
-        if not self.metrics.exists():
-            return b""
-        with open_plain(self.metrics) as file:
-            return file.read()
+        return self.metrics_seal(seal["size"]) == seal
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All complete rows of metrics.jsonl; a last row cut short by a kill is skipped, and any other line."""
@@ -338,10 +329,9 @@ class RunFolder:
         if not keep.trajectories:
             return
         files: dict[int, list[Path]] = defaultdict(list)
-        for path in (path for kind in _ROTATING for path in self.trajectories.glob(f"{kind}_*.jsonl")):
+        for path in (*self.trajectories.glob("step_*.jsonl"), *self.trajectories.glob("eval_*.jsonl")):
             files[int(path.stem.rpartition("_")[2])].append(path)
-        steps = sorted((number for number in files if number <= step), reverse=True)
-        for number in steps[keep.trajectories :]:
+        for number in sorted((number for number in files if number <= step), reverse=True)[keep.trajectories :]:
             for path in files[number]:
                 (self.tokens / path.name).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)

@@ -52,7 +52,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     done = resumed_at >= config.steps or interrupt.requested or _has_ended(session, evaluated)
     if not done and evaluated is None and _is_due(config.steps, config.eval, resumed_at):
         # An unbroken run has it: this one was interrupted, or to end, here.
-        owed, done = await _evaluate_step(session, run_log)
+        owed = await evaluate_now(session, run_log, "eval")
+        done = _reaches(owed.success, config.stop_at_success)
         await session.saver.rate(owed)
     if config.rollout.max_staleness == 0:  # what was sampled before the first step is none of its tokens
         await meter.read()  # above 0 they may all be: the first row then has no speed, rather than a wrong one
@@ -70,7 +71,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         with clock.part("update"):
             if config.rollout.colocate:
                 await session.rest()  # until the publish
-            keep = writes_trajectories(config.steps, config.trajectories_every, collector.ledger.version + 1)
+            number = collector.ledger.version + 1
+            keep = number % config.trajectories_every == 0 or number == config.steps  # the episodes are written
             update: Row = await session.learner.step(batch, collector.ledger.version, keep) | ages
         del batch  # also frees its part in the object store, which the next episodes need
         with clock.part("publish"):
@@ -79,15 +81,16 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             await session.publish()
         update |= await meter.read() | session.watchdog.read()
         step = collector.ledger.version
-        row = await log_step(session, run_log, step, groups, update, clock)
-        await session.callbacks.step(row, session)
-        found, reached = None, False
+        row = await log_step(session, run_log, groups, update, clock, keep)
+        await session.callbacks.call("on_step", row, session)
+        found = None
         if _is_due(config.steps, config.eval, step) and not interrupt.requested:
-            found, reached = await _evaluate_step(session, run_log)
+            found = await evaluate_now(session, run_log, "eval")
         # Each step: what cannot be written must end the run at once, not after all its steps.
         await session.saver.check()
         await run_log.writes.check()
         # Read once per step, for both the save and the end: Ctrl-C in between would end the loop without a checkpoint.
+        reached = found is not None and _reaches(found.success, config.stop_at_success)
         done = step >= config.steps or reached or interrupt.requested
         if done or step % config.checkpoint.every == 0 or session.saver.deserves(found):
             with session.display.doing("checkpoint"):
@@ -120,12 +123,6 @@ def _has_ended(session: Session, evaluated: Row | None) -> bool:
 
 def _reaches(success: float | None, enough: float | None) -> bool:
     return enough is not None and (success or 0.0) >= enough
-
-
-async def _evaluate_step(session: Session, run_log: RunLog) -> tuple[Evaluation, bool]:
-    """An evaluation on the way, and whether its success ends the run."""
-    found = await evaluate_now(session, run_log, "eval")
-    return found, _reaches(found.success, session.config.stop_at_success)
 
 
 @in_span("evaluation", root=True)
@@ -169,22 +166,17 @@ def staleness(batch: TensorDict, version: int) -> dict[str, float]:
 
 
 @in_span("log")
-async def log_step(session: Session, run_log: RunLog, step: int, groups: list[Group], update: Row, clock: Clock) -> Row:
-    """One metrics row, the step's trajectories, and the display; returns the row as it is written."""
-    members = [t for group in groups for t in group.trajectories]
-    several = len(session.envs) > 1
+async def log_step(session: Session, run_log: RunLog, groups: list[Group], update: Row, clock: Clock, keep: bool) -> Row:
+    """One metrics row, the step's trajectories if `keep`, and the display; returns the row as it is written."""
+    step, several = session.collector.ledger.version, len(session.envs) > 1
     played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), several)
     row = train_row(session, played, update, clock.laps)
     run_log.row("train", step, row)
-    if writes_trajectories(session.config.steps, session.config.trajectories_every, step):
+    if keep:
+        members = [t for group in groups for t in group.trajectories]
         await run_log.trajectories(f"step_{step:06d}", members, session.learner.tokens)
     session.display.step(step, *shown_of(row, [env.name for env in session.envs]))
     return {"step": step, "phase": "train", **row}
-
-
-def writes_trajectories(steps: int, trajectories_every: int, step: int) -> bool:
-    """Return True if the episodes of the update that makes version `step` are written."""
-    return step % trajectories_every == 0 or step == steps
 
 
 class Clock:

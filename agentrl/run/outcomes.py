@@ -48,8 +48,7 @@ def by_label(episodes: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
 
 def labels_of(row: Mapping[str, Any], env: str | None = None) -> list[str]:
     """The ranges of horizons with a success in a row: of its environment, or of the one called `env`; the shortest first."""
-    found = [match for key in row if (match := KEY.fullmatch(key))]
-    return sorted({match[2] for match in found if match[1] == env}, key=order)
+    return sorted({match[2] for key in row if (match := KEY.fullmatch(key)) and match[1] == env}, key=order)
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], env: str | None = None) -> dict[str, dict[str, Any]]:
@@ -100,8 +99,13 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
     found |= {f"unscored/{cause}": count for cause, count in sorted(unscored.items())}
     found |= _lengths(episodes) | _given_calls(episodes) | _sameness(episodes)
-    called, tools = _tools(episodes)
-    found |= tools
+    answers = [[result.error is not None for turn in t.turns for result in turn.results] for t in episodes]
+    errors, called = [error for of in answers for error in of], [place for place, of in enumerate(answers) if of]
+    calls = sum(len(turn.message.tool_calls) for t in episodes for turn in t.turns)
+    found |= {
+        "tool_calls": calls / max(len(episodes), 1),
+        "tool_error_rate": sum(errors) / len(errors) if errors else None,
+    }
     found |= {f"stop/{stop}": n / len(episodes) for stop, n in sorted(Counter(t.stop.value for t in episodes).items())}
     found |= {name: _mean(known) for name, known in terms}
     over = {name: len(known) for name, known in (*means, *terms) if list(known) != scored}
@@ -150,11 +154,6 @@ def group_values(groups: Sequence[Group]) -> Row:
         "zero_variance": sum(alike(group) for group in groups) / len(groups) if groups else None,
         "thin_groups": sum(known < THIN and 2 * known <= of for known, of in counts) / len(counts) if counts else None,
     }
-
-
-def env_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The environments that metrics rows have a success of, sorted; none if the run has only one."""
-    return sorted({key.split("/")[1] for row in rows for key in row if key.startswith("env/") and key.endswith("/success")})
 
 
 def _is_scored(trajectory: Trajectory, trained: bool) -> bool:
@@ -224,17 +223,6 @@ def _given_calls(episodes: Sequence[Trajectory]) -> Row:
     return {"given": sum(calls) / len(calls)} if any(calls) else {}
 
 
-def _tools(episodes: Sequence[Trajectory]) -> tuple[list[int], Row]:
-    """The places of the episodes that called tools, and how these calls went."""
-    wrong = [[result.error is not None for turn in t.turns for result in turn.results] for t in episodes]
-    every = [error for of in wrong for error in of]
-    rates = {
-        "tool_calls": sum(len(turn.message.tool_calls) for t in episodes for turn in t.turns) / max(len(episodes), 1),
-        "tool_error_rate": sum(every) / len(every) if every else None,
-    }
-    return [place for place, of in enumerate(wrong) if of], rates
-
-
 def _mean(known: Mapping[int, float]) -> float | None:
     return sum(known.values()) / len(known) if known else None
 
@@ -250,7 +238,7 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = env_names(rows)
+    names = sorted({key.split("/")[1] for row in rows for key in row if re.fullmatch("env/.*/success", key)})
     train, held = points(rows, TRAIN, "success"), points(rows, EVALUATED, "success")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

@@ -14,7 +14,7 @@ from agentrl.cluster.placement import Location, card_bytes, has_gpus, is_planned
 from agentrl.config.envs import each, longest_sample, widest
 from agentrl.config.envs import trained_envs as trained
 from agentrl.config.keys import inline
-from agentrl.config.schema import CriticConfig, EvalConfig, InitModelConfig, ModelConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import CriticConfig, InitModelConfig, ModelConfig, TrainConfig
 from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.rollout.collector import largest
@@ -38,7 +38,6 @@ from agentrl.run.role_placement import (
 )
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import packing_of, with_packing
-from agentrl.trainer.language_model import Role
 from agentrl.trainer.memory import numbers, shell
 from agentrl.trainer.minibatch import kl_kind
 from agentrl.trainer.optim import optims_of
@@ -76,8 +75,6 @@ def derived_values(config: TrainConfig) -> dict[str, str]:
 
 
 # The plan
-
-TRAINED: dict[str, Role] = {"actor": "policy", "critic": "value"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,23 +165,34 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
     evaluated = [0, *(step for step in range(1, steps) if every and step % every == 0), steps]
     assert len(evaluated) == evaluations_of(config.steps, config.eval)
     tasks = sum(one.eval.tasks for one in each(config))
-    sft = config.sft
+    sft, parameters = config.sft, _parameters(config.model, config.critic)
+    # Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups.
+    environments, how = [], {}
+    several = len(config.envs) > 1
+    shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
+    for env, one in zip(config.envs, each(config), strict=True):
+        ref, limits = EnvRef.of(one), one.rollout
+        turns = f"{_count(limits.max_turns, 'turn')} of {limits.max_turn_tokens} tokens"
+        share = f", {shares[env.called]:.1%} of the groups at first, {one.algorithm.advantage.name}" if several else ""
+        environments.append(f"{env.called} ({ref.entry.id}), reward {find_spec(ref, env.reward)['name']}, {turns}{share}")
+        kind = "greedily" if one.eval.temperature == 0 else f"at temperature {one.eval.temperature:g}"
+        how[env.called] = f"{one.eval.tasks:,} tasks of {one.eval.split} {kind}"
+    points = config.rollout.temperature
+    heats = [f"{heat:g} after {step} updates" for step, heat in points] if isinstance(points, list) else [f"{points:g}"]
     return RunPlan(
         name=config.name,
         folder=str(folder),
-        environments=_environments(config),
+        environments=environments,
         algorithm=f"{config.algorithm.advantage.name}, {config.algorithm.loss.name}, {config.algorithm.aggregate}",
         engine=engine_name(config),
         model=config.model.path or "a tiny model of random weights ([model.init])",
         dtype=config.model.computes_in(cuda),
         threads=None if cuda else with_threads(config).model.threads,
-        parameters=_parameters(config.model, config.critic),
+        parameters=parameters,
         updates=steps,
         stops_at=config.stop_at_success if every else None,
         batches=batches,
-        evaluations=Evaluations(
-            evaluated, tasks, {env.called: _how(one.eval) for env, one in zip(config.envs, each(config), strict=True)}
-        ),
+        evaluations=Evaluations(evaluated, tasks, how),
         episodes=steps * batches.episodes,
         evaluation_episodes=len(evaluated) * tasks,
         transcripts=None if sft is None else (min(sft.min_steps, sft.max_steps) * sft.batch, sft.max_steps * sft.batch),
@@ -193,10 +201,10 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
         trajectories=sorted({*range(config.trajectories_every, steps + 1, config.trajectories_every), steps}),
         trackers=[tracker.name for tracker in config.trackers],
         rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims_of(config).items()},
-        temperature=_temperature(config.rollout),
+        temperature=", ".join(heats),
         top_p=config.rollout.top_p,
-        recomputed=sum(12 * one.trained for one in _parameters(config.model, config.critic)),
-        model_bytes=sum(4 * one.all for one in _parameters(config.model, config.critic) if one.role == "actor"),
+        recomputed=sum(12 * one.trained for one in parameters),
+        model_bytes=sum(4 * one.all for one in parameters if one.role == "actor"),
     )
 
 
@@ -283,40 +291,18 @@ def lines(plan: RunPlan) -> list[str]:
     return [f"{name:{width}}  {text}" for name, text in rows]
 
 
-def _temperature(rollout: RolloutConfig) -> str:
-    points = rollout.temperature
-    return ", ".join(f"{heat:g} after {step} updates" for step, heat in points) if isinstance(points, list) else f"{points:g}"
-
-
 def _size(count: int) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.0f} MiB"
 
 
-def _environments(config: TrainConfig) -> list[str]:
-    """Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups."""
-    several, found = len(config.envs) > 1, []
-    shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
-    for env, one in zip(config.envs, each(config), strict=True):
-        ref, limits = EnvRef.of(one), one.rollout
-        turns = f"{_count(limits.max_turns, 'turn')} of {limits.max_turn_tokens} tokens"
-        share = f", {shares[env.called]:.1%} of the groups at first, {one.algorithm.advantage.name}" if several else ""
-        found.append(f"{env.called} ({ref.entry.id}), reward {find_spec(ref, env.reward)['name']}, {turns}{share}")
-    return found
-
-
-def _how(evaluation: EvalConfig) -> str:
-    kind = "greedily" if evaluation.temperature == 0 else f"at temperature {evaluation.temperature:g}"
-    return f"{evaluation.tasks:,} tasks of {evaluation.split} {kind}"
-
-
 def _parameters(model: ModelConfig, critic: CriticConfig | None) -> list[Parameters]:
-    found = []
-    for name, role in TRAINED.items():
-        if name == "actor" or critic is not None:
-            path = critic.path if name == "critic" and critic is not None else None
-            parameters = list(shell(model, role, path).parameters())
-            found.append(Parameters(name, numbers(parameters), numbers(p for p in parameters if p.requires_grad)))
-    return found
+    shells = {"actor": shell(model, "policy")}
+    if critic is not None:
+        shells["critic"] = shell(model, "value", critic.path)
+    return [
+        Parameters(name, numbers(module.parameters()), numbers(p for p in module.parameters() if p.requires_grad))
+        for name, module in shells.items()
+    ]
 
 
 def _count(number: int, what: str) -> str:
@@ -347,13 +333,10 @@ class DryRun:
 
     def text(self) -> str:
         """All of it, for a person."""
-        memory = [
-            *([self.nodes] if self.nodes else []),
-            *([placement_table(self.locations), ""] if self.locations else []),
-            table_of(self.placed),
-            *map(memory_text, self.peaks),
-        ]
-        return "\n".join([*lines(self.plan), "", *memory, *self.notes])
+        nodes = [self.nodes] if self.nodes else []
+        places = [placement_table(self.locations), ""] if self.locations else []
+        memory = [table_of(self.placed), *map(memory_text, self.peaks)]
+        return "\n".join([*lines(self.plan), "", *nodes, *places, *memory, *self.notes])
 
     def json(self) -> dict[str, Any]:
         """The plan, the memory of each role and the peak of each device in bytes, and the notes."""

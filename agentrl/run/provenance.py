@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.envs import alone
@@ -32,64 +31,114 @@ from agentrl.utils.redaction import redact_json
 FILE = "provenance.json"
 
 
-def write_provenance(config: TrainConfig, folder: RunFolder) -> None:
-    """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
-    provenance = {"folder": str(Path.cwd()), "contents": contents_of(config, "train")}
-    atomic_write(folder.path / FILE, json.dumps(redact_json(provenance), indent=2) + "\n")
+class Provenance:
+    """Compares a config with the values and the files that the run in a folder was started with."""
 
+    def __init__(self, folder: RunFolder, config: TrainConfig) -> None:
+        self.folder, self.config = folder, config
 
-def check_resumable(
-    before: TrainConfig, config: TrainConfig, folder: RunFolder, check: Callable[[TrainConfig], list[str]] = check_train
-) -> tuple[str, ...]:
-    """All checks before a run that was started with `before` continues with `config`, `check` among them; returns what its user
-    should know.
+    def write(self) -> None:
+        """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
+        provenance = {"folder": str(Path.cwd()), "contents": contents_of(self.config, "train")}
+        atomic_write(self.folder.path / FILE, json.dumps(redact_json(provenance), indent=2) + "\n")
 
-    Raises a UserError if something that the run needs is missing (the message then says where it was started), and ConfigError if
-    a file has other content than at the start, or config.toml other values than the newest checkpoint was trained with.
-    """
-    _check_own_config(identity_of(before, "train"), folder)
-    try:
-        notes = check(config)
-    except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
-        raise type(error)(f"{error}{origin_hint(folder)}") from None
-    now = contents_of(config, "train")
-    if (recorded := _read_provenance(folder)) is None:
-        write_provenance(config, folder)  # so that the next resume can compare
-        said = [
-            f"{folder.path}: started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
-        ]
-    else:
-        check_contents(config, folder)
-        # Code may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed.
-        changed = [key for key in code_of(config) if recorded["contents"].get(key) != now.get(key)]
-        said = [f"{key} have changed since the run began" for key in changed]
-    return (*said, *notes, *_resume_notes(before, config, folder))
+    def check_resumable(self, before: TrainConfig, check: Callable[[TrainConfig], list[str]] = check_train) -> tuple[str, ...]:
+        """All checks before a run that was started with `before` continues with the config, `check` among them; returns what its
+        user should know.
 
+        Raises a UserError if something that the run needs is missing (the message then says where it was started), and
+        ConfigError if a file has other content than at the start, or config.toml other values than the newest checkpoint was
+        trained with.
+        """
+        config, folder = self.config, self.folder
+        check_own_config(identity_of(before, "train"), folder)
+        try:
+            notes = check(config)
+        except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
+            raise type(error)(f"{error}{origin_hint(folder)}") from None
+        if (recorded := _read_provenance(folder)) is None:
+            self.write()  # so that the next resume can compare
+            old = "started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
+            said = [f"{folder.path}: {old}"]
+        else:
+            self.check_contents()
+            # Code may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed.
+            now = contents_of(config, "train")
+            changed = [key for key in code_of(config) if recorded["contents"].get(key) != now.get(key)]
+            said = [f"{key} have changed since the run began" for key in changed]
+        return (*said, *notes, *self._later_notes(before))
 
-def check_unchanged(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> None:
-    """The part of `check_resumable` that checks a run's files. Raises as it does."""
-    _check_own_config(identity_of(before, "train"), folder)
-    check_contents(config, folder)
+    def check_unchanged(self, before: TrainConfig) -> None:
+        """The part of `check_resumable` that checks a run's files. Raises as it does."""
+        check_own_config(identity_of(before, "train"), self.folder)
+        self.check_contents()
 
+    def check_contents(self) -> None:
+        """Raises ConfigError if the reward spec or the model's files changed since the run began."""
+        if (recorded := _read_provenance(self.folder)) is None:
+            return
+        config, code = self.config, code_of(self.config)
+        both = (recorded["contents"], contents_of(config, "train"))
+        if found := differences(*({key: value for key, value in one.items() if key not in code} for one in both)):
+            named = [value for value in (*(env.reward for env in config.envs), config.model.path) if value is not None]
+            raise ConfigError(
+                f"{self.folder.path / FILE}: what the run has learned so far was learned with other files: {found}; restore "
+                f"{' or '.join(named) or 'the reward spec of the environment'}, or start another run"
+            )
 
-def check_contents(config: TrainConfig, folder: RunFolder) -> None:
-    """Raises ConfigError if the reward spec or the model's files changed since the run in `folder` began."""
-    if (recorded := _read_provenance(folder)) is None:
-        return
-    then, now = (
-        {k: v for k, v in found.items() if k not in code_of(config)}
-        for found in (recorded["contents"], contents_of(config, "train"))
-    )
-    if found := differences(then, now):
-        named = [value for value in (*(env.reward for env in config.envs), config.model.path) if value is not None]
-        raise ConfigError(
-            f"{folder.path / FILE}: what the run has learned so far was learned with other files: {found}; restore "
-            f"{' or '.join(named) or 'the reward spec of the environment'}, or start another run"
+    def _later_notes(self, before: TrainConfig) -> list[str]:
+        """Notes on keys that steer later updates, and on the end of the run."""
+        config, done, steps = self.config, updates_done(self.folder), self.config.steps
+        notes = [f"{change} from update {done + 1} on" for change in later_changes(before, config)]
+        if steps < done and config.data is None:
+            notes.append(
+                f"steps = {steps}, and the run has done {done} updates: it is over; continue with more, as steps={done + 10}"
+            )
+        optim = config.optim
+        if optim.schedule != "constant" and before.steps != steps:
+            # Updates in which only the critic learns do not count for the policy's schedule.
+            past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
+            ends = [policy_updates(each.steps, each.critic) for each in (before, config)]
+            was, now = (rate(past, optim.warmup, optim.schedule, end) for end in ends)
+            notes.append(
+                f'optim.schedule = "{optim.schedule}" ends with the run, which has {steps} steps now and had {before.steps}: '
+                f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}"
+            )
+        return notes
+
+    def differences(self, env: str) -> list[str]:
+        """Differences from the run's own evaluations of an environment: the config's entry `env`, compared with the run's entry
+        of that name, or else with that of the same id. Empty if nothing is, or if the run has no such environment."""
+        before = config_of(self.folder)
+        (own,) = [entry for entry in self.config.envs if entry.called == env]
+        theirs = [entry for entry in before.envs if entry.called == env] or [e for e in before.envs if _same_env(e.id, own.id)]
+        if not theirs:
+            return []
+        then, now = (
+            {key: value for key, value in identity_of(alone(c, e), "eval").items() if not f"{key}.".startswith(_OF_MODEL)}
+            for c, e in ((before, theirs[0]), (self.config, own))
         )
+        if _same_env(str(then["env.id"]), str(now["env.id"])):
+            then["env.id"] = now["env.id"]
+        return changes(then, now)
+
+    def changed_files(self) -> list[str]:
+        """The files named by the run's config (reward specs, environments, tool sets) that have other content than at its start.
+
+        Raises CatalogError or ConfigError, saying where the run began, if one of them is not found from here.
+        """
+        # Empty if it was started by an older agentrl.
+        then = (_read_provenance(self.folder) or {"contents": {}})["contents"]
+        try:
+            now = contents_of(self.config, "eval") if then else {}
+        except (CatalogError, ConfigError) as error:
+            raise type(error)(f"{error}{origin_hint(self.folder)}") from None
+        keys = [key for key in now if key in then and not key.startswith(_MODEL)]
+        return [f"{key}: changed since the run began" for key in keys if then[key] != now[key]]
 
 
 def _read_provenance(folder: RunFolder) -> dict[str, Identity] | None:
-    """Record of `write_provenance`; None if nothing is there. Raises RunFolderError if it is damaged."""
+    """Record of `Provenance.write`; None if nothing is there. Raises RunFolderError if it is damaged."""
     mend = "restore it, or remove it: the files that the config names are then taken to be the same"
     found = stored_object(folder.path / FILE, mend)
     if found is not None and not (isinstance(found.get("contents"), dict) and isinstance(found.get("folder"), str)):
@@ -106,7 +155,7 @@ def origin_hint(folder: RunFolder) -> str:
     return f"\nthe run began in {recorded['folder']}; if the cause is a file there, resume from there or with AGENTRL_PATH={path}"
 
 
-def _check_own_config(now: Identity, folder: RunFolder) -> None:
+def check_own_config(now: Identity, folder: RunFolder) -> None:
     """Raises ConfigError if config.toml was changed by hand or is another run's. Keys that one lacks are another version's."""
     newest = Checkpoints(folder.checkpoints, keep=1).newest()
     try:
@@ -127,28 +176,6 @@ def updates_done(folder: RunFolder) -> int:
     return 0 if newest is None else int(newest.name.rpartition("_")[2])
 
 
-def _resume_notes(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
-    """Notes on keys that steer later updates, and on the end of the run."""
-    done, steps = updates_done(folder), config.steps
-    notes = [f"{change} from update {done + 1} on" for change in later_changes(before, config)]
-    if steps < done and config.data is None:
-        notes.append(
-            f"steps = {steps}, and the run has done {done} updates: it is over; continue with more, as steps={done + 10}"
-        )
-    optim = config.optim
-    if optim.schedule != "constant" and before.steps != steps:
-        # Updates in which only the critic learns do not count for the policy's schedule.
-        past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
-        was, now = (
-            rate(past, optim.warmup, optim.schedule, policy_updates(each.steps, each.critic)) for each in (before, config)
-        )
-        notes.append(
-            f'optim.schedule = "{optim.schedule}" ends with the run, which has {steps} steps now and had {before.steps}: '
-            f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}"
-        )
-    return tuple(notes)
-
-
 # Models of a run
 
 _UNFIT = re.compile(r"[^\w.-]+")
@@ -156,6 +183,7 @@ _COMMON = ("final", "warm_start", "model")
 _STEP = re.compile(r"step_\d+")
 _LONGEST = 80
 _MODEL = ("model.path", "the files of model.path", "model.init", "model.lora")
+_OF_MODEL = tuple(f"{key}." for key in _MODEL)
 _ABOVE = 3
 
 
@@ -257,23 +285,10 @@ def model_label(model: str) -> str:
     return _UNFIT.sub("_", "_".join(words)).strip("._")[-_LONGEST:] or "model"
 
 
-def differences_from_run(folder: RunFolder, config: TrainConfig, env: str) -> list[str]:
-    """Differences from the run's own evaluations of an environment: the entry `env` of `config`, compared with the run's entry
-    of that name, or else with that of the same id. Empty if nothing is, or if the run has no such environment."""
-    before = config_of(folder)
-    (own,) = [entry for entry in config.envs if entry.called == env]
-    theirs = [entry for entry in before.envs if entry.called == env] or [e for e in before.envs if _same_env(e.id, own.id)]
-    if not theirs:
-        return []
-    then, now = (_plain(identity_of(alone(c, e), "eval")) for c, e in ((before, theirs[0]), (config, own)))
-    then["env.id"] = now["env.id"] if _same_env(str(then["env.id"]), str(now["env.id"])) else then["env.id"]
-    return changes(then, now)
-
-
 def model_note(model: str, config: TrainConfig) -> str | None:
     """A warning for a model that lies in a run's folder and is played otherwise than the run's evaluations play; else None."""
     of = run_of(model)
-    differs = [] if of is None else [line for env in config.envs for line in differences_from_run(of, config, env.called)]
+    differs = [] if of is None else [line for env in config.envs for line in Provenance(of, config).differences(env.called)]
     if of is None or not differs:
         return None
     return (
@@ -288,24 +303,6 @@ def other_engine(folder: RunFolder, now: str) -> list[str]:
         return []
     was = summary["engine"]
     return [f"engine was {was}, is {now}"] if was and was != now else []
-
-
-def changed_files(folder: RunFolder, config: TrainConfig) -> list[str]:
-    """The files named by the run's config (reward specs, environments, tool sets) that have other content than at its start.
-
-    Raises CatalogError or ConfigError, saying where the run began, if one of them is not found from here.
-    """
-    then = (_read_provenance(folder) or {"contents": {}})["contents"]  # empty if it was started by an older agentrl
-    try:
-        now = contents_of(config, "eval") if then else {}
-    except (CatalogError, ConfigError) as error:
-        raise type(error)(f"{error}{origin_hint(folder)}") from None
-    keys = [key for key in now if key in then and not key.startswith(_MODEL)]
-    return [f"{key}: changed since the run began" for key in keys if then[key] != now[key]]
-
-
-def _plain(identity: Identity) -> dict[str, Any]:
-    return {key: value for key, value in identity.items() if not any(key == of or key.startswith(f"{of}.") for of in _MODEL)}
 
 
 def _same_env(one: str, other: str) -> bool:

@@ -306,7 +306,14 @@ def token_lines(members: Sequence[Trajectory], tokens: TrainedTokens) -> Iterato
         if member.reward is not None:
             entries = []
             for ledger in member.ledgers:
-                entries.append(_entry(*tokens.row(row)) if len(ledger) else {"advantage": 0.0, "log_ratio": None})
+                advantage: float | str = 0.0
+                log_ratio = None
+                if len(ledger):
+                    advantages, ratios = tokens.row(row)
+                    same = len(advantages) > 0 and bool((advantages == advantages[0]).all())
+                    advantage = float(advantages[0]) if same else _encode_floats(advantages, "<f4")
+                    log_ratio = None if ratios is None else _encode_floats(ratios, "<f2")
+                entries.append({"advantage": advantage, "log_ratio": log_ratio})
                 row += len(ledger) > 0
         yield json_text({"check": check_of(member.ledgers), "ledgers": entries}) + "\n"
 
@@ -317,14 +324,6 @@ def check_of(ledgers: Sequence[TokenLedger]) -> int:
     for ledger in ledgers:
         found = zlib.crc32(np.ascontiguousarray(ledger.logprobs[ledger.sampled], dtype="<f4").tobytes(), found)
     return found
-
-
-def _entry(advantages: npt.NDArray[np.float32], log_ratio: npt.NDArray[np.float16] | None) -> dict[str, Any]:
-    same = len(advantages) > 0 and bool((advantages == advantages[0]).all())
-    return {
-        "advantage": float(advantages[0]) if same else _encode_floats(advantages, "<f4"),
-        "log_ratio": None if log_ratio is None else _encode_floats(log_ratio, "<f2"),
-    }
 
 
 def token_columns(

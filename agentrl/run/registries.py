@@ -61,16 +61,17 @@ def written_names(key: str) -> list[str]:
 def names_of(key: str) -> list[RegisteredName]:
     """The names that a key takes, each with its arguments. What does not load says why."""
     registry = registry_of(key)
-    return [] if registry is None else [_name(registry, name) for name in registry]
-
-
-def _name(registry: Registry[Any], name: str) -> RegisteredName:
-    try:
-        make, parameters = registry.entry(name).make, registry.parameters(name)
-    except UserError as problem:
-        return RegisteredName(name, f"cannot be loaded: {problem}")
-    about = "" if make.__doc__ is None else inspect.cleandoc(make.__doc__).split("\n\n")[0]
-    return RegisteredName(name, " ".join(about.split()), {key: _default(parameter) for key, parameter in parameters.items()})
+    found = []
+    for name in () if registry is None else registry:
+        try:
+            make, parameters = registry.entry(name).make, registry.parameters(name)
+        except UserError as problem:
+            found.append(RegisteredName(name, f"cannot be loaded: {problem}"))
+            continue
+        about = inspect.cleandoc(make.__doc__ or "").split("\n\n")[0]
+        args = {key: _default(parameter) for key, parameter in parameters.items()}
+        found.append(RegisteredName(name, " ".join(about.split()), args))
+    return found
 
 
 def _default(parameter: inspect.Parameter) -> str:

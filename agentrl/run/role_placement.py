@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
 from agentrl.config.envs import other_models, trained_envs, widest
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
-from agentrl.run.services import SideEngine, side_engines, side_processes
+from agentrl.run.services import RunServices, SideEngine
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import varlen_takes_groups
 from agentrl.trainer.language_model import Role
@@ -55,7 +55,7 @@ class RunRoles:
     def __init__(self, config: TrainConfig, engine: str) -> None:
         self.config, self.cluster, self.engine_name = config, config.cluster, engine
         self.engine = maker_of(engine, config).processes()
-        self.side = side_processes(config)
+        self.side = RunServices(config).processes()
 
     @property
     def names(self) -> list[str]:
@@ -173,36 +173,31 @@ class RunRoles:
         if not (self.with_pool or self.without_pool):
             return {}
         roles = [*self.names, *(one.name for one, _ in self.side)]
-        own = (self._assign_places if is_planned() else self._reserve_places)(roles)
+        if is_planned():
+            table, unpooled, others = pools_of_roles(self.cluster, self.with_pool), self.without_pool, self.beside
+            by_name = dict(table.values())
+            shares = assign(by_name, list(unpooled.values()), nodes_of(self.cluster, "actor"))
+            gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
+            places, keys = locations(shares, gpus), keys_of_roles(table, unpooled, others)
+            size = self.engine.gpus if self.engine is not None else 0
+            own = {
+                role: join_locations(places[key], size) if role in others and gpus[key] else places[key]
+                for role, key in keys.items()
+                if role in roles
+            }
+        else:
+            with ray_of(self.cluster):
+                pools = self.open_pools()
+                assert pools is not None
+                try:
+                    size = self.engine.gpus if self.engine is not None else 0
+                    own = {role: pools.locations(role, size) for role in roles if role in pools}
+                finally:
+                    pools.close()
         # A role without processes of its own uses the actors' processes.
         shared = own.get("actor", [])
         elsewhere = {"rollout", *(name for one, _ in self.side for name in (one.role, one.name))}
         return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
-
-    def _assign_places(self, roles: Sequence[str]) -> dict[str, list[Location]]:
-        """The places of the roles that have some, on the nodes of a plan."""
-        pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
-        by_name, others = dict(pools.values()), self.beside
-        shares = assign(by_name, list(unpooled.values()), nodes_of(self.cluster, "actor"))
-        gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
-        places, keys = locations(shares, gpus), keys_of_roles(pools, unpooled, others)
-        size = self.engine.gpus if self.engine is not None else 0
-        return {
-            role: join_locations(places[key], size) if role in others and gpus[key] else places[key]
-            for role, key in keys.items()
-            if role in roles
-        }
-
-    def _reserve_places(self, roles: Sequence[str]) -> dict[str, list[Location]]:
-        """The places of the roles that have some, on the cluster's nodes."""
-        with ray_of(self.cluster):
-            pools = self.open_pools()
-            assert pools is not None
-            try:
-                gpus = self.engine.gpus if self.engine is not None else 0
-                return {role: pools.locations(role, gpus) for role in roles if role in pools}
-            finally:
-                pools.close()
 
 
 def start_actors(
@@ -239,8 +234,12 @@ def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:
             at = f"{address} ({node[:8]})" if node else address
             rows.append((role, f"{first}-{last}" if last > first else str(first), at, " ".join(cards)))
             first = last + 1
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join("  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(_columns(rows, str.ljust))
+
+
+def _columns(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]
 
 
 # Memory
@@ -356,7 +355,7 @@ class RunMemory:
         grouped = self.card is not None and self.config.model.dtype != "float32" and varlen_takes_groups()
         roles = RunRoles(self.config, engine_name(self.config)).names if trains else []
         found = [self._trained_role(role, grouped) for role in roles if role in MODULE_OF]
-        return found + [self._side_engine(one) for one in side_engines(self.config)]
+        return found + [self._side_engine(one) for one in RunServices(self.config).engines()]
 
     def _bytes_for_engine(self, found: list[RolePlacement], card: int | None) -> int | None:
         """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
@@ -478,10 +477,16 @@ def _device(cluster: ClusterConfig, role: str, own: bool = False) -> str:
 def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
     """Each device's peak. Without cards there is one device, this machine's memory, for all ranks together."""
     devices = {name: [one for one in placed if one.device == name] for name in dict.fromkeys(one.device for one in placed)}
-    turns = {
-        name: max([*((turn_of(one, beside), one.role) for one in beside), *publish_of(beside)])
-        for name, beside in devices.items()
-    }
+    turns = {}
+    for name, beside in devices.items():
+        found = [(turn_of(one, beside), one.role) for one in beside]
+        parts = {one.role: one for one in beside}
+        if "actor" in parts and "rollout" in parts and parts["rollout"].rests:
+            # The actor sends new weights to a colocated engine, which has no cache yet.
+            others = [one.memory.resident for one in beside if one.role not in ("actor", "rollout") and not one.rests]
+            actor, engine = parts["actor"].memory, parts["rollout"].memory
+            found.append((actor.resident + actor.gathered + engine.weights + sum(others), PUBLISH))
+        turns[name] = max(found)
     if card is not None:
         return [Peak(name, role, size, card) for name, (size, role) in turns.items()]
     ranks = {name: max(one.ranks for one in beside) for name, beside in devices.items()}
@@ -496,25 +501,13 @@ def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
     return one.memory.resident + one.memory.turn + sum(o.memory.resident for o in beside if o is not one and not o.rests)
 
 
-def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
-    """Bytes on a device while the actor sends new weights to a colocated engine, which has no cache yet."""
-    parts = {one.role: one for one in beside}
-    if "actor" not in parts or "rollout" not in parts or not parts["rollout"].rests:
-        return []
-    actor, engine = parts["actor"], parts["rollout"]
-    others = sum(one.memory.resident for one in beside if one.role not in ("actor", "rollout") and not one.rests)
-    return [(actor.memory.resident + actor.memory.gathered + engine.memory.weights + others, PUBLISH)]
-
-
 def table_of(placed: list[RolePlacement]) -> str:
     """The memory of every role on one of its devices, in GiB; `all`: in its turn, without other roles."""
     rows: list[tuple[str, ...]] = [("device", "role", "ranks", *COLUMNS, "all")]
     for one in placed:
         sizes = [*(getattr(one.memory, column) for column in COLUMNS), one.memory.resident + one.memory.turn]
         rows.append((one.device, one.role, str(one.ranks), *(f"{size / GIB:.2f}" for size in sizes)))
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(["memory on each device, GiB", *lines])
+    return "\n".join(["memory on each device, GiB", *_columns(rows, str.rjust)])
 
 
 def memory_text(peak: Peak) -> str:

@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
@@ -402,13 +403,19 @@ class Health:
     def verdict(self, rows: Sequence[HealthRow]) -> Finding | None:
         """Problem of a run that has ended with these rows; None if it learned. One whose last updates trained nothing has
         learned if its episodes succeed more often than at first, and is done if it reached `stop_at_success`."""
+        goal, cfg = self._config.stop_at_success, self._config.health
         updates = [row for row in rows if row["phase"] == "train"]
-        last = next((row for row in reversed(rows) if row["phase"] == "after"), None)
-        return (
-            unscored_finding(updates, self._config.health, self.fault)
-            or (None if last is None else unscored_finding([last], self._config.health, self.fault))
-            or (None if self._has_reached(rows) else idle(self._updates_of(updates), self._config.rollout))
-        )
+        last = [row for row in rows if row["phase"] == "after"][-1:]
+        if found := unscored_finding(updates, cfg, self.fault) or unscored_finding(last, cfg, self.fault):
+            return found
+        held = [row["success"] for row in rows if row["phase"] in ("eval", "after") and row["success"] is not None]
+        if goal is not None and held and held[-1] >= goal:
+            return None
+        parts = (updates[: cfg.idle_updates], updates[-cfg.idle_updates :])
+        first, newest = ([row["success"] for row in part if row["success"] is not None] for part in parts)
+        if any(map(has_trained, updates)) and first and newest and sum(newest) / len(newest) > sum(first) / len(first):
+            return None
+        return idle(self._updates_of(updates), self._config.rollout)
 
     def _updates_of(self, rows: Iterable[HealthRow]) -> Updates:
         return Updates(self._config.critic, self._config.health.idle_updates, rows)
@@ -423,17 +430,6 @@ class Health:
             if one.applies(config)
             for scope in (names if one.per_env else [""])
         ]
-
-    def _has_reached(self, rows: Sequence[HealthRow]) -> bool:
-        goal = self._config.stop_at_success
-        found = [row["success"] for row in rows if row["phase"] in ("eval", "after") and row["success"] is not None]
-        updates = [row for row in rows if row["phase"] == "train"]
-        if goal is not None and found and found[-1] >= goal:
-            return True
-        count = self._config.health.idle_updates
-        known = ([row["success"] for row in part if row["success"] is not None] for part in (updates[:count], updates[-count:]))
-        first, last = known
-        return any(map(has_trained, updates)) and bool(first and last) and sum(last) / len(last) > sum(first) / len(first)
 
 
 def finding_text(one: Mapping[str, Any]) -> str:
@@ -512,7 +508,7 @@ def first_fault(trajectories: Iterable[Trajectory]) -> str | None:
 # The log
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """Writes rows `{"step": updates done, "phase": ..., ...}`; values under `time/` are wall-clock seconds."""
 
     def __init__(
@@ -538,9 +534,6 @@ class RunLog:
         self.trackers += [Outlet(name, make, display.warn) for name, make in trackers]  # last: these are threads
         self._begun = resumed
         self._ending: tuple[Status, Mapping[str, Any]] = ("failed", {})
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.endpoint is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -89,58 +89,47 @@ class Service(Client):
 
 
 class RunServices(Services):
-    """The services of a run's leaves, started and ended together."""
+    """The services of a run's leaves: their checks, their engines and the places of these, start and end."""
 
     def __init__(self, config: TrainConfig, pools: Pools | None = None) -> None:
         super().__init__(config.reward)
-        self._run, self._pools = config, pools
+        self.config, self.pools = config, pools
+
+    def kinds(self, scorers: Iterable[Scorer] = ()) -> list[type[Service]]:
+        """The services that the config has keys for (`reward.NAME`), or that leaves ask."""
+        names = self.config.reward.model_fields_set.union(*(scorer.asks for scorer in scorers))
+        return [cast("type[Service]", SERVICES.entry(name).make) for name in sorted(names) if name in SERVICES]
+
+    def check(self, scorers: Mapping[str, Scorer], *, trains: bool, planned: bool = False) -> list[str]:
+        """All checks of the services, each of which reads more; returns warnings. Raises UserError. Reads: reward."""
+        kinds = self.kinds(scorers.values())
+        return [note for service in kinds for note in service.check(self.config, scorers, trains, planned)]
+
+    def engines(self) -> list[SideEngine]:
+        """The engines next to the policy's."""
+        return [engine for service in self.kinds() for engine in service.engines(self.config)]
+
+    def processes(self) -> list[tuple[SideEngine, Processes]]:
+        """Those that have processes of their own, with these."""
+        found = [(engine, engine.make(None).processes()) for engine in self.engines()]
+        return [(engine, own) for engine, own in found if own is not None]
+
+    def ray_options(self, name: str) -> Sequence[Mapping[str, Any]]:
+        """Ray's options for each process of the engine of that name: those of its places; none if Ray finds them."""
+        pools, own = self.pools, {engine.name: (engine.role, processes.count) for engine, processes in self.processes()}
+        if pools is None or name not in own:
+            return ()
+        role, count = own[name]
+        if role not in pools:
+            return pools.ray_options(name) if name in pools else ()
+        # The engines of a role share its pool, in their order.
+        first = sum(size for other, size in list(own.values())[: list(own).index(name)] if other == role)
+        return pools.ray_options(role)[first : first + count]
 
     async def start(self, scorers: Sequence[Scorer]) -> None:
         for service in self.values():
-            await service.start(self._run, scorers, self._pools)
+            await service.start(self.config, scorers, self.pools)
 
     async def close(self) -> None:
         for service in self.values():
             await service.close()
-
-
-def _classes(config: TrainConfig, scorers: Iterable[Scorer] = ()) -> list[type[Service]]:
-    """The services that a config has keys for (`reward.NAME`), or that leaves ask."""
-    names = config.reward.model_fields_set.union(*(scorer.asks for scorer in scorers))
-    return [cast("type[Service]", SERVICES.entry(name).make) for name in sorted(names) if name in SERVICES]
-
-
-def check_services(config: TrainConfig, scorers: Mapping[str, Scorer], *, trains: bool, planned: bool = False) -> list[str]:
-    """All checks of the services of a run, each of which reads more; returns warnings. Raises UserError. Reads: reward."""
-    services = _classes(config, scorers.values())
-    return [note for service in services for note in service.check(config, scorers, trains, planned)]
-
-
-def asked_by_services(config: TrainConfig, scorers: Mapping[str, Scorer]) -> Iterator[ApiModel]:
-    """The models behind an API that the services of a run ask."""
-    for service in _classes(config, scorers.values()):
-        yield from service.api_models(config, scorers)
-
-
-def side_engines(config: TrainConfig) -> list[SideEngine]:
-    """The engines of all services of a config."""
-    return [engine for service in _classes(config) for engine in service.engines(config)]
-
-
-def side_processes(config: TrainConfig) -> list[tuple[SideEngine, Processes]]:
-    """Those that have processes of their own, with these."""
-    found = [(engine, engine.make(None).processes()) for engine in side_engines(config)]
-    return [(engine, own) for engine, own in found if own is not None]
-
-
-def ray_options(config: TrainConfig, name: str, pools: Pools | None) -> Sequence[Mapping[str, Any]]:
-    """Ray's options for each process of the engine of that name: those of its places; none if Ray finds them."""
-    own = {engine.name: (engine.role, processes.count) for engine, processes in side_processes(config)}
-    if pools is None or name not in own:
-        return ()
-    role, count = own[name]
-    if role not in pools:
-        return pools.ray_options(name) if name in pools else ()
-    # The engines of a role share its pool, in their order.
-    first = sum(size for other, size in list(own.values())[: list(own).index(name)] if other == role)
-    return pools.ray_options(role)[first : first + count]

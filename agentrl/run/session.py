@@ -34,7 +34,7 @@ from agentrl.run.engine_choice import samples_on_ray, with_threads
 from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.role_placement import RunRoles, engine_room, start_actors
 from agentrl.run.rollout_workers import with_workers
-from agentrl.run.services import RunServices, side_engines
+from agentrl.run.services import RunServices
 from agentrl.run.trackers import SPANS, TRACING, StepTracing, TrackedRun
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_model, seal
@@ -337,14 +337,14 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
         if rests(config, "actor"):
             await actors.arun(Actor.offload)
-        others = "".join(f", {one.name}" for one in side_engines(config))
+        others = "".join(f", {one.name}" for one in RunServices(config).engines())
         with display.doing(f"starting the engine ({engine_name}){others}", parts.starting):
             await parts.start()
 
         async def on_group(group: Group) -> None:
             for hook in learner.hooks.values():
                 hook.note_group(group, collector.tasks.draw(group.index))  # drawn already: its task
-            await watching.group(group)
+            await watching.call("on_group", group)
 
         collector = Collector(
             parts.player,
@@ -429,10 +429,20 @@ async def republish_to_new_replicas(session: Session, work: Coroutine[Any, Any, 
     published again, under the same version, as soon as a process of the engine lacks them. Otherwise the actors may be learning,
     and their next publish brings it new ones.
     """
+    engine = session.engine
     async with OwnedTasks() as tasks:
         tasks.start(_look(session), "a look at the engine")
         try:
-            return await _republish(session, work)
+            if session.config.rollout.max_staleness > 0 or not isinstance(engine, WeightTarget):
+                return await work
+            doing = tasks.start(work, "episodes")
+            while not doing.done():
+                starved = tasks.start(engine.wait_until_starved(), "a wait for a replica without weights")
+                await asyncio.wait({doing, starved}, return_when=asyncio.FIRST_COMPLETED)
+                if starved.done() and not doing.done():
+                    await session.publisher.send(session.collector.ledger.version)
+                starved.cancel()
+            return doing.result()
         finally:
             session.display.engine("")
 
@@ -451,18 +461,3 @@ async def _look(session: Session) -> None:
         used = "" if stats.kv_used is None else f", KV cache {percent(stats.kv_used)}"
         session.display.engine(f"{stats.running} running, {stats.waiting} waiting{speed}{used}")
         last, when = stats.sampled_tokens, now
-
-
-async def _republish(session: Session, work: Coroutine[Any, Any, T]) -> T:
-    engine = session.engine
-    if session.config.rollout.max_staleness > 0 or not isinstance(engine, WeightTarget):
-        return await work
-    async with OwnedTasks() as tasks:
-        doing = tasks.start(work, "episodes")
-        while not doing.done():
-            starved = tasks.start(engine.wait_until_starved(), "a wait for a replica without weights")
-            await asyncio.wait({doing, starved}, return_when=asyncio.FIRST_COMPLETED)
-            if starved.done() and not doing.done():
-                await session.publisher.send(session.collector.ledger.version)
-            starved.cancel()
-        return doing.result()

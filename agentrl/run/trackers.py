@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any, Literal
@@ -183,11 +184,8 @@ def check_trackers(config: TrainConfig) -> None:
 def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callable[[], Tracker]]]:
     """The trackers of a run by name, in order, each yet to be made."""
 
-    def maker(choice: Choice) -> Callable[[], Tracker]:
-        bound = TRACKERS.bind(choice.name, resolve_references(choice.args, f"trackers.{choice.name}.args"))
-        return lambda: bound(run)
-
-    return [(choice.name, maker(choice)) for choice in choices]
+    args = [resolve_references(choice.args, f"trackers.{choice.name}.args") for choice in choices]
+    return [(choice.name, partial(TRACKERS.bind(choice.name, own), run)) for choice, own in zip(choices, args, strict=True)]
 
 
 # The thread of a tracker
@@ -257,7 +255,7 @@ class Outlet:
             tracker = self._make()
             self.look = tracker.look()
         except BaseException as fault:  # of any kind: a library may exit
-            self._lose("open", f"it cannot be opened, and the run goes on without it: {_text(fault)}", fault, count=0)
+            self._lose("open", "it cannot be opened, and the run goes on without it: ", fault, count=0)
         while True:
             try:
                 call = self._queue.get(timeout=1.0)
@@ -273,26 +271,24 @@ class Outlet:
             try:
                 getattr(tracker, call[0])(*call[1])
             except BaseException as fault:
-                self._lose("write", f"it failed, and the run goes on: {_text(fault)}", fault)
+                self._lose("write", "it failed, and the run goes on: ", fault)
         if tracker is not None and self._closing is not None:
             try:
                 tracker.close(*self._closing)
                 self.look = tracker.look()
             except BaseException as fault:
-                self._lose("close", f"its end failed: {_text(fault)}", fault, count=0)
+                self._lose("close", "its end failed: ", fault, count=0)
 
     def _lose(self, kind: str, text: str, fault: BaseException | None = None, *, count: int = 1) -> None:
         with self._lock:
             self.lost += count
             first = kind not in self._told
             self._told.add(kind)
+        if fault is not None:
+            text += f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
         if first:
             log.error("tracker %s: %s", self.name, text, exc_info=fault)
             self._say(f"tracker {self.name}: {text}")
-
-
-def _text(fault: BaseException) -> str:
-    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
 
 
 # Samples of episodes
@@ -377,13 +373,10 @@ class TensorBoard(Tracker):
     """One scalar per number, called PHASE/KEY; sampled episodes as text, pictures as images."""
 
     def __init__(self, run: TrackedRun) -> None:
-        self._folder = run.folder.tensorboard
-        self._last = 0
-        self._open_writer()
-
-    def _open_writer(self) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        self._folder, self._writer = run.folder.tensorboard, SummaryWriter
+        self._last = 0
         self._events = SummaryWriter(str(self._folder))
 
     def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
@@ -399,7 +392,7 @@ class TensorBoard(Tracker):
         self._events.close()
         for file in sorted(self._folder.glob("events.out.tfevents.*")):
             _take_back(file, step)
-        self._open_writer()
+        self._events = self._writer(str(self._folder))
 
     def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
         if not rows:

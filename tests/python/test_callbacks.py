@@ -126,8 +126,8 @@ async def test_what_a_callback_raises_names_it() -> None:
     with pytest.raises(ConfigError, match=r"callbacks 'given:Half': it made .*Half.*, expected a Callback. Correct it at .*:\d+"):
         Callbacks([Choice(name=agentrl.give(Half))])
     for call, message in [
-        (Callbacks([], [Functions(stop)]).step({}, None), "callback on_step 'stop' raised RuntimeError: enough"),
-        (Callbacks([], [Functions(None, peek)]).group(group), "callback on_group '.*peek' raised KeyError: 'x'"),
+        (Callbacks([], [Functions(stop)]).call("on_step", {}, None), "callback on_step 'stop' raised RuntimeError: enough"),
+        (Callbacks([], [Functions(None, peek)]).call("on_group", group), "callback on_group '.*peek' raised KeyError: 'x'"),
         (
             Acceptance(Choice(name=agentrl.give(undecided)))(group),
             "rollout.accept 'given:undecided' returned 'yes', expected True",

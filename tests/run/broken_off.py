@@ -32,14 +32,14 @@ def begun(out: str, name: str, overrides: list[str], way: str, step: int, code_f
     from agentrl.run.checks import check_train
     from agentrl.run.driver import execute
     from agentrl.run.folder import RunFolder
-    from agentrl.run.provenance import write_provenance
+    from agentrl.run.provenance import Provenance
 
     break_off(way, step)
     os.environ[VARIABLE] = TOKEN
     config = config_of(Path(out), name, *overrides)
     check_train(config)
     folder = RunFolder.create(config)
-    write_provenance(config, folder)
+    Provenance(folder, config).write()
     Path(code_file).write_text(str(execute(config, folder, resumed=False)))
 
 

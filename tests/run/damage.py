@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.run.folder import RunFolder
-from agentrl.run.provenance import write_provenance
+from agentrl.run.provenance import Provenance
 from tests.e2e.inside import config_of, execute, logging_kept, numbers
 
 STEPS = 4
@@ -62,7 +62,7 @@ def make_runs(out: Path) -> Runs:
     for name, more in (("whole", [f"steps={STEPS}"]), ("cut", [f"steps={STEPS - 1}"]), ("other", ["steps=3", "seed=7"])):
         config = config_of(out / name, "run", *CONFIG, *more)
         found[name] = execute(config)
-        write_provenance(config, RunFolder(found[name]))
+        Provenance(RunFolder(found[name]), config).write()
     return Runs(**found)
 
 

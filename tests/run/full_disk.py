@@ -32,7 +32,7 @@ class Writer:
 
 TRAIN = {
     "config.toml": Writer("agentrl.run.folder:RunFolder.create", ("config.toml",)),
-    "provenance.json": Writer("agentrl.run.provenance:write_provenance", ("provenance.json",)),
+    "provenance.json": Writer("agentrl.run.provenance:Provenance.write", ("provenance.json",)),
     "token of the shared folder": Writer("agentrl.run.session:check_shared", (".agentrl-shared-*",)),
     "log.txt": Writer("agentrl.run.folder:LogFile.emit", ("log.txt",)),
     ".lock": Writer("agentrl.run.folder:_note", (".lock",)),

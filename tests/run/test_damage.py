@@ -15,7 +15,7 @@ from agentrl.config.identity import identity_of
 from agentrl.config.schema import KeepConfig
 from agentrl.contrib.view import index as index_place
 from agentrl.run.folder import LogFile, RunFolder
-from agentrl.run.provenance import _check_own_config, origin_hint
+from agentrl.run.provenance import check_own_config, origin_hint
 from agentrl.trainer.checkpoint import Checkpoints, check_model, seal
 from agentrl.utils.errors import CheckpointError, ConfigError, RunFolderError
 from agentrl.utils.files import read_plain
@@ -97,14 +97,14 @@ def checkpoint(folder: RunFolder, step: int, **state: object) -> Path:
 def test_a_config_changed_by_hand_or_of_another_run_is_refused_by_key_and_values(tmp_path: Path) -> None:
     folder, ran = RunFolder.create(config(tmp_path)), config(tmp_path, seed=3)
     path = checkpoint(folder, 2, identity=identity_of(ran, "train"))
-    _check_own_config(identity_of(ran, "train"), folder)
-    _check_own_config(identity_of(config(tmp_path, seed=3, steps=99), "train"), folder)  # may change
+    check_own_config(identity_of(ran, "train"), folder)
+    check_own_config(identity_of(config(tmp_path, seed=3, steps=99), "train"), folder)  # may change
     with pytest.raises(ConfigError, match=rf"config.toml: {path} was trained with other values: seed was 3, is 4"):
-        _check_own_config(identity_of(config(tmp_path, seed=4), "train"), folder)
+        check_own_config(identity_of(config(tmp_path, seed=4), "train"), folder)
     with pytest.raises(ConfigError, match=r"rollout.groups was 16, is 4"):
-        _check_own_config(identity_of(config(tmp_path, seed=3, rollout={"groups": 4}), "train"), folder)
+        check_own_config(identity_of(config(tmp_path, seed=3, rollout={"groups": 4}), "train"), folder)
     (path / "driver.json").write_text("[" * (path / "driver.json").stat().st_size)
-    _check_own_config(identity_of(config(tmp_path, seed=4), "train"), folder)  # damaged, and not loaded
+    check_own_config(identity_of(config(tmp_path, seed=4), "train"), folder)  # damaged, and not loaded
 
 
 def test_a_resume_may_not_change_the_groups_of_an_update(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def test_trouble_is_said_once_with_its_first_cause(monkeypatch: pytest.MonkeyPat
 
 def test_the_best_evaluation_of_a_resumed_run_is_remembered() -> None:
     display = Display(Console(file=io.StringIO()))
-    display.recall([(0, 0.1), (10, 0.8), (20, 0.6)])
+    for step, success in [(0, 0.1), (10, 0.8), (20, 0.6)]:
+        display.show_evaluation(step, success)
     display.phase("train", 40, first=20)
     assert (display._shown.held, display._shown.best_held) == ((0.6, 20), (0.8, 10))
 

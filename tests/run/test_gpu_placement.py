@@ -25,7 +25,7 @@ from agentrl.run import role_placement as placement
 from agentrl.run.checks import size_checks as capacity
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.run.engine_choice import make_engine
-from agentrl.run.services import ray_options
+from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import SHAPES
 from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
@@ -193,7 +193,7 @@ def test_judges_have_cards_that_no_other_process_has(
     pools = placement.RunRoles(config, "vllm").open_pools()
     assert pools is not None
     try:
-        options = {name: ray_options(config, f"judge {name}", pools) for name in ("big", "small")}
+        options = {name: RunServices(config, pools).ray_options(f"judge {name}") for name in ("big", "small")}
     finally:
         pools.close()
     assert {name: len(of_judge) for name, of_judge in options.items()} == {"big": 1, "small": 2}

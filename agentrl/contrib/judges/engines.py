@@ -24,7 +24,7 @@ from agentrl.render.base import Renderer
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, Sampling
 from agentrl.run.digests import files_digest
 from agentrl.run.engine_choice import AUTO, maker_of
-from agentrl.run.services import ray_options
+from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import load_tokenizer, model_context, named_anywhere, unused_ids
 from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, RenderError
 from agentrl.utils.event_loop import LateError, within
@@ -231,7 +231,7 @@ def make_judge(config: TrainConfig, name: str, pools: Pools | None) -> EngineJud
     one = judge.engines[name]
     tokenizer, maker = load_tokenizer(one.path, trust), judge_maker(config, name)
     maker.unused = unused_ids(tokenizer, one.path, trust)
-    options = ray_options(config, f"judge {name}", pools)
+    options = RunServices(config, pools).ray_options(f"judge {name}")
     engine = maker.make(named_anywhere(one.path), model_context(one.path, trust), options)
     renderer = make_renderer(tokenizer, day=config.model.date)
     return EngineJudge(name, judge, engine, renderer, files_digest(one.path) or one.path)

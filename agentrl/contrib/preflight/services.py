@@ -24,7 +24,7 @@ from agentrl.env.spaces import run_sync
 from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
 from agentrl.rollout.engine import Sampling
 from agentrl.run.checks import RUN_CHECKS, Purpose, RunStart
-from agentrl.run.services import QUESTION, ApiModel, asked_by_services
+from agentrl.run.services import QUESTION, ApiModel, RunServices
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError
 from agentrl.utils.parsing import json_text
 
@@ -76,7 +76,8 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
     if not is_script(config.model.path):  # its user is scripted too
         for one in each(config):
             yield from _users(one.envs[0].called, EnvRef.of(one))
-    yield from asked_by_services(config, start.scorers)
+    for service in RunServices(config).kinds(start.scorers.values()):
+        yield from service.api_models(config, start.scorers)
 
 
 def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:

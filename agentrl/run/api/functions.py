@@ -28,7 +28,7 @@ from agentrl.run.driver import execute
 from agentrl.run.evaluate import RolloutRequest, check_request, run_eval, run_rollout, unscored_cause
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.provenance import check_resumable, model_of, run_folder
+from agentrl.run.provenance import Provenance, model_of, run_folder
 from agentrl.run.provenance import config_of as config_of_run
 from agentrl.run.reader import RunRecord, load_run
 from agentrl.utils.errors import AgentrlError, CallbackError, ConfigError
@@ -249,7 +249,7 @@ def _prepare_run(
     made = config_of(before, top)
     check_resumed(before, made, Path(resume))
     folder = RunFolder(Path(resume))
-    return made, folder, check_resumable(before, made, folder), True
+    return made, folder, Provenance(folder, made).check_resumable(before), True
 
 
 __all__ = ["EvalReport", "evaluate", "rollout", "train"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -255,7 +256,7 @@ class LivePolicy:
 # The loop
 
 
-class StepLoop:
+class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["StepLoop"]):
     """An opened session: `policy` samples, `trainer` trains; `close` (or the end of a `with`) frees everything.
 
     `folder`: where it writes its model and checkpoints.
@@ -304,14 +305,8 @@ class StepLoop:
             if self._temporary is not None:
                 await in_thread("files", self._temporary.cleanup)
 
-    def __enter__(self) -> StepLoop:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    async def __aenter__(self) -> StepLoop:
-        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close.aio()

@@ -31,7 +31,7 @@ from agentrl.run.checks.rollout_checks import (
 )
 from agentrl.run.checks.size_checks import check_cache, check_capacity, check_heads, check_placement, check_sizes, check_workers
 from agentrl.run.engine_choice import engine_name
-from agentrl.run.services import check_services
+from agentrl.run.services import RunServices
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
 from agentrl.trainer.families import packing_of
@@ -141,7 +141,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     check_cache(config)
     check_placement(config, engine)
     check_workers(config, True)
-    notes = check_services(config, scorers, trains=True, planned=planned)
+    notes = RunServices(config).check(scorers, trains=True, planned=planned)
     notes += run_checks(RunStart(config, scorers, planned=planned))
     notes += suite_notes(config)
     for env in config.envs:
@@ -172,5 +172,5 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
             check_decided(scorers[env.called])
             check_prompts(one, engine_name(config), ref)
     check_heads(config, engine_name(config))
-    check_services(config, scorers, trains=False)
+    RunServices(config).check(scorers, trains=False)
     run_checks(RunStart(config, scorers, purpose))

@@ -14,7 +14,7 @@ from agentrl.cli.main import main
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.run.folder import RunFolder
-from agentrl.run.provenance import check_contents, write_provenance
+from agentrl.run.provenance import Provenance
 from agentrl.utils.errors import ConfigError
 from tests import tiny
 from tests.contrib.judges.judge_models import build
@@ -128,11 +128,11 @@ def test_other_weights_under_the_judges_path_are_not_gone_on_with(models: Path, 
     more = [f"env.reward={spec(tmp_path, 'one')}", f"reward.judge.engines.one.path={tmp_path / 'judge'}"]
     config = config_of(tmp_path, "r", *TINY, *more)
     folder = RunFolder.create(config)
-    write_provenance(config, folder)
-    check_contents(config, folder)
+    Provenance(folder, config).write()
+    Provenance(folder, config).check_contents()
     build(tmp_path / "judge", 3)
     with pytest.raises(ConfigError, match=r"the files of reward\.judge\.engines\.one\.path"):
-        check_contents(config, folder)
+        Provenance(folder, config).check_contents()
 
 
 def test_a_judge_that_was_trained_says_what_it_was_taught(
