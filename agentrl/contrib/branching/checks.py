@@ -9,22 +9,25 @@ from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
 from agentrl.rollout.context import CONTEXTS
 from agentrl.rollout.samplers import fresh_seed
-from agentrl.run.checks.env_checks import CHECKS, each_env
+from agentrl.run.checks import RUN_CHECKS, RunStart
+from agentrl.run.checks.env_checks import each_env
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.utils.errors import AgentrlError, ConfigError
 
 BRANCHES = "branches"
 
 
-@CHECKS.register("rollout.branch")
-def check_branch(one: TrainConfig, ref: EnvRef) -> None:
+@RUN_CHECKS.register("rollout.branch")
+def check_branch(start: RunStart) -> list[str]:
     """Raise ConfigError, naming the obstacle, if members of a group cannot branch off others.
 
     Reads: rollout.branch, rollout.group_size, rollout.max_episodes, rollout.max_turns, rollout.grow, rollout.oversample_members,
     rollout.context, rollout.sampler, algorithm, env, agent, seed.
     """
-    if (why := _obstacle(one) or _fork_obstacle(one.seed, one.rollout, ref)) is not None:
+    one = start.config
+    if (why := _obstacle(one) or _fork_obstacle(one.seed, one.rollout, EnvRef.of(one))) is not None:
         raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
+    return []
 
 
 def _obstacle(one: TrainConfig) -> str | None:

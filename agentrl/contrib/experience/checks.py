@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from agentrl.config.envs import trained_at_all
-from agentrl.config.schema import TrainConfig
 from agentrl.env.catalog import EnvRef
-from agentrl.run.checks.env_checks import CHECKS, gold_obstacle
+from agentrl.run.checks import RUN_CHECKS, RunStart
+from agentrl.run.checks.env_checks import gold_obstacle
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.utils.errors import ConfigError
 
 
-@CHECKS.register("algorithm.experience")
-def check_experience(one: TrainConfig, ref: EnvRef) -> None:
+@RUN_CHECKS.register("algorithm.experience")
+def check_experience(start: RunStart) -> list[str]:
     """Raise ConfigError if kept episodes could not be used as the section says.
 
     Reads: algorithm, env.advantage, rollout.max_staleness.
     """
+    one = start.config
     algorithm, staleness = one.algorithm, one.rollout.max_staleness
     experience = algorithm.experience
     assert experience is not None
@@ -27,7 +28,7 @@ def check_experience(one: TrainConfig, ref: EnvRef) -> None:
             f"drawn; set max_age to at least {staleness + 1}"
         )
     if experience.term != "policy" or not trained_at_all(one.envs[0].weight):
-        return
+        return []
     why, loss, advantage = None, POLICY_LOSSES.entry(algorithm.loss.name), algorithm.advantage.name
     if "values" in ADVANTAGES.entry(advantage).needs:
         why = f'algorithm.advantage "{advantage}" is of a critic, and what that says of an old episode has changed since'
@@ -43,41 +44,45 @@ def check_experience(one: TrainConfig, ref: EnvRef) -> None:
         )
     if why is not None:
         raise ConfigError(f'algorithm.experience.term = "policy": {why}; or set term = "supervised"')
+    return []
 
 
-@CHECKS.register("algorithm.distillation")
-def check_distillation(one: TrainConfig, ref: EnvRef | None = None) -> None:
+@RUN_CHECKS.register("algorithm.distillation")
+def check_distillation(start: RunStart) -> list[str]:
     """Raise ConfigError if a part of the config would drop or keep what only the teacher tells apart.
 
     Reads: algorithm, rollout.filter_zero_variance.
     """
-    if one.rollout.filter_zero_variance:
+    if start.config.rollout.filter_zero_variance:
         raise ConfigError(
             "rollout.filter_zero_variance drops groups whose rewards are equal, from which algorithm.distillation learns as "
             "from any other; unset one of the two"
         )
-    kept = one.algorithm.experience
+    kept = start.config.algorithm.experience
     if kept is not None and kept.term == "policy":
         raise ConfigError(
             'algorithm.experience.term = "policy" trains kept episodes with the advantages that they had, and what '
             'algorithm.distillation adds is of the policy as it was; set term = "supervised", or unset one of the two'
         )
+    return []
 
 
-@CHECKS.register("algorithm.demonstrations")
-def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
+@RUN_CHECKS.register("algorithm.demonstrations")
+def check_demonstrations(start: RunStart) -> list[str]:
     """Raise ConfigError, naming the obstacle, if there is no gold solution that an update could show.
 
     Reads: algorithm.demonstrations, rollout.context, rollout.sampler, env, tools.sets, tools.mcp, agent, seed.
     """
+    one = start.config
     if not trained_at_all(one.envs[0].weight):
-        return
+        return []
     why = gold_obstacle(
         one,
-        ref,
+        EnvRef.of(one),
         "writes prompts of its own, which a gold solution does not have",
         "a gold solution has no summaries, which the policy would write",
         played=False,
     )
     if why is not None:
         raise ConfigError(f"algorithm.demonstrations ({one.envs[0].called}): {why}; leave algorithm.demonstrations out")
+    return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 from agentrl.config.envs import name_entry_in_errors, trained_envs, warm_start_envs
@@ -18,7 +19,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
 from agentrl.run.callbacks import check_callbacks
-from agentrl.run.checks.env_checks import check_named, check_start, run_section_checks, suite_notes
+from agentrl.run.checks.env_checks import check_named, check_start, suite_notes
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
 from agentrl.run.checks.reward_checks import check_decided, check_gold, check_lint, check_success
 from agentrl.run.checks.rollout_checks import (
@@ -38,6 +39,7 @@ from agentrl.trainer.families import packing_of
 from agentrl.trainer.learner import check_learner
 from agentrl.trainer.publish import check_weights
 from agentrl.trainer.train_engine import check_train_engine
+from agentrl.trainer.update_hooks import SECTIONS
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import quiet_libraries
@@ -66,13 +68,29 @@ RUN_CHECKS: Registry[Callable[[RunStart], Sequence[str]]] = Registry(
         "plan": "the same, in its plan alone",
     },
 )
-"""Checks of features and plug-ins before every start: each raises a UserError, or returns warnings."""
+"""Checks of features and plug-ins before every start: each raises a UserError, or returns warnings. One that is registered under
+the key of a section ("rollout.branch") runs in training alone, once per environment whose config (`alone`) has the section."""
+OPTIONAL = ("rollout.branch", *(f"algorithm.{name}" for name in SECTIONS))
+"""Sections of features in contrib: a config with one is refused if that is missing."""
 
 
 def run_checks(start: RunStart, trait: str = "") -> list[str]:
     """Call the checks with a trait, or those without one; returns their lines."""
-    found = [RUN_CHECKS.entry(name) for name in RUN_CHECKS]
+    found = [RUN_CHECKS.entry(name) for name in RUN_CHECKS if not _is_key(name)]
     return [line for one in found if one.traits == ({trait} if trait else set()) for line in one.make(start)]
+
+
+def _is_key(name: str) -> bool:
+    return name.partition(".")[0] in TrainConfig.model_fields
+
+
+def _run_section_checks(start: RunStart) -> list[str]:
+    """Call the checks of the sections that a config with one environment has; returns their lines."""
+    lines: list[str] = []
+    for name in sorted({*filter(_is_key, RUN_CHECKS), *OPTIONAL}):
+        if reduce(lambda section, key: getattr(section, key, None), name.split("."), start.config) is not None:
+            lines += RUN_CHECKS.entry(name).make(start)
+    return lines
 
 
 def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:
@@ -116,13 +134,14 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     # In this order, because later checks rely on earlier ones: on parts that can be built. What is of one environment is
     # checked in the config of each, as if it were alone.
     scorers: dict[str, Scorer] = {}
+    notes: list[str] = []
     for env in config.envs:
         with name_entry_in_errors(config, env) as one:
             ref, scorers[env.called] = check_assembly(one)
             if trained_envs(one.envs):
                 check_trainable(one.rollout, env)
             check_start(one, ref)
-            run_section_checks(one, ref)
+            notes += _run_section_checks(RunStart(one, scorers, planned=planned))
     check_held_out(config)
     make_mixture(config.rollout.mixture)
     check_router_replay(config)
@@ -141,7 +160,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     check_cache(config)
     check_placement(config, engine)
     check_workers(config, True)
-    notes = RunServices(config).check(scorers, trains=True, planned=planned)
+    notes += RunServices(config).check(scorers, trains=True, planned=planned)
     notes += run_checks(RunStart(config, scorers, planned=planned))
     notes += suite_notes(config)
     for env in config.envs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from typing import Any
 
 from agentrl.config.envs import alone, entry_name, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
@@ -15,9 +14,7 @@ from agentrl.env.wrappers import WRAPPERS
 from agentrl.rollout.context import CONTEXTS
 from agentrl.rollout.samplers import fresh_seed, make_sampler
 from agentrl.run.digests import suite_env
-from agentrl.trainer.update_hooks import SECTIONS
 from agentrl.utils.errors import CatalogError, ConfigError
-from agentrl.utils.registry import Registry
 
 # Names
 
@@ -73,24 +70,6 @@ def _with_key(problem: CatalogError, keys: Keys, entry: str, place: str) -> Cata
     if len(keys) > 1 and isinstance(keys[1], int):
         words[:2] = [entry]
     return CatalogError(f"{'' if place in ('', DEFAULT) else f'{place}: '}{'.'.join(map(str, words))}: {problem}")
-
-
-# Sections whose features register checks
-
-CHECKS: Registry[Callable[[TrainConfig, EnvRef], None]] = Registry("section", "CHECKS", "agentrl.run.checks")
-"""Checks of a config with one environment, each by the name of a section without which it is not run."""
-OPTIONAL = ("rollout.branch", *(f"algorithm.{name}" for name in SECTIONS))
-"""Sections of features in contrib: a config with one is refused if that is missing."""
-
-
-def run_section_checks(one: TrainConfig, ref: EnvRef) -> None:
-    """Run the checks of the sections that a config with one environment has. Raises a UserError."""
-    for name in sorted({*CHECKS, *OPTIONAL}):
-        section: Any = one
-        for key in name.split("."):
-            section = getattr(section, key, None)
-        if section is not None:
-            CHECKS.entry(name).make(one, ref)
 
 
 # Starts

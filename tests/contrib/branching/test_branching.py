@@ -40,6 +40,7 @@ from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.rollout.samplers import TaskChoice
+from agentrl.run.checks import RunStart
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError
 from tests.algorithm.oracles.advantages import Out, empty, flat_same, never, scored, std
@@ -317,16 +318,16 @@ def test_what_is_not_right_with_branches_is_refused_by_name(words: str, why: str
     first, *more = words.split()
     base = {"env": {"id": "key_value"}, "algorithm": {"advantage": {"name": "tree"}}}
     with pytest.raises(ConfigError, match=rf"^rollout.branch \(key_value\): .*{why}"):
-        check_branch(config_from(base, [f"rollout.branch={{{first}}}", *more]), REF)
+        check_branch(RunStart(config_from(base, [f"rollout.branch={{{first}}}", *more]), {}))
 
 
 def test_an_environment_that_cannot_be_forked_is_refused_with_what_it_says() -> None:
-    config = config_from({"env": {"id": "patient"}, "algorithm": {"advantage": {"name": "tree"}}}, ["rollout.branch={}"])
-    check_branch(config, EnvRef("patient"))
+    base = {"env": {"id": "patient"}, "algorithm": {"advantage": {"name": "tree"}}}
+    check_branch(RunStart(config_from(base, ["rollout.branch={}"]), {}))
     with pytest.raises(
         ConfigError, match=r"environment tests/Patient-v0 cannot be forked: TypeError: Patient\.held cannot be copied"
     ):
-        check_branch(config, EnvRef("patient", {"holds": True}))
+        check_branch(RunStart(config_from(base, ["rollout.branch={}", "env.params.holds=true"]), {}))
 
 
 def test_branches_are_dealt_out_evenly() -> None:

@@ -32,6 +32,7 @@ from agentrl.rollout.samplers import TaskChoice
 from agentrl.rollout.starts import scripted_ids
 from agentrl.rollout.warm_start import gold_transcript
 from agentrl.run.api.steps import session
+from agentrl.run.checks import RunStart
 from agentrl.trainer import learner
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.minibatch import Term
@@ -158,16 +159,16 @@ async def test_a_gold_solution_that_hangs_is_left_out_when_an_episode_would_end(
 
 def test_without_gold_or_elsewhere_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
-    check_demonstrations(config, EnvRef.of(config))
+    check_demonstrations(RunStart(config, {}))
     elsewhere = config_of("env.url=http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): env\.url = .*elsewhere"):
-        check_demonstrations(elsewhere, EnvRef.of(elsewhere))
+        check_demonstrations(RunStart(elsewhere, {}))
     agent = config_of("agent.url=http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): \[agent\]: .* prompts of its own"):
-        check_demonstrations(agent, EnvRef.of(agent))
+        check_demonstrations(RunStart(agent, {}))
     monkeypatch.setattr(type(EnvRef.of(config).build()), "horizon", lambda *_: None)
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): its tasks have no gold solution"):
-        check_demonstrations(config, EnvRef.of(config))
+        check_demonstrations(RunStart(config, {}))
 
 
 @pytest.mark.parametrize("name", ["experience", "demonstrations"])
@@ -379,4 +380,4 @@ async def test_under_every_context_policy_gold_has_a_rollouts_ledgers(context: C
 def test_where_the_policy_writes_summaries_gold_is_refused_by_name(tmp_path: Path) -> None:
     config = run_of(tmp_path, "none", "algorithm.demonstrations={}", "rollout.context={name='compact',args={tokens=400}}")
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): rollout\.context = 'compact': .* summaries"):
-        check_demonstrations(config, EnvRef.of(config))
+        check_demonstrations(RunStart(config, {}))

@@ -20,7 +20,7 @@ from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.schedule import FRESH, ORIGIN, cut_minibatches
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
-from agentrl.env.catalog import EnvRef
+from agentrl.run.checks import RunStart
 from agentrl.trainer.algorithms.losses import selection_of
 from agentrl.trainer.learner import Learner, check_learner
 from agentrl.trainer.minibatch import Term, with_selection
@@ -567,14 +567,14 @@ def test_what_could_not_be_right_is_refused_by_name(sections: dict[str, Any], na
         return config_of(algorithm=kept, rollout=RolloutConfig(**sections.get("rollout", {})), optim=toy_optim(), **more)
 
     with pytest.raises(ConfigError, match=named):
-        check_experience(made("policy"), EnvRef("key_value"))
+        check_experience(RunStart(made("policy"), {}))
     if "rollout" not in sections:
-        check_experience(made("supervised"), EnvRef("key_value"))
+        check_experience(RunStart(made("supervised"), {}))
 
 
 def test_with_a_correction_the_policy_term_may_recompute() -> None:
     kept = {"proximal": "recompute", "experience": ExperienceConfig()}
     for own in ({"correction": Choice(name="truncated")}, {"loss": Choice(name="decoupled_ppo")}):
         config = config_of(algorithm=AlgorithmConfig(**own, **kept))
-        check_experience(config, EnvRef("key_value"))
+        check_experience(RunStart(config, {}))
         check_learner(config)
