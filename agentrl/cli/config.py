@@ -18,8 +18,9 @@ from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
+    from agentrl.config.envs import Keys
     from agentrl.config.keys import Key
-    from agentrl.config.origin import Keys, Origins
+    from agentrl.config.origin import Origins
 
 
 # agentrl config
@@ -28,7 +29,7 @@ CONFIG_EPILOG = """examples:
   agentrl config docs                                  every key: type, default, unit, meaning
   agentrl config docs rollout                          a section
   agentrl config docs algorithm.advantage.name         a key, with the names that it takes and their arguments
-  agentrl config show configs/ppo.toml --origin        the whole config, and which line or override each value is from
+  agentrl config show configs/ppo.toml --origin        the whole config, and which file or override each value is from
   agentrl config show my.toml optim.lr=1e-5 --given    only what files and overrides set
   agentrl config diff runs/a runs/b                    keys with different values; files, run folders, shelf names
   agentrl config diff my.toml steps=3 '~sft'           what overrides change
@@ -97,9 +98,10 @@ def run_show(args: argparse.Namespace) -> int:
         return not args.given or not origins.of(keys).startswith("default")
 
     if args.json:
-        from agentrl.config.origin import leaves_at
+        from agentrl.config.envs import named_leaves
 
-        rows = {name: (keys, value) for name, keys, value in leaves_at(config) if is_shown(keys)}
+        leaves = named_leaves(config.model_dump(exclude_none=True), config.envs)
+        rows = {name: (keys, value) for name, keys, value in leaves if is_shown(keys)}
         said = {name: {"value": value, "origin": origin(keys)} if args.origin else value for name, (keys, value) in rows.items()}
         say(json.dumps(said, indent=2))
         return 0

@@ -198,6 +198,29 @@ def as_list(table: Mapping[str, Any]) -> list[Any]:
     return given if isinstance(given, list) else []
 
 
+Keys = tuple[str | int, ...]
+"""The way to a value: keys of tables, and places in lists."""
+
+
+def leaves(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The values in a table and its tables, each with the way to it; an empty table sets nothing."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*keys, key))
+    elif value != {}:
+        yield keys, value
+
+
+def named_leaves(table: Table, envs: Sequence[EnvConfig]) -> Iterator[tuple[str, Keys, Any]]:
+    """Each value of a config's table: its dotted key (environments of a list by name), the way to it (by number), itself."""
+    entries = as_list(table)
+    for keys, value in leaves({**table, "env": {}} if entries else table):
+        yield ".".join(map(str, keys)), keys, value
+    for number, (env, entry) in enumerate(zip(envs, entries, strict=False)):
+        for keys, value in leaves(entry, ("env", number)):
+            yield ".".join(map(str, ("env", env.called, *keys[2:]))), keys, value
+
+
 # Models besides the policy
 
 

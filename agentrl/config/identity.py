@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from agentrl.config.envs import named_leaves
 from agentrl.config.schema import TrainConfig
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.redaction import redact_json, references, resolve_references
@@ -236,13 +237,12 @@ _SECRET = ("command", "url", "env")
 
 def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
     """Values that must be equal for `config` to continue another config's run."""
-    table = without_secrets(config)
-    if not isinstance(config.env, list):
-        return {key: value for key, value in _leaves("", table) if not cannot_matter(key, purpose)}
-    leaves = [("", key, value) for key, value in _leaves("", {**table, "env": {}})]
-    for env, entry in zip(config.envs, table["env"], strict=True):  # by name, so that their order does not matter
-        leaves += [(f"env.{env.called}", key, value) for key, value in _leaves("env", entry)]
-    return {(f"{of}{key[3:]}" if of else key): value for of, key, value in leaves if not cannot_matter(key, purpose)}
+    found = named_leaves(without_secrets(config), config.envs)  # by name, so that the order of environments does not matter
+    return {
+        name: value
+        for name, keys, value in found
+        if not cannot_matter(".".join(key for key in keys if isinstance(key, str)), purpose)
+    }
 
 
 def without_secrets(config: TrainConfig) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def later_changes(before: TrainConfig, now: TrainConfig) -> list[str]:
     then, since = (
         {
             key: value
-            for key, value in _leaves("", without_secrets(config))
+            for key, _, value in named_leaves(without_secrets(config), config.envs)
             if any(f"{key}.".startswith(f"{part}.") for part in LATER)
         }
         for config in (before, now)
@@ -312,14 +312,6 @@ def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
             f"{folder / 'config.toml'}: what the run has learned so far was learned with other values: {found}; leave them as "
             "they are, or start another run (model.path can be a model folder of this one)"
         )
-
-
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
-    elif value != {}:  # an empty table sets nothing
-        yield prefix, value
 
 
 def _digests(value: Any) -> Any:

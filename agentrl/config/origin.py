@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agentrl.config.envs import Keys, named_leaves
 from agentrl.config.keys import bare, inline, named_sections_of, section_of, unit_of
 from agentrl.config.load import (
     UNSET,
@@ -23,12 +24,10 @@ from agentrl.config.load import (
 )
 from agentrl.config.schema import Choice, TrainConfig
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.files import read_text, shown_path
-from agentrl.utils.parsing import toml_table
+from agentrl.utils.files import shown_path
 
 # Origins of values
 
-Keys = tuple[str | int, ...]
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 """The origin of what an option, or a word that is no override, says."""
@@ -66,7 +65,9 @@ class Origins:
         for key in keys:
             inside = found if isinstance(found, dict) else dict(enumerate(found)) if isinstance(found, list) else {}
             if key not in inside:
-                return next((f"{DEFAULT}, by override {one.text}" for one in self._unset if _starts(keys, one.keys)), DEFAULT)
+                way = [str(key) for key in keys]
+                by = (f"{DEFAULT}, by override {one.text}" for one in self._unset if way[: len(one.keys)] == one.keys)
+                return next(by, DEFAULT)
             found = inside[key]
         return ", ".join(dict.fromkeys(_origins(found))) or DEFAULT
 
@@ -74,78 +75,28 @@ class Origins:
 def read_origins(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> Origins:
     """The origins of what `load_config` reads with the same arguments. Raises ConfigError as it does."""
     layers = read_layers(Path(path), find)
-    return _override_origins(join_layers([(file, _mark_places(table, (), _places(file))) for file, table in layers]), overrides)
+    marked = [(file, _mark(table, shown_path(file.absolute()))) for file, table in layers]
+    return _override_origins(join_layers(marked), overrides)
 
 
 def typed_origins(table: Table, overrides: Sequence[str] = ()) -> Origins:
     """The origins of a config without a file: of a table that the options of a command make. Raises ConfigError for overrides
     that cannot be applied."""
-    return _override_origins(_everywhere(table, COMMAND_LINE), overrides)
+    return _override_origins(_mark(table, COMMAND_LINE), overrides)
 
 
 def _override_origins(table: Table, overrides: Sequence[str]) -> Origins:
-    given = [Override(o.keys, o.value if o.value is UNSET else _everywhere(o.value, f"override {o.text}"), o.text)
-             for o in parse_overrides(overrides)]  # fmt: skip
+    parsed = parse_overrides(overrides)
+    given = [one if one.value is UNSET else one._replace(value=_mark(one.value, f"override {one.text}")) for one in parsed]
     return Origins(apply_overrides(table, given), [one for one in given if one.value is UNSET])
 
 
-def lines_of(text: str) -> dict[Keys, int]:
-    """The line (from 1) on which each key of a TOML text begins, found by reading the text up to each of its lines."""
-    found: dict[Keys, int] = {}
-    lines, begins = text.split("\n"), 1
-    for number in range(1, len(lines) + 1):
-        if begins == number and lines[number - 1].lstrip()[:1] in ("", "#"):
-            begins = number + 1  # comments and empty lines begin nothing
-            continue
-        try:
-            table = toml_table("\n".join(lines[:number]))
-        except ValueError:
-            continue  # in the middle of a value
-        for keys in _paths(table, ()):
-            found.setdefault(keys, begins)
-        begins = number + 1
-    return found
-
-
-def _starts(keys: Keys, unset: Sequence[str]) -> bool:
-    return [str(key) for key in keys[: len(unset)]] == list(unset)
-
-
-def _paths(value: Any, keys: Keys) -> Iterator[Keys]:
-    """The keys of all values in a table, of its tables too."""
-    if keys:
-        yield keys
-    inner: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in inner:
-        yield from _paths(part, (*keys, key))
-
-
-def _places(file: Path) -> dict[Keys, str]:
-    try:
-        shown = shown_path(file.absolute())
-        return {keys: f"{shown}:{line}" for keys, line in lines_of(read_text(file)).items()}
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from None
-
-
-def _mark_places(value: Any, keys: Keys, places: dict[Keys, str]) -> Any:
-    """A copy of the value in which each part that is no table says where it stands."""
+def _mark(value: Any, origin: str) -> Any:
+    """A copy of the value in which each part that is no table has its origin."""
     if isinstance(value, dict):
-        return {key: _mark_places(part, (*keys, key), places) for key, part in value.items()}
+        return {key: _mark(part, origin) for key, part in value.items()}
     if isinstance(value, list) and any(isinstance(part, dict) for part in value):
-        return [_mark_places(part, (*keys, place), places) for place, part in enumerate(value)]
-    return _said(value, places[keys])
-
-
-def _everywhere(value: Any, origin: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _everywhere(part, origin) for key, part in value.items()}
-    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
-        return [_everywhere(part, origin) for part in value]
-    return _said(value, origin)
-
-
-def _said(value: Any, origin: str) -> Any:
+        return [_mark(part, origin) for part in value]
     if not isinstance(value, str):
         return _Said(value, origin)
     text = _SaidText(value)
@@ -253,31 +204,13 @@ def _printable(text: str) -> str:
 # Differences between configs
 
 
-def leaves_at(config: TrainConfig) -> Iterator[tuple[str, Keys, Any]]:
-    """Each value: its dotted key (environments of a list by name), the way to it (by number), and the value. What is unset is
-    left out."""
-    table = config.model_dump(exclude_none=True)
-    if not isinstance(config.env, list):
-        yield from _leaves("", (), table)
-        return
-    entries = table.pop("env")
-    yield from _leaves("", (), table)
-    for number, env in enumerate(config.envs):
-        yield from _leaves(f"env.{env.called}", ("env", number), entries[number])
-
-
 def differing(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Keys with different values, with both of them; None is unset."""
-    before, after = ({key: value for key, _, value in leaves_at(config)} for config in (one, other))
+    before, after = (
+        {key: value for key, _, value in named_leaves(config.model_dump(exclude_none=True), config.envs)}
+        for config in (one, other)
+    )
     keys = [*before, *(key for key in after if key not in before)]
     pairs = {key: (before.get(key), after.get(key)) for key in keys}
     # 1 and true are equal in Python.
     return {key: (a, b) for key, (a, b) in pairs.items() if (type(a), a) != (type(b), b)}
-
-
-def _leaves(name: str, keys: Keys, value: Any) -> Iterator[tuple[str, Keys, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}" if name else key, (*keys, key), inner)
-    elif value != {}:  # an empty table sets nothing
-        yield name, keys, value

@@ -73,11 +73,8 @@ def test_what_is_shown_is_the_resolved_config(capsys: pytest.CaptureFixture[str]
 
 def test_each_value_is_shown_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, "show", PPO, "optim.lr=0.5", "~model.init", "model.path=x", "--origin").split("\n")
-    quickstart = (ROOT / "configs" / "quickstart.toml").read_text().split("\n")
-    [groups] = [line for line in lines if line.startswith("groups = 16")]
-    place = int(groups.rpartition(":")[2])
-    assert groups == f"groups = 16  # groups; configs/quickstart.toml:{place}" and quickstart[place - 1] == "groups = 16"
-    assert "lr = 0.5  # override optim.lr=0.5" in lines and 'name = "ppo"  # configs/ppo.toml:2' in lines
+    assert "groups = 16  # groups; configs/quickstart.toml" in lines
+    assert "lr = 0.5  # override optim.lr=0.5" in lines and 'name = "ppo"  # configs/ppo.toml' in lines
     assert "# init is unset (default, by override ~model.init)" in lines and "seed = 0  # default" in lines
     [engine] = [line for line in lines if line.startswith('engine = "auto"')]
     assert re.search(r'; here: "(embedded|vllm)"$', engine)

@@ -36,19 +36,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [
-        ('[env]\nid = "key_valu"', [], "c.toml:5: env.id: no environment 'key_valu'; did you mean 'key_value'?"),
-        ("[env]\nparams = { calls = 3, y = 1 }", [], f"c.toml:5: env.params.y: {NO_Y}"),
-        ("[env.params]\ncalls = 3\ny = 1", [], f"c.toml:6: env.params.y: {NO_Y}"),
-        ("[env.params]\ncalls = true", [], "c.toml:5: env.params.calls: agentrl/KeyValue-v0: parameter calls = True: "),
-        ("[env.sandbox]\nprovider = 'process'", [], "c.toml:5: env.sandbox: agentrl/KeyValue-v0 runs nothing in a sandbox"),
+        ('[env]\nid = "key_valu"', [], "c.toml: env.id: no environment 'key_valu'; did you mean 'key_value'?"),
+        ("[env]\nparams = { calls = 3, y = 1 }", [], f"c.toml: env.params.y: {NO_Y}"),
+        ("[env.params]\ncalls = 3\ny = 1", [], f"c.toml: env.params.y: {NO_Y}"),
+        ("[env.params]\ncalls = true", [], "c.toml: env.params.calls: agentrl/KeyValue-v0: parameter calls = True: "),
+        ("[env.sandbox]\nprovider = 'process'", [], "c.toml: env.sandbox: agentrl/KeyValue-v0 runs nothing in a sandbox"),
         ("", ["env.id=nope"], "override env.id=nope: env.id: no environment 'nope'; known: "),
         ("", ["env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
-        ("[sft]\nparams = { y = 1 }", [], f"c.toml:5: sft.params.y: {NO_Y}"),
-        ("[sft.gate_params]\ny = 1", [], f"c.toml:5: sft.gate_params.y: {NO_Y}"),
-        ("[env.sft]\ngate_params = { y = 1 }", [], f"c.toml:5: env.sft.gate_params.y: {NO_Y}"),
+        ("[sft]\nparams = { y = 1 }", [], f"c.toml: sft.params.y: {NO_Y}"),
+        ("[sft.gate_params]\ny = 1", [], f"c.toml: sft.gate_params.y: {NO_Y}"),
+        ("[env.sft]\ngate_params = { y = 1 }", [], f"c.toml: env.sft.gate_params.y: {NO_Y}"),
         ("", ["sft.gate_params.y=1"], f"override sft.gate_params.y=1: sft.gate_params.y: {NO_Y}"),
-        (f"{TWO}params = {{ y = 1 }}", [], f"c.toml:10: env[1] (b).params.y: {NO_Y}"),
-        (f"{TWO}sft = {{ params = {{ y = 1 }} }}", [], f"c.toml:10: env[1] (b).sft.params.y: {NO_Y}"),
+        (f"{TWO}params = {{ y = 1 }}", [], f"c.toml: env[1] (b).params.y: {NO_Y}"),
+        (f"{TWO}sft = {{ params = {{ y = 1 }} }}", [], f"c.toml: env[1] (b).sft.params.y: {NO_Y}"),
         (TWO, ["env.b.params.y=1"], f"override env.b.params.y=1: env[1] (b).params.y: {NO_Y}"),
         (TWO, ["env.a.id=nope"], "override env.a.id=nope: env[0] (a).id: no environment 'nope'"),
     ],
@@ -68,14 +68,14 @@ def test_the_place_may_be_in_the_base(capsys: pytest.CaptureFixture[str]) -> Non
     Path("below.toml").write_text(f"{SMALL}[env]\nid = 'nope'\n")
     Path("c.toml").write_text('base = "below"\n[env]\nparams = { y = 1 }\n')
     assert main(["train", "c.toml"]) == 2
-    assert capsys.readouterr().err.startswith("agentrl: below.toml:5: env.id: no environment 'nope'")
+    assert capsys.readouterr().err.startswith("agentrl: below.toml: env.id: no environment 'nope'")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["eval", "--config", "c.toml"], f"c.toml:5: env.params.y: {NO_Y}"),
-        (["eval", "--run", "runs/r"], f"runs/r/config.toml:LINE: env.params.y: {NO_Y}"),
+        (["eval", "--config", "c.toml"], f"c.toml: env.params.y: {NO_Y}"),
+        (["eval", "--run", "runs/r"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
         (["eval", "key_value", "env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
         (["rollout", "key_value", "env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
         (
@@ -85,20 +85,18 @@ def test_the_place_may_be_in_the_base(capsys: pytest.CaptureFixture[str]) -> Non
         (["eval", "key_value", "env.id=nope"], "override env.id=nope: env.id: no environment 'nope'"),
         (["eval", "key_valu"], "no environment 'key_valu'; did you mean 'key_value'?"),
         (["rollout", "key_valu"], "no environment 'key_valu'; did you mean 'key_value'?"),
-        (["train", "--resume", "runs/r"], f"runs/r/config.toml:LINE: env.params.y: {NO_Y}"),
-        (["train", "--resume", "runs/r", "--dry-run"], f"runs/r/config.toml:LINE: env.params.y: {NO_Y}"),
+        (["train", "--resume", "runs/r"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
+        (["train", "--resume", "runs/r", "--dry-run"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
     ],
 )
 def test_every_command_that_plays_a_config_names_them(
     words: list[str], said: str, tiny: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("c.toml").write_text(f"{SMALL}[env]\nparams = {{ y = 1 }}\n")
-    run = RunFolder.create(load_config("c.toml", ["name=r"], lambda name: Path(__file__).parents[2] / f"configs/{name}.toml"))
-    lines = run.config.read_text().splitlines()
-    line = next(number for number, line in enumerate(lines, 1) if line.startswith("params") and "y = 1" in line)
+    RunFolder.create(load_config("c.toml", ["name=r"], lambda name: Path(__file__).parents[2] / f"configs/{name}.toml"))
     more = [] if words[0] == "train" else ["--model", tiny]
     assert main([*words, *more]) == 2
-    assert capsys.readouterr().err.startswith(f"agentrl: {said.replace('LINE', str(line))}")
+    assert capsys.readouterr().err.startswith(f"agentrl: {said}")
 
 
 def test_without_a_file_the_key_is_named() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 
-from agentrl.config.envs import alone, entry_name, warm_start_envs
-from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
+from agentrl.config.envs import Keys, alone, entry_name, warm_start_envs
+from agentrl.config.origin import COMMAND_LINE, DEFAULT, Origins
 from agentrl.config.schema import RolloutConfig, TrainConfig
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, ParameterError, check_ref
