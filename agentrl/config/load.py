@@ -174,9 +174,7 @@ def read_toml(file: Path) -> Table:
         raise ConfigError(f"{file}: no such config file{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: a folder; name a TOML file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from None
-    except OSError as error:
+    except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     try:
         return toml_table(text)
@@ -279,13 +277,38 @@ def apply_overrides(table: Table, overrides: Sequence[Override]) -> Table:
     table = deepcopy(table)
     _replace_alternatives(table, overrides)
     for keys, value, text in overrides:
-        if keys == ["base"]:
-            raise ConfigError(f"override {text!r}: base can only be set in a config file; name the other config instead")
-        if value is UNSET:
-            _unset(table, keys, text)
-        else:
-            _assign(table, keys, value, text)
+        try:
+            _apply(table, keys, value)
+        except ConfigError as problem:
+            raise ConfigError(f"override {text!r}: {problem}") from None
     return table
+
+
+def _apply(table: Table, keys: list[str], value: Any) -> None:
+    """Set a key, or take it away as if nothing had set it; of `[[env]]`, `~env.NAME` takes away the entry."""
+    if keys == ["base"]:
+        raise ConfigError("base can only be set in a config file; name the other config instead")
+    name, above, entries = ".".join(keys), list[str](), as_list(table)
+    if keys[0] == "env" and len(keys) > 1 and entries:
+        place = entry_of(entries, keys[1])
+        if len(keys) == 2 and value is UNSET:
+            del entries[place]
+            return
+        if len(keys) == 2:
+            raise ConfigError(f"expected a key of this environment, for example env.{keys[1]}.weight=2")
+        table, keys, above = entries[place], keys[2:], ["env"]
+    for key in keys[:-1]:
+        table = table.get(key, {}) if value is UNSET else table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{key!r} is a value, not a section")
+    if value is not UNSET:
+        table[keys[-1]] = value
+    elif keys[-1] in table:
+        del table[keys[-1]]
+    elif (section := section_at([*above, *keys[:-1]])) is None:  # a table of the user's names, where only what is set is known
+        raise ConfigError(f"{name} is not set{hint_text(keys[-1], table)}")
+    elif keys[-1] not in section.model_fields:
+        find_keys(".".join([*above, *keys]))  # raises
 
 
 def _parse_override(text: str) -> Override:
@@ -344,79 +367,30 @@ def _replace_alternatives(table: Table, overrides: Sequence[Override]) -> None:
     named: dict[tuple[str, ...], set[str]] = {}
     for keys, value, _ in overrides:
         for place, key in enumerate(keys if value is not UNSET and value is not False else ()):
-            section = section_at(keys[:place])
-            if section is not None and key in ALTERNATIVES.get(section, ()):
+            if key in ALTERNATIVES.get(section_at(keys[:place]) or BaseModel, ()):
                 named.setdefault(tuple(keys[:place]), set()).add(key)
-    for parents, keys_set in named.items():
-        section, inner = section_at(parents), _inner(table, parents)
-        for other in ALTERNATIVES[section] if section is not None and inner is not None else ():
-            if other not in keys_set:
+    for parents, chosen in named.items():
+        inner = _value_at(table, parents)
+        for other in ALTERNATIVES[section_at(parents) or BaseModel] if isinstance(inner, dict) else ():
+            if other not in chosen:
                 inner.pop(other, None)
 
 
-def _inner(table: Any, keys: Sequence[str]) -> Any:
-    """The table at `keys`; else None."""
-    for place, key in enumerate(keys):
-        if place == 1 and keys[0] == "env" and isinstance(table, list):
-            table = table[entry_of(table, key)]
+_ABSENT = object()
+
+
+def _value_at(table: Any, keys: Sequence[str | int]) -> Any:
+    """The value at `keys`, which may name an entry of `[[env]]`; else `_ABSENT`."""
+    for key in keys:
+        if isinstance(table, list):
+            place = key if isinstance(key, int) else find_entry(table, key)
+            table = _ABSENT if place is None else table[place]
         else:
-            table = table.get(key) if isinstance(table, dict) else None
-    return table if isinstance(table, dict) else None
-
-
-def _entry(table: Table, keys: list[str], text: str) -> int | None:
-    """The place in `[[env]]` of the environment that the key names; None if the key is no environment's."""
-    if keys[0] != "env" or len(keys) == 1 or not (entries := as_list(table)):
-        return None
-    try:
-        return entry_of(entries, keys[1])
-    except ConfigError as problem:
-        raise ConfigError(f"override {text!r}: {problem}") from None
-
-
-def _assign(table: Table, keys: list[str], value: Any, text: str) -> None:
-    place = _entry(table, keys, text)
-    if place is not None:
-        if len(keys) == 2:
-            raise ConfigError(f"override {text!r}: expected a key of this environment, for example env.{keys[1]}.weight=2")
-        table, keys = table["env"][place], keys[2:]
-    for key in keys[:-1]:
-        inner = table.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"override {text!r}: {key!r} is a value, not a section")
-        table = inner
-    table[keys[-1]] = value
-
-
-def _unset(table: Table, keys: list[str], text: str) -> None:
-    """Take the key away as if nothing had set it, so that it has its default; of `[[env]]`, `~env.NAME` takes away the entry."""
-    name, place = ".".join(keys), _entry(table, keys, text)
-    if place is not None:
-        if len(keys) == 2:
-            del table["env"][place]
-            return
-        table, keys = table["env"][place], keys[2:]
-    for key in keys[:-1]:
-        table = table.get(key, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"override {text!r}: {key!r} is a value, not a section")
-    if keys[-1] in table:
-        del table[keys[-1]]
-        return
-    parents = keys[:-1] if place is None else ["env", *keys[:-1]]
-    section = section_at(parents)
-    if section is None:  # a table of the user's names, where only what is set is known
-        raise ConfigError(f"override {text!r}: {name} is not set{hint_text(keys[-1], table)}")
-    if keys[-1] not in section.model_fields:
-        try:
-            find_keys(".".join([*parents, keys[-1]]))
-        except ConfigError as problem:
-            raise ConfigError(f"override {text!r}: {problem}") from None
+            table = table.get(key, _ABSENT) if isinstance(table, dict) else _ABSENT
+    return table
 
 
 # Load and validate
-
-_ABSENT = object()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> TrainConfig:
@@ -498,7 +472,7 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
     entries = as_list(table)
     for item in error.errors():
         parts = [part for part in item["loc"] if part not in (ONE, SEVERAL)]
-        while len(parts) > 1 and item["type"] != "missing" and not _is_there(table, parts):
+        while len(parts) > 1 and item["type"] != "missing" and _value_at(table, parts) is _ABSENT:
             parts = parts[:-1]  # a form of several that the key may have ("int", say), and no key
         first = 2 if entries and parts[0] == "env" and len(parts) > 2 else 0  # the number of an environment is part of its keys
         formed = item["type"].endswith("_type") or item["type"] == "missing"
@@ -513,7 +487,7 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
         within = location[:-1] if item["type"] == "missing" else location
         ways = [within, [str(part) for part in parts[: len(within)]]]
         override = next((one for one in reversed(overrides) if any(one.keys == way[: len(one.keys)] for way in ways)), None)
-        file = _file_of(within, layers)
+        file = next((str(file) for file, layer in layers if _value_at(layer, within) is not _ABSENT), None)
         if override is None and file is None:  # an override below it made the table in which a key is unknown or missing
             override = next((one for one in overrides if within == one.keys[: len(within)]), None)
         top = layers[0][0] if layers else "command line"
@@ -521,21 +495,6 @@ def _explain(error: ValidationError, table: Table, layers: Layers, overrides: Se
         problem = _problem(item, location) + _fix(item, table, parts, location, override is not None, source)
         lines[f"{source}: {'.'.join(names)}: {problem}"] = None
     return "\n".join(lines)
-
-
-def _value_at(table: Any, path: Sequence[str | int]) -> Any:
-    for part in path:
-        table = table[part]
-    return table
-
-
-def _is_there(table: Any, path: Sequence[Any]) -> bool:
-    """Return True if every part of the path is a key of a table, or a place in a list."""
-    for part in path:
-        if not isinstance(table, list if isinstance(part, int) else dict) or (isinstance(table, dict) and part not in table):
-            return False
-        table = table[part]
-    return True
 
 
 _SAID = ("extra_forbidden", "missing", "value_error")
@@ -597,48 +556,21 @@ def _loads(table: Table, path: Sequence[str | int], value: Any) -> bool:
     return True
 
 
-def _file_of(location: Sequence[str], layers: Layers) -> str | None:
-    """The topmost file that has the key; None if no file has it."""
-    for file, table in layers:
-        inner: Any = table
-        for part in location:
-            if isinstance(inner, list) and (place := find_entry(inner, part)) is not None:
-                inner = inner[place]
-            else:
-                inner = inner.get(part, _ABSENT) if isinstance(inner, dict) else _ABSENT
-        if inner is not _ABSENT:
-            return str(file)
-    return None
-
-
-def _default_name(location: Sequence[str]) -> str:
-    """Hint if the missing key is the name of a component with a default: arguments alone do not say whose they are."""
-    section = section_at(location[:-2]) if len(location) > 2 and location[-1] == "name" else None
-    field = None if section is None else section.model_fields.get(location[-2])
-    default = None if field is None else field.get_default(call_default_factory=True)
-    name = getattr(default, "name", None)
-    return "" if name is None else f"; arguments are given with the name that they are of (default: {name!r})"
-
-
-def _kind_of(location: Sequence[str]) -> str:
-    """The type of a key in words; of one inside of a table of the user's, only "table"."""
-    try:
-        return find_keys(".".join(location))[0].type
-    except ConfigError:
-        return "table"
-
-
 def _problem(item: Mapping[str, Any], location: list[str]) -> str:
     if item["type"] == "extra_forbidden":
-        section = ".".join(location[:-1])
-        at = section_at(location[:-1])
-        valid = [] if at is None else [*([] if section else ["base"]), *at.model_fields]
+        above, section = ".".join(location[:-1]), section_at(location[:-1])
+        valid = [] if section is None else [*([] if above else ["base"]), *section.model_fields]
         hint = hint_text(location[-1], valid, show=lambda name: repr(".".join([*location[:-1], name])))
-        where = f"[{section}]" if section else "the top level"
-        hint += f"; as an argument it is {'.'.join([section, 'args', location[-1]])!r}" if "args" in valid else ""
+        where = f"[{above}]" if above else "the top level"
+        hint += f"; as an argument it is {'.'.join([above, 'args', location[-1]])!r}" if "args" in valid else ""
         return f"unknown key{hint} (keys of {where}: {', '.join(valid)})"
     if item["type"] == "missing":
-        return f"required key is missing{_default_name(location)}"
+        # Arguments alone do not say whose they are; a component with a default has a name to give.
+        section = section_at(location[:-2]) if len(location) > 2 and location[-1] == "name" else None
+        field = None if section is None else section.model_fields.get(location[-2])
+        name = None if field is None else getattr(field.get_default(call_default_factory=True), "name", None)
+        hint = "" if name is None else f"; arguments are given with the name that they are of (default: {name!r})"
+        return f"required key is missing{hint}"
     if item["type"] == "value_error":  # one of the schema's own, which says it whole
         return f"{item['ctx']['error']}"
     value, message = item["input"], str(item["msg"])
@@ -646,5 +578,8 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
     if item["type"] in ("model_type", "model_attributes_type"):
         return f"expected one table, got a list of {len(value)}" if isinstance(value, list) else f"expected a table, got {shown}"
     if item["type"] in ("item", "list_type", "dict_type", "tuple_type"):
-        return f"expected a {_kind_of(location)}, got {shown}"
+        kind = "table"  # of a key inside of a table of the user's
+        with suppress(ConfigError):
+            kind = find_keys(".".join(location))[0].type
+        return f"expected a {kind}, got {shown}"
     return f"{message[0].lower()}{message[1:]}, got {shown}"
