@@ -20,7 +20,7 @@ from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.deadlines import Quiet, Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, score_group
-from agentrl.rollout.group_ledger import GroupLedger, GroupState, alike, first_of, more, roots, sound
+from agentrl.rollout.group_ledger import GroupLedger, GroupState, alike, more
 from agentrl.rollout.mixtures import MixedTasks
 from agentrl.rollout.player import Job, Player, RunEnv, end_of, success_rate
 from agentrl.rollout.samplers import TaskChoice
@@ -104,16 +104,17 @@ class GroupRun:
         """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
         if self.collector.play is not None:
             return await self.collector.play(self, numbers)
-        done: dict[int, Trajectory] = {}
+        done, sound = dict[int, Trajectory](), 0  # `sound`: those that ended without a fault of the infrastructure
         async with asyncio.TaskGroup() as tasks:
             running = {tasks.create_task(self.member(member)): member for member in numbers}
-            while running and sound(done) < size:
+            while running and sound < size:
                 ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 # `ended` is a set: of members that end at the same moment the lower number comes first, and no more are
                 # taken than needed, so that equal runs take equal members.
                 for task in sorted(ended, key=running.__getitem__):
-                    if sound(done) < size:
-                        done[running.pop(task)] = task.result()
+                    if sound < size:
+                        done[running.pop(task)] = ended_one = task.result()
+                        sound += not ended_one.stop.infrastructure
             for task in running:
                 task.cancel()
         self.collector.stats.cancelled += len(running)
@@ -294,10 +295,6 @@ class Collector:
             **self.stats.to_json(),
         }
 
-    def complete_groups(self) -> list[Group]:
-        """The groups that `to_json` without `contents` leaves out."""
-        return self.ledger.complete_groups()
-
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
         """Inverse of `to_json`; `groups` as in `GroupLedger.load_json`.
 
@@ -344,6 +341,7 @@ class Collector:
             log.error("%s failed while it was being cancelled", task.get_name(), exc_info=task.exception())
 
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
+        """Play a group; with too few scored members it is dropped, else shown, and filtered, refused, or complete."""
         group = await self._group(index, choice)
         self.stats.count_group(group)
         self._over.pop(index, None)
@@ -356,15 +354,6 @@ class Collector:
             self.tasks.forget(index)
             self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
-        await self._end_group(index, choice, group)
-
-    async def _compare_members(self, group: Group) -> None:
-        scorer = self.envs[group.env].scorer
-        if scorer.compares:
-            await score_group(group.trajectories, scorer)
-
-    async def _end_group(self, index: int, choice: TaskChoice, group: Group) -> None:
-        """A group with enough scored members: it is shown, and filtered, refused, or complete."""
         if self._on_group is not None:
             await self._on_group(group)
         filtered = self.stats.filters(group)
@@ -372,9 +361,11 @@ class Collector:
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
         self.stats.count_success(choice.env)
-        self.tasks.finish(index, success_rate(roots(group)), sum(t.sampled_tokens for t in group.trajectories))
+        # Without branches, which depend on their episode: draws of the policy that do not depend on each other.
+        roots = [member for member in survivors if member.parent is None]
+        self.tasks.finish(index, success_rate(roots), sum(t.sampled_tokens for t in group.trajectories))
         if filtered:
-            self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")
+            self._drop(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
         elif refused and self._accept is not None:
             self._drop(index, GroupState.REFUSED, f"refused by {self._accept.name!r}")
             self.stats.tell_refused(self.version, self.ledger.waiting_count)
@@ -388,12 +379,14 @@ class Collector:
             members = tasks.create_task(run.members(numbers, size))
             greedy = tasks.create_task(run.member(GREEDY)) if choice.env in self._greedy else None
         group = Group(index, choice.seed, members.result(), None if greedy is None else greedy.result(), choice.env)
-        await self._compare_members(group)
-        while numbers := growth(group, self.config):
+        scorer = self.envs[choice.env].scorer
+        while True:
+            if scorer.compares:
+                await score_group(group.trajectories, scorer)
+            if not (numbers := growth(group, self.config)):
+                return group
             group.trajectories += await run.members(numbers, len(numbers))
-            await self._compare_members(group)
             self.stats.grown(len(numbers))
-        return group
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
@@ -406,11 +399,16 @@ class Collector:
         self.stats.check(self.version, self._names, self.ledger.waiting_count, shares)
         self._changed.clear()
         self._raise_crashed()
-        quiet, changed = Quiet(lambda: self.watch.moves), asyncio.ensure_future(self._changed.wait())
+        quiet, changed = Quiet(self.watch.moves), asyncio.ensure_future(self._changed.wait())
         try:
             # As long as tokens or tool calls come back it is not a stall, however long the episodes are.
-            if not await in_time(changed, lambda passed: self.config.stall_timeout - quiet.add(passed)):
-                raise StalledError(self._stall_text(quiet.seconds))
+            if not await in_time(changed, lambda passed: self.config.stall_timeout - quiet.add(passed, self.watch.moves)):
+                groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
+                raise StalledError(
+                    f"no token, tool call or episode came back for {quiet.seconds:.1f} s (rollout.stall_timeout); update "
+                    f"{self.version} waits for {groups or 'nothing'}: {self.watch.waiting() or 'no episode runs'}; "
+                    f"groups by state: {self.ledger.counts()}"
+                )
         finally:
             changed.cancel()
         self._raise_crashed()
@@ -422,13 +420,7 @@ class Collector:
                 try:
                     task.result()
                 except BaseExceptionGroup as several:
-                    raise first_of(several) from several
-
-    def _stall_text(self, idle: float) -> str:
-        stats: dict[str, Any] = self.ledger.counts()
-        groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
-        return (
-            f"no token, tool call or episode came back for {idle:.1f} s (rollout.stall_timeout); update "
-            f"{self.ledger.version} waits for {groups or 'nothing'}: {self.watch.waiting() or 'no episode runs'}; "
-            f"groups by state: {stats}"
-        )
+                    first: BaseException = several
+                    while isinstance(first, BaseExceptionGroup):
+                        first = first.exceptions[0]
+                    raise first from several

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Blame, Message, StopReason
@@ -19,6 +20,8 @@ from agentrl.utils.errors import EngineError, EnvError
 from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
 
 # The clock of an episode
+
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +43,15 @@ class Watch:
 
     def __init__(self, look: float = LONGEST) -> None:
         self.moves, self.heard, self.cut, self.look = 0, 0, 0, look
+        self.number = next(_NUMBERS)
+        """What other processes know it by."""
         self._waits: dict[str, tuple[Callable[[], str], float]] = {}
         self._elsewhere: dict[str, Report] = {}
-
-    def note_move(self) -> None:
-        """Something came back."""
-        self.moves += 1
 
     def hear(self) -> None:
         """The engine has sampled, for whichever episode."""
         self.heard += 1
-        self.note_move()
+        self.moves += 1
 
     @contextmanager
     def waits(self, key: str, what: Callable[[], str]) -> Iterator[None]:
@@ -60,7 +61,7 @@ class Watch:
             yield
         finally:
             self._waits.pop(key, None)
-            self.note_move()
+            self.moves += 1
 
     @contextmanager
     def plays(self, ledgers: Sequence[TokenLedger]) -> Iterator[None]:
@@ -101,13 +102,13 @@ class Watch:
 class Quiet:
     """Seconds in which a count stood still although the event loop was free to notice."""
 
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count, self._last, self.seconds = count, count(), 0.0
+    def __init__(self, count: int) -> None:
+        self._last, self.seconds = count, 0.0
 
-    def add(self, passed: float) -> float:
+    def add(self, passed: float, count: int) -> float:
         """Count `passed` seconds; start from 0 again if the count moved during them."""
-        if (now := self._count()) != self._last:
-            self._last, self.seconds = now, 0.0
+        if count != self._last:
+            self._last, self.seconds = count, 0.0
         else:
             self.seconds += passed
         return self.seconds
@@ -121,16 +122,10 @@ class EpisodeClock:
     limit: float
     used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
 
-    def remaining(self, who: Blame) -> float:
-        return self.limit - self.used[who]
-
-    def add(self, who: Blame, seconds: float) -> None:
+    def add(self, who: Blame, seconds: float) -> float:
+        """Count seconds; returns those that are left to `who`."""
         self.used[who] += seconds
-
-    @property
-    def over(self) -> StopReason:
-        """Why an episode ends once one of the two has used up its time."""
-        return StopReason.MAX_EPISODE_TIME if self.remaining("policy") <= 0 else StopReason.EPISODE_TIMEOUT
+        return self.limit - self.used[who]
 
 
 class RequestClock:
@@ -141,7 +136,7 @@ class RequestClock:
 
     def __init__(self, engine: Engine, key: str, limit: float, watch: Watch) -> None:
         self._engine, self._key, self._limit, self._watch = engine, key, limit, watch
-        self._silent, self._waited = Quiet(lambda: watch.heard), 0.0
+        self._silent, self._waited = Quiet(watch.heard), 0.0
         self.tokens: int | None = None
 
     def spend(self, passed: float) -> float:
@@ -152,7 +147,7 @@ class RequestClock:
             if tokens > (self.tokens or 0):
                 self._watch.hear()
             self.tokens = tokens
-        return self._limit - self._silent.add(passed)
+        return self._limit - self._silent.add(passed, self._watch.heard)
 
     def __str__(self) -> str:
         if self.tokens is None:
@@ -188,7 +183,6 @@ class Waits:
         """Time limit on the environment's answers. Raises EnvError after `limit`, and CutError if the episode's time is up.
         Time in which all tool calls in progress are queued, or the environment itself is, does not count; who is responsible
         for the rest is decided by the running calls (see `running`), or is `blame` without any."""
-        task = asyncio.ensure_future(run_contained(work, f"{what} of environment {env.id}"))
         calls, spent = list(env.waiting), 0.0
 
         def spend(passed: float) -> float:
@@ -197,59 +191,62 @@ class Waits:
             whose_it_was = running(now := list(env.waiting)) or running(calls) or blame
             if calls != now:
                 calls = now
-                self.watch.note_move()
+                self.watch.moves += 1
             at_work = not env.queued and (not calls or any(call.running for call in calls))
             counted = passed if at_work else 0.0
             spent += counted
-            self.clock.add(whose_it_was, counted)
-            return min(limit - spent, self.clock.remaining(whose_it_was))
+            return min(limit - spent, self.clock.add(whose_it_was, counted))
 
         def doing() -> str:
             own = "; ".join(map(str, env.waiting)) or f"{what} of environment {env.id}"
             return f"{own}, which waits for {env.queued}" if env.queued else own
 
-        try:
-            with self.watch.waits(self._key, doing):
-                in_its_time = await in_time(task, spend, self.watch.look)
-                if not in_its_time:
-                    # In this order: the environment must know why (`cut`) when the cancellation reaches it, and have ended
-                    # when the teardown follows.
-                    late = self._late(env, doing(), spent, limit)
-                    await end(task, f"episode {self._key}, {what} of environment {env.id}")
-                    raise late
-        except asyncio.CancelledError:
-            await end(task, f"episode {self._key}, {what} of environment {env.id}")
-            raise
-        return task.result()
+        def late() -> Exception:
+            if spent >= limit:
+                return EnvError(f"environment {env.id}: {doing()} did not end within {limit:g} s (rollout.env_timeout)")
+            cut = self.over(doing())
+            env.cut(cut.stop)
+            return cut
 
-    def _late(self, env: ToolEnv, doing: str, spent: float, limit: float) -> Exception:
-        if spent >= limit:
-            return EnvError(f"environment {env.id}: {doing} did not end within {limit:g} s (rollout.env_timeout)")
-        stop, message = self.over(doing)
-        env.cut(stop)
-        return CutError(stop, message)
+        name = f"{what} of environment {env.id}"
+        with self.watch.waits(self._key, doing):
+            return await self._in_time(run_contained(work, name), name, spend, late)
 
-    def over(self, doing: str) -> tuple[StopReason, str]:
-        """Why an episode whose time is up ends."""
+    def over(self, doing: str) -> CutError:
+        """The end of an episode whose time is up: why, and what it was doing last."""
+        stop = StopReason.MAX_EPISODE_TIME if self.clock.used["policy"] >= self.clock.limit else StopReason.EPISODE_TIMEOUT
         limit = f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout)"
-        return self.clock.over, f"{limit}, last on {doing}"
+        return CutError(stop, f"{limit}, last on {doing}")
 
     async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str) -> Generation:
         """The engine's `answer` to the request `key`. Raises EngineError if it fails, and CutError if it falls silent."""
         request = RequestClock(engine, key, self._turn, self.watch)
-        task = asyncio.ensure_future(run_contained(answer, what, EngineError))
+
+        def late() -> Exception:
+            silent = f"no token came for {self._turn:g} s (rollout.turn_timeout), last on {what} at {request}"
+            return CutError(StopReason.ENGINE_TIMEOUT, silent)
+
+        with self.watch.waits(self._key, lambda: f"{what} at {request}"):
+            answered = await self._in_time(run_contained(answer, what, EngineError), what, request.spend, late)
+        self.watch.hear()
+        return answered
+
+    async def _in_time(
+        self, work: Coroutine[Any, Any, Answer], what: str, spend: Callable[[float], float], late: Callable[[], Exception]
+    ) -> Answer:
+        """The result of `work`, a task of its own. Raises `late()` once `spend` leaves no time."""
+        task = asyncio.create_task(work)
         try:
-            with self.watch.waits(self._key, lambda: f"{what} at {request}"):
-                if not await in_time(task, request.spend, self.watch.look):
-                    late = f"no token came for {self._turn:g} s (rollout.turn_timeout), last on {what} at {request}"
-                    await end(task, f"episode {self._key}, {what}")
-                    raise CutError(StopReason.ENGINE_TIMEOUT, late)
+            if not await in_time(task, spend, self.watch.look):
+                # In this order: an environment must know why (`cut`) when the cancellation reaches it, and have ended when the
+                # teardown follows.
+                fault = late()
+                await end(task, f"episode {self._key}, {what}")
+                raise fault
         except asyncio.CancelledError:
             await end(task, f"episode {self._key}, {what}")
             raise
-        answered = task.result()
-        self.watch.hear()
-        return answered
+        return task.result()
 
 
 def running(calls: Sequence[Waiting]) -> Blame | None:

@@ -430,7 +430,13 @@ class RequestRouter(Generic[Host]):
         for host in able:
             self._loads.setdefault(host, _Load())
         home = self._homes.pop(need.key, None)
-        if home is None or home.host not in able or not self._stays(need, home, able):
+        stays = False
+        if home is not None and home.host in able:
+            home.tokens = min(home.tokens, need.prompt)
+            least = min(self._loads[host].queued for host in able)
+            more_to_wait = self._loads[home.host].queued - least
+            stays = more_to_wait <= MOVE * home.tokens + need.prompt + need.expected
+        if home is None or not stays:
             others = [host for host in able if home is None or host != home.host]
             home = self._new(need, others or list(able))
         placed = Placed(home.host, need, need.prompt - home.tokens + need.expected)
@@ -466,11 +472,6 @@ class RequestRouter(Generic[Host]):
         """The session will have no more requests."""
         self._homes.pop(key, None)
 
-    def _stays(self, need: Need, home: _Home[Host], able: Collection[Host]) -> bool:
-        home.tokens = min(home.tokens, need.prompt)
-        least = min(self._loads[host].queued for host in able)
-        return self._loads[home.host].queued - least <= MOVE * home.tokens + need.prompt + need.expected
-
     def _new(self, need: Need, able: Sequence[Host]) -> _Home[Host]:
         """A home for a session that has none."""
         names = need.names()
@@ -484,14 +485,11 @@ class RequestRouter(Generic[Host]):
         saved = cached[longest] - cached[least]
         spare = SHED * saved + SLACK * saved / max(need.prompt, 1) * queued[least]
         host = longest if queued[longest] - queued[least] <= spare else least
-        self._fill(host, names)
-        return _Home(host, min(cached[host], need.prompt))
-
-    def _fill(self, host: Host, names: Sequence[Hashable]) -> None:
-        """The host will have these cached. Not only once they are: the other members of a group arrive at the same moment."""
+        # Noted before they are cached: the other members of a group arrive at the same moment.
         cache = self._loads[host].cached
         for name in names:
             cache[name] = None
             cache.move_to_end(name)
         while len(cache) > self._remembered:
             cache.popitem(last=False)
+        return _Home(host, min(cached[host], need.prompt))

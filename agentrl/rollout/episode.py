@@ -33,16 +33,12 @@ from agentrl.utils.spans import span
 async def score_episode(trajectory: Trajectory, scorer: Scorer, key: str, watch: Watch) -> None:
     """Score the finished episode `key` by itself, once."""
     with watch.waits(key, lambda: f"its score by reward spec {scorer.name}"), span("scoring", scorer.name, track=key) as opened:
-        await _score(trajectory, scorer)
+        try:
+            _apply(trajectory, await scorer.ascore(trajectory))
+        except (LateError, HungError) as fault:
+            _mark_unscored(trajectory, scorer, str(fault))
         if opened is not None:
             opened.set(reward=trajectory.reward, success=None if trajectory.success is None else float(trajectory.success))
-
-
-async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
-    try:
-        _apply(trajectory, await scorer.ascore(trajectory))
-    except (LateError, HungError) as fault:
-        _mark_unscored(trajectory, scorer, str(fault))
 
 
 def _mark_unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
@@ -269,23 +265,11 @@ class EpisodeHook:
 class RunningEpisode:
     """The state of one episode while it runs."""
 
-    def __init__(
-        self,
-        env: ToolEnv,
-        policy: Policy,
-        spec: EpisodeSpec,
-        limits: Limits,
-        watch: Watch,
-        hook: EpisodeHook,
-    ) -> None:
-        self.hook = hook
+    def __init__(self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, watch: Watch, hook: EpisodeHook) -> None:
+        self.env, self.policy, self.spec, self.limits, self.hook = env, policy, spec, limits, hook
+        self.renderer = policy.renderer
         self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, watch)
         self.error: str | None = None
-        self.env = env
-        self.policy = policy
-        self.renderer = policy.renderer
-        self.spec = spec
-        self.limits = limits
         self.ledgers = [TokenLedger()]
         self.shown: list[Message] = []
         self.begun = 0  # so many of the messages shown began the current ledger
@@ -293,9 +277,7 @@ class RunningEpisode:
         self.fork, self.suffix = False, list[int]()
         self.rewrites: list[dict[str, Json]] = []
         self.record: Trajectory | None = None
-        self.engine_s = 0.0
-        self.turn_s = 0.0
-        self.env_s = 0.0
+        self.engine_s = self.turn_s = self.env_s = 0.0
 
     @property
     def ledger(self) -> TokenLedger:
@@ -355,11 +337,14 @@ class RunningEpisode:
         assert self.record is not None
         record, prompt_tokens = self.record, len(self.ledger)
         generation = await self._generate(room, turn)
-        if generation.finish == "length" and room < self.limits.max_turn_tokens:
-            # The budget of the episode cut this turn short, so the environment must not be given half of it.
-            await self._record_unanswered(generation, prompt_tokens)
-            return reason
         message = await self.renderer.aparse(generation.token_ids, generation.finish)
+        if generation.finish == "length" and room < self.limits.max_turn_tokens:
+            # The budget of the episode cut this turn short: it is recorded, but the environment must not be given half of it.
+            if generation.token_ids:
+                record.messages.append(message)
+                record.turns.append(Turn(index=len(record.turns), message=message))
+                self._locate(record.turns[-1], generation, prompt_tokens)
+            return reason
         try:
             observation, _, terminated, truncated, info = await self._env(
                 self.env.astep(message), f"turn {turn}", whose(self.env, message)
@@ -378,40 +363,19 @@ class RunningEpisode:
         await self._next_prompt(generation, message, observation)
         return None
 
-    async def _record_unanswered(self, generation: Generation, prompt_tokens: int) -> None:
-        """Record a turn that was cut short; the environment never answers it."""
-        assert self.record is not None
-        if generation.token_ids:
-            message = await self.renderer.aparse(generation.token_ids, generation.finish)
-            self.record.messages.append(message)
-            self.record.turns.append(Turn(index=len(self.record.turns), message=message))
-            self._locate(self.record.turns[-1], generation, prompt_tokens)
-
-    async def _next_prompt(
-        self,
-        generation: Generation,
-        message: Message,
-        observation: Sequence[Message],
-    ) -> None:
+    async def _next_prompt(self, generation: Generation, message: Message, observation: Sequence[Message]) -> None:
         """Make the next prompt from the environment's answer; it goes into the ledger when the model sees it.
 
         If the conversation is rewritten (by the context policy, or by a chat template that drops old reasoning), a new
         ledger starts with it as context. Earlier samples stay in the old one and are trained there.
         """
         assert self.record is not None
-        renderer, limits, turn = self.renderer, self.limits, len(self.record.turns)
-        fork = not renderer.keeps(message, observation, self.shown, self.begun)
+        limits, turn = self.limits, len(self.record.turns)
         before = self.shown = [*self.shown, self.record.turns[-1].message, *observation]
-        ids = await (self._start(self.shown) if fork else renderer.aextend(generation.finish, observation, _last(generation)))
+        fork, ids = await self._prompt(generation, message, before[: len(before) - len(observation)], observation)
         tokens = len(ids) if fork else len(self.ledger) + len(ids)
-        moment = Moment(
-            self.shown,
-            len(observation),
-            tokens,
-            limits.max_turn_tokens,
-            limits.context,
-            partial(self._ask, generation, message, observation),
-        )
+        ask = partial(self._ask, generation, message, observation)
+        moment = Moment(before, len(observation), tokens, limits.max_turn_tokens, limits.context, ask)
         # After the last turn no prompt follows, and a summary would be sampled for nothing.
         rewritten = await self.policy.context.rewrite(moment) if turn < limits.max_turns else None
         if rewritten is not None:
@@ -422,6 +386,17 @@ class RunningEpisode:
             self.rewrites.append({"turn": turn, "ledger": len(self.ledgers), "tokens": len(ids), "added": added})
         self.fork, self.suffix = fork, ids
 
+    async def _prompt(
+        self, generation: Generation, message: Message, earlier: list[Message], fresh: Sequence[Message]
+    ) -> tuple[bool, list[int]]:
+        """Whether another ledger must begin once `fresh` follows the sampled turn, the last of `earlier`; and what the model is
+        shown next: the whole prompt if so, else the suffix."""
+        fork = not self.renderer.keeps(message, fresh, earlier[:-1], self.begun)
+        if fork:
+            return True, await self._start([*earlier, *fresh])
+        stopped = generation.finish == "stop" and bool(generation.token_ids)
+        return False, await self.renderer.aextend(generation.finish, fresh, generation.token_ids[-1] if stopped else None)
+
     def _extend(self, turn: int) -> None:
         """Append the next prompt to the ledger, or to a new one."""
         if self.fork:
@@ -431,28 +406,19 @@ class RunningEpisode:
         self.fork, self.suffix = False, []
 
     async def _ask(
-        self,
-        generation: Generation,
-        message: Message,
-        observation: Sequence[Message],
-        instruction: Message,
-        tokens: int,
+        self, generation: Generation, message: Message, observation: Sequence[Message], instruction: Message, tokens: int
     ) -> str | None:
         """The answer to the conversation followed by `instruction`; see `Moment.ask`. What this policy samples for it goes
         into the ledger like any turn (with the number of the coming one), but neither into the record nor to the
         environment. If there is no room for the newest tool output, a marker takes its place."""
         assert self.record is not None
-        renderer, turn = self.renderer, len(self.record.turns)
-        if self.policy.writer is not None:
-            return await self._write_summary(self.policy.writer, instruction, tokens)
+        if (writer := self.policy.writer) is not None:  # another model: none of its tokens are this policy's
+            ids = await writer.renderer.astart([*self.shown, instruction], self.env.toolbox.schemas())
+            answer = await self._sample(writer, ids, tokens, "summary", f"{self.spec.key}.summary")
+            return (await writer.renderer.aparse(answer.token_ids, answer.finish)).content
         earlier = self.shown[: len(self.shown) - len(observation)]
         for fresh in (list(observation), elide_outputs(observation)):
-            fork = not renderer.keeps(message, [*fresh, instruction], earlier[:-1], self.begun)
-            ids = await (
-                self._start([*earlier, *fresh, instruction])
-                if fork
-                else renderer.aextend(generation.finish, [*fresh, instruction], _last(generation))
-            )
+            fork, ids = await self._prompt(generation, message, earlier, [*fresh, instruction])
             context = self.limits.context - len(ids) - (0 if fork else len(self.ledger))
             room = min(tokens, context, self._budget() - len(ids))
             if room == tokens:
@@ -460,15 +426,10 @@ class RunningEpisode:
         if room < 1:
             return None
         self.fork, self.suffix = fork, ids
+        turn = len(self.record.turns)
         self._extend(turn)
         answer = await self._generate(room, turn, "summary")
-        return (await renderer.aparse(answer.token_ids, answer.finish)).content
-
-    async def _write_summary(self, writer: Policy, instruction: Message, tokens: int) -> str:
-        """The same, answered by another model: none of its tokens are this policy's."""
-        ids = await writer.renderer.astart([*self.shown, instruction], self.env.toolbox.schemas())
-        answer = await self._sample(writer, ids, tokens, "summary", f"{self.spec.key}.summary")
-        return (await writer.renderer.aparse(answer.token_ids, answer.finish)).content
+        return (await self.renderer.aparse(answer.token_ids, answer.finish)).content
 
     async def _start(self, messages: Sequence[Message]) -> list[int]:
         return await self.renderer.astart(messages, self.env.toolbox.schemas())
@@ -557,8 +518,3 @@ class RunningEpisode:
         self.hook.complete(trajectory)
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
         return trajectory
-
-
-def _last(generation: Generation) -> int | None:
-    """The stop token that was sampled, if the turn ended by one."""
-    return generation.token_ids[-1] if generation.finish == "stop" and generation.token_ids else None

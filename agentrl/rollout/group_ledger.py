@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -19,32 +19,14 @@ def alike(group: Group) -> bool:
     return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
 
 
-def roots(group: Group) -> list[Trajectory]:
-    """The scored members that were played from the beginning: draws of the policy that do not depend on each other, unlike an
-    episode and its branches."""
-    return [member for member in group.scored() if member.parent is None]
-
-
 def unscored_cause(trajectory: Trajectory) -> str:
     """Why an episode has no score: the fault that ended it, or `reward_spec`, whose root was null."""
     return trajectory.stop.value if trajectory.stop.infrastructure else "reward_spec"
 
 
-def first_of(error: BaseException) -> BaseException:
-    """The first error of a group of errors, however deep."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def more(count: int, factor: float) -> int:
     """Number of groups beyond `count` that an oversampling factor starts (rounded up; 1e-9 absorbs 1.1 x 10 = 11.000..01)."""
     return math.ceil(count * (factor - 1.0) - 1e-9)
-
-
-def sound(members: Mapping[int, Trajectory]) -> int:
-    """Number of members that ended without a fault of the infrastructure."""
-    return sum(not trajectory.stop.infrastructure for trajectory in members.values())
 
 
 # The group ledger: the one state machine of a run (staleness, replacement, resume).
@@ -88,21 +70,14 @@ class GroupEntry:
 
     index: int
     born: int
+    oldest: int
     state: GroupState = GroupState.RUNNING
     group: Group | None = None
-    oldest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.oldest = self.born if self.group is None else _oldest(self.group, self.born)
 
     def complete(self, group: Group) -> None:
         """All members have finished; their tokens no longer change."""
-        self.group, self.state, self.oldest = group, GroupState.COMPLETE, _oldest(group, self.born)
-
-
-def _oldest(group: Group, born: int) -> int:
-    versions = [x.oldest for member in group.trajectories for x in member.ledgers if x.oldest is not None]
-    return min(versions, default=born)
+        versions = [x.oldest for member in group.trajectories for x in member.ledgers if x.oldest is not None]
+        self.group, self.state, self.oldest = group, GroupState.COMPLETE, min(versions, default=self.born)
 
 
 class GroupLedger:
@@ -119,32 +94,31 @@ class GroupLedger:
         self.version = 0
         self._entries: dict[int, GroupEntry] = {}
         self._again: list[int] = []
-        self._next = 0
+        self.total = 0
+        """Groups that were ever given an index (those run again after a resume count once)."""
         self._past: Counter[GroupState] = Counter()  # groups that have left the ledger, by their final state
         # What most looks at the ledger need, so that they need no look at each group: thousands of groups end one by one.
-        self._complete = 0
+        self.waiting_count = 0
+        """Groups that wait for an update."""
         self._lowest = 0  # no group has tokens of older weights
 
     # -- admission ---------------------------------------------------------------------------------
 
     def admit(self) -> int | None:
         """The index of a group to start now, or None while the staleness bound does not allow another one."""
-        # Slots of trained groups count too: after v updates there are v * B of them, so at most (eta + 1) * B groups
+        # Running, complete and trained groups hold slots: after v updates v * B are trained, so at most (eta + 1) * B groups
         # (plus the spare ones) are ahead of the trainer.
-        if self.slots_taken() >= (self.version + self.max_staleness + 1) * self.groups_per_update + self.spare:
+        slots_taken = self._past[GroupState.TRAINED] + len(self._entries)
+        if slots_taken >= (self.version + self.max_staleness + 1) * self.groups_per_update + self.spare:
             return None
         if self._again:
             # Before new indices: a group that ran when the checkpoint was written has its task and seeds from its index, so
             # none is skipped.
             index = self._again.pop(0)
         else:
-            index, self._next = self._next, self._next + 1
-        self._entries[index] = GroupEntry(index, born=self.version)
+            index, self.total = self.total, self.total + 1
+        self._entries[index] = GroupEntry(index, self.version, self.version)
         return index
-
-    def slots_taken(self) -> int:
-        """Groups that are running, complete or trained: all that still hold a slot."""
-        return self._past[GroupState.TRAINED] + len(self._entries)
 
     # -- what happens to a group -------------------------------------------------------------------
 
@@ -154,7 +128,7 @@ class GroupLedger:
         if entry is None or entry.state is not GroupState.RUNNING:
             raise ValueError(f"group {group.index} is not running")
         entry.complete(group)
-        self._complete += 1
+        self.waiting_count += 1
 
     def drop(self, index: int, state: GroupState) -> None:
         """To FILTERED, REFUSED, STALE, FAILED or CANCELLED: the group leaves the ledger and frees its slot."""
@@ -162,7 +136,7 @@ class GroupLedger:
             raise ValueError(f"a group cannot be dropped as {state}")
         if index not in self._entries:
             raise ValueError(f"group {index} is not in the ledger")
-        self._complete -= self._entries.pop(index).state is GroupState.COMPLETE
+        self.waiting_count -= self._entries.pop(index).state is GroupState.COMPLETE
         self._past[state] += 1
 
     # -- selection ---------------------------------------------------------------------------------
@@ -197,17 +171,16 @@ class GroupLedger:
     def ready(self) -> list[Group] | None:
         """The B groups of the next update, chosen by oldest weights, then lowest index; None if there are too few,
         or if more running groups must be part of this update than there are spare slots."""
-        if self._complete < self.groups_per_update or len(self.must_wait_for()) > self.spare:
+        if self.waiting_count < self.groups_per_update or len(self.must_wait_for()) > self.spare:
             return None
-        done = [e for e in self._entries.values() if e.state is GroupState.COMPLETE]
-        usable = [e for e in done if self.version - e.oldest <= self.max_staleness]
+        done = [(e.oldest, e.index) for e in self._entries.values() if e.state is GroupState.COMPLETE]
+        # Oldest first: what is left over is what can wait longest.
+        usable = sorted(pair for pair in done if self.version - pair[0] <= self.max_staleness)
         if len(usable) < self.groups_per_update:
             return None
-        # Oldest first: what is left over is what can wait longest.
-        usable.sort(key=lambda entry: (entry.oldest, entry.index))
         # In the order of their indices, so that a batch does not depend on which group finished first.
-        chosen = sorted(usable[: self.groups_per_update], key=lambda entry: entry.index)
-        return [entry.group for entry in chosen if entry.group is not None]
+        chosen = sorted(index for _, index in usable[: self.groups_per_update])
+        return [group for index in chosen if (group := self._entries[index].group) is not None]
 
     def train(self, groups: Iterable[Group]) -> None:
         """COMPLETE -> TRAINED for the groups of one update, and the version goes up by one."""
@@ -216,15 +189,10 @@ class GroupLedger:
             if entry.state is not GroupState.COMPLETE:
                 raise ValueError(f"group {group.index} is {entry.state}, not complete")
             self._past[GroupState.TRAINED] += 1
-            self._complete -= 1
+            self.waiting_count -= 1
         self.version += 1
 
     # -- accounting --------------------------------------------------------------------------------
-
-    @property
-    def waiting_count(self) -> int:
-        """Groups that wait for an update."""
-        return self._complete
 
     def counts(self) -> dict[str, int]:
         """Groups by state; the values sum to `total`."""
@@ -232,11 +200,6 @@ class GroupLedger:
         return {state.value: now[state] + self._past[state] for state in GroupState} | {
             GroupState.PENDING.value: len(self._again)
         }
-
-    @property
-    def total(self) -> int:
-        """Number of groups that were ever given an index (those run again after a resume count once)."""
-        return self._next
 
     # -- checkpoint --------------------------------------------------------------------------------
 
@@ -249,7 +212,7 @@ class GroupLedger:
         running = [e.index for e in self._entries.values() if e.state is GroupState.RUNNING]
         return {
             "version": self.version,
-            "next": self._next,
+            "next": self.total,
             "again": sorted([*self._again, *running]),
             "past": {state.value: count for state, count in self._past.items()},
             "complete": [
@@ -268,7 +231,7 @@ class GroupLedger:
 
         Raises ValueError if `groups` are not those of `state`.
         """
-        self.version, self._next = state["version"], state["next"]
+        self.version, self.total = state["version"], state["next"]
         self._again = list(state["again"])
         self._past = Counter({GroupState(name): count for name, count in state["past"].items()})
         rows = state["complete"]
@@ -276,7 +239,7 @@ class GroupLedger:
         given = {group.index: group for group in (whole or groups)}
         if set(given) != {row["index"] for row in rows}:
             raise ValueError(f"expected complete groups {sorted(row['index'] for row in rows)}, got {sorted(given)}")
-        self._entries = {
-            row["index"]: GroupEntry(row["index"], row["born"], GroupState.COMPLETE, given[row["index"]]) for row in rows
-        }
-        self._complete, self._lowest = len(self._entries), min((e.oldest for e in self._entries.values()), default=0)
+        self._entries = {row["index"]: GroupEntry(row["index"], row["born"], row["born"]) for row in rows}
+        for index, entry in self._entries.items():
+            entry.complete(given[index])
+        self.waiting_count, self._lowest = len(self._entries), min((e.oldest for e in self._entries.values()), default=0)

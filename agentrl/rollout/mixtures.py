@@ -6,10 +6,8 @@ sampler for each environment and one mixture over all, and keeps both in the che
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -19,7 +17,7 @@ from agentrl.config.envs import alone, weight_at
 from agentrl.config.schema import StartConfig, Steps
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import derive
-from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler, pool_seeds, uniform
+from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler, pick_arm, pool_seeds, uniform
 from agentrl.rollout.starts import GoldStart, StartOutcome
 from agentrl.utils.errors import ConfigError, call_method
 from agentrl.utils.registry import Registry
@@ -85,9 +83,8 @@ def pick(shares: Mapping[str, float], run_seed: int, index: int) -> str:
     draws would be off by the order of sqrt(n).
     """
     names = sorted(name for name, share in shares.items() if share > 0)
-    ends = list(accumulate(shares[name] for name in names))
     point = (uniform(run_seed, 0, "env") + index * GOLDEN) % 1.0
-    return names[min(bisect_right(ends, point * ends[-1]), len(names) - 1)]
+    return names[pick_arm([shares[name] for name in names], point)]
 
 
 # fixed
@@ -199,7 +196,8 @@ class TaskSource:
         self.env, self.sampler, self.name, self.run_seed = env, sampler, name, run_seed
         self.start = None if start is None else GoldStart(start, env)
         self._starts: list[StartOutcome] = []
-        self._drawn: dict[int, TaskChoice] = {}
+        self.drawn: dict[int, TaskChoice] = {}
+        """Tasks of groups that have neither finished nor been forgotten, by index."""
         self._outcomes: list[GroupOutcome] = []
         self._pool: Sequence[int] | None = None
 
@@ -225,16 +223,16 @@ class TaskSource:
     def draw(self, index: int) -> TaskChoice:
         """The task of a group; the same again if it was drawn before (a group that is run again)."""
         self.pool()
-        if index not in self._drawn:
+        if index not in self.drawn:
             choice = self._ask(TaskSampler.choose, self.run_seed, index)
-            self._drawn[index] = choice if self.start is None else self.start.begin(self.run_seed, index, choice)
-        return self._drawn[index]
+            self.drawn[index] = choice if self.start is None else self.start.begin(self.run_seed, index, choice)
+        return self.drawn[index]
 
     def finish(self, index: int, success: float | None) -> float | None:
         """A group finished with this share of successes; None, which says nothing about its task, if the success of no
         member is known. The sampler does not hear of one that was given a part of the solution. Returns the success
         of a whole task, which mixtures may learn from."""
-        choice = self._drawn.pop(index)
+        choice = self.drawn.pop(index)
         if success is not None and choice.horizon is not None and choice.given:
             self._starts.append(StartOutcome(index, choice.horizon, choice.given, success))
             return None
@@ -244,11 +242,7 @@ class TaskSource:
 
     def forget(self, index: int) -> None:
         """A group that failed, went stale or was cancelled says nothing about its task."""
-        self._drawn.pop(index, None)
-
-    def running(self) -> list[int]:
-        """The groups that were drawn and have neither finished nor been forgotten."""
-        return list(self._drawn)
+        self.drawn.pop(index, None)
 
     def update(self) -> None:
         """At an update: the sampler learns from what finished since the last one."""
@@ -269,7 +263,7 @@ class TaskSource:
         return {
             "name": self.name,
             "state": self._ask(TaskSampler.state),
-            "drawn": {str(index): asdict(choice) for index, choice in self._drawn.items()},
+            "drawn": {str(index): asdict(choice) for index, choice in self.drawn.items()},
             "outcomes": [asdict(outcome) for outcome in self._outcomes],
             **({} if self.start is None else {"start": self.start.state(), "starts": list(map(asdict, self._starts))}),
         }
@@ -282,7 +276,7 @@ class TaskSource:
             )
         self.pool()
         self.sampler.load(state["state"])
-        self._drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}
+        self.drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}
         self._outcomes = [GroupOutcome(**outcome) for outcome in state["outcomes"]]
         if self.start is not None and "start" in state:
             self.start.load(state["start"])
@@ -412,7 +406,7 @@ class MixedTasks:
         if not self.several:
             (source,) = self.sources.values()
             source.load_json(state)
-            self._places = {index: (next(iter(self.sources)), index) for index in source.running()}
+            self._places = {index: (next(iter(self.sources)), index) for index in source.drawn}
             return
         there = sorted(state.get("samplers", {}))
         if state.get("mixture") != self.name or there != sorted(self.sources):

@@ -458,7 +458,9 @@ class PredictedSampler(TaskSampler):
             x, p = self._x(params), self.predict(params)
             predictions.append((p, outcome.success))
             self._c = [c + self.rate * (outcome.success - p) * of / len(x) for c, of in zip(self._c, x, strict=True)]
-            self._calibrate(p, outcome.success)
+            self._bins = [[FADE * number for number in numbers] for numbers in self._bins]
+            of_bin = self._bins[min(int(p * BINS), BINS - 1)]
+            of_bin[0], of_bin[1], of_bin[2] = of_bin[0] + 1.0, of_bin[1] + p, of_bin[2] + outcome.success
         if predictions:
             self._last = fmean(p for p, _ in predictions), fmean(success for _, success in predictions)
 
@@ -496,20 +498,13 @@ class PredictedSampler(TaskSampler):
                 metrics[f"{key}={end}/success"] = self.predict({**middle, key: end})
         if self._last is not None:
             metrics["predicted"], metrics["observed"] = self._last
-            metrics["calibration_error"] = self.calibration_error()
+            # The expected calibration error: |mean success - mean prediction| over the groups of each of 5 equal ranges of
+            # predicted success, averaged by their numbers of groups; older groups count less. A prediction is made before its
+            # group is learned from.
+            total = sum(count for count, _, _ in self._bins)
+            apart = sum(abs(successes - predictions) for _, predictions, successes in self._bins)
+            metrics["calibration_error"] = apart / total if total else 0.0
         return metrics
-
-    def calibration_error(self) -> float:
-        """The expected calibration error: |mean success - mean prediction| over the groups of each of 5 equal ranges of predicted
-        success, averaged by their numbers of groups; older groups count less. A prediction is that made before its group was
-        learned from."""
-        total = sum(count for count, _, _ in self._bins)
-        return sum(abs(successes - predictions) for _, predictions, successes in self._bins) / total if total else 0.0
-
-    def _calibrate(self, p: float, success: float) -> None:
-        self._bins = [[FADE * number for number in numbers] for numbers in self._bins]
-        of = self._bins[min(int(p * BINS), BINS - 1)]
-        of[0], of[1], of[2] = of[0] + 1.0, of[1] + p, of[2] + success
 
     def _x(self, params: Mapping[str, float]) -> list[float]:
         ends = {key: (values[0], values[-1]) for key, values in self._values.items()}

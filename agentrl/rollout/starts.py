@@ -52,7 +52,13 @@ class GoldStart:
 
     def begin(self, run_seed: int, index: int, choice: TaskChoice) -> TaskChoice:
         """The choice, with its task's horizon and the gold calls that its group is given: none if the horizon is unknown."""
-        horizon = self._horizon(choice)
+        key = json.dumps(dict(choice.params), sort_keys=True, default=repr)
+        if key not in self._built:
+            if len(self._built) == MOST_BUILT:  # a sampler may choose from thousands of sets of parameters
+                self._built.pop(next(iter(self._built))).close()
+            self._built[key] = self.env.with_params(choice.params).build()
+        env = self._built[key]
+        horizon = env.horizon(env.make_task(choice.seed, "train"))
         if horizon is None:
             return choice
         whole = uniform(run_seed, index, "start") < self.config.whole
@@ -67,7 +73,7 @@ class GoldStart:
             recent = self._recent.setdefault(horizon, deque(maxlen=self.config.window))
             recent.append(outcome.success)
             if len(recent) == self.config.window and fmean(recent) > self.config.threshold - 1e-9:
-                self._left[horizon] = self._left_of(horizon) + self.config.step
+                self._left[horizon] = self._left.get(horizon, self.config.left) + self.config.step
                 recent.clear()
                 log.info("rollout.start: tasks of %d calls are begun after %d of them", horizon, self._given_turns(horizon))
 
@@ -86,20 +92,8 @@ class GoldStart:
         """For each horizon that moved, the calls that are left to the policy."""
         return {f"left/{horizon}": float(min(left, horizon)) for horizon, left in sorted(self._left.items())}
 
-    def _left_of(self, horizon: int) -> int:
-        return self._left.get(horizon, self.config.left)
-
     def _given_turns(self, horizon: int) -> int:
-        return max(0, horizon - self._left_of(horizon))
-
-    def _horizon(self, choice: TaskChoice) -> int | None:
-        key = json.dumps(dict(choice.params), sort_keys=True, default=repr)
-        if key not in self._built:
-            if len(self._built) == MOST_BUILT:  # a sampler may choose from thousands of sets of parameters
-                self._built.pop(next(iter(self._built))).close()
-            self._built[key] = self.env.with_params(choice.params).build()
-        env = self._built[key]
-        return env.horizon(env.make_task(choice.seed, "train"))
+        return max(0, horizon - self._left.get(horizon, self.config.left))
 
 
 def prefix_of(gold: Sequence[Message], calls: int) -> Iterator[Message]:

@@ -82,6 +82,7 @@ class RolloutStats:
     ) -> None:
         """`accept`: the name of the filter that groups pass, if there is one; `say`: gets warnings."""
         self._config, self._watch, self._accept, self._say = config, watch, accept, say
+        self._most_dropped = MAX_REPLACEMENTS_PER_GROUP * config.groups
         self.episodes = self.turns = self.tokens = self.cancelled = 0
         self.faults: Counter[str] = Counter()
         self.fault: str | None = None
@@ -128,7 +129,7 @@ class RolloutStats:
         tokens = _tokens(group)
         self._thrown[GroupState.CANCELLED.value] += self._kept[group.index] - tokens
         self._kept[group.index] = tokens
-        for member in _members(group):
+        for member in filter(None, (*group.trajectories, group.baseline)):
             if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
                 self._count_unscored(member)
 
@@ -167,7 +168,7 @@ class RolloutStats:
 
     def tell_refused(self, version: int, complete: int) -> None:
         """Say it when the filter has refused 8, 16, 32, ... times the groups of an update. `complete`: accepted for it."""
-        times = self._refused / (MAX_REPLACEMENTS_PER_GROUP * self._config.groups)
+        times = self._refused / self._most_dropped
         if times >= 1 and math.log2(times).is_integer():
             self._say(
                 f"rollout.accept {self._accept!r} has refused {self._refused} groups for update {version}, "
@@ -234,7 +235,7 @@ class RolloutStats:
                 f"groups (limit {most}); accept some of them, or leave it out"
             )
         for env, failed in self._failing.items():
-            most = max(MAX_REPLACEMENTS_PER_GROUP, math.ceil(self._most_dropped() * shares.get(env, 1.0)))
+            most = max(MAX_REPLACEMENTS_PER_GROUP, math.ceil(self._most_dropped * shares.get(env, 1.0)))
             if failed > most and shares.keys() - self._failing.keys():
                 raise StalledError(
                     f"update {version}: the last {failed} groups of environment {env!r} failed (limit {most}), "
@@ -254,14 +255,11 @@ class RolloutStats:
                     f"{f' ({of})' if several else ''} could be scored; the first: "
                     f"{self.fault}. Nothing can be trained: fix that, and start or resume the run"
                 )
-            if dropped > self._most_dropped():
+            if dropped > self._most_dropped:
                 raise StalledError(
-                    f"update {version}: {dropped} groups {verb} (limit {self._most_dropped()})"
+                    f"update {version}: {dropped} groups {verb} (limit {self._most_dropped})"
                     f"{f', of them {of}' if several else ''}; the last: {self._reasons[state]}"
                 )
-
-    def _most_dropped(self) -> int:
-        return MAX_REPLACEMENTS_PER_GROUP * self._config.groups
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
@@ -290,10 +288,5 @@ class RolloutStats:
         self._thrown[GroupState.CANCELLED.value] += lost
 
 
-def _members(group: Group) -> list[Trajectory]:
-    """The members, and the greedy episode if there is one."""
-    return [*group.trajectories, *([] if group.baseline is None else [group.baseline])]
-
-
 def _tokens(group: Group) -> int:
-    return sum(member.sampled_tokens for member in _members(group))
+    return sum(member.sampled_tokens for member in filter(None, (*group.trajectories, group.baseline)))

@@ -41,7 +41,14 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
 
     `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
     """
-    return await _play_transcript(env, renderer, seed, "train", lambda: _policy(env, seed, teacher))
+
+    def policy() -> Teacher:
+        try:
+            return env.teacher(env.trajectory.task, random.Random(seed), **teacher)
+        except (TypeError, ValueError) as problem:
+            raise ConfigError(f"sft.teacher = {teacher}: {problem}") from problem
+
+    return await _play_transcript(env, renderer, seed, "train", policy)
 
 
 async def gold_transcript(
@@ -112,13 +119,6 @@ async def _play_transcript(
     trajectory = env.trajectory
     trajectory.ledgers, trajectory.stop = ledgers, StopReason.DONE
     return trajectory
-
-
-def _policy(env: ToolEnv, seed: int, params: dict[str, Any]) -> Teacher:
-    try:
-        return env.teacher(env.trajectory.task, random.Random(seed), **params)
-    except (TypeError, ValueError) as problem:
-        raise ConfigError(f"sft.teacher = {params}: {problem}") from problem
 
 
 class MixedTranscripts:

@@ -38,7 +38,7 @@ class TaskSeat(Seat):
 
     def kill(self) -> None:
         self.core._channel.abort()
-        for playing in self.core._playing.values():
+        for playing in list(self.core._channel.serving.values()):
             playing.cancel()
         self.task.cancel()
 

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -518,6 +519,8 @@ async def test_a_task_s_outcome_counts_episodes_from_the_beginning_alone(
     index = collect.ledger.admit()
     assert index is not None
     [env] = collect.envs
-    await collect._end_group(index, TaskChoice(0, env=env), Group(index, index, members, env=env))
+    collect._names[index] = env
+    monkeypatch.setattr(collect, "_group", AsyncMock(return_value=Group(index, index, members, env=env)))
+    await collect._run_group(index, TaskChoice(0, env=env))
     await collect.close()
     assert told == [0.0]

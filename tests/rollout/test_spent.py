@@ -188,7 +188,7 @@ def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(renderer: 
         await collect.close()
         rest = collect.stats.take([], False)
         sampled, thrown = (rows[0][key] + rest[key] for key in ("tokens_sampled", "tokens_thrown"))
-        return sum(engine.gave.values()), sampled, thrown, tokens(batches[0]) + tokens(collect.complete_groups())
+        return sum(engine.gave.values()), sampled, thrown, tokens(batches[0]) + tokens(collect.ledger.complete_groups())
 
     ends = set[float]()
     for pace in range(80):
@@ -251,7 +251,7 @@ def test_no_token_is_lost_or_counted_twice(
                 collect.load_json(state)
                 await exchange(collect)
         await collect.close()
-        waiting = collect.complete_groups()
+        waiting = collect.ledger.complete_groups()
         rest = collect.stats.take([], False)
         gave = sum(sum(engine.gave.values()) for engine in engines)
         sampled = sum(row["tokens_sampled"] for row, _ in found) + rest["tokens_sampled"]

@@ -400,14 +400,14 @@ class AgentEpisode:
         before = self.agent_s
         self._charge()
         self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
-        return min(self.config.idle_timeout - self._quiet, self.waits.clock.remaining("infrastructure"))
+        left = self.waits.clock.limit - self.waits.clock.used["infrastructure"]
+        return min(self.config.idle_timeout - self._quiet, left)
 
     def _late(self) -> Exception:
         if self._quiet >= self.config.idle_timeout:
             said = f"no request, tool call or end for {self.config.idle_timeout:g} s (agent.idle_timeout)"
             return AgentFaultError(f"the agent did nothing: {said}")
-        stop, message = self.waits.over("its agent")
-        return CutError(stop, message)
+        return self.waits.over("its agent")
 
     # -- inside --------------------------------------------------------------------------------------
 

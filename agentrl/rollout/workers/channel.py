@@ -1,18 +1,20 @@
-"""The channel between the driver and a rollout worker: frames, the handshake, and faults as text."""
+"""The channel between the driver and a rollout worker: frames, calls, the handshake, and faults as text."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 import pickle
 import secrets
 import struct
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from agentrl.utils import errors
@@ -41,14 +43,24 @@ class Door:
     secret: bytes
 
 
+class GoneError(Exception):
+    """The other side is gone, and what it had of a call."""
+
+
 class Channel(asyncio.Protocol):
     """One end of a connection. `on[kind]` is called with the fields of each frame of that kind; `on_lost` once, when it is over.
+    `serves[kind]` answers the other side's calls, in `serving` tasks; `peer`: where faults of its answers happened.
 
     Fields are JSON until the other side has proven who it is, and pickled from then on: nothing of a stranger's is unpickled.
     """
 
     def __init__(self) -> None:
         self.on: dict[str, Handler] = {}
+        self.serves: dict[str, Callable[..., Awaitable[Any]]] = {}
+        self.serving: dict[int, asyncio.Task[Fields]] = {}
+        self.peer = ""
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         self.on_lost: Callable[[], None] = lambda: None
         self.lost = asyncio.Event()
         self.trusted = False
@@ -57,8 +69,9 @@ class Channel(asyncio.Protocol):
         self._unsent: list[bytes] = []
 
     def trust(self) -> None:
-        """The other side has proven who it is: frames may be of any length and hold any values."""
+        """The other side has proven who it is: frames may be of any length and hold any values, and ask for work."""
         self.trusted = True
+        self.on |= {"call": self._begin_call, "cancel": self._cancel_call, "answer": self._take_answer}
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a frame; one to a lost connection goes nowhere, since `on_lost` has been called."""
@@ -68,6 +81,68 @@ class Channel(asyncio.Protocol):
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent += (_HEAD.pack(len(body)), body)
+
+    async def call(self, kind: str, *, waits: bool = False, **fields: Any) -> Any:
+        """The other side's answer to a call. Raises its fault (`fault_of`), GoneError if it ended the call, and what `fail` says.
+        Cancellation ends the call there; with `waits` it propagates once that is done."""
+        number, sent = next(self._numbers), pickle.dumps(fields)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self.send("call", id=number, what=kind, fields=sent)
+        try:
+            await asyncio.wait([answer])
+            return answer.result()
+        except asyncio.CancelledError:
+            self.send("cancel", id=number)
+            if waits:
+                await asyncio.wait([answer])
+            raise
+        finally:
+            del self._answers[number]
+            if answer.done():
+                answer.exception()  # it has been seen, also by who was cancelled
+
+    def fail(self, error: Exception) -> None:
+        """End the calls that wait for an answer with this error."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _begin_call(self, fields: Fields) -> None:
+        number = fields["id"]
+        self.serving[number] = task = asyncio.create_task(self._serve(**fields), name=f"call of {fields['what']}")
+        # Not at the end of the work, which never begins if it is cancelled in the moment in which it is asked for.
+        task.add_done_callback(partial(self._answer, number))
+
+    async def _serve(self, id: int, what: str, fields: bytes) -> Fields:
+        try:
+            # Pickled by themselves: what cannot be (un)pickled is a fault of the call.
+            return {"result": pickle.dumps(await self.serves[what](**pickle.loads(fields)))}
+        except asyncio.CancelledError:
+            raise
+        except BaseException as problem:  # of any kind: a side that is not told waits forever
+            return {"fault": fault_fields(problem)}
+
+    def _answer(self, number: int, task: asyncio.Task[Fields]) -> None:
+        """A call has ended: with its result, by a fault, or cancelled, which is answered by neither."""
+        del self.serving[number]
+        self.send("answer", id=number, **({} if task.cancelled() else task.result()))
+
+    def _cancel_call(self, fields: Fields) -> None:
+        if (task := self.serving.get(fields["id"])) is not None:  # else it has just ended, and the answer is under way
+            task.cancel()
+
+    def _take_answer(self, fields: Fields) -> None:
+        answer = self._answers.get(fields["id"])
+        if answer is None or answer.done():
+            return
+        try:
+            if "fault" in fields:
+                raise fault_of(fields["fault"], self.peer)
+            if "result" not in fields:  # it was not asked to be cancelled: the other side ends
+                raise GoneError("the worker ended")
+            answer.set_result(pickle.loads(fields["result"]))
+        except Exception as problem:
+            answer.set_exception(problem)
 
     def close(self) -> None:
         """Send all waiting messages, and end the connection."""
@@ -91,6 +166,8 @@ class Channel(asyncio.Protocol):
 
     def connection_lost(self, problem: Exception | None) -> None:
         self.lost.set()
+        for task in list(self.serving.values()):  # which frees what they hold at an engine
+            task.cancel()
         self.on_lost()
 
     def data_received(self, data: bytes) -> None:

@@ -8,18 +8,16 @@ import asyncio
 import itertools
 import logging
 import os
-import pickle
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
 from agentrl.rollout.player import Job, Player
-from agentrl.rollout.workers.channel import Channel, Door, Fields, Handler, dial, fault_fields, fault_of
+from agentrl.rollout.workers.channel import Channel, Door, Fields, dial, fault_fields
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import LoopWatchdog
 from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at, from_json, here, listens_to_all, machine, now, to_json
@@ -111,6 +109,15 @@ class Parts(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Watched:
+    """A watch of the driver's here: the moves that were reported to it, and the jobs that are played for it."""
+
+    watch: Watch
+    reported: int = 0
+    playing: int = 0
+
+
 class WorkerCore:
     """Made in the process that hosts it; `run` is all that it is asked.
 
@@ -128,16 +135,13 @@ class WorkerCore:
         self._over = asyncio.Event()
         self.dismissed = False
         """Whether the driver said that it is enough."""
-        self._playing: dict[int, asyncio.Task[Fields]] = {}
-        self._watches: dict[int, Watch] = {}
-        self._reported: dict[int, int] = {}
-        self._watching: Counter[int] = Counter()
+        self._watched: dict[int, _Watched] = {}
 
     async def run(self, door: Door) -> None:
         """Connect, play requested episodes, and return once the driver says so or is gone. An error of construction goes to the
         driver, which raises it."""
-        on: dict[str, Handler] = {"play": self._play, "cancel": self._cancel, "heard": self._heard, "end": self._end}
-        self._channel = channel = await dial(door, self.name, on)
+        self._channel = channel = await dial(door, self.name, {"heard": self._heard, "end": self._end})
+        channel.serves["play"] = self._play
         # The driver's death must not leave a process behind that plays for nobody.
         channel.on_lost = self._over.set
         if channel.lost.is_set():
@@ -174,7 +178,7 @@ class WorkerCore:
         await self._parts.start()
 
     async def _close(self) -> None:
-        playing = list(self._playing.values())
+        playing = list(self._channel.serving.values())
         for task in playing:
             task.cancel()
         if playing:
@@ -192,46 +196,16 @@ class WorkerCore:
         self.dismissed = True
         self._over.set()
 
-    # -- episodes ----------------------------------------------------------------------------------
-
-    def _play(self, fields: Fields) -> None:
-        number, watched = fields["id"], fields["watch"]
-        try:
-            job: Job = pickle.loads(fields["job"])
-        except Exception as problem:  # of any kind: a driver that is not told waits forever
-            self._channel.send("ended", id=number, fault=fault_fields(problem))
-            return
-        if watched not in self._watches:
-            self._watches[watched], self._reported[watched] = Watch(fields["look"]), 0
-        self._watching[watched] += 1
-        work = self._job(job, watched, self._outbox.place(fields.get("trace")))
-        self._playing[number] = task = asyncio.create_task(work, name=f"episode {job.spec.key}")
-        # Not at the end of the work, which never begins if it is cancelled in the moment in which it is asked for.
-        task.add_done_callback(partial(self._answer, number, watched))
-
-    def _cancel(self, fields: Fields) -> None:
-        task = self._playing.get(fields["id"])
-        if task is not None:  # else it has just ended, and the answer is under way
-            task.cancel()
-
-    async def _job(self, job: Job, watched: int, place: TracePlace | None) -> Fields:
+    async def _play(self, job: Job, watch: int, look: float, trace: SpanFields | None) -> list[Trajectory]:
         assert self._parts is not None
+        watched = self._watched.setdefault(watch, _Watched(Watch(look)))
+        watched.playing += 1
         try:
-            player, watch = self._parts.player, self._watches[watched]
-            with at(place):
-                found = await player.play_all(job, watch)
-            return {"episodes": pickle.dumps(found)}
-        except asyncio.CancelledError:
-            raise
-        except BaseException as problem:  # of any kind: a driver that is not told waits forever
-            return {"fault": fault_fields(problem)}
-
-    def _answer(self, number: int, watched: int, task: asyncio.Task[Fields]) -> None:
-        """An episode has ended: with its trajectories, by a fault, or cancelled, which is answered by neither."""
-        self._send_spans()
-        self._channel.send("ended", id=number, **({} if task.cancelled() else task.result()))
-        del self._playing[number]
-        self._watching[watched] -= 1
+            with at(self._outbox.place(trace)):
+                return await self._parts.player.play_all(job, watched.watch)
+        finally:
+            watched.playing -= 1
+            self._send_spans()
 
     def _send_spans(self) -> None:
         if (found := self._outbox.frame()) is not None:
@@ -241,10 +215,9 @@ class WorkerCore:
 
     def _heard(self, fields: Fields) -> None:
         """Something moved elsewhere: for who waits here, the rollout is not stuck."""
-        number, moves = fields["watch"], fields["moves"]
-        if number in self._watches:
-            self._watches[number].moves += moves
-            self._reported[number] += moves
+        if (watched := self._watched.get(fields["watch"])) is not None:
+            watched.watch.moves += fields["moves"]
+            watched.reported += fields["moves"]
 
     async def _beats(self) -> None:
         due = time.monotonic()
@@ -258,13 +231,14 @@ class WorkerCore:
 
     def _report(self) -> list[dict[str, Any]]:
         found = []
-        for number, watch in list(self._watches.items()):
-            fresh, self._reported[number] = watch.moves - self._reported[number], watch.moves
+        for number, watched in list(self._watched.items()):
+            watch = watched.watch
+            fresh, watched.reported = watch.moves - watched.reported, watch.moves
             waits, more = watch.oldest(MOST_WAITS)
             cut, watch.cut = watch.cut, 0
             found.append({"watch": number, "moves": fresh, "waits": waits, "more": more, "cut": cut})
-            if not self._watching[number]:  # evaluations have a watch of their own each
-                del self._watches[number], self._reported[number], self._watching[number]
+            if not watched.playing:  # evaluations have a watch of their own each
+                del self._watched[number]
         return found
 
 
@@ -278,73 +252,34 @@ ASKED: dict[str, dict[str, Any]] = {"stop": {"stop": ("a",)}, "grammar": {"gramm
 """What an engine may refuse, and a sampling that asks for it."""
 
 
-class EngineService:
-    """The driver's side, one for each worker. Requests end with the channel.
+def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
+    """Serve the driver's engine to one worker. Requests end with the channel.
 
     `owner` is added to request keys: an episode that is played again, after its worker died, is another one to the engine.
     """
 
-    def __init__(self, channel: Channel, engine: Engine, owner: str) -> None:
-        self._channel, self._engine, self._owner = channel, engine, owner
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._keys: dict[int, str] = {}
-
-        async def refusals() -> dict[str, str]:
-            # In a thread: an engine that knows the text of its tokens reads a tokenizer at the first question.
-            asked = {name: Sampling(1, **more) for name, more in ASKED.items()}
-            return {name: await in_thread("load", engine.refusal, one) for name, one in asked.items()}
-
-        channel.on |= {
-            "engine.ask": self._ask,
-            "engine.drop": self._drop,
-            "engine.abort": lambda fields: self._serve(fields["id"], lambda: engine.abort(self._key(fields["key"]))),
-            "engine.stats": lambda fields: self._serve(fields["id"], engine.stats),
-            "engine.can": lambda fields: self._serve(fields["id"], refusals),
-            "engine.look": self._look,
-        }
-
-    def close(self) -> None:
-        """Cancel what the worker asked for, which frees it at the engine."""
-        for task in list(self._tasks.values()):
-            task.cancel()
-
-    def _key(self, key: str) -> str:
-        return f"{key}@{self._owner}"
-
-    def _ask(self, fields: Fields) -> None:
-        number, key = fields["id"], self._key(fields["key"])
+    async def ask(key: str, token_ids: Sequence[int], sampling: Sampling, stream: int | None) -> Generation:
+        if stream is None:
+            return await engine.generate(token_ids, sampling, f"{key}@{owner}")
 
         def tell(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            self._channel.send("engine.part", id=number, ids=list(ids), logprobs=list(logprobs))
+            channel.send("engine.part", stream=stream, ids=list(ids), logprobs=list(logprobs))
 
-        def turn() -> Awaitable[Generation]:
-            if fields["streams"]:
-                return self._engine.stream(fields["token_ids"], fields["sampling"], key, tell)
-            return self._engine.generate(fields["token_ids"], fields["sampling"], key)
+        return await engine.stream(token_ids, sampling, f"{key}@{owner}", tell)
 
-        self._keys[number] = fields["key"]
-        self._serve(number, turn)
+    async def abort(key: str) -> None:
+        await engine.abort(f"{key}@{owner}")
 
-    def _serve(self, number: int, work: Callable[[], Awaitable[Any]]) -> None:
-        async def serve() -> None:
-            try:
-                self._channel.send("engine.answer", id=number, result=await work())
-            except Exception as problem:  # of any kind: a worker that is not told waits forever
-                self._channel.send("engine.fault", id=number, fault=fault_fields(problem))
-            finally:
-                self._tasks.pop(number, None)
-                self._keys.pop(number, None)
+    async def refusals() -> dict[str, str]:
+        # In a thread: an engine that knows the text of its tokens reads a tokenizer at the first question.
+        asked = {name: Sampling(1, **more) for name, more in ASKED.items()}
+        return {name: await in_thread("load", engine.refusal, one) for name, one in asked.items()}
 
-        self._tasks[number] = asyncio.create_task(serve(), name="a worker's call of the engine")
+    async def progress(keys: Sequence[str]) -> dict[str, int | None]:
+        return {key: engine.progress(f"{key}@{owner}") for key in keys}
 
-    def _drop(self, fields: Fields) -> None:
-        task = self._tasks.get(fields["id"])
-        if task is not None:
-            task.cancel()
-
-    def _look(self, fields: Fields) -> None:
-        told = {key: self._engine.progress(self._key(key)) for key in set(self._keys.values())}
-        self._channel.send("engine.progress", known={key: tokens for key, tokens in told.items() if tokens is not None})
+    calls = {"ask": ask, "abort": abort, "stats": engine.stats, "refusals": refusals, "progress": progress}
+    channel.serves |= {f"engine.{name}": call for name, call in calls.items()}
 
 
 class DriverEngine(Engine):
@@ -353,22 +288,17 @@ class DriverEngine(Engine):
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._under_way: dict[str, int] = {}
-        self._told_of: dict[int, Told] = {}
-        self._known: dict[str, int] = {}
+        self._streams: dict[int, Told] = {}
+        self._known: dict[str, int | None] = {}
         self._looking: asyncio.Task[None] | None = None
         self._refused: dict[str, str] = {}
-        channel.on |= {
-            "engine.answer": self._take_answer,
-            "engine.fault": self._take_failure,
-            "engine.part": self._part,
-            "engine.progress": self._progress,
-        }
+        channel.peer = "the engine, in the driver"
+        channel.on["engine.part"] = self._part
 
     async def start(self) -> None:
         """The driver has started it; here it is asked what it cannot do."""
-        self._refused = await self._call_driver(next(self._numbers), "engine.can")
+        self._refused = await self._channel.call("engine.refusals")
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         return await self.stream(token_ids, sampling, request_key, None)
@@ -376,16 +306,13 @@ class DriverEngine(Engine):
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
         number = self._under_way[request_key] = next(self._numbers)
         if told is not None:
-            self._told_of[number] = told
-        asked: Fields = {"key": request_key, "token_ids": token_ids, "sampling": sampling, "streams": told is not None}
+            self._streams[number] = told
+        asked: Fields = {"key": request_key, "token_ids": token_ids, "sampling": sampling}
         try:
-            found: Generation = await self._call_driver(number, "engine.ask", **asked)
+            found: Generation = await self._channel.call("engine.ask", **asked, stream=None if told is None else number)
             return found
-        except asyncio.CancelledError:
-            self._channel.send("engine.drop", id=number)
-            raise
         finally:
-            self._told_of.pop(number, None)
+            self._streams.pop(number, None)
             if self._under_way.get(request_key) == number:
                 del self._under_way[request_key]
                 self._known.pop(request_key, None)
@@ -403,49 +330,26 @@ class DriverEngine(Engine):
         return self._known.get(request_key)
 
     async def abort(self, request_key: str) -> None:
-        await self._call_driver(next(self._numbers), "engine.abort", key=request_key)
+        await self._channel.call("engine.abort", key=request_key)
 
     async def stats(self) -> EngineStats:
         """Of the whole engine, not of this worker's requests."""
-        found: EngineStats = await self._call_driver(next(self._numbers), "engine.stats")
+        found: EngineStats = await self._channel.call("engine.stats")
         return found
 
     async def close(self) -> None:
         """The driver's engine goes on."""
         if self._looking is not None:
             self._looking.cancel()
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(EngineError("the engine was closed"))
-
-    async def _call_driver(self, number: int, kind: str, **fields: Any) -> Any:
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._channel.send(kind, id=number, **fields)
-            return await answer
-        finally:
-            del self._waiting[number]
-
-    def _take_answer(self, fields: Fields) -> None:
-        answer = self._waiting.get(fields["id"])
-        if answer is not None and not answer.done():
-            answer.set_result(fields["result"])
-
-    def _take_failure(self, fields: Fields) -> None:
-        answer = self._waiting.get(fields["id"])
-        if answer is not None and not answer.done():
-            answer.set_exception(fault_of(fields["fault"], "the engine, in the driver"))
+        self._channel.fail(EngineError("the engine was closed"))
 
     def _part(self, fields: Fields) -> None:
-        told = self._told_of.get(fields["id"])
-        if told is not None:
+        if (told := self._streams.get(fields["stream"])) is not None:
             told(fields["ids"], fields["logprobs"])
-
-    def _progress(self, fields: Fields) -> None:
-        self._known = {key: tokens for key, tokens in fields["known"].items() if key in self._under_way}
 
     async def _look(self) -> None:
         # Ends with the last request, so that an idle engine is not asked; `progress` begins again.
         while self._under_way:
-            self._channel.send("engine.look")
+            known = await self._channel.call("engine.progress", keys=list(self._under_way))
+            self._known = {key: tokens for key, tokens in known.items() if key in self._under_way}
             await asyncio.sleep(LOOK_S)

@@ -6,21 +6,21 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import pickle
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Report, Watch
 from agentrl.rollout.engine import Engine, Need, RequestRouter
 from agentrl.rollout.episode import score_episode
 from agentrl.rollout.player import Job, Player, RunEnv
-from agentrl.rollout.workers.channel import Channel, Door, Fields, Hub, fault_of
-from agentrl.rollout.workers.rollout_worker import EngineService, Inbox, span_fields
+from agentrl.rollout.workers.channel import Channel, Door, Fields, GoneError, Hub, fault_of
+from agentrl.rollout.workers.rollout_worker import Inbox, serve_engine, span_fields
 from agentrl.utils.errors import WorkerDiedError
 from agentrl.utils.event_loop import OwnedTasks
 
@@ -76,46 +76,18 @@ RECENT = 64
 """A worker's speed is the median over this many episodes."""
 
 
-class GoneError(Exception):
-    """The worker that played the episode is gone, and what it had of it."""
-
-
-class Watches:
-    """The watches of the driver's players, by number, as workers know them."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._of: dict[int, Watch] = {}
-
-    def number(self, watch: Watch) -> int:
-        found = next((number for number, one in self._of.items() if one is watch), None)
-        if found is None:
-            found = next(self._numbers)
-            self._of[found] = watch
-        return found
-
-    def get(self, number: int) -> Watch | None:
-        return self._of.get(number)
-
-    def all(self) -> list[Watch]:
-        return list(self._of.values())
-
-    def keep(self, used: set[int]) -> None:
-        """Forget the watches without a running episode: evaluations have one of their own each."""
-        self._of = {number: watch for number, watch in self._of.items() if number in used}
-
-
 class RemoteWorker:
     """`ready` is set once it plays; `gone` says why it does no longer."""
 
-    def __init__(self, name: str, number: int, seat: Seat, watches: Watches) -> None:
+    def __init__(self, name: str, number: int, seat: Seat, watches: MutableMapping[int, Watch]) -> None:
+        """`watches`: those of the driver's players by number, as workers know them, as long as they are used."""
         self.name, self.number, self.seat = name, number, seat
         self.pid = 0
         self.gone: str | None = None
         self.unfit: Exception | None = None
         self.draining = False
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.running: dict[int, int] = {}
+        self.running = 0
         self.silent_s = self.lag_s = self.blocked_s = 0.0
         self.episodes = self.turns = 0
         self.turn_s: deque[float] = deque(maxlen=RECENT)
@@ -124,8 +96,6 @@ class RemoteWorker:
         self._watches, self._inbox = watches, Inbox(name)
         self._known: dict[int, int] = {}
         self._channel: Channel | None = None
-        self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Fields]] = {}
 
     @property
     def able(self) -> bool:
@@ -134,8 +104,8 @@ class RemoteWorker:
 
     def attach(self, channel: Channel) -> None:
         """Its process has come."""
-        self._channel = channel
-        channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat, "ended": self._take_answer}
+        self._channel, channel.peer = channel, f"rollout {self.name}"
+        channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat}
         channel.on |= {"spans": self._inbox.notify, "slow": lambda fields: self.on_slow(fields["line"])}
         channel.on_lost = lambda: self.end("its process ended")
 
@@ -147,10 +117,8 @@ class RemoteWorker:
         self.seat.kill()
         if self._channel is not None:
             self._channel.abort()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(GoneError(cause))
-        for watch in self._watches.all():
+            self._channel.fail(GoneError(cause))
+        for watch in list(self._watches.values()):
             watch.report(self.name, None)
         if not self.settled.done():
             self.settled.set_result(None)
@@ -171,30 +139,16 @@ class RemoteWorker:
     async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
         """The episodes of a job, played there. Raises GoneError if the worker is gone, and what playing raised there."""
         assert self._channel is not None
-        number, watched = next(self._numbers), self._watches.number(watch)
-        answer: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
-        trace, sent = span_fields(), pickle.dumps(job)
-        self._answers[number], self.running[number] = answer, watched
-        self._known.setdefault(watched, watch.moves)
-        self._channel.send("play", id=number, job=sent, watch=watched, look=watch.look, trace=trace)
+        self._watches[watch.number] = watch
+        self._known.setdefault(watch.number, watch.moves)
+        self.running += 1
         try:
-            try:
-                await asyncio.wait([answer])
-            except asyncio.CancelledError:
-                self._channel.send("cancel", id=number)
-                # Until it is torn down there, as an episode in this process is before its cancellation propagates.
-                await asyncio.wait([answer])
-                raise
-            ended = answer.result()
+            # If cancelled, until it is torn down there, as an episode in this process is before its cancellation propagates.
+            found: list[Trajectory] = await self._channel.call(
+                "play", waits=True, job=job, watch=watch.number, look=watch.look, trace=span_fields()
+            )
         finally:
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # it has been seen, also by who was cancelled
-            del self._answers[number], self.running[number]
-        if "fault" in ended:
-            raise fault_of(ended["fault"], f"rollout {self.name}")
-        if "episodes" not in ended:  # it was not asked to be cancelled: the worker ends, and plays no more
-            raise GoneError("the worker ended")
-        found: list[Trajectory] = pickle.loads(ended["episodes"])
+            self.running -= 1
         for trajectory in found:
             turns = len(trajectory.turns) - trajectory.branch_turn
             self.episodes += 1
@@ -203,11 +157,6 @@ class RemoteWorker:
             own = trajectory.timings.get("episode_s", 0.0) - trajectory.timings.get("engine_s", 0.0)
             self.turn_s.append(own / max(turns, 1))
         return found
-
-    def _take_answer(self, fields: Fields) -> None:
-        answer = self._answers.get(fields["id"])
-        if answer is not None and not answer.done():
-            answer.set_result(fields)
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -224,22 +173,17 @@ class RemoteWorker:
         self.silent_s, self.lag_s = 0.0, max(self.lag_s, fields["lag"])
         self.blocked_s += fields["blocked"]
         for told in fields["watches"]:
-            self._heard(told)
-
-    def _heard(self, told: dict[str, Any]) -> None:
-        number = told["watch"]
-        watch = self._watches.get(number)
-        if watch is None:
-            return
-        fresh = told["moves"]
-        elsewhere = watch.moves - self._known.get(number, watch.moves)
-        watch.moves += fresh
-        watch.cut += told["cut"]
-        self._known[number] = watch.moves
-        waits = [(key, what, seconds) for key, what, seconds in told["waits"]]
-        watch.report(self.name, Report(waits, told["more"]))
-        if elsewhere and self._channel is not None:
-            self._channel.send("heard", watch=number, moves=elsewhere)
+            number = told["watch"]
+            watch = self._watches.get(number)
+            if watch is None:
+                continue
+            elsewhere = watch.moves - self._known.get(number, watch.moves)
+            watch.moves += told["moves"]
+            watch.cut += told["cut"]
+            self._known[number] = watch.moves
+            watch.report(self.name, Report(told["waits"], told["more"]))
+            if elsewhere and self._channel is not None:
+                self._channel.send("heard", watch=number, moves=elsewhere)
 
     def median_turn_s(self) -> float | None:
         """Seconds that a turn takes next to the engine's; None before there are a few episodes."""
@@ -286,7 +230,8 @@ class WorkerPool(Player):
         self._seats, self._engine = seats, engine
         self._count, self._timeout, self._startup, self._respawns = count, timeout, startup_timeout, respawns
         self._say = say
-        self._hub, self._watches = Hub(), Watches()
+        self._hub = Hub()
+        self._watches: WeakValueDictionary[int, Watch] = WeakValueDictionary()
         self._numbers = itertools.count()
         self._workers: list[RemoteWorker] = []
         self._coming, self._tasks = OwnedTasks(), OwnedTasks()
@@ -320,7 +265,7 @@ class WorkerPool(Player):
             raise KeyError(f"no rollout worker is called {name!r}; there are {[one.name for one in self._workers]}")
         worker.draining = True
         while worker.running and worker.gone is None:
-            await self._next_news()
+            await self._news.wait()
         await self._dismiss([worker])
         with contextlib.suppress(TimeoutError):  # its place may be given to another, so it must have left it
             await asyncio.wait_for(worker.seat.over(), LEAVE_S)
@@ -368,15 +313,8 @@ class WorkerPool(Player):
         return worker
 
     def _connect(self, worker: RemoteWorker, channel: Channel) -> None:
-        service = EngineService(channel, self._engine, worker.name)
+        serve_engine(channel, self._engine, worker.name)
         worker.attach(channel)
-        lost = channel.on_lost
-
-        def on_lost() -> None:
-            service.close()
-            lost()
-
-        channel.on_lost = on_lost
 
     async def _wait_until_ready(self, worker: RemoteWorker) -> None:
         """Wait until it plays. Raises what kept it from that."""
@@ -400,12 +338,11 @@ class WorkerPool(Player):
         self._tell()
         if self._closing or worker.draining:
             return
-        many = len(worker.running)
         line = f"rollout {worker.name} (pid {worker.pid or 'unknown'}) is gone: {worker.gone}"
         self._deaths.append(line)
         if not worker.pid:  # it never played: who started it is told
             return
-        line += f"; its {many} episodes are played again elsewhere"
+        line += f"; its {worker.running} episodes are played again elsewhere"
         if self._seats.renews:
             line += "; what it lived in is started again where that may be"
         elif self.respawned < self._respawns:
@@ -446,9 +383,6 @@ class WorkerPool(Player):
         self._news.set()
         self._news.clear()
 
-    async def _next_news(self) -> None:
-        await self._news.wait()
-
     async def _watch_silence(self) -> None:
         """End a worker that was silent for `timeout` seconds in which this process listened."""
         every = min(self._timeout / 8, 1.0)
@@ -481,7 +415,7 @@ class WorkerPool(Player):
                 self._router.end(placed, sum(map(self._count_computed, found)) if found else None)
                 self._router.over(job.spec.key)
                 self._tell()
-        watch.note_move()
+        watch.moves += 1
         scorer = self._envs[job.env].scorer
         if scorer.asks:
             keys = {spec.seed: spec.key for spec in job.specs()}
@@ -514,7 +448,7 @@ class WorkerPool(Player):
             if self._closing or not (self._coming or starting or self._seats.hopeful()):
                 raise WorkerDiedError("no rollout worker is left: " + ("; ".join(self._deaths) or "the pool is closed"))
             with watch.waits(key, lambda: "a rollout worker; none is up"):
-                await self._next_news()
+                await self._news.wait()
         return able
 
     # -- numbers -----------------------------------------------------------------------------------
@@ -538,7 +472,6 @@ class WorkerPool(Player):
             worker.episodes = worker.turns = 0
             worker.lag_s = worker.blocked_s = 0.0
         self._name_slow()
-        self._watches.keep({number for worker in self.workers for number in worker.running.values()})
         return found
 
     def _name_slow(self) -> None:
