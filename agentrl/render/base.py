@@ -9,8 +9,9 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
@@ -151,13 +152,14 @@ class Codec:
                 if isinstance(piece, Markup):
                     text = "".join(run)
                     # Some added tokens swallow the white space next to them; the tokenizer would do the same here.
-                    ids += self._ordinary(text.lstrip() if strip else text, piece in self._strip_before, after)
+                    text = text.rstrip() if piece in self._strip_before else text
+                    ids += self._ordinary(text.lstrip() if strip else text, after)
                     ids.append(self.added[piece])
                     run, strip, after = [], piece in self._strip_after, Place.TOKEN
                 else:
                     run.append(piece)
         text = "".join(run)
-        return ids + self._ordinary(text.lstrip() if strip else text, False, after)
+        return ids + self._ordinary(text.lstrip() if strip else text, after)
 
     def place_after(self, text: str) -> Place:
         """The place of a piece that comes after `text`, which the template wrote."""
@@ -199,11 +201,14 @@ class Codec:
             position = match.end()
         return [*pieces, str(markup[position:])]
 
-    def _ordinary(self, text: str, strip: bool, after: Place) -> list[int]:
-        text = text.rstrip() if strip else text
+    def _ordinary(self, text: str, after: Place) -> list[int]:
         if not text:
             return []
-        ids = _encode(self._plain[after], _without_surrogates(text))
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # lone surrogates are not characters, and no tokenizer accepts them: U+FFFD instead
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids = _encode(self._plain[after], text)
         if not self._forbidden.isdisjoint(ids):
             raise RenderError(f"ordinary text became a control token: {text[:80]!r}")
         return ids
@@ -217,15 +222,6 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
         return ids
     of_batch: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return of_batch
-
-
-def _without_surrogates(text: str) -> str:
-    """Lone surrogates become U+FFFD: they are not characters, and no tokenizer accepts them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 # A turn's text while it is sampled: as much of it as is settled, whatever comes next.
@@ -302,74 +298,59 @@ class ProseReader(TurnReader):
         self._thinks = thinks
         self._ids: list[int] = []
         self._pending = ""
-        self._state = self._thinking if thinking else self._beginning
+        self._state: Literal["beginning", "thinking", "prose", "silent"] = "thinking" if thinking else "beginning"
         self._said = False
         self._blanks: list[str] = []
         self._blank_ends = any(letter.isspace() for end in self._ends for letter in end)
 
     def read(self, token_ids: Sequence[int]) -> str:
-        for place, number in enumerate(token_ids):
-            if number in self._last:
-                told = self._next(token_ids[:place])
-                self._state = self._silent
-                return told
-        return self._next(token_ids)
+        over = next((place for place, number in enumerate(token_ids) if number in self._last), None)
+        told = self._next(token_ids[:over])
+        if over is not None:
+            self._state = "silent"
+        return told
 
     def _next(self, token_ids: Sequence[int]) -> str:
-        if self._state == self._silent:
+        if self._state == "silent":
             return ""
-        if self._state != self._prose:
+        if self._state != "prose":
             self._ids += token_ids
         piece = self._text.read(token_ids)
-        if piece.isspace() and self._state == self._prose and self._may_wait:
+        may_wait = not self._blank_ends and (not self._pending or self._pending.isspace())
+        if piece.isspace() and self._state == "prose" and may_wait:
             self._blanks.append(piece)  # put together once: each read would look through all of them again
             return ""
         self._pending += "".join(self._blanks) + piece
         self._blanks.clear()
-        return self._state()
-
-    @property
-    def _may_wait(self) -> bool:
-        return not self._blank_ends and (not self._pending or self._pending.isspace())
-
-    def _beginning(self) -> str:
-        self._pending = head = self._pending.lstrip()
-        if not head or (len(head) < len(self._open) and self._open.startswith(head)):
-            return ""
-        if not head.startswith(self._open):
-            self._state = self._prose
-        elif not self._thinks(self._ids):
-            self._state = self._silent
-        else:
-            self._pending, self._state = head.removeprefix(self._open), self._thinking
-        return self._state()
-
-    def _thinking(self) -> str:
-        before, mark, after = self._pending.partition(self._close)
-        if not mark:
-            self._pending = before[-len(self._close) :]
-            return ""
-        self._pending = after
-        self._state = self._prose if self._thinks(self._ids) else self._silent
-        return self._state()
+        if self._state == "beginning":
+            self._pending = head = self._pending.lstrip()
+            if not head or (len(head) < len(self._open) and self._open.startswith(head)):
+                return ""
+            if not head.startswith(self._open):
+                self._state = "prose"
+            else:
+                self._pending, self._state = head.removeprefix(self._open), "thinking" if self._thinks(self._ids) else "silent"
+        if self._state == "thinking":
+            before, mark, self._pending = self._pending.partition(self._close)
+            if not mark:
+                self._pending = before[-len(self._close) :]
+                return ""
+            self._state = "prose" if self._thinks(self._ids) else "silent"
+        return self._prose() if self._state == "prose" else ""
 
     def _prose(self) -> str:
         if not self._said:
             self._pending = self._pending.lstrip()
         found = [at for end in self._ends if (at := self._pending.find(end)) >= 0]
         if found:
-            told = self._pending[: min(found)].rstrip()
-            self._state = self._silent
-            return told
+            self._state = "silent"
+            return self._pending[: min(found)].rstrip()
         # What is blank may be stripped, and what begins like an end may become one.
         cut = min((_partial(self._pending, end) for end in self._ends), default=len(self._pending))
         told = self._pending[:cut].rstrip()
         self._pending = self._pending[len(told) :]
         self._said = self._said or bool(told)
         return told
-
-    def _silent(self) -> str:
-        return ""
 
 
 def _partial(text: str, end: str) -> int:
@@ -381,6 +362,31 @@ def _partial(text: str, end: str) -> int:
 
 
 # The renderer contract
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The marks around the reasoning of a turn."""
+
+    open: str
+    close: str
+    gap: str = ""  # between the closing mark and what is said
+
+    def split(self, text: str) -> tuple[str | None, str]:
+        """Split off a leading reasoning; without the closing mark the whole text is reasoning."""
+        head = text.lstrip()
+        if not head.startswith(self.open):
+            return None, text
+        # Without the closing mark nothing is left for calls: one that the policy only thought of was not made.
+        reasoning, _, rest = head.removeprefix(self.open).partition(self.close)
+        return reasoning.strip("\n"), rest
+
+    def around(self, reasoning: str) -> str:
+        """A reasoning between the marks, each on a line of its own."""
+        return f"{self.open.rstrip()}\n{reasoning}\n{self.close}{self.gap}"
+
+
+THINK = Marks("<think>", "</think>", "\n\n")
 
 CHARACTERS_PER_TOKEN = 4  # of English text with a large vocabulary, roughly
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.data.trajectory import Json, Message
-from agentrl.render.base import Codec, Markup, Place, ProseReader, Renderer, TurnReader
+from agentrl.render.base import THINK, Codec, Markup, Place, ProseReader, Renderer, TurnReader
 from agentrl.render.tool_calls import (
     CLOSE,
     OPEN,
-    either,
     hermes_rules,
     json_rules,
     name_cut,
@@ -137,12 +136,12 @@ class ChatML(Renderer):
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         # A cut turn may end in any token, which is then part of its text.
         ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] == self._end else token_ids
-        reasoning, text = split_reasoning(self._codec.decode(ids))
+        reasoning, text = THINK.split(self._codec.decode(ids))
         content, calls = parse_tool_calls(text)
         return Message("assistant", content, name_cut(calls) if finish == "length" else calls, reasoning=reasoning)
 
     def reader(self, stops: Sequence[str] = ()) -> TurnReader:
-        return ProseReader(self._codec, ("<think>", "</think>"), (OPEN, *stops), last=self.stop_token_ids)
+        return ProseReader(self._codec, (THINK.open, THINK.close), (OPEN, *stops), last=self.stop_token_ids)
 
     def grammar(
         self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
@@ -150,7 +149,7 @@ class ChatML(Renderer):
         mark = self._codec.mark
         rules = [json_rules(schema)] if schema is not None else []
         rules += [hermes_rules(tools, several, mark)] if tools else []
-        return turn_grammar(either(rules), ("<think>", "</think>"), mark, thinking=False, reasons=reasons)
+        return turn_grammar(rules, THINK, mark, thinking=False, reasons=reasons)
 
     @property
     def call_end(self) -> str:
@@ -161,16 +160,6 @@ class ChatML(Renderer):
             raise RenderError(f"expected an assistant's message, got one of role {message.role!r}")
         # Without the newline after END, as a policy samples it: `extend` adds that one.
         return self._codec.encode(*_body(message), Markup(END), after=Place.TEXT)
-
-
-def split_reasoning(text: str) -> tuple[str | None, str]:
-    """Split off a leading `<think>...</think>`; without the closing tag the whole text is reasoning."""
-    head = text.lstrip()
-    if not head.startswith("<think>"):
-        return None, text
-    # Without the closing tag nothing is left for calls: one that the policy only thought of was not made.
-    reasoning, _, rest = head.removeprefix("<think>").partition("</think>")
-    return reasoning.strip("\n"), rest
 
 
 def _signature(tool: Mapping[str, Any]) -> str:
@@ -203,17 +192,12 @@ def _body(message: Message) -> list[str]:
         parts += [Markup("<think>\n"), message.reasoning, Markup("\n</think>\n\n")]
     parts.append(message.content)
     for index, call in enumerate(message.tool_calls):
-        glue = "\n" if message.content or index else ""
-        parts += [glue, *_tag_calls(render_tool_calls([call]))]
+        block = render_tool_calls([call])
+        # A call's outer tags are markup; the text between them is not, even if it contains the same tags.
+        opens, closes = block.startswith(OPEN), block.endswith(CLOSE) and len(block) >= len(OPEN + CLOSE)
+        inner = block[len(OPEN) if opens else 0 : len(block) - len(CLOSE) if closes else len(block)]
+        parts += ["\n" if message.content or index else "", Markup(OPEN if opens else ""), inner, Markup(CLOSE if closes else "")]
     return parts
-
-
-def _tag_calls(block: str) -> list[str]:
-    """A call's outer tags are markup; the text between them is not, even if it contains the same tags."""
-    head, tail = "<tool_call>", "</tool_call>"
-    opens, closes = block.startswith(head), block.endswith(tail) and len(block) >= len(head + tail)
-    inner = block[len(head) if opens else 0 : len(block) - len(tail) if closes else len(block)]
-    return [Markup(head if opens else ""), inner, Markup(tail if closes else "")]
 
 
 # Chat templates with tools, by name, for tokenizers whose own template has none (`model.chat_template`).

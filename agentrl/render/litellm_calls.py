@@ -61,8 +61,14 @@ def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
     # Late: who asks no API needs no parser.
     from agentrl.render.tool_calls import call_of_api
 
-    calls, row = tuple(call_of_api(item, place) for place, item in enumerate(message.tool_calls or ())), _fields(message)
-    return message.content or row.get("refusal") or "", _reasoning(row), calls
+    calls = tuple(call_of_api(item, place) for place, item in enumerate(message.tool_calls or ()))
+    row = message.model_dump(exclude_none=True)
+    row = {**(row.get("provider_specific_fields") or {}), **row}
+    reasoning = next((row[name] for name in _REASONING if isinstance(row.get(name), str)), None)
+    if reasoning is None:
+        blocks = [str(block["thinking"]) for block in row.get("thinking_blocks") or () if block.get("thinking")]
+        reasoning = "\n".join(blocks) or None
+    return message.content or row.get("refusal") or "", reasoning, calls
 
 
 def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str, Json]:
@@ -87,20 +93,6 @@ def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str,
             function = written["function"] if call.arguments is None else {**written["function"], "arguments": call.raw}
             item |= {"function": {**item["function"], **function}} | ({} if own else {"id": call.id})
     return row
-
-
-def _fields(message: Any) -> dict[str, Any]:
-    row = message.model_dump(exclude_none=True)
-    return {**(row.get("provider_specific_fields") or {}), **row}
-
-
-def _reasoning(row: Mapping[str, Any]) -> str | None:
-    """Text of a reasoning, under any of its names; None if no text is found."""
-    for name in _REASONING:
-        if isinstance(row.get(name), str):
-            return str(row[name])
-    texts = [str(block["thinking"]) for block in row.get("thinking_blocks") or () if block.get("thinking")]
-    return "\n".join(texts) or None
 
 
 def passes(problem: BaseException) -> bool:

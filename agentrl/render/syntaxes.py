@@ -17,6 +17,7 @@ from agentrl.render.tool_calls import (
     Parser,
     Syntax,
     blocks,
+    broken_call,
     broken_end,
     call_from_json,
     hermes_rules,
@@ -27,6 +28,7 @@ from agentrl.render.tool_calls import (
     skip_blanks,
     strict_json,
     too_many,
+    whole_json,
     within_most,
 )
 
@@ -47,7 +49,7 @@ def parse_deepseek(text: str) -> Parsed:
             if not text.startswith(_END, end):
                 raise ValueError(f"expected {_END} after the arguments")
         except ValueError as problem:
-            return _end_broken_call(text, start, call_id, str(problem))
+            return broken_call(text, start, (_BEGIN, _END), call_id, str(problem))
         stop = end + len(_END)
         return [call_from_json({"name": name, "arguments": value}, call_id, text[start:stop])], stop
 
@@ -66,26 +68,16 @@ def _body(text: str, start: int) -> tuple[str, Json, int]:
     fenced = line >= 0 and text.startswith(_FENCE, line)
     if fenced:
         name, begin = text[begin:line].strip(), line + len(_FENCE)
-    value, end = _json(text, begin)
+    try:
+        value, end = strict_json(text, begin)
+    except ValueError as problem:
+        raise ValueError(f"not valid JSON: {problem}") from None
     end = skip_blanks(text, end)
     if fenced:
         if not text.startswith(_FENCE_END, end):
             raise ValueError("expected ``` after the arguments")
         end = skip_blanks(text, end + len(_FENCE_END))
     return name, value, end
-
-
-def _json(text: str, start: int) -> tuple[Json, int]:
-    try:
-        return strict_json(text, start)
-    except ValueError as problem:
-        raise ValueError(f"not valid JSON: {problem}") from None
-
-
-def _end_broken_call(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
-    """A malformed call ends with its own end, before the next call, or with the text."""
-    stop, closed = broken_end(text, start + len(_BEGIN), _BEGIN, _END)
-    return [malformed_call(call_id, text[start:stop], error if closed else f"no {_END}: {error}")], stop
 
 
 DEEPSEEK = Syntax("deepseek", parse_deepseek, seen=lambda call: _BEGIN in call)
@@ -130,20 +122,13 @@ def _invoke(invoke: re.Match[str], call_id: str) -> ToolCall:
     while (item := _PARAMETER.match(body, position)) is not None:
         key, is_string, text = item.groups()
         try:
-            arguments[key] = text if is_string == "true" else _whole(text)
+            arguments[key] = text if is_string == "true" else whole_json(text)
         except ValueError as problem:
             return malformed_call(call_id, raw, f"{key} is not valid JSON: {problem}", name)
         position = item.end()
     if body[position:].strip():
         return malformed_call(call_id, raw, 'expected <parameter name="KEY" string="true|false">', name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
-
-
-def _whole(text: str) -> Json:
-    value, end = strict_json(text)
-    if text[end:].strip():
-        raise ValueError("text after the value")
-    return value
 
 
 DSML = Syntax("deepseek_dsml", parse_dsml, seen=lambda call: _BLOCK in call, opens=(_BLOCK, _BLOCK_END))
@@ -376,14 +361,11 @@ def parse_mistral(text: str) -> Parsed:
         elif not isinstance(value, list) or not value:
             calls.append(malformed_call(call_id, raw, "expected a JSON array of calls"))
         else:
-            calls += [_item(item, f"call_{len(calls) + i}", raw) for i, item in enumerate(value)]
+            for item in value:
+                # The id is part of what was sampled, and the template repeats it with the tool's answer.
+                own = item.get("id") if isinstance(item, dict) else None
+                calls.append(call_from_json(item, own if isinstance(own, str) and own else f"call_{len(calls)}", raw))
     return prose.strip(), within_most(calls)
-
-
-def _item(item: Json, call_id: str, raw: str) -> ToolCall:
-    # The id is part of what was sampled, and the template repeats it with the tool's answer.
-    sampled_id = item.get("id") if isinstance(item, dict) else None
-    return call_from_json(item, sampled_id if isinstance(sampled_id, str) and sampled_id else call_id, raw)
 
 
 MISTRAL = Syntax("mistral", parse_mistral, seen=lambda call: _MARK in call, opens=(_MARK,))

@@ -22,7 +22,7 @@ from agentrl.render.tool_calls import (
     Syntax,
     argument_value,
     blocks,
-    broken_end,
+    broken_call,
     check_json,
     malformed_call,
     number_block,
@@ -60,7 +60,7 @@ def _parser(tokens: _Tokens) -> Parser:
                 if not text.startswith(tokens.close, end):
                     raise ValueError(f"expected {tokens.close} after the arguments")
             except ValueError as problem:
-                return _end_broken_tag(text, start, call_id, str(problem), name, tokens)
+                return broken_call(text, start, (tokens.open, tokens.close), call_id, str(problem), name)
             stop = end + len(tokens.close)
             return [ToolCall(name, arguments, id=call_id, raw=text[start:stop])], stop
 
@@ -148,12 +148,6 @@ class _GemmaReader:
             if not self.text.startswith(",", at):
                 raise ValueError("expected ',' or ']' after an item")
             at += 1
-
-
-def _end_broken_tag(text: str, start: int, call_id: str, error: str, name: str, tokens: _Tokens) -> tuple[list[ToolCall], int]:
-    """A malformed call ends with its own end, before the next call, or with the text."""
-    stop, closed = broken_end(text, start + len(tokens.open), tokens.open, tokens.close)
-    return [malformed_call(call_id, text[start:stop], error if closed else f"no {tokens.close}: {error}", name)], stop
 
 
 _GEMMA4 = _Tokens("<|tool_call>", "<tool_call|>", '<|"|>')

@@ -30,7 +30,7 @@ from agentrl.render.template_text import (
     shape_of,
     skeleton,
 )
-from agentrl.render.tool_calls import ForTools, Parser, Syntax, either, json_rules, name_cut, turn_grammar
+from agentrl.render.tool_calls import ForTools, Parser, Syntax, json_rules, name_cut, turn_grammar
 from agentrl.utils.errors import ModelError, RenderError
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class TemplateRenderer(Renderer):
                 able = ", ".join(name for name, syntax in SYNTAXES.items() if syntax.grammar is not None)
                 raise RenderError(f"no grammar is known of calls in the syntax {self.syntax!r} (one is of: {able})")
             rules.append(known.grammar(tools, several, mark))
-        return turn_grammar(either(rules), (frame.open, frame.close), mark, thinking=self._turns.in_reasoning, reasons=reasons)
+        return turn_grammar(rules, frame, mark, thinking=self._turns.in_reasoning, reasons=reasons)
 
     @property
     def call_end(self) -> str:

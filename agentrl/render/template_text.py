@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from agentrl.data.images import Image
 from agentrl.data.images import split_at_images as shown
 from agentrl.data.trajectory import Json, Message, ToolCall
-from agentrl.render.base import Codec, Markup, Place
+from agentrl.render.base import THINK, Codec, Marks, Markup, Place
 from agentrl.render.chatml import advice
 from agentrl.render.tool_calls import Syntax
 from agentrl.utils.errors import ModelError, RenderError
@@ -37,30 +37,8 @@ _PICTURE = 1 << 40  # and more: an image of so many more tokens
 _HIDDEN = re.compile(f"{_HIDE}([0-9]+){_SHOW}")
 
 
-@dataclass(frozen=True)
-class Marks:
-    """The marks around the reasoning of a turn."""
-
-    open: str
-    close: str
-    gap: str = ""  # between the closing mark and what is said
-
-    def split(self, text: str) -> tuple[str | None, str]:
-        """Split off a leading reasoning; without the closing mark the whole text is reasoning."""
-        head = text.lstrip()
-        if not head.startswith(self.open):
-            return None, text
-        # Without the closing mark nothing is left for calls: one that the policy only thought of was not made.
-        reasoning, _, rest = head.removeprefix(self.open).partition(self.close)
-        return reasoning.strip("\n"), rest
-
-    def around(self, reasoning: str) -> str:
-        """A reasoning between the marks, each on a line of its own."""
-        return f"{self.open.rstrip()}\n{reasoning}\n{self.close}{self.gap}"
-
-
 FRAMES = (
-    Marks("<think>", "</think>", "\n\n"),
+    THINK,
     Marks("[THINK]", "[/THINK]"),
     Marks("<|channel>thought\n", "<channel|>"),
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -124,8 +102,10 @@ class TemplateText:
         self.advice = advice(tokenizer)
         # The longest first: of two tokens with the same beginning, the pattern must find the one that the tokenizer would.
         self.control = sorted(self.codec.control, key=len, reverse=True)
+        self._control_ids = {self.codec.added[content] for content in self.control}
+        self._names = [*self.control, _HIDE]
         self.pictures: Placeholders | None = None
-        self._pattern = re.compile("|".join(map(re.escape, [*self.control, _HIDE])))
+        self._pattern = re.compile("|".join(map(re.escape, self._names)))
 
     def change(self, **form: Any) -> None:
         """Give turns in another form from now on."""
@@ -136,7 +116,7 @@ class TemplateText:
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._row(message) for message in messages],
-                tools=[self._hide(tool) for tool in tools] or (None if self.form.no_list else []),
+                tools=[self.hide(tool) for tool in tools] or (None if self.form.no_list else []),
                 add_generation_prompt=generate,
                 tokenize=False,
                 **self._dates,
@@ -166,16 +146,15 @@ class TemplateText:
         text = self.codec.decode(ids)
         if self.spells_nothing(ids, text):
             return text
-        control = {self.codec.added[content] for content in self.control}
         parts: list[str] = []
         run: list[int] = []
         for number in [*ids, None]:
-            if number is not None and number not in control:
+            if number is not None and number not in self._control_ids:
                 run.append(number)
                 continue
             # After a control token, so that a tokenizer that strips the start of a text strips nothing here.
             ordinary = self.codec.decode(run).removeprefix(parts[-1] if parts else "")
-            parts.append(self._hide(ordinary))
+            parts.append(self.hide(ordinary))
             if number is not None:
                 parts.append(self.codec.decode([number]))
                 run = [number]
@@ -183,39 +162,21 @@ class TemplateText:
 
     def spells_nothing(self, ids: Sequence[int], text: str | None = None) -> bool:
         """Return True if all that looks like a control token in the text of sampled ids is one. `text`: theirs, if known."""
-        control = {self.codec.added[content] for content in self.control}
         text = self.codec.decode(ids) if text is None else text
-        return sum(1 for i in ids if i in control) == sum(1 for _ in self._pattern.finditer(text))
+        return sum(1 for i in ids if i in self._control_ids) == sum(1 for _ in self._pattern.finditer(text))
 
     def fill_placeholders(self, value: Any) -> Any:
         """The value with every placeholder in its strings replaced by what it stands for."""
-        return self._map(value, lambda text: _HIDDEN.sub(self._name, text))
+        return _substitute(value, _HIDDEN, self._name)
 
-    def _hide(self, value: Any) -> Any:
+    def hide(self, value: Any) -> Any:
         """The value with every control token in its strings replaced by a placeholder, which the template
         copies like any other text."""
-        return self._map(value, self.hide)
-
-    def hide(self, text: str) -> str:
-        """The text with placeholders for control tokens."""
-        return self._pattern.sub(lambda match: f"{_HIDE}{self._number(match.group())}{_SHOW}", text)
-
-    def _map(self, value: Any, change: Any) -> Any:
-        if isinstance(value, str):
-            return change(value)
-        if isinstance(value, Mapping):
-            return {self._map(key, change): self._map(item, change) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._map(item, change) for item in value]
-        return value
-
-    def _number(self, text: str) -> int:
-        return self.control.index(text) if text != _HIDE else len(self.control)
+        return _substitute(value, self._pattern, lambda match: f"{_HIDE}{self._names.index(match.group())}{_SHOW}")
 
     def _name(self, match: re.Match[str]) -> str:
-        names = [*self.control, _HIDE]
         number = int(match.group(1))
-        return names[number] if number < len(names) else match.group()
+        return self._names[number] if number < len(self._names) else match.group()
 
     def _row(self, message: Message) -> dict[str, Json]:
         """A message as the template reads it."""
@@ -224,54 +185,50 @@ class TemplateText:
         aside = [call.raw for call in message.tool_calls if call.arguments is None and not form.malformed_as_calls]
         content = self._place_images(message) or (form.nothing if message.role == "assistant" and not calls else "")
         if aside:  # no template can render a malformed call; as text it stays exactly as sampled
-            content = self._hide("\n".join([message.content, *aside]).strip())
+            content = self.hide("\n".join([message.content, *aside]).strip())
         syntax = form.calls_in_content or (form.one_call if len(calls) > 1 else None)
         if calls and syntax is not None and syntax.write is not None:
-            content, calls = content + syntax.write([self._quiet(call) for call in calls]), []
+            hidden = [ToolCall(self.hide(call.name), self.hide(call.arguments), id=call.id) for call in calls]
+            content, calls = content + syntax.write(hidden), []
         row: dict[str, Json] = {"role": message.role, "content": content}
-        if calls:
-            row["tool_calls"] = [self._call(call) for call in calls]
+        for call in calls:
+            arguments: Json = self.hide(call.arguments or {})
+            if form.arguments_as_text:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            function = {"name": self.hide(call.name or "unknown"), "arguments": arguments}
+            row.setdefault("tool_calls", []).append({"type": "function", "id": nine(call.id), "function": function})
         if message.role == "tool":
             row["tool_call_id"] = nine(message.tool_call_id or "")
-            row["name"] = self._hide(message.name or "")
-        reasoning = self._hide(message.reasoning)
+            row["name"] = self.hide(message.name or "")
+        reasoning = self.hide(message.reasoning)
         if calls and content and form.content_as_reasoning:
             row["content"], reasoning = "", "\n".join(filter(None, (reasoning, content)))
-        if reasoning is not None:
-            self._reason(row, reasoning)
+        # The reasoning of a turn goes where the template looks for it.
+        if reasoning is not None and form.reasoning == "chunk":
+            thoughts: list[Json] = [{"type": "thinking", "thinking": reasoning}]
+            row["content"] = [*thoughts, {"type": "text", "text": row["content"]}] if row["content"] else thoughts
+        elif reasoning is not None and form.reasoning == "inline":
+            row["content"] = f"{form.frame.around(reasoning)}{row['content']}"
+        elif reasoning is not None and form.reasoning != "none":
+            row[form.reasoning] = reasoning
         return row
 
     def _place_images(self, message: Message) -> str:
         """The content, hidden, with placeholders for the images that the model is shown."""
         if self.pictures is None or not message.images:
-            return self.hide(message.content)
+            return str(self.hide(message.content))
         parts = shown(message.content, message.images)
         count = self.pictures.count
         return "".join(self.hide(p) if isinstance(p, str) else f"{_HIDE}{_PICTURE + count(p)}{_SHOW}" for p in parts)
 
-    def _quiet(self, call: ToolCall) -> ToolCall:
-        return ToolCall(self._hide(call.name), self._hide(call.arguments), id=call.id)
 
-    def _call(self, call: ToolCall) -> dict[str, Json]:
-        arguments: Json = self._hide(call.arguments or {})
-        if self.form.arguments_as_text:
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return {
-            "type": "function",
-            "id": nine(call.id),
-            "function": {"name": self._hide(call.name or "unknown"), "arguments": arguments},
-        }
-
-    def _reason(self, row: dict[str, Json], reasoning: str) -> None:
-        """Put the reasoning of a turn where the template looks for it."""
-        content = row["content"]
-        if self.form.reasoning == "chunk":
-            thoughts: list[Json] = [{"type": "thinking", "thinking": reasoning}]
-            row["content"] = [*thoughts, {"type": "text", "text": content}] if content else thoughts
-        elif self.form.reasoning == "inline":
-            row["content"] = f"{self.form.frame.around(reasoning)}{content}"
-        elif self.form.reasoning != "none":
-            row[self.form.reasoning] = reasoning
+def _substitute(value: Any, pattern: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Any:
+    """The value with matches replaced in all its strings."""
+    if isinstance(value, str):
+        return pattern.sub(by, value)
+    if isinstance(value, Mapping):
+        return {_substitute(key, pattern, by): _substitute(item, pattern, by) for key, item in value.items()}
+    return [_substitute(item, pattern, by) for item in value] if isinstance(value, list | tuple) else value
 
 
 def nine(call_id: str) -> str:
@@ -474,7 +431,9 @@ class TurnText:
         body = self._body(message, [])
         if message.reasoning is None and not self.in_reasoning and frame.split(body) != (None, body):
             # Only as the last one does a turn without reasoning get an empty one from such a template.
-            body = self._body(message, self._reply(message))
+            asked = [call for call in message.tool_calls if call.arguments is not None]
+            reply = [Message("tool", "result", tool_call_id=call.id, name=call.name) for call in asked]
+            body = self._body(message, reply or [QUESTION])
         # A template that drops the reasoning of every turn still lets the policy write it, and close what was opened.
         if self.in_reasoning and frame.close not in body:
             body = f"{self._text.hide(message.reasoning or '')}\n{frame.close}{frame.gap}{body}"
@@ -642,8 +601,3 @@ class TurnText:
             # An empty reasoning, of which the opening has its own.
             body = body.removeprefix(frame.open).lstrip().removeprefix(frame.close)
         return body
-
-    def _reply(self, message: Message) -> list[Message]:
-        calls = [call for call in message.tool_calls if call.arguments is not None]
-        answers = [Message("tool", "result", tool_call_id=call.id, name=call.name) for call in calls]
-        return answers or [QUESTION]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall
+from agentrl.render.base import Marks
 from agentrl.utils.parsing import is_unbounded
 from agentrl.utils.schemas import found_in_time, with_nulls
 
@@ -24,23 +25,19 @@ Rules = tuple[str, str]
 """A symbol, and the rules that it needs."""
 
 
-def turn_grammar(body: Rules, frame: tuple[str, str], mark: Mark, *, thinking: bool, reasons: bool = True) -> str:
-    """A turn that is `body`, after an optional reasoning between the marks of `frame`, or, without `reasons`, after none; if
-    `thinking`, the turn begins within the reasoning."""
-    opening, closing = map(mark, frame)
-    if not reasons:
-        lines = [f"start: {f'{closing} SPACE? ' if thinking else ''}{body[0]}", "SPACE: /[ \\n]+/", body[1]]
-        return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
-    # Text never holds special tokens; a mark that is text must be looked for.
-    thought = f"thought[suffix={closing}]: TEXT" if closing.startswith('"') else f"thought: TEXT {closing}"
-    start = "thought SPACE?" if thinking else f"({opening} thought SPACE?)?"
-    lines = [f"start: {start} {body[0]}", thought, "TEXT: /(?s:.*)/", "SPACE: /[ \\n]+/", body[1]]
+def turn_grammar(rules: Sequence[Rules], frame: Marks, mark: Mark, *, thinking: bool, reasons: bool = True) -> str:
+    """A turn that is one of the `rules`, after an optional reasoning between the marks of `frame`, or, without `reasons`, after
+    none; if `thinking`, the turn begins within the reasoning."""
+    opening, closing = mark(frame.open), mark(frame.close)
+    body = ["SPACE: /[ \\n]+/", "turn: " + " | ".join(symbol for symbol, _ in rules), *(own for _, own in rules)]
+    if reasons:
+        # Text never holds special tokens; a mark that is text must be looked for.
+        thought = f"thought[suffix={closing}]: TEXT" if closing.startswith('"') else f"thought: TEXT {closing}"
+        start = "thought SPACE?" if thinking else f"({opening} thought SPACE?)?"
+        lines = [f"start: {start} turn", thought, "TEXT: /(?s:.*)/", *body]
+    else:
+        lines = [f"start: {f'{closing} SPACE? ' if thinking else ''}turn", *body]
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
-
-
-def either(rules: Sequence[Rules]) -> Rules:
-    """One of some symbols."""
-    return "turn", "\n".join(["turn: " + " | ".join(symbol for symbol, _ in rules), *(own for _, own in rules)])
 
 
 def json_rules(schema: Json) -> Rules:
@@ -161,7 +158,11 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 def render_tool_calls(calls: Sequence[ToolCall]) -> str:
     """The text that `parse_tool_calls` reads back. A malformed call is written as it was sampled."""
-    return "\n".join(_render(call) for call in calls)
+    blocks: list[str] = []
+    for call in calls:
+        body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+        blocks.append(call.raw if call.arguments is None else f"{OPEN}\n{body}\n{CLOSE}")
+    return "\n".join(blocks)
 
 
 def blocks(
@@ -281,6 +282,14 @@ def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
     return value, end
 
 
+def whole_json(text: str) -> Json:
+    """The one JSON value that a text is. Raises ValueError as `strict_json`, and for text after it."""
+    value, end = strict_json(text)
+    if text[end:].strip():
+        raise ValueError("text after the value")
+    return value
+
+
 def _decode_json(text: str, start: int) -> tuple[Json, int]:
     if len(text) <= _WINDOW:
         return _DECODER.raw_decode(text, start)
@@ -331,8 +340,10 @@ def check_json(value: Json) -> None:
             elif isinstance(item, list):
                 inner.extend(item)
             elif isinstance(item, str):
-                if not item.isascii():
-                    _check_encodable(item)
+                try:
+                    _ = item.isascii() or item.encode()
+                except UnicodeEncodeError:
+                    raise ValueError("lone surrogate in a string") from None
             elif is_unbounded(item):
                 raise ValueError("a number beyond the range of a double")
         if not inner:
@@ -341,18 +352,19 @@ def check_json(value: Json) -> None:
     raise ValueError(f"JSON nested deeper than {_MAX_DEPTH}")
 
 
-def _check_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("lone surrogate in a string") from None
-
-
 def skip_blanks(text: str, at: int) -> int:
     """The position from `at` on that is not white space. A copy of the rest of the text, to strip it, would cost each call of a
     turn the length of the turn."""
     found = _BLANK.match(text, at)
     return found.end() if found else at
+
+
+def broken_call(
+    text: str, start: int, marks: tuple[str, str], call_id: str, error: str, name: str = ""
+) -> tuple[list[ToolCall], int]:
+    """The malformed call in the block that opens at `start`, as `broken_end` says, and the position after it."""
+    stop, closed = broken_end(text, start + len(marks[0]), *marks)
+    return [malformed_call(call_id, text[start:stop], error if closed else f"no {marks[1]}: {error}", name)], stop
 
 
 def broken_end(text: str, body: int, opening: str, closing: str) -> tuple[int, bool]:
@@ -371,25 +383,12 @@ def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
     try:
         value, end = strict_json(text, body)
     except ValueError as problem:
-        return _end_broken_block(text, start, call_id, f"not valid JSON: {problem}")
+        return broken_call(text, start, (OPEN, CLOSE), call_id, f"not valid JSON: {problem}")
     close = skip_blanks(text, end)
     if not text.startswith(CLOSE, close):
-        return _end_broken_block(text, start, call_id, f"expected {CLOSE} after the JSON object")
+        return broken_call(text, start, (OPEN, CLOSE), call_id, f"expected {CLOSE} after the JSON object")
     stop = close + len(CLOSE)
     return [call_from_json(value, call_id, text[start:stop])], stop
-
-
-def _end_broken_block(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
-    """A malformed block ends at its closing tag, the next opening tag or the end of the text, whichever is first."""
-    stop, closed = broken_end(text, start + len(OPEN), OPEN, CLOSE)
-    return [malformed_call(call_id, text[start:stop], error if closed else f"no {CLOSE}: {error}")], stop
-
-
-def _render(call: ToolCall) -> str:
-    if call.arguments is None:
-        return call.raw
-    body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-    return f"{OPEN}\n{body}\n{CLOSE}"
 
 
 def _kind(value: Json) -> str:
@@ -409,11 +408,10 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
     if schema is not None:
         return typed_value(text, {"anyOf": _property_schemas(key, schema)}, schema)
     try:
-        value, end = strict_json(text)
+        value = whole_json(text)
     except ValueError:
         return text
-    # A quoted string stays as it was written: the quotes may be meant.
-    return text if text[end:].strip() or isinstance(value, str) else value
+    return text if isinstance(value, str) else value  # a quoted string stays as it was written: the quotes may be meant
 
 
 def _property_schemas(key: str, root: Mapping[str, Any]) -> list[Json]:
@@ -440,7 +438,7 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
             except ValueError:
                 continue
     try:
-        return _json(text) if declared else text
+        return whole_json(text) if declared else text
     except ValueError:
         return text
 
@@ -483,16 +481,10 @@ def _boolean(text: str) -> bool:
     return word in ("true", "1")
 
 
-def _json(text: str) -> Json:
-    value, end = strict_json(text)
-    if text[end:].strip():
-        raise ValueError
-    return value
-
-
 # In the order in which they are tried. "string" fits everything, so it comes last.
 _READERS: dict[str, Callable[[str], Json]] = {
-    "null": _null, "integer": _integer, "number": _number, "boolean": _boolean, "object": _json, "array": _json, "string": str,
+    "null": _null, "integer": _integer, "number": _number, "boolean": _boolean, "object": whole_json, "array": whole_json,
+    "string": str,
 }  # fmt: skip
 _NAMES = {
     type(None): "null", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", str: "string",

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from agentrl.contrib.offline import text_calls
+from agentrl.contrib.offline.text_calls import Call, result_names, tagged_results, thoughts
 from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Json, Message, ToolCall
-from agentrl.render import text_calls
-from agentrl.render.text_calls import Call, result_names, tagged_results, thoughts
 from agentrl.utils.parsing import read_json
 
 from .rows import Row, bad, check_row

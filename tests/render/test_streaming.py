@@ -5,10 +5,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.render import make_renderer
-from agentrl.render.base import Codec, ProseReader, SettledText
+from agentrl.render.base import Codec, Marks, ProseReader, SettledText
 from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.render.syntaxes import PARSERS, SYNTAXES
-from agentrl.render.template_text import Marks
 from agentrl.render.tool_calls import ForTools
 from tests.conftest import PROOFS, examples
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_sentencepiece, build_tokenizer

@@ -10,6 +10,16 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypeVar
 
+from agentrl.contrib.offline.text_calls import (
+    TAGGED,
+    Call,
+    bracket_calls,
+    literal,
+    result_names,
+    tagged_calls,
+    tagged_results,
+    thoughts,
+)
 from agentrl.contrib.toolkit.chat_forms import Declaration, calls_of, declarations, is_thought, result_of
 from agentrl.data.chat_forms import (
     REASONING,
@@ -22,7 +32,6 @@ from agentrl.data.chat_forms import (
     without_padding,
 )
 from agentrl.data.trajectory import Message, ToolCall
-from agentrl.render.text_calls import TAGGED, Call, bracket_calls, literal, result_names, tagged_calls, tagged_results, thoughts
 from agentrl.utils.errors import BadRowError
 
 # A conversation to train on, and OpenAI's layout of one:

@@ -7,8 +7,8 @@ import pytest
 
 from agentrl.contrib.offline.layouts import openai_chat, preference, sharegpt_chat
 from agentrl.contrib.offline.prepare import render_chat
+from agentrl.contrib.offline.text_calls import bracket_calls
 from agentrl.render import make_renderer
-from agentrl.render.text_calls import bracket_calls
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import BadRowError
 from tests.render.families import FAMILIES, IM, QWEN3, QWEN3_CODER
