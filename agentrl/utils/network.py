@@ -1,33 +1,19 @@
-"""HTTP servers of this program, addresses, and proxies of the environment."""
+"""JSON of strangers, addresses, and proxies of the environment."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import ipaddress
 import json
 import logging
 import os
 import socket
-import threading
-from collections.abc import Collection, MutableMapping
-from functools import cache
+from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 log = logging.getLogger(__name__)
 
-HEADERS_S = 10.0
-"""Seconds in which a request's headers must have come, from its connection or its first byte on."""
-HEADER_BYTES = 1 << 16
-"""Of a request's line and headers."""
-BODY_GRACE_S, BODY_RATE = 20.0, 16 << 10
-"""Time limit of a body: these seconds, plus its bytes divided by this rate per second."""
-LOOK_S = 1.0
-"""Seconds between two looks at a connection whose client is waited for."""
-MAX_BODY = 16 << 20
-"""Bytes of a request's body, unless a server says otherwise."""
 CONTAINERS = 300_000
 """Lists and objects of one body: a body of nothing else takes 20 times its bytes in memory, and seconds to be read."""
 DEPTH = 64
@@ -85,201 +71,12 @@ def _check_depth(value: Any, depth: int) -> None:
     raise ValueError(f"lists and objects in more than {depth} of each other")
 
 
-def guard_requests(app: Any, host: str, names: Collection[str] = (), max_body: int = MAX_BODY) -> Any:
-    """An ASGI app behind checks of who asks, and of how much (`max_body`: bytes of a request's body).
-
-    `host`: the address that it listens on; if that is a loopback one, a request must name it or one of `names`, since any page
-    may have a name that leads here. What a browser sends for another site is refused everywhere."""
-    allowed = {*LOOPBACK, host, *names} if is_loopback(host) else None
-
-    async def serve(scope: Any, receive: Any, send: Any) -> None:
-        reason = None if scope["type"] == "lifespan" else _stranger(scope["headers"], allowed)
-        if scope["type"] == "websocket" and reason is not None:
-            await send({"type": "websocket.close", "code": 1008, "reason": reason})
-        elif reason is not None:
-            await _refuse(send, 403, "forbidden", reason)
-        elif scope["type"] == "http":
-            await _measure_body(app, max_body, scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return serve
-
-
-async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any) -> None:
-    """Limit the app's bodies: a body that is too large looks like a disconnect to the app; the client gets a 413."""
-    told = [value for name, value in scope["headers"] if name == b"content-length"]
-    size, answered, refused = 0, False, False
-
-    async def refuse() -> None:
-        nonlocal refused
-        refused = True
-        if not answered:
-            await _refuse(send, 413, "request_too_large", f"the body has more than {most} bytes")
-
-    async def receive_some() -> Any:
-        nonlocal size
-        message = {"type": "http.disconnect"} if refused else await receive()
-        size += len(message.get("body", b""))
-        if size > most and not refused:
-            await refuse()
-        return {"type": "http.disconnect"} if refused else message
-
-    async def send_once(message: Any) -> None:
-        nonlocal answered
-        answered = True
-        if not refused:
-            await send(message)
-
-    if any(not one.isdigit() or int(one[:20]) > most for one in told):
-        await refuse()
-        return
-    try:
-        await app(scope, receive_some, send_once)
-    except Exception:
-        if not refused:  # else it is how the app takes a client that went away
-            raise
-
-
-async def _refuse(send: Any, status: int, code: str, reason: str) -> None:
-    body = json.dumps({"error": {"message": reason, "type": "invalid_request_error", "code": code}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
 def is_loopback(host: str) -> bool:
     """Return True if an address or name reaches this machine alone."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _stranger(headers: Collection[tuple[bytes, bytes]], allowed: Collection[str] | None) -> str | None:
-    """Why a request is refused; None if it is not."""
-    given: dict[bytes, list[str]] = {}
-    for name, value in headers:
-        given.setdefault(name, []).append(value.decode("latin-1"))
-    hosts = given.get(b"host", [])
-    named = _name(hosts[0]) if len(hosts) == 1 else None
-    if named is None:
-        return "a request needs one Host"
-    if allowed is not None and named not in {one.lower().strip("[]") for one in allowed}:
-        return "this server answers on its own address only (Host)"
-    origin = given.get(b"origin", [])
-    if origin and (len(origin) > 1 or urlsplit(origin[0]).netloc.lower() != hosts[0].lower()):
-        return "this server does not answer pages of other sites (Origin)"
-    if given.get(b"sec-fetch-site", ["none"])[0] in ("cross-site", "same-site"):
-        return "this server does not answer pages of other sites"
-    return None
-
-
-def _name(host: str) -> str | None:
-    try:
-        found = urlsplit(f"//{host}")
-        _ = found.port
-    except ValueError:
-        return None
-    return found.hostname if found.username is None and not found.path else None
-
-
-def uvicorn_config(app: Any, host: str, names: Collection[str] = (), max_body: int = MAX_BODY, **options: Any) -> Any:
-    """A uvicorn.Config whose server is `guarded` and `patient`, without lifespan and access log (addresses may hold secrets)."""
-    import uvicorn
-
-    chosen = {"log_level": "warning", "lifespan": "off", "access_log": False, "server_header": False, **options}
-    return uvicorn.Config(guard_requests(app, host, names, max_body), http=patient(), **chosen)
-
-
-class ThreadServer:
-    """An app on a socket that listens already, `guarded` and `patient`, on an event loop in a thread of its own, from its making
-    to `close`: what serves on while the caller's loop is busy."""
-
-    def __init__(self, app: Any, host: str, listener: socket.socket, max_body: int = MAX_BODY) -> None:
-        import uvicorn
-
-        config = uvicorn_config(app, host, max_body=max_body, timeout_graceful_shutdown=1)
-        self._server, self._listener = uvicorn.Server(config), listener
-        self._thread = threading.Thread(target=self._serve, name="agentrl-server", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._listener])
-
-    def close(self) -> None:
-        """Stop serving; idempotent."""
-        self._server.should_exit = True
-        self._thread.join()
-        self._listener.close()
-
-
-@cache
-def patient() -> type[Any]:
-    """Uvicorn's HTTP protocol, whose connections end when a client does not go on with what it began."""
-    base: Any = importlib.import_module("uvicorn.protocols.http.auto").AutoHTTPProtocol
-
-    class Patient(base):  # type: ignore[misc, unused-ignore]
-        """Waits for a client while there is no request, or while one's body is not whole. In the first state it has HEADERS_S,
-        unless nothing has come since the last answer (then uvicorn's `timeout_keep_alive` counts); in the second what
-        BODY_GRACE_S and BODY_RATE give, without the time in which the server itself did not read."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.waited, self.headers_bytes, self.body_bytes, self.begun = 0.0, 0, 0, True
-            self.looking = asyncio.get_running_loop().call_later(LOOK_S, self.look)
-
-        def connection_lost(self, problem: Exception | None) -> None:
-            self.looking.cancel()
-            super().connection_lost(problem)
-
-        def data_received(self, data: bytes) -> None:
-            was = self.phase()
-            if was == "body":
-                self.body_bytes += len(data)
-            elif was == "headers":
-                self.headers_bytes += len(data)
-                self.begun = True
-            super().data_received(data)
-            now = self.phase()
-            if now == "headers" and self.headers_bytes > HEADER_BYTES:
-                self.transport.abort()
-            elif now != was:
-                self.waited, self.body_bytes = 0.0, len(data) if now == "body" else 0
-            if now != "headers":
-                self.headers_bytes = 0
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            # A body that was refused before it was read to its end: the rest of it has the time of headers.
-            self.waited, self.headers_bytes, self.begun = 0.0, 0, bool(self.cycle is not None and self.cycle.more_body)
-
-        def phase(self) -> str:
-            cycle = self.cycle
-            if cycle is None or (cycle.response_complete and not cycle.more_body):
-                return "headers"
-            if cycle.response_complete:
-                return "rest"
-            return "body" if cycle.more_body else "answer"
-
-        def look(self) -> None:
-            if self.transport.is_closing() or self.transport.get_protocol() is not self:
-                return  # closed, or a websocket by now
-            phase = self.phase()
-            if phase in ("headers", "rest"):
-                self.waited += LOOK_S if self.begun else 0.0
-                late = self.waited >= HEADERS_S
-            elif phase == "body":
-                self.waited += 0.0 if self.flow.read_paused else LOOK_S
-                late = self.waited >= BODY_GRACE_S + self.body_bytes / BODY_RATE
-            else:
-                self.waited, late = 0.0, False
-            if late:
-                self.transport.abort()
-            else:
-                self.looking = asyncio.get_running_loop().call_later(LOOK_S, self.look)
-
-    return Patient
 
 
 # Proxies

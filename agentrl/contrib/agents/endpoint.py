@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
 from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy, refusal_of
+from agentrl.contrib.toolkit.http_server import uvicorn_config
 from agentrl.data.trajectory import Json
 from agentrl.engines.chat_format import RequestError
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.utils.errors import DependencyError, ResourceError
-from agentrl.utils.network import exempt, strict_json, uvicorn_config
+from agentrl.utils.network import exempt, strict_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request

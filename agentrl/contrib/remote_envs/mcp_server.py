@@ -158,7 +158,7 @@ async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
         else:
             import uvicorn
 
-            from agentrl.utils.network import uvicorn_config
+            from agentrl.contrib.toolkit.http_server import uvicorn_config
 
             app = server.streamable_http_app()
             config = uvicorn_config(app, HOST, lifespan="on")

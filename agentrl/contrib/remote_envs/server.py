@@ -16,11 +16,12 @@ from agentrl import __version__
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.openenv import OpenEnvFace
 from agentrl.contrib.remote_envs.sessions import KINDS, EnvSessions, RefusedError, Secret, SessionLimits
+from agentrl.contrib.toolkit.http_server import uvicorn_config
 from agentrl.data.trajectory import Json, Task
 from agentrl.env.address import Asked
 from agentrl.env.base import plain_prompt
 from agentrl.utils.errors import ConfigError, DependencyError, EnvError, UserError
-from agentrl.utils.network import strict_json, uvicorn_config
+from agentrl.utils.network import strict_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -17,11 +17,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import PrometheusConfig
+from agentrl.contrib.toolkit.http_server import ThreadServer
 from agentrl.rollout.engine import EngineStats
 from agentrl.run.metrics import info_of
 from agentrl.run.trackers import LIVE_METRICS, LiveMetrics, Outlet
 from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
-from agentrl.utils.network import ThreadServer
 
 if TYPE_CHECKING:
     from agentrl.run.session import Session

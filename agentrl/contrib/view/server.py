@@ -16,11 +16,11 @@ from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from agentrl.contrib.toolkit.http_server import patient
 from agentrl.contrib.view.api import Api
 from agentrl.contrib.view.library import Library
 from agentrl.contrib.view.queries import NotFoundError, finite
 from agentrl.utils.errors import AgentrlError, ConfigError, UserError
-from agentrl.utils.network import patient
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

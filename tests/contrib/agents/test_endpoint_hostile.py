@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.contrib.toolkit import http_server as serving
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
-from agentrl.utils import network as serving
 from tests.conftest import proof
 
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "q"}], "seed": 5, "max_tokens": 6}

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from agentrl.config.schema import PrometheusConfig
+from agentrl.contrib.toolkit import http_server as serving
 from agentrl.contrib.trackers.prometheus import MetricsEndpoint
-from agentrl.utils import network as serving
 
 pytest.importorskip("prometheus_client", reason="needs agentrl[prometheus]")
 
