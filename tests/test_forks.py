@@ -65,7 +65,6 @@ def test_a_pool_that_the_parent_used(purpose: Any) -> None:
 
 LOCKS = {
     "tools": lambda: TOOLS._lock,
-    "crew": lambda: TOOLS._crew._lock,
     "background": lambda: threads._lock,
     "branch": lambda: branch._LOCK,
     "foreign": lambda: foreign._LOCK,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import re
@@ -143,7 +144,8 @@ def test_a_loop_that_turns_is_left_alone_and_so_is_one_without_a_limit() -> None
 
 def test_time_without_a_processor_is_not_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.3 s of silence, of which other programs had the processor for 0.28: nothing blocked the loop for 0.05 s."""
-    monkeypatch.setattr(watchdog._Processor, "waiting_time", lambda self: 0.28)
+    readings = itertools.count()
+    monkeypatch.setattr(watchdog, "_seconds_ready", lambda threads: [0.0, 0.28 * next(readings)])
     said: list[str] = []
 
     async def body() -> dict[str, float]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import linecache
 import logging
-import os
 import queue
 import selectors
 import sys
@@ -167,64 +166,56 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
     embedded engine steps once per iteration, so which requests share a step, and thus their last digits, must not depend on
     the clock.
     """
-    clock = loop_clock()
+    clock, loop = loop_clock(), asyncio.get_running_loop()
     clock.enter()
     try:
         left = spend(0.0)
         if task.done() or left <= 0:
             return task.done()
-        return await _Countdown(task, spend, clock, longest).wait(left)
+        counted, woken = clock.now(), loop.create_future()
+
+        def wake(_: object = None) -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        def report() -> float:
+            """Report the time since the last call to `spend`; returns the time left."""
+            nonlocal counted
+            before, counted = counted, clock.now()
+            return spend(counted - before)
+
+        def check_later(left: float) -> asyncio.TimerHandle:
+            # An eighth of the time left: `counts` may change in between, and one late check would charge the whole span at once.
+            return loop.call_later(min(longest, max(left / 8, TICK), left + 0.005), check)
+
+        def check() -> None:
+            nonlocal timer
+            if woken.done() or task.done():
+                return
+            try:
+                left = report()
+            except Exception as fault:
+                # Raised where it is waited for: out of a timer's callback it would only be logged.
+                woken.set_exception(fault)
+                return
+            if left <= 0:
+                wake()
+            else:
+                timer = check_later(left)
+
+        # The caller is woken once, at the end.
+        task.add_done_callback(wake)
+        timer = check_later(left)
+        try:
+            await woken
+            if task.done():
+                report()
+            return task.done()
+        finally:
+            timer.cancel()
+            task.remove_done_callback(wake)
     finally:
         clock.leave()
-
-
-class _Countdown:
-    """Timers that read the clock until a task is done; the waiting caller is woken once, at the end."""
-
-    def __init__(self, task: asyncio.Future[Any], spend: Callable[[float], float], clock: LoopClock, longest: float) -> None:
-        self._task, self._spend, self._clock, self._longest = task, spend, clock, longest
-        self._counted = clock.now()
-        self._loop = asyncio.get_running_loop()
-        self._woken: asyncio.Future[None] = self._loop.create_future()
-
-    async def wait(self, left: float) -> bool:
-        self._task.add_done_callback(self._wake)
-        self._check_later(left)
-        try:
-            await self._woken
-            if self._task.done():
-                self._report()
-            return self._task.done()
-        finally:
-            self._timer.cancel()
-            self._task.remove_done_callback(self._wake)
-
-    def _report(self) -> float:
-        """Report the time since the last call to `spend`; returns the time left."""
-        before, self._counted = self._counted, self._clock.now()
-        return self._spend(self._counted - before)
-
-    def _check_later(self, left: float) -> None:
-        # An eighth of the time left: `counts` may change in between, and one late check would charge the whole span at once.
-        self._timer = self._loop.call_later(min(self._longest, max(left / 8, TICK), left + 0.005), self._check)
-
-    def _check(self) -> None:
-        if self._woken.done() or self._task.done():
-            return
-        try:
-            left = self._report()
-        except Exception as fault:
-            # Raised where it is waited for: out of a timer's callback it would only be logged.
-            self._woken.set_exception(fault)
-            return
-        if left <= 0:
-            self._wake()
-        else:
-            self._check_later(left)
-
-    def _wake(self, _: object = None) -> None:
-        if not self._woken.done():
-            self._woken.set_result(None)
 
 
 async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> None:
@@ -283,7 +274,10 @@ Owner = Literal["user", "package", "library"]
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")]
 _WAITING = frozenset({selectors.__file__, threading.__file__, queue.__file__, thread.__file__, connection.__file__})
-_IDLE = {"_Crew._next", "_pass_on"}  # where a thread waits: of `executors` for a call, of `redaction` for a line of a program
+_IDLE = {
+    "DaemonThreads._serve",
+    "_pass_on",
+}  # where a thread waits: of `executors` for a call, of `redaction` for a line of a program
 _RUN = events.Handle._run.__code__
 
 
@@ -402,22 +396,25 @@ class LoopWatchdog:
     # -- in the watchdog's thread ------------------------------------------------------------------
 
     def _watch(self, ident: int, native: int) -> None:
-        with _Processor(native, threading.get_native_id()) as processor:
-            while True:
-                processor.begin()
-                due = time.monotonic() + self.limit
-                if self._over.wait(self.limit):
-                    return
-                looks = _Looks()
-                if time.monotonic() - due > self.limit:
-                    # A call that keeps the interpreter's lock (a regular expression, a sort) keeps this thread waiting too. It
-                    # has just ended, and the stack is still that of its caller.
-                    looks.look(ident)
-                self._turned.clear()
-                if not self._ask(self._turn):
-                    return
-                if looks.found or not self._turned.wait(self.limit):
-                    self._follow(ident, due, looks, processor)
+        threads = native, threading.get_native_id()
+        while True:
+            ready = _seconds_ready(threads)
+            due = time.monotonic() + self.limit
+            if self._over.wait(self.limit):
+                return
+            looks = _Looks()
+            if time.monotonic() - due > self.limit:
+                # A call that keeps the interpreter's lock (a regular expression, a sort) keeps this thread waiting too. It
+                # has just ended, and the stack is still that of its caller.
+                looks.look(ident)
+            self._turned.clear()
+            if not self._ask(self._turn):
+                return
+            if looks.found or not self._turned.wait(self.limit):
+                self._follow(ident, due, looks)
+                # Of the thread that waited longest.
+                lost = max(now - then for now, then in zip(_seconds_ready(threads), ready, strict=True))
+                self._count(self._answered - due - lost, looks)
 
     def _ask(self, call: Callable[..., None], *args: object) -> bool:
         assert self._loop is not None
@@ -432,8 +429,8 @@ class LoopWatchdog:
         self._answered = time.monotonic()
         self._turned.set()
 
-    def _follow(self, ident: int, since: float, looks: _Looks, processor: _Processor) -> None:
-        """Look at the stack until the loop turns, then count and tell."""
+    def _follow(self, ident: int, since: float, looks: _Looks) -> None:
+        """Look at the stack until the loop turns."""
         pause, still = self.limit / 4, STILL
         while not self._turned.is_set():
             looks.look(ident)
@@ -442,7 +439,9 @@ class LoopWatchdog:
             if (passed := time.monotonic() - since) > still:
                 log.warning("%s has stood still for %s, and still does", self._name, looks.block(passed))
                 still *= 10
-        seconds = self._answered - since - processor.waiting_time()
+
+    def _count(self, seconds: float, looks: _Looks) -> None:
+        """Count a block, and tell of a place that was not told of before."""
         if self._over.is_set() or seconds < self.limit:
             return
         block = looks.block(seconds)
@@ -471,36 +470,12 @@ def watch_loop(limit: float, say: Callable[[str], None] = log.warning, name: str
         watchdog.stop()
 
 
-class _Processor:
+def _seconds_ready(natives: tuple[int, ...]) -> list[float]:
     """Seconds in which threads were ready and other programs had the processors (Linux's schedstat; else always 0)."""
-
-    def __init__(self, *natives: int) -> None:
-        self._files: list[int] = []
-        with contextlib.suppress(OSError):
-            for native in natives:
-                self._files.append(os.open(f"/proc/self/task/{native}/schedstat", os.O_RDONLY))
-        self._before = self._read()
-
-    def __enter__(self) -> _Processor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files:
-            os.close(file)
-
-    def begin(self) -> None:
-        """Count from here."""
-        self._before = self._read()
-
-    def waiting_time(self) -> float:
-        """Seconds since `begin`, of the thread that waited longest."""
-        return max((now - then for now, then in zip(self._read(), self._before, strict=True)), default=0.0)
-
-    def _read(self) -> list[float]:
-        try:
-            return [int(os.pread(file, 99, 0).split()[1]) * 1e-9 for file in self._files]
-        except (OSError, ValueError, IndexError):
-            return [0.0] * len(self._files)
+    try:
+        return [int(Path(f"/proc/self/task/{n}/schedstat").read_text().split()[1]) * 1e-9 for n in natives]
+    except (OSError, ValueError, IndexError):
+        return [0.0] * len(natives)
 
 
 def _waits(frame: FrameType) -> bool:

@@ -159,18 +159,23 @@ class DaemonThreads:
 
     A thread cannot be killed: a call whose caller is gone keeps running, its result is dropped, and it counts as abandoned
     until it ends. The threads are daemons: the process can exit even if some of them hang.
+
+    They take up work at once, as many as there is work. `Thread.start` waits until the new thread has run, which next to
+    threads that compute takes them all their turn: called on the event loop, 16 such tools kept it from turning for 0.2 s. So the
+    loop only puts work into a queue, and a thread that takes some starts the next one if none is left to wait.
     """
 
     def __init__(self, purpose: str, most: int) -> None:
         """`most`: calls that run at once (not counting abandoned ones), so that the event loop still gets its share of time."""
         self._purpose, self.most = purpose, most
-        self._crew = _Crew(purpose)
         self._begin()
         after_fork(self, DaemonThreads._begin)
 
     def _begin(self) -> None:
         self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._abandoned: Counter[str] = Counter()
+        self._work: SimpleQueue[tuple[str, Callable[[], None]]] = SimpleQueue()
+        self._free = 0  # threads that wait for work, or are about to
         self._lock = threading.Lock()
 
     def slot(self) -> asyncio.Semaphore:
@@ -210,7 +215,11 @@ class DaemonThreads:
                 loop.call_soon_threadsafe(settle)
 
         work = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
-        self._crew.give(name, partial(run, work))
+        with self._lock:
+            first, self._free = self._free == 0, max(self._free, 1)
+        if first:
+            self._start()
+        self._work.put((name, partial(run, work)))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -219,33 +228,6 @@ class DaemonThreads:
                     given_up = True
                     self._abandoned[name] += 1
             raise
-
-
-class _Crew:
-    """Threads that take up work at once, as many as there is work.
-
-    `Thread.start` waits until the new thread has run, which next to threads that compute takes them all their turn: called on
-    the event loop, 16 such tools kept it from turning for 0.2 s. So the loop only puts work into a queue, and a thread that
-    takes some starts the next one if none is left to wait.
-    """
-
-    def __init__(self, purpose: str) -> None:
-        self._purpose = purpose
-        self._begin()
-        after_fork(self, _Crew._begin)
-
-    def _begin(self) -> None:
-        self._work: SimpleQueue[tuple[str, Callable[[], None]]] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._free = 0  # threads that wait for work, or are about to
-
-    def give(self, name: str, work: Callable[[], None]) -> None:
-        """Have a thread do `work`; `name` is for the thread's name."""
-        with self._lock:
-            first, self._free = self._free == 0, max(self._free, 1)
-        if first:
-            self._start()
-        self._work.put((name, work))
 
     def _start(self) -> None:
         try:
@@ -257,8 +239,15 @@ class _Crew:
 
     def _serve(self) -> None:
         thread, idle = threading.current_thread(), threading.current_thread().name
-        while (found := self._next()) is not None:
-            name, work = found
+        while True:
+            try:
+                name, work = self._work.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._free > 1:  # this thread is one more than is needed
+                        self._free -= 1
+                        return
+                continue
             with self._lock:
                 last, self._free = self._free == 1, max(self._free - 1, 1)
             if last:  # before the work, which may never end
@@ -269,17 +258,6 @@ class _Crew:
             thread.name = idle
             with self._lock:
                 self._free += 1
-
-    def _next(self) -> tuple[str, Callable[[], None]] | None:
-        """The next work; None if this thread is one more than is needed."""
-        while True:
-            try:
-                return self._work.get(timeout=_IDLE_S)
-            except Empty:
-                with self._lock:
-                    if self._free > 1:
-                        self._free -= 1
-                        return None
 
 
 TOOLS = DaemonThreads("tool", 64)
