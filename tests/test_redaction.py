@@ -26,7 +26,7 @@ from agentrl.contrib.agents.programs import Remote
 from agentrl.contrib.judges.client import Judge, judge_call
 from agentrl.contrib.judges.leaf import VerdictRequest
 from agentrl.contrib.preflight.services import ApiModel, _ask
-from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.contrib.remote_envs.server import EnvOffer
 from agentrl.contrib.sandboxes.contract import SANDBOXES
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of
 from agentrl.contrib.users import ModelUser, UserModel

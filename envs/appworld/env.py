@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from agentrl.contrib.suites.benchmarks import calling, in_percent, whole_row
+from agentrl.contrib.suites.benchmarks import calling, groups, in_percent, mean_row, whole_row
 from agentrl.contrib.suites.foreign import ForeignSuite, HeldWorld
 from agentrl.contrib.suites.suite import SuiteTask
-from agentrl.contrib.suites.tables import groups, mean_row
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, tool
 from agentrl.env.official import OfficialRow, Played

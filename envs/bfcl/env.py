@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs
 
-from agentrl.contrib.suites.benchmarks import MeansTable, answer_of, calling, message_of, public_state, round_turns, spread_rows
+from agentrl.contrib.suites.benchmarks import (
+    MeansTable,
+    answer_of,
+    calling,
+    groups,
+    message_of,
+    public_state,
+    round_turns,
+    spread_rows,
+)
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
-from agentrl.contrib.suites.tables import groups
 from agentrl.contrib.toolkit.bfcl_answers import possible_call
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall

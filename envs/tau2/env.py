@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agentrl.contrib.suites.benchmarks import AskedUser, message_of, text_constant, two_sided_turns
+from agentrl.contrib.suites.benchmarks import AskedUser, message_of, pass_hat_table, text_constant, two_sided_turns
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
-from agentrl.contrib.suites.tables import pass_hat_table
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall

@@ -9,10 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.contrib.suites.benchmarks import CallsTogether, calling, message_of, published_tool
+from agentrl.contrib.suites.benchmarks import CallsTogether, calling, groups, mean_row, message_of, published_tool
 from agentrl.contrib.suites.foreign import ForeignSuite
 from agentrl.contrib.suites.suite import SuiteTask
-from agentrl.contrib.suites.tables import groups, mean_row
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, Tool, ToolCall

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.cli.env import _called_as
 from agentrl.contrib.remote_envs import wire
-from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.contrib.remote_envs.server import EnvOffer
 from agentrl.data.trajectory import Json, Trajectory
 from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv
 from agentrl.env.address import Asked

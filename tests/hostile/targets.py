@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from agentrl.config import load_config
 from agentrl.contrib.agents.protocols import Exchange, read_anthropic, read_chat, read_responses
-from agentrl.contrib.remote_envs.offer import EnvOffer
-from agentrl.contrib.remote_envs.server import EnvApp
+from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer
 from agentrl.contrib.remote_envs.sessions import Secret
 from agentrl.contrib.view.library import overview
 from agentrl.data.trajectory import Message, Task, Trajectory

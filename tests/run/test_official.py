@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.contrib.suites.tables import mean_row, pass_hat_rows, pass_hat_table, weighted_row
+from agentrl.contrib.suites.benchmarks import mean_row, pass_hat_rows, pass_hat_table, weighted_row
 from agentrl.data.trajectory import StopReason
 from agentrl.env.official import OfficialRow, Played, mean_with_interval, pass_at_k, pass_hat_k
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
+from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
 from agentrl.contrib.toolkit.http_server import uvicorn_config
-from agentrl.contrib.toolkit.mcp_forms import call_result, tool_list
 from agentrl.data.trajectory import Json, ToolResult
 from agentrl.utils.errors import AgentrlError, DependencyError, ResourceError
 from agentrl.utils.network import strict_json

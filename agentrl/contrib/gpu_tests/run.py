@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from agentrl.contrib.gpu_tests.cards import VISIBLE, CardPool, choose_cards, read_cards
-from agentrl.contrib.gpu_tests.scheduler import Scheduler, clock, on_cards
+from agentrl.contrib.gpu_tests.scheduler import VISIBLE, CardPool, Scheduler, choose_cards, clock, on_cards, read_cards
 from agentrl.contrib.gpu_tests.session import NOT_PASSED, OUTCOMES, Case, FileResult, FileSession, collect
 from agentrl.utils.errors import ResourceError, RunFolderError, UserError, did_you_mean
 from agentrl.utils.files import atomic_write

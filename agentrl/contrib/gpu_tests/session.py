@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.contrib.gpu_tests.cards import ENV, VISIBLE
 from agentrl.utils import keeper
 from agentrl.utils.errors import UserError
 from agentrl.utils.files import shown_path
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ENV = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Added to a file's environment: CUDA itself counts the fastest card first, where cards differ."""
 OUTCOMES = ("passed", "failed", "skipped", "xfailed", "xpassed", "interrupted", "not run")
 NOT_PASSED = ("failed", "interrupted", "not run")
 COLLECT_S = 300.0

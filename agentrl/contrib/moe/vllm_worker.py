@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from agentrl.contrib.moe.expert_log import Computed, ExpertLog
+from agentrl.contrib.moe.routers import Computed, ExpertLog
 from agentrl.data.expert_routing import narrow
 from agentrl.engines.vllm.replica_actor import ASKED
 from agentrl.engines.vllm.vllm_worker import WeightReceiver

@@ -74,8 +74,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _serve_http(ref: EnvRef, args: argparse.Namespace) -> int:
-    from agentrl.contrib.remote_envs.offer import EnvOffer
-    from agentrl.contrib.remote_envs.server import EnvApp, serve_http
+    from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, serve_http
     from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
     from agentrl.env.address import Asked
     from agentrl.run.digests import env_digest

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from agentrl.contrib.toolkit.mcp_forms import call_result, tool_list
+from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
 from agentrl.data.images import Image
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.base import ToolEnv

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.contrib.view.signs import (
-    gold_distances,
-    judge_gap,
-    judge_value,
-    made_calls,
-    missed_leaves,
-    repetition,
-)
 from agentrl.utils.parsing import read_json
 
 Json = Any
@@ -169,3 +162,175 @@ def _error_text(content: str) -> str:
     except (ValueError, RecursionError):
         return content
     return str(found["message"]) if isinstance(found, dict) and isinstance(found.get("message"), str) else content
+
+
+# Signs of reward hacking in one episode, as numbers: how far it is from the gold, how much it repeats itself, and how far a
+# judge is from the other terms. They are hints for whoever looks, never part of a reward. A row may have any shape: a missing
+# part gives None.
+
+_GRAM = 4
+_LEAST_WORDS = 24
+_WORD = re.compile(r"\w+")
+_BELOW = ("root", "of", "if", "then", "else", "node", "success")
+
+
+def nodes_of(evidence: Json) -> Iterator[Mapping[str, Json]]:
+    """Every node of an evidence tree with a value or None, outer nodes first; the parts of a scoped node are left out."""
+    if isinstance(evidence, Mapping):
+        if isinstance(evidence.get("node"), str) and "value" in evidence:
+            yield evidence
+        for key in _BELOW:
+            yield from nodes_of(evidence.get(key))
+    elif isinstance(evidence, list):
+        for item in evidence:
+            yield from nodes_of(item)
+
+
+def leaves_of(evidence: Json) -> Iterator[Mapping[str, Json]]:
+    """The leaves of the tree that earn: without ops, and without those of a negative weight (costs)."""
+    for node in nodes_of(evidence):
+        weight = node.get("weight", 1)
+        if not isinstance(node.get("of"), list) and "if" not in node and isinstance(weight, (int, float)) and weight >= 0:
+            yield node
+
+
+def missed_leaves(evidence: Json) -> Iterator[Mapping[str, Json]]:
+    """The leaves because of which a node is below 0.5 or unknown: not those under a node that is above it (one of several that
+    suffice), nor the conditions of gates, nor what the spec skips."""
+    if isinstance(evidence, list):
+        for item in evidence:
+            yield from missed_leaves(item)
+    elif isinstance(evidence, Mapping) and isinstance(evidence.get("node"), str) and "value" in evidence:
+        value, weight = evidence["value"], evidence.get("weight", 1)
+        if "skipped" in evidence:
+            return
+        if (isinstance(value, (int, float)) and value >= 0.5) or (isinstance(weight, (int, float)) and weight < 0):
+            return
+        below = [evidence[key] for key in ("of", "then", "else") if isinstance(evidence.get(key), (list, Mapping))]
+        if not below:
+            yield evidence
+        for part in below:
+            yield from missed_leaves(part)
+
+
+def gold_distances(row: Mapping[str, Json]) -> tuple[float | None, float | None]:
+    """Distance of the episode's end from `gold.answer`, and of its calls from `gold.calls`: from 0 (as the gold) to 1; None if
+    the task has none, or in a form of its own.
+
+    Answer: the share of its items that the last assistant text does not contain as whole words. Calls: the share of the gold
+    calls that were not made with these arguments, in any order; a list among a gold call's arguments allows each of its items.
+    """
+    gold = (row.get("task") or {}).get("gold") or {}
+    if not isinstance(gold, Mapping):
+        return None, None
+    return _answer_distance(gold.get("answer"), _last_text(row)), _calls_distance(gold.get("calls"), list(made_calls(row)))
+
+
+def made_calls(row: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
+    """The calls of the episode, in order."""
+    for turn in row.get("turns") or []:
+        yield from (turn.get("message") or {}).get("tool_calls") or []
+
+
+def _last_text(row: Mapping[str, Json]) -> str:
+    turns = row.get("turns") or []
+    return str((turns[-1].get("message") or {}).get("content") or "") if turns else ""
+
+
+def _answer_distance(answer: Json, text: str) -> float | None:
+    items = answer if isinstance(answer, list) else [answer]
+    if not items or not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
+        return None
+    said = f" {' '.join(_words(text))} "
+    wanted = [words for item in items if (words := _words(str(item)))]
+    missing = sum(f" {' '.join(words)} " not in said for words in wanted)
+    return missing / len(wanted) if wanted else None
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _calls_distance(gold: Json, made: Sequence[Mapping[str, Json]]) -> float | None:
+    wanted = [call for item in gold for call in (item if isinstance(item, list) else [item])] if isinstance(gold, list) else []
+    named = [_named_call(call) for call in wanted]
+    if not named or None in named:
+        return None
+    left = list(made)
+    missing = 0
+    for name, arguments in (call for call in named if call is not None):
+        found = next((i for i, call in enumerate(left) if call.get("name") == name and _fits(call, arguments)), None)
+        if found is None:
+            missing += 1
+        else:
+            del left[found]
+    return missing / len(named)
+
+
+def _named_call(call: Json) -> tuple[str, Mapping[str, Json]] | None:
+    """Name and arguments of a gold call, also in the form {name: arguments}."""
+    if not isinstance(call, Mapping):
+        return None
+    if isinstance(call.get("name"), str):
+        arguments = call.get("arguments") or {}
+        return (call["name"], arguments) if isinstance(arguments, Mapping) else None
+    if len(call) == 1 and isinstance(arguments := next(iter(call.values())), Mapping):
+        return str(next(iter(call))), arguments
+    return None
+
+
+def _fits(call: Mapping[str, Json], arguments: Mapping[str, Json]) -> bool:
+    given = call.get("arguments")
+    return isinstance(given, Mapping) and all(
+        given.get(key) == value or (isinstance(value, list) and (given.get(key) in value or (key not in given and "" in value)))
+        for key, value in arguments.items()
+    )
+
+
+def repetition(row: Mapping[str, Json]) -> float:
+    """Share of the policy's text that repeats itself, from 0 to 1: the larger of the share of repeated 4-grams of words within
+    a turn (turns of at least 24 words), and the share of turns that say what an earlier turn said (of at least 4 turns)."""
+    texts = [_said(turn) for turn in row.get("turns") or []]
+    within = max((_repeated_share(_words(text)) for text in texts), default=0.0)
+    again = 1 - len(set(texts)) / len(texts) if len(texts) >= 4 else 0.0
+    return max(within, again)
+
+
+def _said(turn: Mapping[str, Json]) -> str:
+    message = turn.get("message") or {}
+    calls = [f"{call.get('raw') or ''} {call.get('name')} {call.get('arguments')}" for call in message.get("tool_calls") or []]
+    return " ".join([str(message.get("reasoning") or ""), str(message.get("content") or ""), *calls])
+
+
+def _repeated_share(words: Sequence[str]) -> float:
+    if len(words) < _LEAST_WORDS:
+        return 0.0
+    grams = Counter(zip(*(words[start:] for start in range(_GRAM)), strict=False))
+    return 1 - len(grams) / grams.total()
+
+
+def judge_value(row: Mapping[str, Json]) -> tuple[float | None, str]:
+    """The mean value of the episode's judges (None without one), and a digest of what it did and said: equal for episodes that a
+    judge should judge alike."""
+    evidence = row.get("evidence")
+    leaves = leaves_of(evidence.get("root") if isinstance(evidence, Mapping) else None)
+    values = [leaf["value"] for leaf in leaves if leaf["node"] == "judge" and isinstance(leaf["value"], (int, float))]
+    if not values:
+        return None, ""
+    did = [[_said(turn), [result.get("content") for result in turn.get("results") or []]] for turn in row.get("turns") or []]
+    return sum(values) / len(values), hashlib.sha256(repr(did).encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def judge_gap(row: Mapping[str, Json]) -> float | None:
+    """Largest distance of a judge's value from the mean of the other leaves, or from another judge's value; None without a
+    judge, or with nothing to hold it against."""
+    values: dict[bool, list[float]] = {True: [], False: []}
+    for leaf in leaves_of((row.get("evidence") or {}).get("root") if isinstance(row.get("evidence"), Mapping) else None):
+        if isinstance(leaf["value"], (int, float)):
+            values[leaf["node"] == "judge"].append(float(leaf["value"]))
+    judges, others = values[True], values[False]
+    gaps = [max(judges) - min(judges)] if len(judges) > 1 else []
+    if judges and others:
+        mean = sum(others) / len(others)
+        gaps += [abs(judge - mean) for judge in judges]
+    return max(gaps, default=None)

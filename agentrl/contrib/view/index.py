@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from agentrl.contrib.view import features, signs
 from agentrl.contrib.view.features import Features, features_of
 from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.utils.errors import RunFolderError
@@ -113,7 +112,7 @@ CREATE TABLE IF NOT EXISTS terms (name TEXT, value REAL, episode INTEGER, PRIMAR
 CREATE TABLE IF NOT EXISTS failures (kind TEXT, reason TEXT, episode INTEGER, PRIMARY KEY (kind, reason, episode)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(text, content='', detail=none);
 """
-_CODE = b"".join(Path(str(module.__file__)).read_bytes() for module in (features, signs))
+_CODE = Path(__file__).with_name("features.py").read_bytes()
 SCHEMA = hashlib.sha256(_TABLES.encode() + _CODE).hexdigest()[:8]
 """Part of the file's name: of the tables and the code that fills them. Another version's index is not read, and left alone."""
 _BESIDE = ("tools", "errors", "terms", "failures")

@@ -20,8 +20,7 @@ from tensordict import TensorDict
 from agentrl.config import Choice
 from agentrl.config.load import config_from
 from agentrl.config.schema import DemonstrationsConfig
-from agentrl.contrib.experience.checks import check_demonstrations
-from agentrl.contrib.experience.hooks import MEMBER, Demonstrations
+from agentrl.contrib.experience.hooks import MEMBER, Demonstrations, check_demonstrations
 from agentrl.data.trajectory import Group, Message, Task, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef

@@ -13,8 +13,7 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice, DemonstrationsConfig, ExperienceConfig, KlConfig, RolloutConfig
-from agentrl.contrib.experience.checks import check_experience
-from agentrl.contrib.experience.hooks import RARE, Demonstrations, Echo, Experience, demonstration_rows
+from agentrl.contrib.experience.hooks import RARE, Demonstrations, Echo, Experience, check_experience, demonstration_rows
 from agentrl.data.expert_routing import FREE
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.schedule import FRESH, ORIGIN, cut_minibatches

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.contrib.gpu_tests.cards import CardMemory, CardPool, choose_cards, read_cards
+from agentrl.contrib.gpu_tests.scheduler import CardMemory, CardPool, choose_cards, read_cards
 from agentrl.utils.errors import ResourceError
 from tests.contrib.gpu_tests.conftest import Smi
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.contrib.gpu_tests import cards as card_module
-from agentrl.contrib.gpu_tests.cards import CardMemory, CardPool
+from agentrl.contrib.gpu_tests import scheduler as card_module
 from agentrl.contrib.gpu_tests.run import exit_code
-from agentrl.contrib.gpu_tests.scheduler import Scheduler
+from agentrl.contrib.gpu_tests.scheduler import CardMemory, CardPool, Scheduler
 from agentrl.contrib.gpu_tests.session import Case, FileJob, FileResult
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.contrib.moe.expert_log import Computed, ExpertLog
+from agentrl.contrib.moe.routers import Computed, ExpertLog
 
 
 def rows(*values: int) -> Any:

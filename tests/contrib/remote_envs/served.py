@@ -7,8 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentrl.contrib.remote_envs.offer import EnvOffer
-from agentrl.contrib.remote_envs.server import EnvApp, HttpServer
+from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, HttpServer
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.env.address import EnvAddress
 from agentrl.env.catalog import EnvRef

@@ -23,8 +23,7 @@ from agentrl.config.schema import Choice, ToolsConfig
 from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import Link, RemoteEnv
-from agentrl.contrib.remote_envs.offer import EnvOffer
-from agentrl.contrib.remote_envs.server import _open_socket
+from agentrl.contrib.remote_envs.server import EnvOffer, _open_socket
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, ToolEnv, tool

@@ -23,9 +23,11 @@ from agentrl.contrib.suites.benchmarks import (
     PackageInPlace,
     answer_of,
     calling,
+    groups,
     in_percent,
     message_of,
     named_if_missing,
+    pass_hat_table,
     public_methods,
     published_tool,
     round_turns,
@@ -35,7 +37,6 @@ from agentrl.contrib.suites.benchmarks import (
 )
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.contrib.suites.suite import found_version, require_files
-from agentrl.contrib.suites.tables import groups, pass_hat_table
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import find_env
 from agentrl.env.official import Played

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.contrib.view.features import features_of, normal
-from agentrl.contrib.view.signs import gold_distances, judge_gap, repetition
+from agentrl.contrib.view.features import features_of, gold_distances, judge_gap, normal, repetition
 from tests.contrib.view.test_api import client
 from tests.run.made_folders import episode, run_folder
 

@@ -59,8 +59,7 @@ async def export() -> dict[str, object]:
 
 async def exported_behind_a_token() -> dict[str, object]:
     """`agentrl env serve --http`: the real client plays at the address that is printed for it, and nowhere else."""
-    from agentrl.contrib.remote_envs.offer import EnvOffer
-    from agentrl.contrib.remote_envs.server import EnvApp
+    from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer
     from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 
     ref, secret = EnvRef("key_value", {"calls": 2}), Secret("a-token-of-the-tests-only")
