@@ -170,7 +170,8 @@ class Endpoint:
 
         try:
             session = self._of(request)
-            exchange = Exchange(session, await self._body(request), self._model, self._own(session), self._served.decode)
+            own = {name: getattr(session.sampling, name) for name in ("temperature", "top_p", "top_k")}
+            exchange = Exchange(session, await self._body(request), self._model, own, self._served.decode)
             ask = wire.read(exchange)
             if exchange.body.get("stream"):
                 live = Live(session, ask)
@@ -207,10 +208,6 @@ class Endpoint:
         if not isinstance(body, dict):
             raise RequestError("the body is not a JSON object")
         return body
-
-    def _own(self, session: AgentSession) -> dict[str, float]:
-        sampling = session.sampling
-        return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
 
     async def _models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse

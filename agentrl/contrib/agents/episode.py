@@ -149,7 +149,9 @@ class AgentEpisode:
         if self.env.has_user and not self.config.user:
             raise AgentFaultError(f"environment {self.env.id} has a user, with whom this agent does not talk (agent.user)")
         engine = EpisodeEngine(self.policy.engine, self)
-        access = self.endpoint.open(self.spec.key, engine=engine, sampling=self._sampling())
+        most, policy, routed = self.limits.max_turn_tokens, self.policy, 0 if self.policy.router_replay else None
+        sampling = Sampling(most, policy.temperature, policy.top_p, policy.top_k, experts_from=routed)
+        access = self.endpoint.open(self.spec.key, engine=engine, sampling=sampling)
         self.session = session = self.endpoint.session(self.spec.key)
         self.record = Record(self.env, session)
         base = self.server.open(self)
@@ -196,7 +198,11 @@ class AgentEpisode:
                 if not await in_time(first, self._spend, self.watch.look):
                     raise self._late()
             if self._over.done():
-                await self._settle()  # before the agent is ended, whose requests are given up when it is gone
+                # The endpoint still has to read turns that were sampled, and the requests of an agent that is ended are given up.
+                assert self.session is not None
+                until = time.monotonic() + _SETTLES_WITHIN
+                while len(self.session.turns) < self._sampled and time.monotonic() < until:
+                    await asyncio.sleep(0.002)
                 raise self._over.result()
             return task.result()
         except OSError as problem:
@@ -369,11 +375,6 @@ class AgentEpisode:
         number, self._prompts[digest] = self._prompts[digest], self._prompts[digest] + 1
         return derive(self.spec.seed, "prompt", digest, number)
 
-    def _sampling(self) -> Sampling:
-        policy = self.policy
-        routed = 0 if policy.router_replay else None
-        return Sampling(self.limits.max_turn_tokens, policy.temperature, policy.top_p, policy.top_k, experts_from=routed)
-
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """Inside, the time is the engine's or the environment's; outside of all of these it is the agent's own."""
@@ -426,13 +427,6 @@ class AgentEpisode:
             raise EnvError(f"{type(fault).__name__}: {fault}") from fault
         finally:
             self.env_s += time.monotonic() - began
-
-    async def _settle(self) -> None:
-        """Let the endpoint record the turns that were sampled; it still has to read them. Not if their clients are gone."""
-        assert self.session is not None
-        until = time.monotonic() + _SETTLES_WITHIN
-        while len(self.session.turns) < self._sampled and time.monotonic() < until:
-            await asyncio.sleep(0.002)
 
 
 async def _first(task: asyncio.Future[Outcome], over: asyncio.Future[Exception]) -> None:

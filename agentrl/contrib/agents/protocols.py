@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.contrib.agents.session import AgentSession, Answer, Ask, Live, in_order, refusal_of
+from agentrl.contrib.agents.session import AgentSession, Answer, Ask, Heard, Live, in_order, refusal_of
 from agentrl.contrib.toolkit.chat_forms import declaration, is_thought
 from agentrl.data.chat_forms import thought_of
 from agentrl.data.trajectory import Json, Message, ToolCall
@@ -24,6 +24,7 @@ from agentrl.engines.chat_format import (
     text_of,
     write_message,
 )
+from agentrl.rollout.engine import Generation
 from agentrl.utils.schemas import BadSchemaError, check_schema
 
 # Fields of requests
@@ -40,19 +41,6 @@ CHOICES = 128
 """The most choices of one request; OpenAI's own limit."""
 STOPS = 16
 """The most stop strings of one request."""
-
-
-def parameter_schema(value: Json, where: str) -> dict[str, Json]:
-    """A tool's parameters, whose properties are schemas. Raises RequestError."""
-    schema = check_types(value, SCHEMA, where)
-    if None in (schema.get(key, ()) for key in SCHEMA):
-        raise RequestError(f"{where}: properties and required cannot be null")
-    for name, inner in schema.get("properties", {}).items():
-        if not isinstance(inner, dict | bool):
-            raise RequestError(f"{where}.properties.{name}: expected a schema")
-    if not all(isinstance(name, str) for name in schema.get("required", [])):
-        raise RequestError(f"{where}.required: expected a list of text")
-    return schema
 
 
 def only(body: Mapping[str, Json], known: Iterable[str], harmless: Mapping[str, Sequence[Json]]) -> None:
@@ -127,7 +115,14 @@ def tool(row: Json, schema: Json, where: str) -> dict[str, Json]:
     """A tool of the client's in OpenAI's form; `schema`: what it gives under the protocol's own key. Raises RequestError if it is
     none, or its parameters are no schema."""
     if schema is not None:
-        parameter_schema(schema, f"{where}: parameters")
+        given = check_types(schema, SCHEMA, f"{where}: parameters")
+        if None in (given.get(key, ()) for key in SCHEMA):
+            raise RequestError(f"{where}: parameters: properties and required cannot be null")
+        for name, inner in given.get("properties", {}).items():
+            if not isinstance(inner, dict | bool):
+                raise RequestError(f"{where}: parameters.properties.{name}: expected a schema")
+        if not all(isinstance(name, str) for name in given.get("required", [])):
+            raise RequestError(f"{where}: parameters.required: expected a list of text")
     with read_by_form():
         found = declaration(row, where)
     _check(found["function"]["parameters"], f"{where}: parameters")
@@ -229,7 +224,7 @@ def write_chat(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[
             "index": index,
             "message": write_message(answer.message),
             "finish_reason": finish_of(answer),
-            "logprobs": _table(answer, exchange.decode) if ask.logprobs and exchange.decode is not None else None,
+            "logprobs": write_logprobs(answer.generation, exchange.decode) if ask.logprobs and exchange.decode else None,
         }
         for index, answer in enumerate(answers)
     ]
@@ -248,7 +243,7 @@ async def stream_chat(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator
     for choice in range(ask.choices):
         yield chunk(choice, {"role": "assistant", "content": ""})
     async for heard in live.heard():
-        told = None if table is None else write_logprobs(heard.token_ids, heard.logprobs, table)
+        told = None if table is None else write_logprobs(heard, table)
         if heard.text or told is not None:
             yield chunk(heard.choice, {"content": heard.text} if heard.text else {}, logprobs=told)
     answers = live.answers()
@@ -272,19 +267,15 @@ def finish_of(answer: Answer) -> str:
     return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def write_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], decode: Decode) -> dict[str, Json]:
+def write_logprobs(sampled: Generation | Heard, decode: Decode) -> dict[str, Json]:
     """One entry per sampled token, special ones included: log pi under the distribution that was sampled from."""
     content = []
-    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+    for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
         token = decode([token_id])
         # A token that holds only part of a character decodes to U+FFFD, which does not reveal its bytes.
         raw = None if "\ufffd" in token else list(token.encode())
         content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": []})
     return {"content": content, "refusal": None}
-
-
-def _table(answer: Answer, decode: Decode) -> dict[str, Json]:
-    return write_logprobs(answer.generation.token_ids, answer.generation.logprobs, decode)
 
 
 def chat_error(problem: RequestError) -> dict[str, Json]:

@@ -199,8 +199,8 @@ class Record:
             return turn, replace(call, arguments=arguments)
         call = ToolCall(name, arguments, id=f"own_{self._own}")
         self._own += 1
-        turn = self._newest()
         record = self._env.trajectory
+        turn = record.turns[-1] if record.turns else self._add(Message("assistant"))
         at = next(i for i, known in enumerate(record.messages) if known is turn.message)
         record.messages[at] = turn.message = replace(turn.message, tool_calls=(*turn.message.tool_calls, call))
         return turn, call
@@ -247,10 +247,6 @@ class Record:
             return
         call = next(call for call in turn.message.tool_calls if call.id == message.tool_call_id)
         note(self._env.trajectory, turn, ToolResult(call.id, call.name, message.content, message.content))
-
-    def _newest(self) -> Turn:
-        turns = self._env.trajectory.turns
-        return turns[-1] if turns else self._add(Message("assistant"))
 
     def _add(self, message: Message) -> Turn:
         """A turn that the policy did not sample."""

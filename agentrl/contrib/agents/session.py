@@ -78,14 +78,6 @@ def identity(message: Message) -> str:
     return json.dumps([message.role, content, calls, message.tool_call_id], sort_keys=True)
 
 
-def client_message(message: Message, *, tools: bool) -> Message:
-    """A sampled turn as the client sees it: a call that is malformed, or of a tool where none was offered, can only be shown
-    as text."""
-    shown = [call for call in message.tool_calls if call.arguments is not None and tools]
-    rest = [call.raw for call in message.tool_calls if call.arguments is None or not tools]
-    return replace(message, content="\n".join(part for part in (message.content, *rest) if part), tool_calls=tuple(shown))
-
-
 def cut(message: Message, texts: Sequence[str]) -> tuple[Message, str | None]:
     """A turn that a stop string ended, without it and whatever follows it in the last token; and the stop string."""
     reasoning, content = message.reasoning or "", message.content
@@ -250,7 +242,11 @@ class AgentSession:
         """
         renderer = self._served.renderer.with_tools(ask.tools)
         sampling = await self._sampling(ask)
-        self._note(ask)
+        for name, value in ask.other.items():
+            self.other[name] = self.other.get(name, 0) + 1
+            if name not in self._served.warned:
+                self._served.warned.add(name)
+                log.warning("an agent asks for %s = %s; its turns are sampled as the run says (said once)", name, value)
         number, self.requests = self.requests, self.requests + 1
         parent = self._parent(ask, renderer)
         if parent is not None:
@@ -258,7 +254,11 @@ class AgentSession:
         began = time.monotonic()
         try:
             position = await self._position(ask, parent, renderer)
-            keys = self._new_keys(position, ask.choices)
+            # The engine's name of a conversation stays, so that its cache is found.
+            keys = [parent.key] if parent is not None and parent.busy == 1 else []
+            while len(keys) < ask.choices:
+                keys.append(f"{self.name}/{self._keys}")
+                self._keys += 1
             seeds = [self._seed_of(ask, number, choice) for choice in range(ask.choices)]
             told = [_teller(choice, renderer.reader(ask.stop), hear) for choice in range(ask.choices)] if hear else None
             routed = None if sampling.experts_from is None else position.routed_tokens
@@ -282,18 +282,17 @@ class AgentSession:
 
     async def _position(self, ask: Ask, parent: Branch | None, renderer: Renderer) -> Position:
         if parent is None:
-            return Position(None, 0, await renderer.astart(self._with_samples(ask.messages), ask.tools), len(ask.messages))
+            # Calls that were sampled here say so: a template may drop what the policy said next to them.
+            raw = {call.id: call.raw for turn in self.turns for call in turn.message.tool_calls}
+            messages = [
+                replace(one, tool_calls=tuple(replace(call, raw=raw.get(call.id, "")) for call in one.tool_calls))
+                for one in ask.messages
+            ]
+            return Position(None, 0, await renderer.astart(messages, ask.tools), len(messages))
         # All of it before the await: another request may continue the parent meanwhile.
         ids, fresh = parent.ledger.ids(), ask.messages[len(parent.shown) :]
         suffix = await renderer.aextend(parent.finish, fresh, parent.last)
         return Position(parent, len(ids), [*ids, *suffix], parent.begun)
-
-    def _with_samples(self, messages: Sequence[Message]) -> list[Message]:
-        """A history in which calls that were sampled here say so: a template may drop what the policy said next to them."""
-        raw = {call.id: call.raw for turn in self.turns for call in turn.message.tool_calls}
-        return [
-            replace(one, tool_calls=tuple(replace(call, raw=raw.get(call.id, "")) for call in one.tool_calls)) for one in messages
-        ]
 
     def _parent(self, ask: Ask, renderer: Renderer) -> Branch | None:
         """The longest branch whose messages the request repeats and to which it then adds only answers; of several such the
@@ -310,15 +309,6 @@ class AgentSession:
             and renderer.keeps(branch.messages[-1], messages[len(branch.shown) :], branch.messages[:-1], branch.begun)
         ]
         return max(fitting, key=lambda branch: (len(branch.shown), -branch.busy), default=None)
-
-    def _new_keys(self, position: Position, count: int) -> list[str]:
-        """The engine's name for each choice: a conversation keeps its own, so that its cache is found."""
-        alone = position.parent is not None and position.parent.busy == 1
-        keys = [position.parent.key] if alone and position.parent is not None else []
-        while len(keys) < count:
-            keys.append(f"{self.name}/{self._keys}")
-            self._keys += 1
-        return keys
 
     async def _sample(
         self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], told: Sequence[Told] | None
@@ -346,7 +336,10 @@ class AgentSession:
     def _record(self, ask: Ask, position: Position, key: str, generation: Generation, parsed: Message, seconds: float) -> Answer:
         turn = len(self.turns)
         message = number_calls(parsed, turn)
-        shown = client_message(message, tools=bool(ask.tools))
+        # The client sees as text what is no call for it: one that is malformed, or of a tool where none was offered.
+        calls = tuple(call for call in message.tool_calls if call.arguments is not None and ask.tools)
+        rest = [call.raw for call in message.tool_calls if call.arguments is None or not ask.tools]
+        shown = replace(message, content="\n".join(part for part in (message.content, *rest) if part), tool_calls=calls)
         stopped = None
         if generation.finish == "stop_string" and ask.stop:
             shown, stopped = cut(shown, ask.stop)
@@ -413,13 +406,6 @@ class AgentSession:
         if ask.seed is None:
             return derive(self._seed, "request", number, choice)
         return derive(self._seed, "seed", ask.seed, choice)
-
-    def _note(self, ask: Ask) -> None:
-        for name, value in ask.other.items():
-            self.other[name] = self.other.get(name, 0) + 1
-            if name not in self._served.warned:
-                self._served.warned.add(name)
-                log.warning("an agent asks for %s = %s; its turns are sampled as the run says (said once)", name, value)
 
 
 def grammar_of_turn(ask: Ask, renderer: Renderer) -> str | None:

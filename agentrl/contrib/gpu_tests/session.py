@@ -119,20 +119,18 @@ class Journal:
         self._offset += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
         for line in lines:
-            self._take(json.loads(line))
-
-    def _take(self, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "began":
-                self.pid = event["pid"]
-            case "collection":
-                self.uncollected.append(event)
-            case "collected":
-                self.collected = event["tests"]
-            case "start":
-                self.running[event["test"]] = None
-            case "report":
-                self._report(event["test"], event)
+            event = json.loads(line)
+            match event["event"]:
+                case "began":
+                    self.pid = event["pid"]
+                case "collection":
+                    self.uncollected.append(event)
+                case "collected":
+                    self.collected = event["tests"]
+                case "start":
+                    self.running[event["test"]] = None
+                case "report":
+                    self._report(event["test"], event)
 
     def _report(self, name: str, event: dict[str, Any]) -> None:
         case = self.cases.get(name)

@@ -77,7 +77,8 @@ class EngineJudge:
     async def verdict(self, request: VerdictRequest) -> Verdict:
         """The verdict, which equal requests share. Cancelling ends the waiting only."""
         self.counted["verdicts"] += 1
-        key = self._key(request)
+        asked = f"{self._model}\n{self._own.reasoning}\n{replace(request, model='').key()}"
+        key = hashlib.sha256(asked.encode()).hexdigest()
         kept = self._cache.get(key, request.schema)
         if kept is not None:
             self.counted["cached"] += 1
@@ -92,11 +93,6 @@ class EngineJudge:
             self.counted["cached"] += 1
         # shield: another episode may share this verdict and still wait for it.
         return await asyncio.shield(running)
-
-    def _key(self, request: VerdictRequest) -> str:
-        """Key of a verdict in the shared cache: the weights and how they are asked, and not how a config calls them."""
-        asked = f"{self._model}\n{self._own.reasoning}\n{replace(request, model='').key()}"
-        return hashlib.sha256(asked.encode()).hexdigest()
 
     async def _answer(self, key: str, request: VerdictRequest) -> Verdict:
         if not self._busy:

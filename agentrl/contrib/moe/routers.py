@@ -88,15 +88,14 @@ class _Router:
             self._choices = 0
             with _Choosing(self):
                 out = plain(*args, **kwargs)
-            if self._choices != 1:
-                self.refuse(f"a {type(self.module).__name__} does not choose experts by one topk")
+            if self._choices != 1 and (self.dictated is not None or self.strict):
+                raise ModelError(
+                    f"{self.name}: a {type(self.module).__name__} does not choose experts by one topk: its choices cannot be "
+                    "repeated; set rollout.router_replay = false"
+                )
             return out
 
         self.module.forward = forward  # type: ignore[method-assign]
-
-    def refuse(self, why: str) -> None:
-        if self.dictated is not None or self.strict:
-            raise ModelError(f"{self.name}: {why}: its choices cannot be repeated; set rollout.router_replay = false")
 
     def chose(self, scores: Tensor, own: Any) -> Any:
         """Result of the router's topk: `own`, or the dictated experts with their `scores`."""
@@ -179,7 +178,9 @@ def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, int]]:
         if len(stacked) != 1:
             continue
         experts = _experts(stacked[0])
-        routers = [(key, child) for key, child in block.named_children() if child is not stacked[0] and _scores(child, experts)]
+        others = [(key, child) for key, child in block.named_children() if child is not stacked[0]]
+        # A router scores that many experts, by one row of a matrix each.
+        routers = [(k, one) for k, one in others if any(p.dim() == 2 and p.shape[0] == experts for p in one.parameters())]
         if len(routers) == 1:
             yield f"{name}.{routers[0][0]}", routers[0][1], experts
         else:
@@ -192,11 +193,6 @@ def _experts(module: nn.Module) -> int:
         return 0
     counts = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
     return counts.pop() if len(counts) == 1 else 0
-
-
-def _scores(module: nn.Module, experts: int) -> bool:
-    """Return True if it scores that many experts, by one row of a matrix each."""
-    return any(parameter.dim() == 2 and parameter.shape[0] == experts for parameter in module.parameters())
 
 
 class RouterWatch:
@@ -369,17 +365,14 @@ class ExpertLog:
             at += part.count
             self._by_slot[part.slots[part.start :]] = fresh
             if part.asked:
-                self._extend(part, fresh)
-
-    def _extend(self, part: Computed, fresh: Rows) -> None:
-        assert self._by_slot is not None
-        kept = self._running.setdefault(part.request, [])
-        have = sum(map(len, kept))
-        if have < part.start:
-            kept.append(self._by_slot[part.slots[have : part.start]])
-            have = part.start
-        if (new := fresh[have - part.start :]).size:
-            kept.append(new)
+                assert self._by_slot is not None
+                kept = self._running.setdefault(part.request, [])
+                have = sum(map(len, kept))
+                if have < part.start:
+                    kept.append(self._by_slot[part.slots[have : part.start]])
+                    have = part.start
+                if (new := fresh[have - part.start :]).size:
+                    kept.append(new)
 
     def end(self, requests: Sequence[str]) -> None:
         """These requests are over."""

@@ -37,11 +37,6 @@ class Scored:
         return episode_of(row_at(self.place))
 
 
-def is_episode(row: Mapping[str, Any]) -> bool:
-    """Return True if a row is an episode of a run's."""
-    return row.get("ledgers") is not None and "task" in row
-
-
 def episode_of(row: Mapping[str, Any]) -> Trajectory:
     """The episode that a row is. Raises BadRowError."""
     try:
@@ -54,7 +49,8 @@ def filter_episode(place: RowPlace, row: Mapping[str, Any], data: DataConfig, pa
     """The episode in a row if the config's filters let it through; else None, and `passed` counts why. Raises BadRowError."""
     try:
         task, reward = row["task"], row["reward"]
-        key = (str(row.get("env") or row["env_id"]), str(task["id"]), int(task["seed"]), int(row.get("given", 0)), _said(task))
+        said = sha256(json.dumps([task.get("data"), task.get("gold")], sort_keys=True).encode()).hexdigest()[:16]
+        key = (str(row.get("env") or row["env_id"]), str(task["id"]), int(task["seed"]), int(row.get("given", 0)), said)
         split, success = task.get("split", "train"), row.get("success")
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise BadRowError(f"not an episode of this version of agentrl: {type(problem).__name__}: {problem}"[:200]) from None
@@ -112,11 +108,6 @@ def _by_task(found: Iterable[Scored]) -> list[list[Scored]]:
     return list(tasks.values())
 
 
-def _said(task: Mapping[str, Any]) -> str:
-    """A digest of a task's data and gold answers."""
-    return sha256(json.dumps([task.get("data"), task.get("gold")], sort_keys=True).encode()).hexdigest()[:16]
-
-
 def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
     """The ledgers of a chat: `sampled` marks the tokens of trained messages (logprob 0, version 0). There are several if the
     model's chat template rewrites earlier turns.
@@ -124,36 +115,32 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
     Raises BadRowError if the template cannot write it, or writes calls that are then read as others.
     """
     try:
-        return _render_ledgers(chat, renderer.with_tools(chat.tools))
+        renderer = renderer.with_tools(chat.tools)
+        messages, places = chat.messages, [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
+        if places[0] == 0:
+            raise BadRowError("it begins with an assistant's message, which no prompt precedes")
+        begun = places[0]
+        ledgers = [TokenLedger()]
+        ledgers[0].append_context(renderer.start(messages[:begun], chat.tools), 0)
+        for turn, place in enumerate(places):
+            ids = _turn(messages[place], renderer, place)
+            if chat.trained[place]:
+                ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
+            else:
+                ledgers[-1].append_context(ids, turn)
+            if turn + 1 == len(places):
+                break
+            until = places[turn + 1]
+            following = messages[place + 1 : until]
+            if renderer.keeps(messages[place], following, messages[:place], begun):
+                ledgers[-1].append_context(renderer.extend("stop", following, ids[-1]), turn + 1)
+            else:
+                begun = until
+                ledgers.append(TokenLedger())
+                ledgers[-1].append_context(renderer.start(messages[:until], chat.tools), turn + 1)
+        return [ledger for ledger in ledgers if ledger.sampled_tokens]
     except RenderError as problem:
         raise BadRowError(f"the model's chat template cannot write it: {problem}") from None
-
-
-def _render_ledgers(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
-    messages, places = chat.messages, [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
-    if places[0] == 0:
-        raise BadRowError("it begins with an assistant's message, which no prompt precedes")
-    begun = places[0]
-    ledger = TokenLedger()
-    ledger.append_context(renderer.start(messages[:begun], chat.tools), 0)
-    ledgers = [ledger]
-    for turn, place in enumerate(places):
-        ids = _turn(messages[place], renderer, place)
-        if chat.trained[place]:
-            ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
-        else:
-            ledgers[-1].append_context(ids, turn)
-        if turn + 1 == len(places):
-            break
-        until = places[turn + 1]
-        following = messages[place + 1 : until]
-        if renderer.keeps(messages[place], following, messages[:place], begun):
-            ledgers[-1].append_context(renderer.extend("stop", following, ids[-1]), turn + 1)
-        else:
-            begun = until
-            ledgers.append(TokenLedger())
-            ledgers[-1].append_context(renderer.start(messages[:until], chat.tools), turn + 1)
-    return [ledger for ledger in ledgers if ledger.sampled_tokens]
 
 
 def _turn(message: Message, renderer: Renderer, place: int) -> list[int]:
@@ -260,7 +247,7 @@ class Preparation:
         """A chat is rendered at once; an episode waits until all of its task are known."""
         if isinstance(row, BadRowError):
             raise row
-        if is_episode(row):
+        if row.get("ledgers") is not None and "task" in row:
             self.episodes += 1
             if place.offset < 0:
                 raise BadRowError(

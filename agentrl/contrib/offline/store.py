@@ -273,11 +273,12 @@ class RowStore:
 
     def load(self, examples: Iterable[int]) -> list[Trajectory]:
         """The episodes of the examples, in their order, as trajectories with nothing but ledgers."""
-        return [
-            _bare([self._ledger(at) for at in range(self._first[episode], self._first[episode + 1])])
-            for example in examples
-            for episode in range(int(example) * self.about.each, (int(example) + 1) * self.about.each)
-        ]
+        found, each = list[Trajectory](), self.about.each
+        for example in examples:
+            for episode in range(int(example) * each, (int(example) + 1) * each):
+                ledgers = [self._ledger(at) for at in range(self._first[episode], self._first[episode + 1])]
+                found.append(Trajectory("", Task("", 0), ledgers=ledgers, stop=StopReason.DONE))
+        return found
 
     def _ledger(self, at: int) -> TokenLedger:
         begin, end = (0 if at == 0 else int(self._ends[at - 1])), int(self._ends[at])
@@ -297,7 +298,3 @@ def _map_array(file: Path, kind: str, count: int) -> npt.NDArray[Any]:
     if file.stat().st_size != count * np.dtype(kind).itemsize:
         raise ValueError(f"{file.name} has {file.stat().st_size} bytes")
     return np.memmap(file, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, dtype=kind)
-
-
-def _bare(ledgers: list[TokenLedger]) -> Trajectory:
-    return Trajectory("", Task("", 0), ledgers=ledgers, stop=StopReason.DONE)

@@ -410,12 +410,9 @@ class RemoteEnv(ToolEnv):
     async def teardown(self) -> None:
         if self._released or self._record is None:
             return
-        await self._release(self._record.stop, self._record.error)
-
-    async def _release(self, stop: StopReason, error: str | None) -> None:
         self._released = True
         try:
-            await self._call("end", {"stop": stop.value, "error": error})
+            await self._call("end", {"stop": self._record.stop.value, "error": self._record.error})
         except Exception as fault:  # the server closes it when nobody asks for it any more
             log.warning("%s: session %s could not be ended: %s", self._link.url, self._session[:6], fault)
 

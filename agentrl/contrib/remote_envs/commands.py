@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from agentrl.cli.arguments import COMMANDS, seed_argument
 from agentrl.cli.env import reference, with_env
 from agentrl.utils.errors import UserError
 from agentrl.utils.terminal import say
-
-if TYPE_CHECKING:
-    from agentrl.env.catalog import EnvRef
 
 PORT = 8100
 EPISODES, IDLE, BODY = 1024, 3600.0, 16 << 20
@@ -70,10 +66,6 @@ def run_serve(args: argparse.Namespace) -> int:
         return 0
     if args.http is None:
         raise UserError("agentrl env serve: give --http (its episodes, to train against) or --mcp (its tools, for MCP clients)")
-    return _serve_http(ref, args)
-
-
-def _serve_http(ref: EnvRef, args: argparse.Namespace) -> int:
     from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, serve_http
     from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
     from agentrl.env.address import Asked

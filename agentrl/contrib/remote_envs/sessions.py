@@ -146,7 +146,11 @@ class EnvSession:
             return wire.dumps({**self._state(number), "fault": told.get("fault", unsent)})
         finally:
             self.touched = time.monotonic()
-            self._let_go()
+            # Of an episode that is over only the record stays, for as long as a client may ask again.
+            if self._env is not None and not self._env.is_open:
+                if _has_begun(self._env):
+                    self._record = self._env.trajectory
+                self._env = self._teacher = None
 
     def _answer(self, number: int, whole: bool, tools: Json = None) -> dict[str, Json]:
         answer = self._state(number)
@@ -163,13 +167,6 @@ class EnvSession:
         if self._env is None:
             return {**state, "open": False}
         return {**state, "open": self._env.is_open, "has_user": self._env.has_user, "has_finished": self._env.has_finished}
-
-    def _let_go(self) -> None:
-        """Of an episode that is over only the record stays, for as long as a client may ask again."""
-        if self._env is not None and not self._env.is_open:
-            if _has_begun(self._env):
-                self._record = self._env.trajectory
-            self._env = self._teacher = None
 
     # -- requests --------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from agentrl.contrib.sandboxes.jail import (
     NAMESPACES,
     Step,
 )
-from agentrl.contrib.sandboxes.local import READABLE, Folder, FolderProvider, FolderSandbox, package_folders
+from agentrl.contrib.sandboxes.local import READABLE, Folder, FolderProvider, FolderSandbox, own_variables, package_folders
 from agentrl.contrib.sandboxes.process_group import Watched, run_group
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
@@ -105,7 +105,12 @@ class BubblewrapSandbox(FolderSandbox):
         merge: bool = False,
     ) -> ExecResult:
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        started = with_filter([*self._flags(self.spec.place(cwd or ""), env or {}), "--", *limit_arguments(self.spec), *argv])
+        # A shell sets the limits of each process of the command: hard ones, which it can't raise again.
+        memory, size = self.spec.memory, self.spec.file_size
+        limits = {"-c": 0, "-v": memory and memory >> 10, "-f": size and -(-size // 512), "-t": self.spec.cpu_s}
+        lines = [f"ulimit {flag} {value};" for flag, value in limits.items() if value is not None]
+        limited = ["/bin/sh", "-c", f'{" ".join(lines)} exec "$@"', "sh", *argv]
+        started = with_filter([*self._flags(self.spec.place(cwd or ""), env or {}), "--", *limited])
         async with self._turn:
             watched = await self.watched(timeout, max_output)
             ended = await run_group(started, stdin, watched, env={"PATH": os.defpath}, merge=merge, status=False)
@@ -132,15 +137,13 @@ class BubblewrapSandbox(FolderSandbox):
         yield from _machine(self.packages)
         # Folders at the top that something was written to; others would be lost with the command's own root.
         self.host("")
-        for top in sorted({*self._tops(), "tmp", HOME.lstrip("/"), self.spec.place("").split("/")[1]} - {""}):
+        tops = {entry.name for entry in os.scandir(self.folder.root) if entry.is_dir(follow_symlinks=False)}
+        for top in sorted({*tops, "tmp", HOME.lstrip("/"), self.spec.place("").split("/")[1]} - {""}):
             (self.folder.root / top).mkdir(exist_ok=True)
             yield from ["--bind", str(self.folder.root / top), f"/{top}"]
         yield from ["--remount-ro", "/", "--chdir", cwd, "--clearenv"]
-        for name, value in {**_variables(), **self.spec.env, **env}.items():
+        for name, value in {**own_variables(HOME), **self.spec.env, **env}.items():
             yield from ["--setenv", name, value]
-
-    def _tops(self) -> list[str]:
-        return [entry.name for entry in os.scandir(self.folder.root) if entry.is_dir(follow_symlinks=False)]
 
 
 @SANDBOXES.register("bubblewrap")
@@ -175,13 +178,6 @@ class BubblewrapProvider(FolderProvider):
         return self.folder(spec, snapshot)
 
 
-def limit_arguments(spec: SandboxSpec) -> list[str]:
-    """The start of a command that sets the limits of each of its processes: hard ones, which it can't raise again."""
-    limits = {"-v": spec.memory and spec.memory >> 10, "-f": spec.file_size and -(-spec.file_size // 512), "-t": spec.cpu_s}
-    lines = [f"ulimit {flag} {value};" for flag, value in {"-c": 0, **limits}.items() if value is not None]
-    return ["/bin/sh", "-c", f'{" ".join(lines)} exec "$@"', "sh"]
-
-
 def ending(end: End, code: int, spec: SandboxSpec) -> End:
     """End of a command whose signal a shell or a namespace reports as 128 + N: 24 and 9 are the processor's time."""
     if end in ("ok", "error", "killed", "cpu") and code in (-9, -24, 137, 152):
@@ -206,11 +202,6 @@ def is_crowded(leader: int, most: int) -> bool:
             if found > most:
                 return True
     return False
-
-
-def _variables() -> dict[str, str]:
-    path = [str(Path(sys.base_prefix) / "bin"), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"]
-    return {"PATH": ":".join(path), "HOME": HOME, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
 @cache

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -117,7 +117,9 @@ class Folder:
             if target == self.root:
                 remove_tree(target, keep=True)
                 continue
-            if not _inside(self.root, target.parent) or not os.path.lexists(target):
+            # A path over a link, or out of the root, is left alone.
+            inside = target.parent.resolve() == target.parent and target.parent.is_relative_to(self.root)
+            if not inside or not os.path.lexists(target):
                 continue
             if target.is_dir() and not target.is_symlink():
                 remove_tree(target)
@@ -125,7 +127,24 @@ class Folder:
                 target.unlink()
 
     def size(self) -> int:
-        return folder_size(self.root)
+        """Bytes of all files; each entry counts at least as one block of 4096, a folder too deep for a path as infinitely
+        many."""
+        total = 0
+        pending = [str(self.root)]
+        while pending:
+            try:
+                with os.scandir(pending.pop()) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(entry.path)
+                            total += 4096
+                        else:
+                            total += max(entry.stat(follow_symlinks=False).st_size, 4096)
+            except OSError as problem:
+                if problem.errno == errno.ENAMETOOLONG:
+                    return sys.maxsize
+                continue  # it disappeared while it was being read
+        return total
 
     def copy(self) -> Folder:
         """A folder with the same files and links; pipes and sockets stay behind."""
@@ -178,34 +197,6 @@ def _open_beneath(root: Path, path: str, flags: int, make: bool = False) -> Iter
         yield file
     finally:
         os.close(file)
-
-
-def _inside(root: Path, folder: Path) -> bool:
-    """Return True if no link lies between the root and the folder."""
-    return folder.resolve() == folder and folder.is_relative_to(root)
-
-
-def folder_size(folder: Path) -> int:
-    """Bytes of all files below a folder; each entry counts at least as one block of 4096.
-
-    A folder that is nested too deep for a path counts as infinitely large.
-    """
-    total = 0
-    pending = [str(folder)]
-    while pending:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-                        total += 4096
-                    else:
-                        total += max(entry.stat(follow_symlinks=False).st_size, 4096)
-        except OSError as problem:
-            if problem.errno == errno.ENAMETOOLONG:
-                return sys.maxsize
-            continue  # it disappeared while it was being read
-    return total
 
 
 def remove_tree(folder: Path, keep: bool = False) -> None:
@@ -355,7 +346,8 @@ class LocalSandbox(FolderSandbox):
             raise ConfigError("this sandbox was asked for without processes: it runs Python code only")
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         work = self.host(cwd or "")
-        variables = {**_variables(self.host("")), **self.spec.env, **(env or {})}
+        home = self.host("")
+        variables = {**own_variables(home), "TMPDIR": home, **self.spec.env, **(env or {})}
         job = {"argv": argv, "cwd": work, "env": variables, "stdin": stdin.decode("latin-1"), "parent": os.getpid()}
         ended = await self._run(job, timeout, max_output, merge)
         return ended.result("killed" if ended.end == "cpu" and self.spec.cpu_s is None else None)
@@ -386,7 +378,9 @@ class LocalSandbox(FolderSandbox):
             watched = await self.watched(timeout, max_output)
             if not spec.processes:  # one process, which nobody inside counts the threads of
                 watched = replace(watched, pids=spec.pids, crowded=_many_threads)
-            ended = await run_group(_command(), json.dumps(job).encode(), watched, merge=merge)
+            # -P keeps the script's own folder off the path, -S -s keep out site-packages; the environment is empty.
+            argv = [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", str(JAIL)]
+            ended = await run_group(argv, json.dumps(job).encode(), watched, merge=merge)
         if not ended.status.startswith(b"+"):
             reason = ended.status[1:].decode(errors="replace") or (ended.stdout + ended.stderr).decode(errors="replace")[-500:]
             raise SandboxError(f"the local sandbox did not start ({ended.end}): {reason or 'no reason given'}")
@@ -447,15 +441,10 @@ def _many_threads(leader: int, most: int) -> bool:
     return False
 
 
-def _command() -> Sequence[str]:
-    # -P keeps the script's own folder off the path, -S -s keep out site-packages; the environment is empty.
-    return [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", str(JAIL)]
-
-
-def _variables(home: str) -> dict[str, str]:
+def own_variables(home: str) -> dict[str, str]:
     """The variables of a command: nothing of this process's own."""
     path = [str(Path(sys.base_prefix) / "bin"), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"]
-    return {"PATH": ":".join(path), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    return {"PATH": ":".join(path), "HOME": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
 @cache

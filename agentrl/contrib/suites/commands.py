@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agentrl.contrib.suites.measures import DifficultyReport
-    from agentrl.contrib.suites.suite import InstallRecord
     from agentrl.env.catalog import EnvEntry
 
 # agentrl env difficulty
@@ -234,10 +233,19 @@ def add_install_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_install(args: argparse.Namespace) -> int:
     """Install, list or remove; returns the exit code."""
-    from agentrl.contrib.suites.suite import SuiteEnv, install, remove
+    from agentrl.contrib.suites.suite import SuiteEnv, install, read_record, remove
 
     if args.list:
-        return _list()
+        for name, entries in suites().items():
+            record = read_record(name)
+            ids = ", ".join(entry.id for entry in entries)
+            if record is not None:
+                tasks = sum(count for splits in record.tasks.values() for one in splits.values() for count in one.values())
+                say(f"{name}  installed {record.installed}: {record.version}, {tasks} tasks, {record.source}  ({ids})")
+            else:
+                how = f"not installed: agentrl env install {name} --from FOLDER" if entries[0].lacks_source() else "can be used"
+                say(f"{name}  {how}  ({ids})")
+        return 0
     if args.suite is None:
         raise UserError("agentrl env install: give a suite, or --list")
     if args.remove:
@@ -254,7 +262,14 @@ def run_install(args: argparse.Namespace) -> int:
         if not (isinstance(loaded, type) and issubclass(loaded, SuiteEnv)):
             raise CatalogError(f"{entry.id} names a suite and is no SuiteEnv")
         classes[entry.id] = loaded
-    _say(install(classes, args.source), entries)
+    record = install(classes, args.source)
+    say(f"{record.suite} {record.version}: {record.source} ({len(record.files)} files)")
+    for env_id, splits in record.tasks.items():
+        for split, families in splits.items():
+            told = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
+            say(f"  {env_id}  {split}: {sum(families.values())} tasks" + (f" ({told})" if told else ""))
+    name = entries[0].name
+    say(f"next: agentrl env check {name}; agentrl env show {name}; agentrl eval {name} --model MODEL --split all")
     return 0
 
 
@@ -273,28 +288,3 @@ def suites() -> dict[str, list[EnvEntry]]:
         if name:
             found.setdefault(name, []).append(entry)
     return dict(sorted(found.items()))
-
-
-def _say(record: InstallRecord, entries: list[EnvEntry]) -> None:
-    say(f"{record.suite} {record.version}: {record.source} ({len(record.files)} files)")
-    for env_id, splits in record.tasks.items():
-        for split, families in splits.items():
-            told = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
-            say(f"  {env_id}  {split}: {sum(families.values())} tasks" + (f" ({told})" if told else ""))
-    name = entries[0].name
-    say(f"next: agentrl env check {name}; agentrl env show {name}; agentrl eval {name} --model MODEL --split all")
-
-
-def _list() -> int:
-    from agentrl.contrib.suites.suite import read_record
-
-    for name, entries in suites().items():
-        record = read_record(name)
-        ids = ", ".join(entry.id for entry in entries)
-        if record is not None:
-            tasks = sum(count for splits in record.tasks.values() for one in splits.values() for count in one.values())
-            say(f"{name}  installed {record.installed}: {record.version}, {tasks} tasks, {record.source}  ({ids})")
-        else:
-            how = f"not installed: agentrl env install {name} --from FOLDER" if entries[0].lacks_source() else "can be used"
-            say(f"{name}  {how}  ({ids})")
-    return 0

@@ -104,7 +104,9 @@ class ForeignProcess:
         except (OSError, UnicodeDecodeError):
             line = ""
         if not line.endswith("\n"):
-            raise EnvError(f"the benchmark's process ended with exit code {self._code()} in {function}: {self._last_words()}")
+            size = os.fstat(self._told.fileno()).st_size
+            said = os.pread(self._told.fileno(), TOLD, max(size - TOLD, 0)).decode("utf-8", "replace").strip()
+            raise EnvError(f"the benchmark's process ended with exit code {self._code()} in {function}: {said}")
         answer = _answer(line)
         if answer is None:
             self.kill()  # which answer belongs to which question is not known any more
@@ -121,10 +123,6 @@ class ForeignProcess:
         except subprocess.TimeoutExpired:  # it closed its pipe, and goes on
             self.kill()
             return self._process.wait()
-
-    def _last_words(self) -> str:
-        size = os.fstat(self._told.fileno()).st_size
-        return os.pread(self._told.fileno(), TOLD, max(size - TOLD, 0)).decode("utf-8", "replace").strip()
 
     def kill(self) -> None:
         """Kill it and what it started; whoever waits for its answer gets EnvError."""

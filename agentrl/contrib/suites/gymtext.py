@@ -44,27 +44,19 @@ class GymTextEnv(ToolEnv):
         self.first = ""
         self.names = _action_names(self.inner.action_space, actions, make)
         self.total, self.steps, self.ending = 0.0, 0, ""
-        self.toolbox.add(self._act_tool())
+        kind: dict[str, Json] = {"type": "string"}
+        if self.names:
+            kind["enum"] = list(self.names)
+        parameters = {"type": "object", "properties": {"action": kind}, "required": ["action"], "additionalProperties": False}
+        made = Tool.from_schema("act", "take one action", parameters, _act)
+        # As a method the tool is bound to the environment that it is called on, so that a fork acts on itself.
+        self.toolbox.add(replace(made, method=True).with_options(parallel=False))
 
     def _new(self) -> gymnasium.Env[Any, Any]:
         try:
             return gymnasium.make(self.make, **self.make_args)
         except gymnasium.error.Error as problem:
             raise CatalogError(f"gymnasium.make({self.make!r}): {problem}") from problem
-
-    def _act_tool(self) -> Tool:
-        kind: dict[str, Json] = {"type": "string"}
-        if self.names:
-            kind["enum"] = list(self.names)
-        parameters = {
-            "type": "object",
-            "properties": {"action": kind},
-            "required": ["action"],
-            "additionalProperties": False,
-        }
-        made = Tool.from_schema("act", "take one action", parameters, _act)
-        # As a method the tool is bound to the environment that it is called on, so that a fork acts on itself.
-        return replace(made, method=True).with_options(parallel=False)
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         """Even seeds of the inner environment are for training, odd ones are held out."""

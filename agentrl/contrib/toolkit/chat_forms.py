@@ -309,7 +309,12 @@ def from_annotation(text: str) -> tuple[dict[str, Any], bool]:
     if name == "annotated" and inner:
         return from_annotation(_split(inner)[0])[0], optional
     if name == "literal" and inner:
-        return _literal(inner), optional
+        try:
+            values = [ast.literal_eval(part.strip()) for part in _split(inner)]
+        except (SyntaxError, ValueError):
+            raise ValueError(f"'Literal[{inner}]' is no known type"[:120]) from None
+        kinds = {type(value): TYPES.get(type(value).__name__.lower()) for value in values}
+        return {**({"type": next(iter(kinds.values()))} if len(kinds) == 1 else {}), "enum": values}, optional
     if name not in TYPES:
         raise ValueError(f"{text!r} is no known type"[:120])
     if (kind := TYPES[name]) is None:
@@ -327,15 +332,6 @@ def _union(texts: Sequence[str]) -> dict[str, Any]:
     if any(set(part) != {"type"} or not isinstance(part["type"], str) for part in parts):
         return {"anyOf": parts}
     return {"type": list(dict.fromkeys(part["type"] for part in parts))}
-
-
-def _literal(inner: str) -> dict[str, Any]:
-    try:
-        values = [ast.literal_eval(part.strip()) for part in _split(inner)]
-    except (SyntaxError, ValueError):
-        raise ValueError(f"'Literal[{inner}]' is no known type"[:120]) from None
-    kinds = {type(value): TYPES.get(type(value).__name__.lower()) for value in values}
-    return {**({"type": next(iter(kinds.values()))} if len(kinds) == 1 else {}), "enum": values}
 
 
 def _split(text: str, between: str = ",") -> list[str]:

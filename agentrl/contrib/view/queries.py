@@ -98,37 +98,34 @@ def _condition(name: str, given: str) -> tuple[str, list[Any]]:
     if name in _BESIDE:
         return f"e.id IN (SELECT episode FROM {_BESIDE[name]} WHERE name = ?)", [given]
     if name in ("min_reward", "max_reward"):
-        return f"e.reward {'>=' if name == 'min_reward' else '<='} ?", [_number(name, given)]
+        try:
+            found = float(given)
+        except ValueError:
+            found = math.nan
+        if not math.isfinite(found):
+            raise UserError(f"{name}={given!r}: expected a number")
+        return f"e.reward {'>=' if name == 'min_reward' else '<='} ?", [found]
     if name == "step":
         return "e.step = ?", [_int(name, given)]
     if name == "success":
-        return _success(given)
+        meanings = {"1": "= 1", "true": "= 1", "0": "= 0", "false": "= 0", "none": "IS NULL", "null": "IS NULL"}
+        if given not in meanings:
+            raise UserError(f"success={given!r}: expected true, false or none")
+        return f"e.success {meanings[given]}", []
     if name == "group":
         file, _, number = given.rpartition(".g")
         return "e.file = (SELECT id FROM files WHERE name = ?) AND e.grp = ?", [file, _int(name, number)]
     if name == "term":
-        return _term(given)
+        found = _TERM.fullmatch(given)
+        if found is None:
+            return "e.id IN (SELECT episode FROM terms WHERE name = ?)", [given]
+        if found[3] == "none":
+            return "e.id IN (SELECT episode FROM terms WHERE name = ? AND value IS NULL)", [found[1]]
+        return f"e.id IN (SELECT episode FROM terms WHERE name = ? AND value {found[2]} ?)", [found[1], float(found[3])]
     words = [f'"{word}"' for word in re.findall(r"\w+", given)]
     if not words:
         raise UserError(f"q={given!r}: expected a word to search for")
     return "e.id IN (SELECT rowid FROM words WHERE words MATCH ?)", [" AND ".join([*words[:-1], f"{words[-1]}*"])]
-
-
-def _success(given: str) -> tuple[str, list[Any]]:
-    meanings = {"1": "= 1", "true": "= 1", "0": "= 0", "false": "= 0", "none": "IS NULL", "null": "IS NULL"}
-    if given not in meanings:
-        raise UserError(f"success={given!r}: expected true, false or none")
-    return f"e.success {meanings[given]}", []
-
-
-def _term(given: str) -> tuple[str, list[Any]]:
-    """`NAME`: episodes that have the term; `NAME<0.5`, `NAME=none` and the like: by its value."""
-    found = _TERM.fullmatch(given)
-    if found is None:
-        return "e.id IN (SELECT episode FROM terms WHERE name = ?)", [given]
-    if found[3] == "none":
-        return "e.id IN (SELECT episode FROM terms WHERE name = ? AND value IS NULL)", [found[1]]
-    return f"e.id IN (SELECT episode FROM terms WHERE name = ? AND value {found[2]} ?)", [found[1], float(found[3])]
 
 
 def _order(sort: str, order: str) -> str:
@@ -152,16 +149,6 @@ def _int(name: str, given: str) -> int:
         return int(given[:20])
     except ValueError:
         raise UserError(f"{name}={given!r}: expected a whole number") from None
-
-
-def _number(name: str, given: str) -> float:
-    try:
-        found = float(given)
-    except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
-        raise UserError(f"{name}={given!r}: expected a number")
-    return found
 
 
 def episodes(db: sqlite3.Connection, page: Page, high: Mapping[str, float]) -> dict[str, Json]:

@@ -194,7 +194,10 @@ def _script(row: Mapping[str, Json]) -> list[RenderableType]:
     """The opening, the policy's turns, and between them what the user did and said."""
     found: list[RenderableType] = []
     turns = list(row["turns"])
-    opening, later = _split_opening(row["messages"] or [], turns)
+    messages = row["messages"] or []
+    places = (at for at, one in enumerate(messages) if turns and one["role"] == "assistant" and _same(one, turns[0]["message"]))
+    first = next(places, len(messages))
+    opening, later = [one for one in messages[:first] if one["role"] != "tool"], messages[first:]
     users = [place for place, message in enumerate(opening) if message["role"] == "user"]
     first = users[-1] if users else len(opening)  # what the user did before its first words
     found += [_message(message) for message in opening[:first]]
@@ -207,13 +210,6 @@ def _script(row: Mapping[str, Json]) -> list[RenderableType]:
             found.append(_message(message))
     # A context policy may have taken turns out of the messages: they were played, and are shown all the same.
     return found + [part for turn in turns for part in (*_turn(turn), *_user_calls(row, turn["index"]))]
-
-
-def _split_opening(messages: Sequence[Json], turns: Sequence[Json]) -> tuple[list[Json], Sequence[Json]]:
-    """The messages of the opening without answers of tools, and the rest, from the first turn on."""
-    places = (at for at, one in enumerate(messages) if turns and one["role"] == "assistant" and _same(one, turns[0]["message"]))
-    first = next(places, len(messages))
-    return [one for one in messages[:first] if one["role"] != "tool"], messages[first:]
 
 
 def _same(message: Mapping[str, Json], played: Mapping[str, Json]) -> bool:

@@ -37,18 +37,14 @@ class VisionModel(RecomputedModel):
     def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
         ids = list(token_ids)
         for image, (start, pixels) in self.vision.match(ids, images):
-            first = self._number(image, pixels.tokens)
+            if image.sha256 not in self._first:
+                if self._next + pixels.tokens > MOST_IDS:
+                    raise EngineError("too many images since the last publish: their ids are used up")
+                self._first[image.sha256], self._images[self._next] = self._next, image
+                self._next += pixels.tokens
+            first = self._first[image.sha256]
             ids[start : start + pixels.tokens] = range(first, first + pixels.tokens)
         return ids
-
-    def _number(self, image: Image, tokens: int) -> int:
-        """The first of the ids that the image's placeholders have here."""
-        if image.sha256 not in self._first:
-            if self._next + tokens > MOST_IDS:
-                raise EngineError("too many images since the last publish: their ids are used up")
-            self._first[image.sha256], self._images[self._next] = self._next, image
-            self._next += tokens
-        return self._first[image.sha256]
 
     def _features_of(self, number: int) -> list[Tensor]:
         """Of an image, by its first id: computed once, not again for each token."""

@@ -69,13 +69,6 @@ class Graded:
     fault: str | None = None
 
 
-def require_tests() -> None:
-    """Raises DependencyError without pytest, ResourceError without a sandbox on this machine."""
-    if importlib.util.find_spec("pytest") is None:
-        raise DependencyError("the leaf code.tests runs pytest: pip install 'agentrl[testing]'")
-    require(sandbox_config(None))
-
-
 def grade(tests: str, code: str, module: str = "solution", limits: GradeLimits | None = None) -> Graded:
     """Run the tests, which import `module`, against the code. Blocks. Raises SandboxError if the sandbox failed."""
     work = _grade(tests, code, module, limits or GradeLimits())
@@ -216,7 +209,9 @@ class CodeTests(Leaf):
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
-        require_tests()
+        if importlib.util.find_spec("pytest") is None:
+            raise DependencyError("the leaf code.tests runs pytest: pip install 'agentrl[testing]'")
+        require(sandbox_config(None))
         seconds, total = float(args.get("seconds", 10.0)), float(args.get("total_seconds", 60.0))
         if seconds > total:
             raise ValueError(f"seconds ({seconds:g}) is more than total_seconds ({total:g})")
