@@ -585,7 +585,7 @@ async def test_two_servers_with_one_name_are_both_named() -> None:
 async def test_an_agent_is_answered_with_the_pictures_of_its_tools() -> None:
     from mcp import Client
 
-    from agentrl.contrib.agents.tools import ToolServer
+    from agentrl.contrib.agents.endpoint import ToolServer
     from agentrl.data.images import Image
 
     picture = Image.read(png())

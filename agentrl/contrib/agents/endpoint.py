@@ -12,24 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import importlib.util
+import importlib
 import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
+from agentrl.contrib.agents.record import ServedEpisode
 from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy, refusal_of
+from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
 from agentrl.contrib.toolkit.http_server import uvicorn_config
 from agentrl.data.trajectory import Json
 from agentrl.engines.chat_format import RequestError
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import Engine, Sampling
-from agentrl.utils.errors import DependencyError, ResourceError
+from agentrl.utils.errors import AgentrlError, DependencyError, ResourceError
 from agentrl.utils.network import exempt, strict_json
 
 if TYPE_CHECKING:
@@ -57,7 +61,44 @@ class Access:
     key: str = field(repr=False)
 
 
-class Endpoint:
+class LocalServer:
+    """An app on a port of this machine, served on the caller's event loop."""
+
+    _server: Any = None
+    _task: asyncio.Task[None] | None = None
+
+    async def listen(self, app: Any, host: str, port: int, refused: str, inside: Any = None, **options: Any) -> int:
+        """Serve the app, with `inside` entered around it; returns the port. Raises ResourceError, which begins with `refused`, if
+        it is taken."""
+        import uvicorn
+
+        # Bound here rather than by uvicorn, so that the port is known at once and a taken one is an error, not an exit.
+        listener = socket.socket()
+        try:
+            listener.bind((host, port))
+        except OSError as problem:
+            listener.close()
+            raise ResourceError(f"{refused}: {problem.strerror}") from problem
+        server = self._server = uvicorn.Server(uvicorn_config(app, host, **options))
+
+        async def serve() -> None:
+            async with inside or nullcontext():  # entered and left by one task, as a task group demands
+                await server.serve(sockets=[listener])
+
+        self._task = asyncio.create_task(serve(), name=f"the server of {type(self).__name__}")
+        while not server.started and not self._task.done():
+            await asyncio.sleep(0.01)
+        return int(listener.getsockname()[1])
+
+    async def stop(self) -> None:
+        """Stop listening; idempotent."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._server = self._task = None
+
+
+class Endpoint(LocalServer):
     """Serves `/s/{session}/v1/...`; a session is one agent's episode, and opens with its own key."""
 
     def __init__(
@@ -78,44 +119,27 @@ class Endpoint:
         is not `host`. `decode`: the tokenizer's; without it a request for `logprobs` is refused. `max_body`: bytes.
         Raises DependencyError without the extra 'server'."""
         for package in ("starlette", "uvicorn"):
-            if importlib.util.find_spec(package) is None:
+            if find_spec(package) is None:
                 raise DependencyError(f"the endpoint needs {package}: pip install 'agentrl[server]'")
         self._served = ServedPolicy(engine, renderer, sampling or Sampling(max_tokens=1024), decode)
         self._model = model
         self._host, self._port, self._reached_as = host, port, reached_as
         self._max_body = max_body
         self._sessions: dict[str, tuple[AgentSession, str]] = {}
-        self._server: Any = None
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises ResourceError if the port is taken."""
-        import uvicorn
-
-        # Bound here rather than by uvicorn, so that the port is known at once and a taken one is an error, not an exit.
-        listener = socket.socket()
-        try:
-            listener.bind((self._host, self._port))
-        except OSError as problem:
-            listener.close()
-            raise ResourceError(f"cannot listen on {self._host}:{self._port}: {problem.strerror}") from problem
-        self._port = listener.getsockname()[1]
-        exempt(self._reached_as or self._host)
+        refused = f"cannot listen on {self._host}:{self._port}"
         names = () if self._reached_as is None else (self._reached_as,)
-        config = uvicorn_config(self._app(), self._host, names, self._max_body, timeout_graceful_shutdown=LEAVE_S)
-        self._server = uvicorn.Server(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
-        while not self._server.started and not self._task.done():
-            await asyncio.sleep(0.01)
+        limits = {"max_body": self._max_body, "timeout_graceful_shutdown": LEAVE_S}
+        self._port = await self.listen(self._app(), self._host, self._port, refused, names=names, **limits)
+        exempt(self._reached_as or self._host)
 
     async def close(self) -> None:
         """End all sessions and stop listening; idempotent."""
         for name in list(self._sessions):
             await self.take(name)
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            await self._task
-            self._server = self._task = None
+        await self.stop()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -160,8 +184,8 @@ class Endpoint:
         return Starlette(
             routes=[
                 *(Route(f"/s/{{session}}/{wire.path}", partial(self._serve, wire), methods=["POST"]) for wire in WIRES),
-                Route("/s/{session}/v1/models", self._models),
-                Route("/s/{session}", self._record),
+                Route("/s/{session}/v1/models", partial(self._show, self._models)),
+                Route("/s/{session}", partial(self._show, AgentSession.to_json)),
             ]
         )
 
@@ -209,20 +233,14 @@ class Endpoint:
             raise RequestError("the body is not a JSON object")
         return body
 
-    async def _models(self, request: Request) -> Response:
+    def _models(self, session: AgentSession) -> Json:
+        return {"object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}]}
+
+    async def _show(self, show: Callable[[AgentSession], Json], request: Request) -> Response:
         from starlette.responses import JSONResponse
 
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}
-        return self._show(request, lambda session: JSONResponse({"object": "list", "data": [model]}))
-
-    async def _record(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse
-
-        return self._show(request, lambda session: JSONResponse(session.to_json()))
-
-    def _show(self, request: Request, show: Callable[[AgentSession], Response]) -> Response:
         try:
-            return show(self._of(request))
+            return JSONResponse(show(self._of(request)))
         except RequestError as problem:
             return _refusal(CHAT, problem)
 
@@ -253,3 +271,107 @@ async def _wait_for_disconnect(request: Request) -> None:
     """Returns when the client has gone; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+# The environment's tools for agents: one MCP server (streamable HTTP) for all episodes, each under a secret address
+
+
+def load_server() -> None:
+    """Import what serves."""
+    for name in ("uvicorn", "starlette.applications", "mcp_types", "mcp.server.lowlevel", "mcp.server.streamable_http_manager"):
+        importlib.import_module(name)
+
+
+class ToolServer(LocalServer):
+    """`/t/{secret}/mcp`: the tools of the episode that was opened under the secret. `/t/{secret}/user`: a POST of
+    {"text": ...} says it to the user and is answered with {"messages": [...], "over": ...}."""
+
+    def __init__(self, host: str) -> None:
+        """Raises DependencyError without the extra 'mcp'."""
+        if find_spec("mcp") is None:
+            raise DependencyError("tools for an agent need mcp: pip install 'agentrl[mcp]'")
+        self._host, self._port = host, 0
+        self._episodes: dict[str, ServedEpisode] = {}
+
+    async def start(self) -> None:
+        """Raises ResourceError if nothing can listen on the host."""
+        manager = self._manager()
+        refused = f"agent.host: cannot listen on {self._host}"
+        self._port = await self.listen(self._app(manager), self._host, 0, refused, manager.run())
+
+    async def close(self) -> None:
+        """Stop listening; idempotent."""
+        self._episodes.clear()
+        await self.stop()
+
+    def open(self, episode: ServedEpisode) -> str:
+        """Serve an episode; returns its base URL, which nobody else can guess."""
+        secret = secrets.token_urlsafe(32)
+        self._episodes[secret] = episode
+        return f"http://{self._host}:{self._port}/t/{secret}"
+
+    def drop(self, url: str) -> None:
+        """Serve it no longer."""
+        self._episodes.pop(url.rpartition("/")[2], None)
+
+    def _manager(self) -> Any:
+        import mcp_types as types
+        from mcp.server.lowlevel import Server
+        from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+        async def on_list_tools(context: Any, params: Any) -> Any:
+            return types.ListToolsResult(tools=tool_list(self._of(context.request).schemas()))
+
+        async def on_call_tool(context: Any, params: Any) -> Any:
+            try:
+                result = await self._of(context.request).call(params.name, dict(params.arguments or {}))
+            except AgentrlError as over:  # a fault or the end of the episode, which the episode itself has noted
+                return call_result(str(over), error=True)
+            return call_result(result.content, result.images, error=result.error is not None)
+
+        # Stateless: which episode a request belongs to is in its address, so nothing is left behind by agents that are killed.
+        server = Server("agentrl", on_list_tools=on_list_tools, on_call_tool=on_call_tool)
+        return StreamableHTTPSessionManager(server, json_response=True, stateless=True)
+
+    def _app(self, manager: Any) -> Any:
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+
+        episodes = self._episodes
+
+        class Mounted:  # an object, since Starlette calls functions with a request
+            async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+                if scope["path_params"]["secret"] in episodes:
+                    await manager.handle_request(scope, receive, send)
+                else:
+                    await JSONResponse({"error": "there is no such episode"}, 404)(scope, receive, send)
+
+        return Starlette(
+            routes=[
+                Route("/t/{secret}/mcp", Mounted()),
+                Route("/t/{secret}/user", self._user, methods=["POST"]),
+            ]
+        )
+
+    def _of(self, request: Request) -> ServedEpisode:
+        """Raises AgentrlError if the episode has ended since the request came."""
+        found = self._episodes.get(str(request.path_params["secret"]))
+        if found is None:
+            raise AgentrlError("the episode is over")
+        return found
+
+    async def _user(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        try:
+            text = strict_json(await request.body())["text"]
+            if not isinstance(text, str):
+                raise TypeError("text is not a string")
+        except (ValueError, KeyError, TypeError) as problem:
+            return JSONResponse({"error": f'expected {{"text": ...}}: {problem}'}, 400)
+        try:
+            replies = await self._of(request).say(text)
+        except AgentrlError as over:
+            return JSONResponse({"error": str(over)}, 404)
+        return JSONResponse({"messages": replies or [], "over": replies is None})

@@ -14,11 +14,10 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from agentrl.config.schema import AgentConfig
-from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.contrib.agents.endpoint import Endpoint, ToolServer, load_server
 from agentrl.contrib.agents.programs import Program, program_of
 from agentrl.contrib.agents.record import MODEL, Brief, Gate, Outcome, Record, json_of, text_of
 from agentrl.contrib.agents.session import AgentSession
-from agentrl.contrib.agents.tools import ToolServer, load_server
 from agentrl.data.trajectory import Blame, Json, Message, StopReason, ToolResult, Trajectory
 from agentrl.engines.chat_format import RequestError
 from agentrl.env import ToolEnv

@@ -17,8 +17,7 @@ from typing import Any
 import httpx
 
 from agentrl.config.schema import AgentConfig
-from agentrl.contrib.agents.record import Brief, Outcome, after_a_cut, before_a_cut, text_of
-from agentrl.contrib.agents.tools import ServedEpisode
+from agentrl.contrib.agents.record import Brief, Outcome, ServedEpisode, after_a_cut, before_a_cut, text_of
 from agentrl.data.trajectory import Json
 from agentrl.utils import keeper
 from agentrl.utils.errors import ConfigError
