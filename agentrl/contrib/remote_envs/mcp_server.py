@@ -121,6 +121,12 @@ def build_server(served: Served, instructions: str) -> Any:
     return Server(served.env.id, instructions=instructions, on_list_tools=on_list_tools, on_call_tool=on_call_tool)
 
 
+async def opening(served: Served) -> str:
+    """Start the first episode; returns its task as a server's instructions, which are text alone."""
+    text, images = await served.start(served.seed)
+    return text + (f"\n\nThe task has pictures: call {START} to be shown them." if images else "")
+
+
 def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
     """Serve one environment until the client leaves (stdio) or Ctrl-C (HTTP on 127.0.0.1:`port`, path /mcp).
 
@@ -141,9 +147,7 @@ def _open_socket(port: int) -> socket.socket:
 async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
     served = Served(env, seed, split)
     listener = None if port is None else _open_socket(port)
-    text, images = await served.start(served.seed)
-    # A server's instructions are text alone.
-    server = build_server(served, text + (f"\n\nThe task has pictures: call {START} to be shown them." if images else ""))
+    server = build_server(served, await opening(served))
     try:
         if listener is None:
             from mcp.server.stdio import stdio_server
