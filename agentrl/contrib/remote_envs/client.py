@@ -8,8 +8,9 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from functools import cache, lru_cache
 from typing import Any, Self, TypeVar
 
@@ -74,12 +75,10 @@ class _Pool:
     def client(self) -> httpx.AsyncClient:
         """Made at its first use: most runs need few pools."""
         if self._made is None:
+            token = {"authorization": f"Bearer {self._token}"} if self._token else {}
             self._made = httpx.AsyncClient(
                 base_url=self._url,
-                headers={
-                    "content-type": "application/json",
-                    **({"authorization": f"Bearer {self._token}"} if self._token else {}),
-                },
+                headers={"content-type": "application/json", **token},
                 # As many connections as requests that wait: a limit would let slow tools hold up quick ones.
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0),
                 timeout=httpx.Timeout(_GRACE, read=wire.WAIT_SECONDS + _GRACE),
@@ -304,9 +303,7 @@ class RemoteEnv(ToolEnv):
             raise TypeError(f"{self.id}: over a server, a teacher's rng is a random.Random")
         if not self._open or task != self.task:
             raise EnvError(f"{self.id}: over a server, a teacher plays the task of the running episode")
-        answer = self._call_now("teach", {"params": params, "rng": rng.getstate()})
-        if "fault" in answer:
-            raise wire.fault_of(answer["fault"], TypeError, ValueError, NotImplementedError)
+        self._call_now("teach", {"params": params, "rng": rng.getstate()}, TypeError, ValueError, NotImplementedError)
         return RemoteTeacher(self)
 
     def add_source(self, source: ToolSource) -> None:
@@ -347,25 +344,17 @@ class RemoteEnv(ToolEnv):
         self._session, self._number, self._have, self._boot = wire.new_id(), -1, -1, ""
         self._record, self._released, self._cut_for = None, False, None
         asked = {"seed": chosen, "options": {"split": self.split, **options}, "env": self._asked.row()}
-        try:
-            answer = await self._call("reset", asked)
-            self._take(answer)
+        async with self._gives_up():
+            answer = self._take(await self._call("reset", asked))
             return self._observe(answer), dict(answer["result"]["info"])
-        except BaseException as fault:
-            await self._give_up(fault)
-            raise
 
     async def astep(self, action: Action) -> StepResult:
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: step without a running episode; call reset first")
         if not (isinstance(action, str) or (isinstance(action, Message) and action.role == "assistant")):
             raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
-        try:
-            answer = await self._call("step", {"action": action})
-            self._take(answer)
-        except BaseException as fault:
-            await self._give_up(fault)
-            raise
+        async with self._gives_up():
+            answer = self._take(await self._call("step", {"action": action}))
         result, reward = answer["result"], 0.0
         if not self._open:
             reward = await super().aend(self._record.stop, self._record.error)
@@ -373,24 +362,16 @@ class RemoteEnv(ToolEnv):
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
         if self._open and not stop.infrastructure:
-            try:
+            async with self._gives_up():
                 # Asked before it counts as closed: the state at the end is what a spec scores.
                 self._take(await self._call("end", {"stop": stop.value, "error": error}))
-            except BaseException as fault:
-                await self._give_up(fault)
-                raise
         return await super().aend(stop, error)
 
     async def auser_call(self, call: ToolCall) -> ToolResult:
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: a call without a running episode; call reset first")
-        try:
-            answer = await self._call("user_call", {"call": call})
-            self._take(answer)
-        except BaseException as fault:
-            await self._give_up(fault)
-            raise
-        return result_of(answer["result"])
+        async with self._gives_up():
+            return result_of(self._take(await self._call("user_call", {"call": call}))["result"])
 
     async def attach(self, session: str) -> Trajectory:
         """Go on with a session that another process began; returns its record so far, without token ledgers.
@@ -416,15 +397,21 @@ class RemoteEnv(ToolEnv):
         except Exception as fault:  # the server closes it when nobody asks for it any more
             log.warning("%s: session %s could not be ended: %s", self._link.url, self._session[:6], fault)
 
-    async def _give_up(self, fault: BaseException) -> None:
-        self._released = self._released or isinstance(fault, RemoteEnvError | UserError)
-        if self._record is not None:
-            await self._fail(fault)
-        elif not self._released:  # a reset that did not come back: there is no episode here, but there may be one on the server
-            self._record = Trajectory(self.id, Task("", 0))
-            self._open = True
-            await self._fail(fault)
-            self._record = None
+    @asynccontextmanager
+    async def _gives_up(self) -> AsyncIterator[None]:
+        """A fault inside ends the episode here, and on the server if that may still have it."""
+        try:
+            yield
+        except BaseException as fault:
+            self._released = self._released or isinstance(fault, RemoteEnvError | UserError)
+            if self._record is not None:
+                await self._fail(fault)
+            elif not self._released:  # a reset that did not come back: there is no episode here, but there may be one there
+                self._record = Trajectory(self.id, Task("", 0))
+                self._open = True
+                await self._fail(fault)
+                self._record = None
+            raise
 
     def _observe(self, answer: Mapping[str, Json]) -> Observation:
         seen = answer["result"]["observation"]
@@ -449,13 +436,16 @@ class RemoteEnv(ToolEnv):
             self._calls_there = {}
             self._box.waiting = []
 
-    def _call_now(self, kind: str, body: Mapping[str, Json]) -> Mapping[str, Json]:
+    def _call_now(self, kind: str, body: Mapping[str, Json], *faults: type[Exception]) -> Json:
+        """The result, blocking. Raises the fault that the answer tells of, as one of `faults` if it is one."""
         try:
             answer: Mapping[str, Json] = self._link.ask_now(*self._asking(kind, body))
         except LostError as lost:
             raise self._lost_error(lost) from None
         self._have = answer["number"]
-        return answer
+        if "fault" in answer:
+            raise wire.fault_of(answer["fault"], *faults)
+        return answer["result"]
 
     def _lost_error(self, lost: LostError) -> RemoteEnvError:
         if self._boot and lost.boot not in (None, self._boot):
@@ -482,8 +472,8 @@ class RemoteEnv(ToolEnv):
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def _take(self, answer: Mapping[str, Json]) -> None:
-        """Bring the record up to date. Raises the fault that the answer tells of."""
+    def _take(self, answer: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Bring the record up to date; returns the answer. Raises the fault that it tells of."""
         self._have, self._boot = answer["number"], answer["boot"]
         if "has_user" in answer:  # else it has let its environment go
             self._has_user, self._ended = answer["has_user"], answer["has_finished"]
@@ -497,6 +487,7 @@ class RemoteEnv(ToolEnv):
             self._box.table = self._tools_before
         if "fault" in answer:
             raise wire.fault_of(answer["fault"])
+        return answer
 
     def _take_record(self, row: Mapping[str, Json]) -> None:
         if self._record is None:
@@ -520,11 +511,8 @@ class RemoteEnv(ToolEnv):
                 setattr(record, name, row[name])
         outcome = row["outcome"]
         record.env_id, record.seed, record.error = outcome["env_id"], outcome["seed"], outcome["error"]
-        record.stop, record.terminated, record.truncated = (
-            StopReason(outcome["stop"]),
-            outcome["terminated"],
-            outcome["truncated"],
-        )
+        record.stop = StopReason(outcome["stop"])
+        record.terminated, record.truncated = outcome["terminated"], outcome["truncated"]
         self.id = record.env_id  # type: ignore[misc]
 
     def _take_tools(self, row: Mapping[str, Json]) -> None:
@@ -546,7 +534,7 @@ class RemoteEnv(ToolEnv):
 
     def snapshot(self) -> Snapshot:
         name = wire.new_id()
-        self._raise_fault(self._call_now("snapshot", {"snapshot": name}))
+        self._call_now("snapshot", {"snapshot": name}, TypeError, ValueError)
         made = super().snapshot()
         return Snapshot(made.owner, {**made.parts, _THERE: (self._session, name)})
 
@@ -556,20 +544,17 @@ class RemoteEnv(ToolEnv):
         session, name = snapshot.parts[_THERE]
         if self._released:  # this episode is over on the server: another session takes its place
             self._session, self._number, self._have = wire.new_id(), -1, -1
-        self._raise_fault(self._call_now("restore", {"session": session, "snapshot": name, "env": self._asked.row()}))
+        asked = {"session": session, "snapshot": name, "env": self._asked.row()}
+        self._call_now("restore", asked, TypeError, ValueError)
         parts = {key: value for key, value in snapshot.parts.items() if key != _THERE}
         super().restore(Snapshot(snapshot.owner, parts))
 
     def fork(self) -> Self:
         session = wire.new_id()
-        self._raise_fault(self._call_now("fork", {"session": session}))
+        self._call_now("fork", {"session": session}, TypeError, ValueError)
         forked = super().fork()
         forked._session, forked._number, forked._have = session, 0, 0
         return forked
-
-    def _raise_fault(self, answer: Mapping[str, Json]) -> None:
-        if "fault" in answer:
-            raise wire.fault_of(answer["fault"], TypeError, ValueError)
 
 
 class RemoteTeacher:
@@ -580,10 +565,8 @@ class RemoteTeacher:
 
     def act(self, observation: Sequence[Message]) -> Message | None:
         """The next assistant turn, or None. Blocks for one request."""
-        answer = self._env._call_now("act", {"observation": list(observation)})
-        if "fault" in answer:
-            raise wire.fault_of(answer["fault"])
-        return None if answer["result"] is None else message_of(answer["result"])
+        made = self._env._call_now("act", {"observation": list(observation)})
+        return None if made is None else message_of(made)
 
 
 _THERE = "the snapshot on the server"

@@ -80,7 +80,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     def began(url: str) -> None:
         where = f"in {args.token_env}" if args.token_env else secret.token
-        say(f"{offer.name}: {url}   (env.url = {url!r}; Ctrl-C ends it)\ntoken: {where}", flush=True)
+        say(f"{ref.entry.id}: {url}   (env.url = {url!r}; Ctrl-C ends it)\ntoken: {where}", flush=True)
         say(f"for OpenEnv's clients: {url}/openenv/{secret.player}", flush=True)
 
     serve_http(app, args.host, args.http if args.port is None else args.port, began)

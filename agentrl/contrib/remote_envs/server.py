@@ -10,7 +10,7 @@ import logging
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -53,7 +53,8 @@ class EnvApp:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        face = OpenEnvFace(self.offer.play, self.offer.name, self.offer.summary, self.limits, self.secret)
+        entry = self.offer.ref.entry
+        face = OpenEnvFace(self.offer.play, entry.id, entry.summary, self.limits, self.secret)
         return Starlette(
             routes=[
                 Route("/health", self._health),
@@ -115,11 +116,8 @@ class EnvApp:
         return Response(body, status, {"x-agentrl-boot": self.boot}, media_type="application/json")
 
     async def _describe(self, request: Request, body: Mapping[str, Json]) -> Response:
-        limits = {"episodes": self.limits.episodes, "idle": self.limits.idle, "body": self.limits.body}
-        card = self.offer.card(Asked.of(body["env"]))
-        return self._answer(
-            200, wire.dumps({**card, "protocol": wire.PROTOCOL, "agentrl": __version__, "boot": self.boot, "limits": limits})
-        )
+        own = {"protocol": wire.PROTOCOL, "agentrl": __version__, "boot": self.boot, "limits": asdict(self.limits)}
+        return self._answer(200, wire.dumps({**self.offer.card(Asked.of(body["env"])), **own}))
 
     async def _ask(self, request: Request, body: Mapping[str, Json]) -> Response:
         """Answer requests that need no episode."""
@@ -245,14 +243,6 @@ class EnvOffer:
         self.ref, self._digest = ref, digest
         self._refs: dict[bytes, EnvRef] = {}
 
-    @property
-    def name(self) -> str:
-        return self.ref.entry.id
-
-    @property
-    def summary(self) -> str:
-        return self.ref.entry.summary
-
     def build(self, asked: Asked) -> ToolEnv:
         """Raises CatalogError for another id, unfit parameters or unknown tool sets, ConfigError for unfit wrappers."""
         return self._ref(asked).build()
@@ -265,10 +255,6 @@ class EnvOffer:
         if self.ref.default_reward() is None:
             return None
         return make_scorer(find_spec(self.ref, None), RewardConfig(), self.ref)
-
-    @cached_property
-    def _host_params(self) -> frozenset[str]:
-        return frozenset(getattr(self.ref.entry.load(), "host_params", ()))
 
     def _ref(self, asked: Asked) -> EnvRef:
         entry = self.ref.entry
@@ -284,7 +270,7 @@ class EnvOffer:
             for name in asked.sets:
                 if Path(name).name != name or name.startswith("~") or name.endswith(".py"):
                     raise CatalogError(f"tools.sets: {name!r} is a path; a client names tool sets on the shelves of the server")
-            for name in sorted(self._host_params & asked.params.keys()):
+            for name in sorted(asked.params.keys() & getattr(entry.load(), "host_params", ())):
                 if asked.params[name] != self.ref.params.get(name):
                     raise CatalogError(
                         f"params.{name} names a thing on the server's machine, and is the server's to set: agentrl env serve "
@@ -306,7 +292,7 @@ class EnvOffer:
         try:
             env.make_task(0, env.splits[0])  # a class that makes none is refused here, before a client asks
             return {
-                "env": {"id": env.id, "name": ref.entry.name, "summary": self.summary},
+                "env": {"id": env.id, "name": ref.entry.name, "summary": ref.entry.summary},
                 "splits": list(env.splits),
                 "order_free": env.order_free,
                 "idle_share": env.idle_share,

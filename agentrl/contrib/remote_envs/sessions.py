@@ -34,6 +34,8 @@ MOST_SNAPSHOTS = 64
 """Snapshots of one session."""
 
 Body = Mapping[str, Json]
+KINDS = ("reset", "step", "end", "user_call", "snapshot", "restore", "fork", "teach", "act")
+"""Requests of a session."""
 
 
 class RefusedError(Exception):
@@ -130,7 +132,7 @@ class EnvSession:
     async def _do(self, kind: str, number: int, body: Body) -> bytes:
         told: dict[str, Json] = {}
         try:
-            told["result"] = await KINDS[kind](self, body)
+            told["result"] = await getattr(self, f"_{kind}")(body)
         except asyncio.CancelledError as cut:
             told["fault"] = wire.fault_row(cut)
         except RefusedError as refused:
@@ -168,7 +170,7 @@ class EnvSession:
             return {**state, "open": False}
         return {**state, "open": self._env.is_open, "has_user": self._env.has_user, "has_finished": self._env.has_finished}
 
-    # -- requests --------------------------------------------------------------------------------------
+    # -- requests, by KINDS ----------------------------------------------------------------------------
 
     def _open_env(self) -> ToolEnv:
         if self._env is None:
@@ -239,19 +241,6 @@ class EnvSession:
         if self._teacher is None:
             raise EnvError("this session has no teacher")
         return self._teacher.act(wire.messages_of(body["observation"]))
-
-
-KINDS: dict[str, Callable[[EnvSession, Body], Any]] = {
-    "reset": EnvSession._reset,
-    "step": EnvSession._step,
-    "end": EnvSession._end,
-    "user_call": EnvSession._user_call,
-    "snapshot": EnvSession._snapshot,
-    "restore": EnvSession._restore,
-    "fork": EnvSession._fork,
-    "teach": EnvSession._teach,
-    "act": EnvSession._act,
-}
 
 
 class _Sent:
