@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from agentrl.trainer.checkpoint import Checkpoints, seal
 from agentrl.trainer.families import packing_of
 from agentrl.trainer.learner import check_learner
 from agentrl.trainer.optim import optims_of
-from agentrl.trainer.roles import SavedRole, TrainedRole
+from agentrl.trainer.roles import SavedRole
 from agentrl.trainer.train_engine import TRAIN_ENGINES, check_train_engine, shares_prefixes
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.parsing import json_text, read_json
@@ -88,12 +87,13 @@ class DataRun:
     checkpoints: Checkpoints
 
     @property
+    def data(self) -> DataConfig:
+        return data_of(self.config.data)
+
+    @property
     def total(self) -> int:
         """Optimizer steps of the run."""
-        return total_steps(data_of(self.config.data), self.store)
-
-    def role(self) -> type[TrainedRole]:
-        return self.objective.role
+        return total_steps(self.data, self.store)
 
 
 def total_steps(data: DataConfig, store: RowStore) -> int:
@@ -102,7 +102,7 @@ def total_steps(data: DataConfig, store: RowStore) -> int:
 
 async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     config, display = run.config, run.display
-    ended, pairs = Count(run.store.about.examples, "examples"), data_of(config.data).loss == "dpo"
+    ended, pairs = Count(run.store.about.examples, "examples"), run.data.loss == "dpo"
     what, look = ("the start model's log probabilities", ended.__str__) if pairs else ("beginning", nothing)
     with display.doing(what, look):
         await run.objective.begin(ended)  # before a checkpoint is loaded
@@ -114,10 +114,10 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     while step < run.total and not interrupt.requested:
         began = time.monotonic()
         with display.doing("a step"):
-            found = await run.objective.step(run.store.drawn(step, data_of(config.data).batch, config.seed))
+            found = await run.objective.step(run.store.drawn(step, run.data.batch, config.seed))
         step += 1
-        run.run_log.row("data", step, {**found, "epoch": step / run.store.steps(data_of(config.data).batch),
-                                          "time/data_s": time.monotonic() - began})  # fmt: skip
+        passes = step / run.store.steps(run.data.batch)
+        run.run_log.row("data", step, {**found, "epoch": passes, "time/data_s": time.monotonic() - began})
         display.step(step, {"loss": found["loss"]})
         over = step >= run.total
         measured = over or (config.eval.every and step % config.eval.every == 0)
@@ -134,7 +134,7 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
 
 async def _measure(run: DataRun, step: int) -> float | None:
     """The held-out metrics as a row; minus the loss, by which the best checkpoint is known. None if nothing is held out."""
-    held, each = run.store.heldout, data_of(run.config.data).batch
+    held, each = run.store.heldout, run.data.batch
     if not len(held):
         return None
     sums, weights = dict[str, float](), 0.0
@@ -170,30 +170,23 @@ async def _load(run: DataRun) -> int:
 
 
 async def _save(run: DataRun, step: int, score: float | None) -> None:
-    with run.display.doing("checkpoint"), _writing(run.checkpoints, step) as aside:
-        await run.group.arun(SavedRole.save, str(aside / ROLE))
-        await check_arrived(run.group, aside, "a checkpoint")
-        state = {"step": step, "identity": run.identity}
-        (aside / DRIVER).write_text(json_text(state))
-        await in_thread("files", run.folder.sync_metrics)
-        await in_thread("files", run.checkpoints.commit, step, score)
-
-
-@contextmanager
-def _writing(checkpoints: Checkpoints, step: int) -> Iterator[Path]:
-    """`Checkpoints.writing`, whose commit the caller makes, in a thread."""
-    aside = checkpoints.begin(step)
-    try:
-        yield aside
-    except BaseException as error:
-        checkpoints.give_up(step, error)
+    with run.display.doing("checkpoint"):
+        aside = run.checkpoints.begin(step)
+        try:
+            await run.group.arun(SavedRole.save, str(aside / ROLE))
+            await check_arrived(run.group, aside, "a checkpoint")
+            (aside / DRIVER).write_text(json_text({"step": step, "identity": run.identity}))
+            await in_thread("files", run.folder.sync_metrics)
+            await in_thread("files", run.checkpoints.commit, step, score)
+        except BaseException as error:
+            run.checkpoints.give_up(step, error)
 
 
 async def _export(run: DataRun, step: int) -> None:
     """The trained model, and with LoRA its adapter."""
     folder = run.folder
     folder.clear_final()
-    role: Any = run.role()
+    role: Any = run.objective.role
     await run.group.arun(role.export_hf, str(folder.final))
     await check_arrived(run.group, folder.final, "the trained model")
     await in_thread("files", seal, folder.final, step)

@@ -35,7 +35,7 @@ from agentrl.contrib.sandboxes.jail import (
     NAMESPACES,
     Step,
 )
-from agentrl.contrib.sandboxes.local import READABLE, Folder, FolderProvider, FolderSandbox, own_variables, package_folders
+from agentrl.contrib.sandboxes.local import READABLE, FolderProvider, FolderSandbox, own_variables, package_folders
 from agentrl.contrib.sandboxes.process_group import Watched, run_group
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
@@ -165,17 +165,11 @@ class BubblewrapProvider(FolderProvider):
 
     async def start(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
         self.check(spec)
-        try:
-            made = BubblewrapSandbox(spec, await in_thread("sandbox", self._make, spec, snapshot))
-        except OSError as problem:
-            raise SandboxError(f"no folder for a sandbox: {problem}") from problem
+        if reason := await in_thread("sandbox", self.unavailable):
+            raise SandboxError(reason)
+        made = BubblewrapSandbox(spec, await self.folder(spec, snapshot))
         made.packages = self.packages
         return made
-
-    def _make(self, spec: SandboxSpec, snapshot: str | None) -> Folder:
-        if reason := self.unavailable():
-            raise SandboxError(reason)
-        return self.folder(spec, snapshot)
 
 
 def ending(end: End, code: int, spec: SandboxSpec) -> End:

@@ -228,14 +228,10 @@ class ContainerProvider(SandboxProvider):
         flags += ["--network", "none"] if spec.network == "none" else []
         flags += ["--stop-timeout", "0"]  # `cat` does not hear a polite signal as process 1
         flags += ["--pids-limit", str(spec.pids), "--security-opt", "no-new-privileges"]
-        if spec.memory is not None:
-            flags += ["--memory", str(spec.memory)]
-        if spec.cpus is not None:
-            flags += ["--cpus", str(spec.cpus)]
-        if spec.cpu_s is not None:
-            flags += ["--ulimit", f"cpu={spec.cpu_s}:{spec.cpu_s + 1}"]
-        if spec.file_size is not None:
-            flags += ["--ulimit", f"fsize={spec.file_size}:{spec.file_size}"]
+        flags += ["--memory", str(spec.memory)] if spec.memory is not None else []
+        flags += ["--cpus", str(spec.cpus)] if spec.cpus is not None else []
+        flags += ["--ulimit", f"cpu={spec.cpu_s}:{spec.cpu_s + 1}"] if spec.cpu_s is not None else []
+        flags += ["--ulimit", f"fsize={spec.file_size}:{spec.file_size}"] if spec.file_size is not None else []
         return [*self.client, *flags, *self._flags]
 
     async def start(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:

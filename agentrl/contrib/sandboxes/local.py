@@ -299,13 +299,20 @@ class FolderSandbox(Sandbox):
 class FolderProvider(SandboxProvider):
     """Providers whose sandboxes are folders."""
 
-    def folder(self, spec: SandboxSpec, snapshot: str | None) -> Folder:
-        """A new folder with the spec's files, or a snapshot's. Blocks."""
-        if snapshot is not None:
-            return snapshot_folder(snapshot).copy()
-        made = Folder()
-        made.write({spec.place(path): content for path, content in spec.files.items()})
-        return made
+    async def folder(self, spec: SandboxSpec, snapshot: str | None) -> Folder:
+        """A new folder with the spec's files, or a snapshot's. Raises SandboxError if there can be none."""
+
+        def make() -> Folder:
+            if snapshot is not None:
+                return snapshot_folder(snapshot).copy()
+            made = Folder()
+            made.write({spec.place(path): content for path, content in spec.files.items()})
+            return made
+
+        try:
+            return await in_thread("sandbox", make)
+        except OSError as problem:
+            raise SandboxError(f"no folder for a sandbox: {problem}") from problem
 
     def forget(self, snapshot: str) -> None:
         if folder := _SNAPSHOTS.pop(snapshot, None):
@@ -411,11 +418,7 @@ class LocalProvider(FolderProvider):
     async def start(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
         self.check(spec)
         require_kernel(self.isolate_files)
-        try:
-            folder = await in_thread("sandbox", self.folder, spec, snapshot)
-            return LocalSandbox(spec, folder, self.isolate_files, self.packages)
-        except OSError as problem:
-            raise SandboxError(f"no folder for a sandbox: {problem}") from problem
+        return LocalSandbox(spec, await self.folder(spec, snapshot), self.isolate_files, self.packages)
 
 
 @cache

@@ -135,12 +135,15 @@ class _Attended:
                 self.stopped = await in_thread("sandbox", self._full)
 
     def read_status(self) -> None:
-        if status := _drain(self._reader):
-            if not self.status:
-                self._deadline = time.monotonic() + self._watched.wall
-            self.status += status
-            if status.endswith(b"p") and self.status.startswith(b"+"):
-                self.stopped = "processes"
+        try:
+            status = os.read(self._reader, 4096)
+        except BlockingIOError:
+            return
+        if not self.status:
+            self._deadline = time.monotonic() + self._watched.wall
+        self.status += status
+        if status.endswith(b"p") and self.status.startswith(b"+"):
+            self.stopped = "processes"
 
     def _full(self) -> End | None:
         """The limit that files or processes exceed. Blocks."""
@@ -206,10 +209,3 @@ def _end_of(code: int) -> End:
 def kill_group(leader: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-
-
-def _drain(reader: int) -> bytes:
-    try:
-        return os.read(reader, 4096)
-    except BlockingIOError:
-        return b""

@@ -264,14 +264,6 @@ def experts_config(config: Any) -> Any:
     )
 
 
-def shard_experts(config: Any, expert_parallel: bool) -> None:
-    """Fill in how the experts of all layers of a torchtitan config are divided."""
-    for layer in config.layers:
-        if layer.moe is not None:
-            layout = {"gate_up_proj": spmd_types.R, "down_proj": spmd_types.R}  # over tensor-parallel ranks
-            set_moe_sharding_config(layer.moe, enable_ep=expert_parallel, enable_sp=False, expert_param_layout=layout)
-
-
 # Families
 
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -386,7 +378,10 @@ def titan_config(family: Family, config: Any, rotary: Any, expert_parallel: bool
         enable_weight_tying=bool(config.tie_word_embeddings),
     )
     family.shard(found)
-    shard_experts(found, expert_parallel)
+    for layer in found.layers:
+        if layer.moe is not None:
+            layout = {"gate_up_proj": spmd_types.R, "down_proj": spmd_types.R}  # over tensor-parallel ranks
+            set_moe_sharding_config(layer.moe, enable_ep=expert_parallel, enable_sp=False, expert_param_layout=layout)
     # The head gathers its weight itself, and takes and returns plain tensors.
     found.lm_head.sharding_config = ShardingConfig(state_shardings=found.lm_head.sharding_config.state_shardings)
     return found
