@@ -18,6 +18,7 @@ import gymnasium
 import httpx
 
 from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.openenv import OpenEnv, action_schema
 from agentrl.data.trajectory import (
     Json,
     Message,
@@ -31,7 +32,7 @@ from agentrl.data.trajectory import (
     turn_of,
     user_calls_of,
 )
-from agentrl.env.address import Asked
+from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, RemoteProtocol
 from agentrl.env.authoring import Teacher
 from agentrl.env.base import StepResult, ToolEnv, check_options
 from agentrl.env.call_options import Options
@@ -572,3 +573,33 @@ class RemoteTeacher:
 _THERE = "the snapshot on the server"
 _USER = Tool.from_schema("of the environment's user", "", {"type": "object"}, lambda: None, Options(by="user"))
 _LINK = Tool.from_schema("of the environment's server", "", {"type": "object"}, lambda: None, Options())
+
+
+# Protocols, by env.protocol
+
+
+@PROTOCOLS.register("agentrl")
+class AgentrlProtocol(RemoteProtocol):
+    """The protocol of `agentrl env serve --http`."""
+
+    @staticmethod
+    def build(address: EnvAddress, wanted: Asked, extra: Mapping[str, Any]) -> ToolEnv:
+        return RemoteEnv(link_to(address.url, address.token()), wanted, **extra)
+
+    @staticmethod
+    def card(address: EnvAddress, wanted: Asked, fresh: bool) -> dict[str, Json]:
+        return card_of(link_to(address.url, address.token()), wanted, fresh)
+
+
+@PROTOCOLS.register("openenv")
+class OpenEnvProtocol(RemoteProtocol):
+    """OpenEnv's."""
+
+    @staticmethod
+    def env_class() -> Callable[..., ToolEnv]:
+        return OpenEnv
+
+    @staticmethod
+    def describe(address: EnvAddress) -> str:
+        fields = ", ".join(action_schema(address.url, address.token()).get("properties", {})) or "none"
+        return f"environment: {address.url} (OpenEnv); fields of an action: {fields}"
