@@ -21,10 +21,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from agentrl.contrib.suites.benchmarks import MeansTable
 from agentrl.env.catalog import find_env
 from agentrl.env.official import mean_with_interval, pass_at_k
 from agentrl.utils.errors import ConfigError
@@ -92,7 +92,7 @@ def _count(values: Values) -> int:
     return sum(map(len, values.values()))
 
 
-def shares(table: MeansTable, name: str) -> dict[str, float]:
+def shares(table: Any, name: str) -> dict[str, float]:
     """The weight of each category in a mean of the leaderboard; of a category itself 1."""
     if name not in table.means:
         return {name: 1.0}
@@ -127,7 +127,7 @@ def gain_of(differences: Mapping[str, Sequence[float]], weights: Mapping[str, fl
     return mean, float(low), float(high)
 
 
-def make_rows(table: MeansTable, untouched: Values | None, seeds: Sequence[tuple[Values, Values]]) -> list[Row]:
+def make_rows(table: Any, untouched: Values | None, seeds: Sequence[tuple[Values, Values]]) -> list[Row]:
     """A row for each category that all seeds played, and for each of the leaderboard's means of such."""
     first = seeds[0][0]
     common = {c: sorted(set.intersection(*(set(before.get(c, {})) for before, _ in seeds))) for c in first}
@@ -196,7 +196,7 @@ def main() -> int:
         print(f"results_table: {problem}", file=sys.stderr)
         return 2
     done = {name: pair for name, pair in pairs.items() if pair is not None}
-    table: MeansTable = vars(sys.modules[find_env("bfcl").load().__module__])["TABLE"]
+    table: Any = vars(sys.modules[find_env("bfcl").load().__module__])["TABLE"]
     rows = make_rows(table, untouched, list(done.values())) if done else []
     if done:
         print(markdown(rows, list(done)))

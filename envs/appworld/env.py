@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from agentrl.contrib.suites.benchmarks import calling, groups, in_percent, mean_row, whole_row
+from agentrl.contrib.suites.benchmarks import calling, groups, mean_row
 from agentrl.contrib.suites.foreign import ForeignSuite, HeldWorld
 from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, tool
 from agentrl.env.official import OfficialRow, Played
+
+from .rows import in_percent, whole_row
 
 SPLITS = {"train": "train", "dev": "heldout", "test_normal": "test_normal", "test_challenge": "test_challenge"}
 VARIANTS = 3  # tasks of a scenario

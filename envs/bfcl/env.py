@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs
 
-from agentrl.contrib.suites.benchmarks import (
-    MeansTable,
-    answer_of,
-    calling,
-    groups,
-    message_of,
-    public_state,
-    round_turns,
-    spread_rows,
-)
+from agentrl.contrib.suites.benchmarks import calling, groups, message_of
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
 from agentrl.contrib.toolkit.bfcl_answers import possible_call
 from agentrl.data.trajectory import Json
@@ -24,7 +15,9 @@ from agentrl.env import Message, Problem, Task, ToolCall
 from agentrl.env.official import WHOLE, OfficialRow, Played
 from agentrl.utils.errors import ConfigError
 
+from .calls import answer_of, public_state, round_turns
 from .formats import as_json, as_python, as_verbose_xml, as_xml
+from .official import MeansTable, spread_rows
 from .package import CLASSES, Package, split_by_functions
 from .tools import api_tools, method_tools, recorded
 

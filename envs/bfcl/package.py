@@ -11,14 +11,16 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
-from agentrl.contrib.suites.benchmarks import PackageInPlace, public_methods, read_call
+from agentrl.contrib.suites.benchmarks import import_in_place
 from agentrl.contrib.suites.measures import ngrams
 from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.data.trajectory import Json, Task
 from agentrl.utils.errors import ConfigError, EnvError, members
 from agentrl.utils.search_path import user_folder
+
+from .calls import public_methods, read_call
 
 CLASSES = "eval_checker.multi_turn_eval.func_source_code"
 SCORING = {"irrelevance": "none", "live_irrelevance": "none", "live_relevance": "some", "format_sensitivity": "text"}
@@ -27,6 +29,26 @@ LARGEST = 0.25
 """A group with a larger share of the benchmark's tasks trains, whatever its hash."""
 WORDS = 8
 """Prompts with so many words in a row in common are in one group, as `agentrl env leaks` counts them."""
+
+
+class PackageInPlace:
+    """A package's folder and its modules. Copies of an environment share it, and it is a key of caches: it is its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.folder)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, PackageInPlace) and other.folder == self.folder
+
+    def module(self, name: str) -> ModuleType:
+        """A module by its name in the package ("constants.enums"); raises as `import_in_place`."""
+        return import_in_place(f"{self.folder.name}.{name}", self.folder)
 
 
 def split_by_functions(tasks: Sequence[SuiteTask], whole: Sequence[SuiteTask]) -> list[SuiteTask]:

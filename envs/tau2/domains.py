@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import importlib
@@ -12,11 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.contrib.suites.benchmarks import import_in_place, named_if_missing, published_tool
+from agentrl.contrib.suites.benchmarks import import_in_place, published_tool
 from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.contrib.toolkit import branches as branch
 from agentrl.env import Tool
-from agentrl.utils.errors import ToolError
+from agentrl.utils.errors import ConfigError, ToolError
+from agentrl.utils.parsing import module_of
 
 NAMES = ("mock", "airline", "retail", "telecom")
 SPLITS = {"train": "train", "test": "heldout"}
@@ -24,6 +26,30 @@ CHECKED = {
     "ENV_ASSERTION": "env_assertions", "ACTION": "actions", "COMMUNICATE": "communicate_info", "NL_ASSERTION": "nl_assertions",
 }  # fmt: skip
 """Of each basis of a reward, what of the criteria it checks."""
+
+
+@contextlib.contextmanager
+def named_if_missing(suite: str) -> Iterator[None]:
+    """Turn a benchmark's error about a missing file into a ConfigError with the file's name."""
+    try:
+        yield
+    except FileNotFoundError as missing:
+        raise ConfigError(f"{suite}: {missing.filename} is missing") from missing
+
+
+@cache
+def text_constant(file: Path, name: str) -> str:
+    """The text that a module's source assigns to a name at its top level: the longest string in the assigned expression, with
+    white space around it removed. Nothing is run. Raises ConfigError without one."""
+    if not file.is_file():
+        raise ConfigError(f"{file} is missing")
+    for node in module_of(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
+            inside = (part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant))
+            texts = [text for text in inside if isinstance(text, str)]
+            if texts:
+                return max(texts, key=len).strip()
+    raise ConfigError(f"{file} assigns no text to {name}: is it the version that this suite reads?")
 
 
 def load_module(source: Path, name: str) -> ModuleType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agentrl.contrib.suites.benchmarks import AskedUser, message_of, pass_hat_table, text_constant, two_sided_turns
+from agentrl.contrib.suites.benchmarks import message_of, pass_hat_table
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Json
@@ -14,7 +14,8 @@ from agentrl.env.official import OfficialRow, Played
 from agentrl.env.users import UserModel
 from agentrl.utils.errors import known_word
 
-from .domains import NAMES, Domain, domain, load_tasks
+from .domains import NAMES, Domain, domain, load_tasks, text_constant
+from .sides import AskedUser, two_sided_turns
 
 STOPS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 GUIDES = {False: "simulation_guidelines.md", True: "simulation_guidelines_tools.md"}

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.contrib.suites.benchmarks import CallsTogether, calling, groups, mean_row, message_of, published_tool
+from agentrl.contrib.suites.benchmarks import calling, groups, mean_row, message_of, published_tool
 from agentrl.contrib.suites.foreign import ForeignSuite
 from agentrl.contrib.suites.suite import SuiteTask
 from agentrl.contrib.users import ModelUser
@@ -18,6 +18,8 @@ from agentrl.env import Message, Task, Tool, ToolCall
 from agentrl.env.official import OfficialRow, Played
 from agentrl.env.users import ScriptedUser, UserModel
 from agentrl.utils.errors import ToolError, within
+
+from .together import CallsTogether
 
 log = logging.getLogger(__name__)
 

@@ -20,16 +20,17 @@ import pytest
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import ToolsConfig
-from agentrl.contrib.suites.benchmarks import public_state, read_call
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall, ToolEnv
-from agentrl.env.catalog import EnvRef, make_env
+from agentrl.env.catalog import EnvRef, find_env, make_env
 from agentrl.env.official import Played
 from agentrl.run.compare import official
 from agentrl.utils.errors import ConfigError, EnvError
+from agentrl.utils.search_path import load_module
 
 TOY = Path(__file__).parent / "bfcl_toy" / "bfcl_eval"
 ROOT = Path(__file__).parents[3]
+CALLS = load_module(Path(str(find_env("bfcl").path)).with_name("calls.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -303,17 +304,17 @@ def test_what_was_not_played_has_no_mean_and_no_overall_accuracy_and_counts_as_n
 def test_calls_in_python_are_read_with_names_for_what_has_a_place() -> None:
     def move(self: Any, what: str, to: int = 0, *, by: float = 1.0) -> None: ...
 
-    assert read_call("move('a', by=[1, -2.5], to=True)", lambda name: move) == (
+    assert CALLS.read_call("move('a', by=[1, -2.5], to=True)", lambda name: move) == (
         "move",
         {"what": "a", "by": [1, -2.5], "to": True},
     )
     for text in ("move(", "move", "x.move(1)", "move(open('a'))"):
         with pytest.raises(ValueError, match=r"call|malformed"):
-            read_call(text, lambda name: move)
+            CALLS.read_call(text, lambda name: move)
 
 
 def test_states_are_compared_as_python_compares_them() -> None:
-    assert public_state({True: 1.0, 1.5: {2, 1}, "1": (False,)}) == {"1 (int)": 1.0, "1.5 (float)": [1, 2], "1": [0]}
+    assert CALLS.public_state({True: 1.0, 1.5: {2, 1}, "1": (False,)}) == {"1 (int)": 1.0, "1.5 (float)": [1, 2], "1": [0]}
 
 
 def test_a_part_of_the_comparison_with_the_leaderboards_own_checkers() -> None:

@@ -15,26 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.contrib.suites.benchmarks import (
-    AS_ZERO,
-    AskedUser,
-    CallsTogether,
-    MeansTable,
-    PackageInPlace,
-    answer_of,
-    calling,
-    groups,
-    in_percent,
-    message_of,
-    named_if_missing,
-    pass_hat_table,
-    public_methods,
-    published_tool,
-    round_turns,
-    spread_rows,
-    two_sided_turns,
-    whole_row,
-)
+from agentrl.contrib.suites.benchmarks import calling, groups, message_of, pass_hat_table, published_tool
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.contrib.suites.suite import found_version, require_files
 from agentrl.data.trajectory import Message, StopReason, ToolCall
@@ -44,6 +25,16 @@ from agentrl.utils.errors import ConfigError, known_word, members, within
 from agentrl.utils.search_path import load_module
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def part_of(env: str, name: str) -> Any:
+    """A module of an environment of the shelf."""
+    return load_module(Path(str(find_env(env).path)).with_name(f"{name}.py"))
+
+
+CALLS, TABLES, PACKAGE = (part_of("bfcl", name) for name in ("calls", "official", "package"))
+DOMAINS, SIDES = part_of("tau2", "domains"), part_of("tau2", "sides")
+ROWS, TOGETHER = part_of("appworld", "rows"), part_of("toolsandbox", "together")
 
 
 def played(name: str, success: bool | None, kind: str = "a", sample: int = 0, family: str = "f") -> Played:
@@ -86,11 +77,11 @@ def test_gold_of_two_sides_asks_the_user_for_its_calls_and_the_user_makes_them_w
         {"name": name, "arguments": {"n": number}, "by": by}
         for number, (name, by) in enumerate([("look", "assistant"), ("tap", "user"), ("hold", "user"), ("write", "assistant")])
     ]
-    turns = two_sided_turns(calls)
+    turns = SIDES.two_sided_turns(calls)
     assert [(turn.content, [call.name for call in turn.tool_calls]) for turn in turns] == [
         ("", ["look"]), ("Please use tap, hold", []), ("", ["write"]),
     ]  # fmt: skip
-    user = AskedUser("My phone is broken.", calls)
+    user = SIDES.AskedUser("My phone is broken.", calls)
 
     def reply(*conversation: Message) -> Any:
         return asyncio.run(user.reply(conversation))
@@ -99,12 +90,12 @@ def test_gold_of_two_sides_asks_the_user_for_its_calls_and_the_user_makes_them_w
     assert [call.arguments for call in reply(turns[1]).tool_calls] == [{"n": 1}, {"n": 2}]
     assert reply(Message("tool", "ok")) == "I have done that."
     assert reply(turns[1]) is None, "it has nothing more to do"
-    assert asyncio.run(AskedUser("", calls).reply([Message("assistant", "Please use tap")])) == ""  # its opening, first
+    assert asyncio.run(SIDES.AskedUser("", calls).reply([Message("assistant", "Please use tap")])) == ""  # its opening, first
 
 
 def test_gold_by_rounds_has_a_text_after_each_rounds_calls_and_messages_are_read_as_written() -> None:
     rounds = [[{"name": "put", "arguments": {"n": 1}}, {"name": "look", "arguments": {}}], []]
-    assert round_turns(rounds) == [calling([("put", {"n": 1}), ("look", {})]), *[Message("assistant", "done")] * 2]
+    assert CALLS.round_turns(rounds) == [calling([("put", {"n": 1}), ("look", {})]), *[Message("assistant", "done")] * 2]
     row = {"role": "assistant", "content": None, "tool_calls": [{"name": "put", "arguments": {"n": 1}, "id": "c1"}]}
     assert message_of(row) == Message("assistant", "", (ToolCall("put", {"n": 1}, id="c1"),))
     assert message_of({"role": "tool", "content": "ok", "id": "c1"}) == Message("tool", "ok", tool_call_id="c1")
@@ -120,10 +111,10 @@ def test_a_published_tool_is_shown_as_it_is_and_nothing_checks_its_arguments() -
 
 def test_families_are_whole_or_not_and_pass_hat_k_is_told_by_group() -> None:
     episodes = [played("a1", True), played("a2", False), played("b1", True, family="g"), played("c1", None, family="h")]
-    assert (whole_row("x", episodes).value, whole_row("x", episodes).n) == (0.5, 2)
-    assert in_percent(whole_row("x", episodes)).value == 50.0 and "1 of 4" in whole_row("x", episodes).note
+    assert (ROWS.whole_row("x", episodes).value, ROWS.whole_row("x", episodes).n) == (0.5, 2)
+    assert ROWS.in_percent(ROWS.whole_row("x", episodes)).value == 50.0 and "1 of 4" in ROWS.whole_row("x", episodes).note
     # Of a part that was played: families of two tasks, of which g and h have one each, are no whole ones.
-    part = whole_row("x", episodes, size=2)
+    part = ROWS.whole_row("x", episodes, size=2)
     assert (part.value, part.n) == (0.0, 1) and part.note == "1 of 4 episodes unscored, in no mean; 2 of 3 not played whole"
     several = [played("a", n < 2, sample=n) for n in range(3)] + [played("z", n < 1, kind="b", sample=n) for n in range(2)]
     rows = {row.name: row.value for row in pass_hat_table(several, "kind")}
@@ -137,31 +128,31 @@ def test_families_are_whole_or_not_and_pass_hat_k_is_told_by_group() -> None:
 
 
 def test_means_of_means_against_a_computation_by_hand() -> None:
-    table = MeansTable({"both": ("a", "b"), "top": ("both", "c")}, {"top": 0.5, "c": 0.25}, {"both": {"a": 10, "b": 30}})
+    table = TABLES.MeansTable({"both": ("a", "b"), "top": ("both", "c")}, {"top": 0.5, "c": 0.25}, {"both": {"a": 10, "b": 30}})
     found = {"a": [played("1", True), played("2", False)], "b": [played("3", True)] * 3, "c": [played("4", False)]}
     rows = {row.name: row.value for row in table.rows(found)}
     both = (0.5 * 10 + 1.0 * 30) / 40  # over the benchmark's tasks, however many of each were played
     assert rows["both"] == pytest.approx(both) and rows["top"] == pytest.approx(both / 2)
-    assert rows["overall"] == pytest.approx(0.5 * both / 2 + 0.25 * 0.0) and AS_ZERO not in rows
+    assert rows["overall"] == pytest.approx(0.5 * both / 2 + 0.25 * 0.0) and TABLES.AS_ZERO not in rows
     lost = table.rows({**found, "c": [*found["c"], played("5", None)]})[-1]
     assert (lost.name, lost.value) == ("overall", rows["overall"])
     assert lost.note == "1 of 7 episodes unscored, in no mean", "an outage is named beside the value that it may have moved"
     part = {row.name: row.value for row in table.rows({"a": found["a"]})}
     assert (part["both"], part["top"], part["overall"]) == (None, None, None)
-    assert part[AS_ZERO] == pytest.approx(0.5 * (0.5 * 10 / (10 + 30)) / 2)
+    assert part[TABLES.AS_ZERO] == pytest.approx(0.5 * (0.5 * 10 / (10 + 30)) / 2)
     assert table.rows({}) == []
 
 
 def test_the_spread_of_groups_is_their_range_and_their_standard_deviation() -> None:
     episodes = [played(f"{kind}{n}", n < right, kind) for kind, right in (("x", 1), ("y", 2), ("z", 4)) for n in range(4)]
-    rows = spread_rows("s", episodes, lambda one: [one.data["kind"]])
+    rows = TABLES.spread_rows("s", episodes, lambda one: [one.data["kind"]])
     assert [(row.name, row.n) for row in rows] == [("s: range", 12), ("s: deviation", 12)]
     assert [row.value for row in rows] == [pytest.approx(0.75), pytest.approx(np.std([0.25, 0.5, 1.0], ddof=1))]
-    assert spread_rows("s", episodes[:4], lambda one: [one.data["kind"]]) == []
+    assert TABLES.spread_rows("s", episodes[:4], lambda one: [one.data["kind"]]) == []
 
 
 def test_calls_are_written_in_four_forms_and_other_languages_types_become_those_of_json_schema() -> None:
-    formats = load_module(Path(str(find_env("bfcl").path)).with_name("formats.py"))
+    formats = part_of("bfcl", "formats")
     calls = [("pay", {"sum": 3, "note": 'a"<'}), ("look", {})]
     assert formats.as_python(calls) == "[pay(sum=3, note='a\"<'), look()]"
     assert json.loads(formats.as_json(calls))[0] == {"function": "pay", "parameters": {"sum": 3, "note": 'a"<'}}
@@ -188,16 +179,21 @@ def test_a_method_answers_in_text_and_python_says_what_is_wrong() -> None:
 
         def _hidden(self) -> None: ...
 
-    assert public_methods({"Box": Box}) == {"look": "Box"}
-    assert [answer_of(Box(), "look", {"n": n}) for n in (1, 2, 3)] == ['{"n": 1}', "{'n': {2}}", "4"]
-    assert answer_of(Box(), "look", {"n": 9}) == "Error during execution: 9"
-    assert answer_of(None, "fly", {}, "no: {}") == "no: name 'fly' is not defined"
+    assert CALLS.public_methods({"Box": Box}) == {"look": "Box"}
+    assert [CALLS.answer_of(Box(), "look", {"n": n}) for n in (1, 2, 3)] == ['{"n": 1}', "{'n': {2}}", "4"]
+    assert CALLS.answer_of(Box(), "look", {"n": 9}) == "Error during execution: 9"
+    assert CALLS.answer_of(None, "fly", {}, "no: {}") == "no: name 'fly' is not defined"
 
 
 def test_a_package_in_place_is_its_folder_and_a_missing_file_is_named(tmp_path: Path) -> None:
-    one = PackageInPlace(tmp_path)
-    assert copy.deepcopy(one) is one and {one, PackageInPlace(tmp_path)} == {one} and one != PackageInPlace(tmp_path / "x")
-    with pytest.raises(ConfigError, match=r"^toy: .*tasks\.json is missing$"), named_if_missing("toy"):
+    made = PACKAGE.PackageInPlace
+    one = made(tmp_path)
+    assert (
+        copy.deepcopy(one) is one
+        and {one, PACKAGE.PackageInPlace(tmp_path)} == {one}
+        and one != PACKAGE.PackageInPlace(tmp_path / "x")
+    )
+    with pytest.raises(ConfigError, match=r"^toy: .*tasks\.json is missing$"), DOMAINS.named_if_missing("toy"):
         (tmp_path / "tasks.json").read_text()
 
 
@@ -214,7 +210,7 @@ def test_calls_of_a_turn_are_asked_for_once_and_equal_calls_get_an_answer_each()
         asked.append([call.arguments for call in made])
         return [f"{len(asked)}.{place}" for place in range(len(made))]
 
-    env, together = Env(), CallsTogether(["find"])
+    env, together = Env(), TOGETHER.CallsTogether(["find"])
     env.trajectory = SimpleNamespace(turns=[Turn()])
     found = [asyncio.run(together.answer(env, "find", {"n": n}, ask)) for n in (1, 1, 2)]  # type: ignore[arg-type]
     assert (found, asked) == (["1.0", "1.1", "1.2"], [[{"n": 1}, {"n": 1}, {"n": 2}]])
@@ -236,7 +232,7 @@ def start(first):
     WORLD[:] = [first]
 
 def add(item):
-    WORLD.append(item)
+    ROWS.append(item)
 
 def show():
     return WORLD

@@ -15,7 +15,7 @@ import pytest
 from agentrl.config.schema import ToolsConfig
 from agentrl.contrib.judges.client import Judge
 from agentrl.contrib.judges.leaf import Verdict, VerdictRequest
-from agentrl.contrib.suites.benchmarks import import_in_place, text_constant
+from agentrl.contrib.suites.benchmarks import import_in_place
 from agentrl.contrib.toolkit.branches import changed_texts
 from agentrl.data.trajectory import StopReason, Task
 from agentrl.env import Message, ToolCall
@@ -142,7 +142,7 @@ def test_what_does_not_load_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"has no {name}.absent"):
         import_in_place(f"{name}.absent", pack, extra="toy")
     with pytest.raises(ConfigError, match="assigns no text to TEXT"):
-        text_constant(pack / "needs.py", "TEXT")
+        load_module(ROOT / "envs/tau2/domains.py").text_constant(pack / "needs.py", "TEXT")
     del sys.modules[name]
 
 
