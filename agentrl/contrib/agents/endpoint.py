@@ -67,7 +67,7 @@ class LocalServer:
     _server: Any = None
     _task: asyncio.Task[None] | None = None
 
-    async def listen(self, app: Any, host: str, port: int, refused: str, inside: Any = None, **options: Any) -> int:
+    async def serve_at(self, app: Any, host: str, port: int, refused: str, inside: Any = None, **options: Any) -> int:
         """Serve the app, with `inside` entered around it; returns the port. Raises ResourceError, which begins with `refused`, if
         it is taken."""
         import uvicorn
@@ -132,7 +132,7 @@ class Endpoint(LocalServer):
         refused = f"cannot listen on {self._host}:{self._port}"
         names = () if self._reached_as is None else (self._reached_as,)
         limits = {"max_body": self._max_body, "timeout_graceful_shutdown": LEAVE_S}
-        self._port = await self.listen(self._app(), self._host, self._port, refused, names=names, **limits)
+        self._port = await self.serve_at(self._app(), self._host, self._port, refused, names=names, **limits)
         exempt(self._reached_as or self._host)
 
     async def close(self) -> None:
@@ -297,7 +297,7 @@ class ToolServer(LocalServer):
         """Raises ResourceError if nothing can listen on the host."""
         manager = self._manager()
         refused = f"agent.host: cannot listen on {self._host}"
-        self._port = await self.listen(self._app(manager), self._host, 0, refused, manager.run())
+        self._port = await self.serve_at(self._app(manager), self._host, 0, refused, manager.run())
 
     async def close(self) -> None:
         """Stop listening; idempotent."""

@@ -65,30 +65,6 @@ def _submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(work, background("remote").loop)
 
 
-class _Pool:
-    """Connections to one server; `busy`: requests on them."""
-
-    def __init__(self, url: str, token: str) -> None:
-        self._made: httpx.AsyncClient | None = None
-        self._url, self._token, self.busy = url, token, 0
-
-    @property
-    def client(self) -> httpx.AsyncClient:
-        """Made at its first use: most runs need few pools."""
-        if self._made is None:
-            token = {"authorization": f"Bearer {self._token}"} if self._token else {}
-            self._made = httpx.AsyncClient(
-                base_url=self._url,
-                headers={"content-type": "application/json", **token},
-                # As many connections as requests that wait: a limit would let slow tools hold up quick ones.
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0),
-                timeout=httpx.Timeout(_GRACE, read=wire.WAIT_SECONDS + _GRACE),
-                verify=_certificates() if self._url.startswith("https") else False,
-                trust_env=False,
-            )
-        return self._made
-
-
 @cache
 def _certificates() -> ssl.SSLContext:
     """Read once: it takes longer than many requests."""
@@ -104,7 +80,23 @@ class Link:
         after_fork(self, Link._begin)
 
     def _begin(self) -> None:
-        self._pools = [_Pool(self.url, self._token) for _ in range(POOLS)]
+        self._clients: dict[int, httpx.AsyncClient] = {}
+        self._busy = [0] * POOLS  # requests on the connections of each
+
+    def _client(self, pool: int) -> httpx.AsyncClient:
+        """The client of a pool, made at its first use: most runs need few pools."""
+        if pool not in self._clients:
+            token = {"authorization": f"Bearer {self._token}"} if self._token else {}
+            self._clients[pool] = httpx.AsyncClient(
+                base_url=self.url,
+                headers={"content-type": "application/json", **token},
+                # As many connections as requests that wait: a limit would let slow tools hold up quick ones.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0),
+                timeout=httpx.Timeout(_GRACE, read=wire.WAIT_SECONDS + _GRACE),
+                verify=_certificates() if self.url.startswith("https") else False,
+                trust_env=False,
+            )
+        return self._clients[pool]
 
     async def ask(self, route: str, body: Mapping[str, Json], watch: Watching, method: str = "POST") -> Json:
         """The answer. Raises RemoteEnvError if the server is not there or does not know the session, and what it refuses as
@@ -118,14 +110,14 @@ class Link:
     async def _send(self, method: str, route: str, content: bytes) -> httpx.Response:
         # The least busy one. httpx looks through all connections of a pool at each request, so one with a thousand would take
         # longer than the episodes do.
-        pool = min(self._pools, key=lambda one: one.busy)
-        pool.busy += 1
+        pool = min(range(POOLS), key=self._busy.__getitem__)
+        self._busy[pool] += 1
         try:
             # A deadline of the whole exchange beside httpx's, which are of each read.
             async with asyncio.timeout(wire.WAIT_SECONDS + 2 * _GRACE):
-                return await pool.client.request(method, route, content=content)
+                return await self._client(pool).request(method, route, content=content)
         finally:
-            pool.busy -= 1
+            self._busy[pool] -= 1
 
     async def _ask(self, route: str, body: Mapping[str, Json], watch: Watching, method: str, patience: float) -> Json:
         content, heard, tries = wire.dumps({**body, "protocol": wire.PROTOCOL}), time.monotonic(), 0

@@ -3,8 +3,8 @@
     python foreign_main.py SCRIPT [ARGUMENT ...]
 
 The functions of SCRIPT answer requests, one JSON object a line: {"call": name, "with": {...}} gives {"value": ...}, or
-{"fault": what it raised, "trace": ...}. SCRIPT sees the arguments as `sys.argv[1:]` while it is loaded, and may import what is
-here by a name that nobody else has: `from agentrl_foreign import beside, steady`.
+{"fault": what it raised, "trace": ...}. SCRIPT sees the arguments as `sys.argv[1:]` while it is loaded, and imports this
+module by a name that nobody else has: `from agentrl_foreign import beside, steady`.
 """
 
 from __future__ import annotations

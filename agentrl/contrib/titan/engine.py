@@ -88,7 +88,6 @@ class TitanEngine(FsdpEngine):
         require_torchtitan()
         from agentrl.contrib.moe.routers import Routing
         from agentrl.contrib.titan.model import (
-            Sharding,
             TitanRouters,
             dims_of,
             family_of,
@@ -110,7 +109,7 @@ class TitanEngine(FsdpEngine):
         made = titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config), cfg.expert_parallel > 1)
         self.layout = Layout.of(cfg, self.device, dist.get_world_size())  # which ranks share tokens; the meshes are torchtitan's
         dims = dims_of(cfg, self.device)
-        self.module = sharded_decoder(family, made, dims, Sharding(self.compute_dtype, self.checkpoints))
+        self.module = sharded_decoder(family, made, dims, self.compute_dtype, self.checkpoints)
         self._names = hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
         routers = TitanRouters(self.module)
         self.routing = Routing(routers, self.layout.ulysses) if len(routers) else None

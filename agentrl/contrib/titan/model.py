@@ -407,14 +407,6 @@ BACKEND = "partial_dtensor"
 """Parameters as DTensors, which can be gathered and saved like those of FSDP2; with torchtitan's default they are plain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """Sharding that torchtitan is asked for: the type of the computation, and whether layers compute their activations twice."""
-
-    dtype: torch.dtype
-    checkpoints: bool
-
-
 def dims_of(cfg: ModelConfig, device: torch.device) -> ParallelDims:
     """torchtitan's meshes over all ranks."""
     world = dist.get_world_size()
@@ -427,9 +419,10 @@ def dims_of(cfg: ModelConfig, device: torch.device) -> ParallelDims:
     return found
 
 
-def sharded_decoder(family: Family, config: Any, dims: ParallelDims, asked: Sharding) -> nn.Module:
-    """The model on the meta device, with torchtitan's names. Gradients are summed over the ranks, in float32."""
-    name = str(asked.dtype).removeprefix("torch.")
+def sharded_decoder(family: Family, config: Any, dims: ParallelDims, dtype: torch.dtype, checkpoints: bool) -> nn.Module:
+    """The model on the meta device, with torchtitan's names. Gradients are summed over the ranks, in float32. `dtype`: of the
+    computation; `checkpoints`: layers compute their activations twice."""
+    name = str(dtype).removeprefix("torch.")
     with torch.device("meta"):
         decoder: nn.Module = type("TitanDecoder", (LogprobDecoder, family.model), {})(config)
     family.parallelize(
@@ -438,7 +431,7 @@ def sharded_decoder(family: Family, config: Any, dims: ParallelDims, asked: Shar
         training=TrainingConfig(mixed_precision_param=name),
         parallelism=ParallelismConfig(spmd_backend=BACKEND),
         compile_config=CompileConfig(),
-        ac_config=FullAC.Config(preserve_rng_state=False) if asked.checkpoints else None,
+        ac_config=FullAC.Config(preserve_rng_state=False) if checkpoints else None,
         dump_folder="",
     )
     if dims.tp > 1:
