@@ -4,7 +4,7 @@
 
 The functions of SCRIPT answer requests, one JSON object a line: {"call": name, "with": {...}} gives {"value": ...}, or
 {"fault": what it raised, "trace": ...}. SCRIPT sees the arguments as `sys.argv[1:]` while it is loaded, and imports this
-module by a name that nobody else has: `from agentrl_foreign import beside, steady`.
+module by a name that nobody else has: `from agentrl_foreign import steady`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import pytest
 from agentrl.config.schema import Choice, ToolsConfig
 from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.remote_envs import wire
-from agentrl.contrib.remote_envs.client import Link, RemoteEnv
+from agentrl.contrib.remote_envs.client import POOLS, Link, RemoteEnv
 from agentrl.contrib.remote_envs.server import EnvOffer, _open_socket
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.data.trajectory import StopReason, Trajectory
@@ -135,8 +135,8 @@ async def test_a_request_whose_answer_is_lost_is_done_once(key_value: Running) -
     there = Link(key_value.url, TOKEN)
     await there.ask("/v1/describe", {"env": {"id": "key_value"}}, lambda seen: None)
     transport = Lossy()
-    for pool in there._pools:
-        pool.client._transport = transport
+    for pool in range(POOLS):
+        there._client(pool)._transport = transport
     one, two = EnvRef("key_value", {"calls": 2}).build(), RemoteEnv(there, Asked("key_value"))
     for env in (one, two):
         await env.areset(seed=4)
