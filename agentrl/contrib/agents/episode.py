@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -61,11 +60,7 @@ class EpisodeEngine(Engine):
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
         ids = list(token_ids)
-        ask = partial(self._stream, ids, request_key, told)
-        return await self._episode.sample(ask, ids, sampling, request_key)
-
-    async def _stream(self, ids: Sequence[int], key: str, told: Told, sampling: Sampling) -> Generation:
-        return await self._engine.stream(ids, sampling, key, told)
+        return await self._episode.sample(lambda s: self._engine.stream(ids, s, request_key, told), ids, sampling, request_key)
 
     def refusal(self, sampling: Sampling) -> str:
         return self._engine.refusal(sampling)

@@ -168,10 +168,8 @@ class LostError(RemoteEnvError):
         self.boot = boot
 
 
-@lru_cache(maxsize=64)
-def link_to(url: str, token: str) -> Link:
-    """The link of this process to a server."""
-    return Link(url, token)
+link_to = lru_cache(maxsize=64)(Link)
+"""The link of this process to a server: its URL, and the token."""
 
 
 def _message(answer: httpx.Response) -> str:
