@@ -42,7 +42,7 @@ PARTS = {
         "lexers/python.py",
     ]
 }  # fmt: skip
-OWN = ("talk", "runner")
+OWN = ("policy", "runner")
 GRACE = 30.0
 """Seconds outside of tests: to start, to import pytest, to report."""
 REPORT = 1 << 20
@@ -132,10 +132,8 @@ def _source(name: str) -> str:
 @cache
 def _program() -> str:
     """The program of the code's process, which has no archive: nothing of pytest is in it."""
-    parts = {"talk": _source("talk"), "policy": _source("policy")}
-    start = 'spaces["policy"]["main"](spaces["talk"]["Talk"](int(sys.argv[1]), int(sys.argv[2])))'
-    run = "for name, text in parts.items(): exec(compile(text, name, 'exec'), spaces.setdefault(name, {'__name__': name}))"
-    return f"import sys\nparts = {parts!r}\nspaces = {{}}\n{run}\n{start}\n"
+    run = "exec(compile(text, 'policy', 'exec'), space)\nspace['main'](space['Talk'](int(sys.argv[1]), int(sys.argv[2])))"
+    return f"import sys\ntext, space = {_source('policy')!r}, {{'__name__': 'policy'}}\n{run}\n"
 
 
 @cache

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentrl.contrib.sandboxes.code_tests.talk import Talk
+from agentrl.contrib.sandboxes.code_tests.policy import Talk
 
 PR_SET_DUMPABLE = 4
 BEGUN = b"begun\n"
