@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from agentrl.contrib.remote_envs.server import open_socket
 from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
 from agentrl.data.images import Image
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.base import ToolEnv
 from agentrl.env.toolbox import error_text
 from agentrl.env.tools import Tool
-from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError
+from agentrl.utils.errors import AgentrlError, DependencyError, EnvError
 from agentrl.utils.parsing import json_text
 
 HOST = "127.0.0.1"
@@ -136,17 +136,9 @@ def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
     asyncio.run(_serve(env, seed, split, port))
 
 
-def _open_socket(port: int) -> socket.socket:
-    """A socket on 127.0.0.1:`port`. Raises ConfigError if the port is not available."""
-    try:
-        return socket.create_server((HOST, port))
-    except (OSError, OverflowError) as problem:
-        raise ConfigError(f"--http {port}: cannot listen on {HOST}:{port}: {problem}; try another port") from problem
-
-
 async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
     served = Served(env, seed, split)
-    listener = None if port is None else _open_socket(port)
+    listener = None if port is None else open_socket(HOST, port, "--http")
     server = build_server(served, await opening(served))
     try:
         if listener is None:

@@ -165,7 +165,7 @@ class HttpServer:
             raise DependencyError("agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
         import uvicorn
 
-        self.app, self._listener = app, _open_socket(host, port)
+        self.app, self._listener = app, open_socket(host, port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._listener.getsockname()[1]}"
         config = uvicorn_config(
@@ -217,14 +217,15 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EA
 """Error numbers of an address of no interface, and of a name that is not found."""
 
 
-def _open_socket(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int, option: str = "--port") -> socket.socket:
+    """Raises ConfigError if the port cannot be had; `option`: the command's that names it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=4096)
     except (OSError, OverflowError) as problem:
         if isinstance(problem, OSError) and problem.errno in _NOT_HERE:
             raise ConfigError(f"--host {host}: no address of this machine: {problem}") from problem
-        raise ConfigError(f"--port {port}: cannot listen on {host}:{port}: {problem}; try another port") from problem
+        raise ConfigError(f"{option} {port}: cannot listen on {host}:{port}: {problem}; try another port") from problem
     # Connections inherit it. asyncio sets it only on sockets that name their protocol; without it an answer, which is written in
     # two parts, waits 40 ms for the client's acknowledgement of the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -23,7 +23,7 @@ from agentrl.config.schema import Choice, ToolsConfig
 from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import POOLS, Link, RemoteEnv
-from agentrl.contrib.remote_envs.server import EnvOffer, _open_socket
+from agentrl.contrib.remote_envs.server import EnvOffer, open_socket
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, ToolEnv, tool
@@ -265,7 +265,7 @@ async def test_a_silent_session_is_closed_and_says_so() -> None:
 
 def test_an_answer_does_not_wait_for_the_clients_acknowledgement() -> None:
     """An answer is written in two parts; without this option of the connections each costs 40 ms (17 turns a second, not 350)."""
-    with _open_socket("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with open_socket("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         connection.close()
@@ -546,4 +546,4 @@ def test_wrong_parameters_of_a_teacher_are_a_mistake_of_the_user(key_value: Runn
 def test_an_address_that_is_not_this_machines_is_no_fault_of_the_port() -> None:
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=rf"^--host {host}: no address of this machine: "):
-            _open_socket(host, 0)
+            open_socket(host, 0)
