@@ -106,9 +106,12 @@ def pack_columns(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
 
 
 def unpack_columns(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """The columns of a `packed` ledger. Raises ValueError if its parts differ in length."""
+    """The columns of a `packed` ledger. Raises ValueError if parts differ in length, OverflowError for a huge span."""
+    token_ids = _decode_array(row["token_ids"], "<i4")
     # The shape is said, because an empty list would become a table without columns.
     spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
+    if spans[:, 0].sum() != len(token_ids):  # before they are written out: a damaged digit would take all memory
+        raise ValueError(f"ledger columns differ in length: {spans[:, 0].sum()} tokens in spans, {len(token_ids)} token_ids")
     turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
     sampled = versions >= 0
     found = _decode_array(row["logprobs"], "<f4")
@@ -116,13 +119,7 @@ def unpack_columns(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
         raise ValueError(f"ledger columns differ in length: {int(sampled.sum())} sampled tokens, {len(found)} logprobs")
     logprobs = np.zeros(len(sampled), dtype=np.float32)
     logprobs[sampled] = found
-    return {
-        "token_ids": _decode_array(row["token_ids"], "<i4"),
-        "sampled": sampled,
-        "logprobs": logprobs,
-        "versions": versions,
-        "turns": turns,
-    }
+    return {"token_ids": token_ids, "sampled": sampled, "logprobs": logprobs, "versions": versions, "turns": turns}
 
 
 def packed_experts(experts: npt.NDArray[Any] | None) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def parse_row(path: str, number: int, line: str) -> Trajectory:
     """One row as a Trajectory. Raises UserError with file and line for a row of another shape."""
     try:
         return Trajectory.from_json(read_json(line))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"[:200]
         raise UserError(
             f"{path}:{number}: not a trajectory ({what}); expected a row as a run writes them to its trajectories/ folder"

@@ -208,7 +208,7 @@ def episode_of(line: str | bytes, where: str) -> Trajectory:
     """A row of a trajectory file. Raises RunFolderError, which begins with `where`, for anything else."""
     try:
         return Trajectory.from_json(read_json(line))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as problem:
         what = f"{type(problem).__name__}: {problem}"[:200]
         raise RunFolderError(f"{where}: not an episode of this version of agentrl: {what}") from None
 

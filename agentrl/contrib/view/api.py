@@ -216,7 +216,8 @@ class Api:
         with self._index(one) as db:
             row = episodes_of.find(db, episode)
             found = episodes_of.stored_row(one.run, row)
-            out = {**queries.episode_row(row, self._high(db, ident)), **episodes_of.detail(found, row, db)}
+            with episodes_of.name_damage(one.run, row):
+                out = {**queries.episode_row(row, self._high(db, ident)), **episodes_of.detail(found, row, db)}
         out["signs"] = {name: row[name] for name in ("gold_answer", "gold_calls", "repeated", "judge")}
         return out | state_diff(RunRecord(one.run.path), found, self._envs)
 
@@ -227,7 +228,8 @@ class Api:
         limit = queries.whole(asked, "limit", 4000, 1, tokens.MOST)
         with self._index(one) as db:
             row = episodes_of.find(db, episode)
-        return tokens.columns(RunRecord(one.run.path), row, episodes_of.stored_row(one.run, row), ledger, offset, limit)
+        with tokens.name_damage(one.run, row):
+            return tokens.columns(RunRecord(one.run.path), row, tokens.stored_row(one.run, row), ledger, offset, limit)
 
     def groups(self, ident: str, asked: Asked) -> Json:
         _only(asked, "step", "limit", "offset")

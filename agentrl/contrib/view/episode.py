@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 from agentrl.contrib.view.queries import COLUMNS, FROM, NotFoundError
 from agentrl.data.images import by_digest
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.run.reader import EpisodeFile, RunRecord, episode_of, token_columns
+from agentrl.data.trajectory import Trajectory
+from agentrl.run.reader import EpisodeFile, RunRecord, token_columns
 from agentrl.utils.errors import RunFolderError, UserError
 from agentrl.utils.files import open_plain
 from agentrl.utils.parsing import read_json
@@ -28,12 +29,12 @@ MOST = 20_000
 def columns(run: RunRecord, row: sqlite3.Row, found: Mapping[str, Json], at: int, offset: int, limit: int) -> dict[str, Json]:
     """Tokens `offset` to `offset + limit` of ledger `at` of an episode. Numbers are null for a token that has none. Raises
     UserError for a ledger that there is not."""
-    ledgers = episode_of(json.dumps(found), row["id"]).ledgers
+    ledgers = Trajectory.from_json(found).ledgers
     if not 0 <= at < len(ledgers):
         raise UserError(f"ledger={at}: the episode has {len(ledgers)} ledgers")
     ledger, part = ledgers[at], slice(offset, offset + limit)
     sampled = ledger.sampled
-    trained = _trained_tokens(run, row, ledgers, at)
+    trained, lost = _trained_tokens(run, row, ledgers, at)
     ids = ledger.token_ids[part].tolist()
     texts, why = _texts(run, ids)
     out = {
@@ -48,6 +49,7 @@ def columns(run: RunRecord, row: sqlite3.Row, found: Mapping[str, Json], at: int
         "total": len(ledger),
         "offset": offset,
         "text_problem": why,
+        "trained_problem": lost,
     }
     if trained is not None:
         out["advantage"] = _on(sampled, trained[0])[part]
@@ -63,17 +65,21 @@ def _on(sampled: Any, values: Any) -> list[float | int | None]:
     return out
 
 
-def _trained_tokens(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], at: int) -> Any:
-    """Advantages and ratios, if the run wrote them of this episode."""
+def _trained_tokens(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], at: int) -> tuple[Any, str | None]:
+    """Advantages and ratios, if the run wrote them of this episode; or why its row cannot be read."""
     path = run.folder.tokens / f"{row['id'].rpartition('.')[0]}.jsonl"
     try:
         stat = path.stat()
-        start, stop = _lines(path, stat.st_ino, stat.st_size)[row["row"] : row["row"] + 2]
+        place = _lines(path, stat.st_ino, stat.st_size)[row["row"] : row["row"] + 2]
+        if len(place) < 2:
+            return None, None  # not written yet
         with open_plain(path) as file:
-            file.seek(start)
-            return token_columns(read_json(file.read(stop - start)), ledgers, at)
-    except (OSError, KeyError, TypeError, ValueError, IndexError):
-        return None  # no such file, or one of another version or run: unknown
+            file.seek(place[0])
+            return token_columns(read_json(file.read(place[1] - place[0])), ledgers, at), None
+    except FileNotFoundError:
+        return None, None
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as fault:  # of another version, too
+        return None, f"{path}:{row['row'] + 1}: {type(fault).__name__}: {fault}"[:300]
 
 
 @functools.lru_cache(maxsize=64)
@@ -197,6 +203,16 @@ def stored_row(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
     except (OSError, ValueError):
         pass
     raise RunFolderError(f"{file.path}: it was written anew meanwhile; ask again")
+
+
+@contextmanager
+def name_damage(run: RunRecord, row: sqlite3.Row) -> Iterator[None]:
+    """Raise RunFolderError, with the file and the line, for an episode's row of another shape."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as fault:
+        where = f"{file_of(run, row['id'].rpartition('.')[0]).path}:{row['row'] + 1}"
+        raise RunFolderError(f"{where}: damaged: {type(fault).__name__}: {fault}"[:300]) from None
 
 
 def file_of(run: RunRecord, name: str) -> EpisodeFile:

@@ -82,7 +82,7 @@ def features_of(row: Mapping[str, Json]) -> Features:
             "judged": judge_value(row)[0],
             "did": judge_value(row)[1],
         },
-        (env, str(task["id"]), task.get("seed")),
+        (env, str(task["id"]), _whole(task.get("seed") or 0)),
         Counter(clean(str(call.get("name"))) for call in made_calls(row)),
         {clean(str(result["error"])) for result in results if result.get("error") is not None},
         terms,

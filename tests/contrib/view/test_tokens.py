@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import agentrl.trainer
 from agentrl.contrib.view.api import Api
 from agentrl.contrib.view.library import Library
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.run.reader import token_lines
+from agentrl.run.reader import check_of, token_lines
 from tests.contrib.view.test_api import client
 from tests.run import damage
 from tests.run.made_folders import episode, run_folder, unscored
@@ -105,3 +106,48 @@ def test_text_by_the_runs_tokenizer_also_of_characters_of_several_tokens(tmp_pat
     found = asking.ask("/runs/r/episodes/step_000001.0/tokens?offset=8")
     assert "".join(found["text"]) == "get 4 ü" and len(found["text"]) == len(ids)
     assert found["text"][-2:] == ["", "ü"] and found["text_problem"] is None
+
+
+@pytest.mark.parametrize(
+    "at, value, cause",
+    [
+        (("turns", 0, "index"), [1], "TypeError: unhashable"),
+        (("turns", 0, "seconds"), "x", "TypeError: unsupported operand"),
+        (("messages", 0), {}, "KeyError: 'role'"),
+        (("ledgers", 0, "spans", 0, 0), 10**30, "OverflowError: Python int too large"),
+        (
+            ("ledgers", 0, "spans", 0, 0),
+            10**10,
+            "ValueError: ledger columns differ in length: 10000000005 tokens in spans, 8 token_ids",
+        ),
+        (("task", "seed"), {"a": 1}, "TypeError: int()"),
+    ],
+)
+def test_a_damaged_row_is_named_and_hides_no_other(tmp_path: Path, at: tuple[Any, ...], value: Any, cause: str) -> None:
+    folder = run_folder(tmp_path / "r", {"step_000001": [episode(1, 0), episode(2, 0)]})
+    path = folder.trajectories / "step_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    part = rows[0]
+    for key in at[:-1]:
+        part = part[key]
+    part[at[-1]] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asking = client(tmp_path)
+    found = [asking.get(f"/api/runs/r/episodes/step_000001.0{more}") for more in ("", "/tokens")]
+    said = [answer.json()["error"] for answer in found if answer.status_code != 200]
+    assert {answer.status_code for answer in found} <= {200, 400, 404} and said
+    assert any(cause in one and ("step_000001.jsonl:1: " in one or "step_000001.jsonl: row 1: " in one) for one in said)
+    assert asking.ask("/runs/r/episodes/step_000001.1")["task_seed"] == 2
+    assert len(asking.ask("/runs/r/episodes/step_000001.1/tokens")["id"]) == 8
+
+
+@pytest.mark.parametrize(
+    "row", ["[1]", '{"check": 1', '{"check": CHECK, "ledgers": [{"advantage": 1%s, "log_ratio": null}]}' % ("0" * 400)]
+)
+def test_a_damaged_row_of_a_token_file_is_named_and_the_tokens_stay(tmp_path: Path, row: str) -> None:
+    members = [episode(1, 0)]
+    folder = run_folder(tmp_path / "r", {"step_000001": members})
+    folder.write_tokens("step_000001", iter([row.replace("CHECK", str(check_of(members[0].ledgers))) + "\n"]))
+    found = client(tmp_path).ask("/runs/r/episodes/step_000001.0/tokens")
+    assert found["id"][:3] == [1, 2, 3] and found["advantage"] is None
+    assert "tokens/step_000001.jsonl:1: " in found["trained_problem"]

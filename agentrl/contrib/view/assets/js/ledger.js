@@ -46,6 +46,7 @@ export function Ledger({ run, id, ledgers, query, onQuery }) {
   };
   const seen = useMemo(() => facts(Object.values(known)), [known]);
   const problem = Object.values(known).find((columns) => columns.text_problem)?.text_problem;
+  const lost = Object.values(known).find((columns) => columns.trained_problem)?.trained_problem;
   const missing = Object.keys(known).length > 0 && (mode === "advantage" ? !seen.advantage : mode === "ratio" && !seen.ratio);
   if (!ledgers.length) return html`<p class="empty">No tokens were recorded: the episode was played by an API or by a program.</p>`;
   return html`<div class="stack" style=${{ gap: 0 }}>
@@ -57,7 +58,7 @@ export function Ledger({ run, id, ledgers, query, onQuery }) {
       <${Scale} mode=${mode} seen=${seen} theme=${isDark ? "dark" : "light"} />
       <span class="muted small">${number(total)} tokens, ${number(ledgers[which].sampled)} sampled</span>
     </div>
-    ${missing && html`<div class="notice warn" style=${{ margin: "8px 12px" }}>The ${mode} of these tokens is not recorded: it is known of episodes that were trained on, in runs that keep it.</div>`}
+    ${missing && html`<div class="notice warn" style=${{ margin: "8px 12px" }}>The ${mode} of these tokens is not recorded: it is known of episodes that were trained on, in runs that keep it.${lost && html` Its row is damaged: ${pieces(lost)}`}</div>`}
     ${problem && html`<div class="notice" style=${{ margin: "8px 12px" }}><span>Numbers of tokens instead of their text: ${pieces(problem)}</span></div>`}
     ${error && html`<${Failed} error=${error} again=${() => setError(null)} />`}
     <div class="ledger" dir="ltr" onMouseOver=${(event) => setTip(hovered(event, known))} onMouseLeave=${() => setTip(null)}>
