@@ -7,6 +7,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -46,11 +47,9 @@ CALL_SCHEMA: dict[str, Json] = {
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _SPLIT_NAMES = {
-    "train": "train",
-    "heldout": "heldout",
-    "test": "heldout",
-    "validation": "validation",
-    "dev": "validation",
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("heldout", "held", "holdout", "test", "testing", "eval", "evaluation"), "heldout"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
 
 ToTask = Callable[[Mapping[str, Json]], tuple[Mapping[str, Json], Mapping[str, Json]]]
@@ -128,7 +127,7 @@ def load_tasks(
     by default those are its keys `data` and `gold`. `settle` takes
     the nulls from a row, given whether it is a table's, which has each column in each row; by default a null of a table stays
     only where the schema requires the key and takes null. A row's split is its `split_column`, else the one in the
-    name of the file or folder (train, test, heldout, validation, dev; "test" counts as "heldout"), else a
+    first or last word of the file's or folder's name (train, test, heldout, validation, ...; "test" counts as "heldout"), else a
     hash of its content puts an eighth of the rows into "heldout".
 
     `family_column`: the column with a row's task family, which then is also in the task's data as "family". Rows without a
@@ -178,11 +177,12 @@ def _files(place: Path) -> list[Path]:
 
 
 def _split_of_name(file: Path, place: Path) -> str | None:
-    """By the first word of the name of the file, or of a folder between `place` and the file."""
+    """By the first or last word of the name of the file, or of a folder between `place` and the file."""
     for part in (file.stem, *(p.name for p in file.parents if place in p.parents)):
-        word = part.replace("_", "-").partition("-")[0].lower()
-        if word in _SPLIT_NAMES:
-            return _SPLIT_NAMES[word]
+        words = re.findall("[a-z]+", part.lower()) or [""]
+        for word in (words[0], words[-1]):
+            if word in _SPLIT_NAMES:
+                return _SPLIT_NAMES[word]
     return None
 
 
@@ -256,8 +256,11 @@ def _row(
     own = raw.get(split_column)
     if own is not None and not isinstance(own, str):
         raise TaskDataError(f"{where}: field {split_column}: expected a string, got {own!r}")
-    split = _SPLIT_NAMES.get(own, own) if own is not None else named or ""
-    row = Row(where, "", split, float(raw.get("weight", 1.0)), data, gold)
+    split = _SPLIT_NAMES.get(own.strip().lower(), own) if own is not None else named or ""
+    weight = raw.get("weight", 1.0)
+    if not weight < 1e300:  # JSON as Python reads it has NaN, which no bound of a schema refuses
+        raise TaskDataError(f"{where}: field weight: expected a finite number, got {weight!r:.40}")
+    row = Row(where, "", split, float(weight), data, gold)
     return replace(row, id=str(raw.get("id", _content_id(row))))
 
 

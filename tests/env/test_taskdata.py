@@ -44,6 +44,21 @@ def test_splits_by_column_by_name_and_by_hash(tmp_path: Path) -> None:
     assert tasks == load_tasks(tmp_path / "c.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("val", "validation"), ("Valid-0", "validation"), ("EVAL", "heldout"), ("held_out", "heldout"), ("retail_test", "heldout"),
+     ("airline-dev", "validation"), ("train.v2", "train"), ("training", "train"), ("a/test/part-0", "heldout")],
+)  # fmt: skip
+def test_names_of_splits_as_people_write_them(tmp_path: Path, name: str, split: str) -> None:
+    """Rows of val.jsonl beside train.jsonl were divided by a hash: seven of eight were trained on."""
+    rows = [row(n) for n in range(40)]
+    write(tmp_path / "d" / "train.jsonl", rows[:3])
+    write(tmp_path / "d" / f"{name}.jsonl", rows[3:])
+    assert {"t3", "t39"} < ids(load_tasks(tmp_path / "d"), split)
+    column = write(tmp_path / "c.jsonl", [{**one, "split": name.upper()} for one in rows])
+    assert load_tasks(column).splits == ((split,) if name in ("val", "EVAL", "training") else (name.upper(),))
+
+
 def test_whole_families_are_held_out(tmp_path: Path) -> None:
     rows = [row(n, family=f"kind {n % 30}") for n in range(300)]
     tasks = load_tasks(write(tmp_path / "a.jsonl", rows), family_column="family")
@@ -88,6 +103,7 @@ NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
         ([row(1), {"id": "t2", "data": {}}], ":2: field (the row): 'gold' is a required property"),
         ([row(1, weight=0)], ":1: field weight"),
         ([row(1, weight="a")], ":1: field weight"),
+        ([row(1, weight=float("nan"))], ":1: field weight: expected a finite number, got nan"),
         ([{**row(1), "data": 3}], ":1: field data: 3 is not of type 'object'"),
         (["[1, 2]"], ":1: field (the row)"),
         ([row(1), row(2), {**row(1), "data": {"q": "other"}}], ":3: field id: 't1' is also the id of"),
