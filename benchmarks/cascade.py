@@ -55,10 +55,10 @@ def measure(groups: int, prompt: int, own: int, queries: int) -> tuple[int, floa
     span = attention.Span(pool, 0, parts, shape.device)
     shared = span.cascade
     assert shared is not None
-    query = torch.randn(rows, KV_HEADS * queries, DIM)
+    query = torch.randn(rows, KV_HEADS * queries, 1, DIM)
     mask = span.mask(AttentionForm(0.2), torch.float32)
     kv = pool.kv[:, 0]
-    plain = seconds(lambda: attention._decode(span, query, span.read_cache(kv), mask, 0.2))
+    plain = seconds(lambda: attention._decode(query, span.read_cache(kv), mask, 0.2))
     once = seconds(lambda: attention._decode_cascade(span, shared, query, kv, mask, 0.2))
     return (rows - groups) * shared.length * shape.token_bytes, 1e6 * plain, 1e6 * once
 

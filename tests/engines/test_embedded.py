@@ -271,7 +271,7 @@ async def _held(engine):
     """Bytes of weights and cache that the engine's tensors hold."""
     batcher, model = engine._running_parts()
     weights = sum(p.untyped_storage().nbytes() for p in model.module.parameters())
-    return weights + sum(pool.kv.untyped_storage().nbytes() for pool in batcher._slots.pools)
+    return weights + sum(pool.kv.untyped_storage().nbytes() for pool in batcher.slots.pools)
 
 
 async def test_nothing_sleeps_while_requests_run(engine):
@@ -291,7 +291,7 @@ async def test_memory_stays_under_its_limit(model_folder):
     async def watch():
         nonlocal most
         while True:
-            most = max(most, sum(pool.kv.nbytes for pool in batcher._slots.pools))
+            most = max(most, sum(pool.kv.nbytes for pool in batcher.slots.pools))
             await asyncio.sleep(0)
 
     watcher = asyncio.ensure_future(watch())

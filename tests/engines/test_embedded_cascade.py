@@ -64,8 +64,9 @@ def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pyt
     )
     query, scale = torch.randn(4, 4, 8), 0.3
     mask = span.mask(AttentionForm(scale), torch.float32)
-    shared = attention._decode_cascade(span, span.cascade, query, pool.kv[:, 0], mask, scale)
-    alone = attention._decode(span, query, span.read_cache(pool.kv[:, 0]), mask, scale)
+    by_row = span.by_row(query)
+    shared = span.flat(attention._decode_cascade(span, span.cascade, by_row, pool.kv[:, 0], mask, scale))
+    alone = span.flat(attention._decode(by_row, span.read_cache(pool.kv[:, 0]), mask, scale))
     wanted = torch.stack([by_hand(query[i], pool.kv[:, 0], row.slot, len(row.tokens), scale) for i, row in enumerate(rows)])
     assert torch.allclose(shared.double(), wanted, atol=1e-6) and torch.allclose(alone.double(), wanted, atol=1e-6)
 

@@ -68,7 +68,7 @@ async def test_a_sleep_gives_the_memory_back_to_other_processes(tmp_path, monkey
     """The allocator is told once everything is freed: weights and cache."""
     engine = EmbeddedEngine(build_model(tmp_path), device="cpu")
     await engine.start()
-    slots = engine._batcher._slots
+    slots = engine._batcher.slots
     sequence = slots.new("a", list(range(40)))
     assert slots._bytes() > 0
     slots.free(sequence)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from agentrl.data.token_ledger import images_in
-from agentrl.engines.embedded.embedded_model import EmbeddedModel, Writing, kind_of
+from agentrl.engines.embedded.embedded_model import EmbeddedModel, kind_of
 from agentrl.engines.embedded.kv_cache import Slots, cache_limit
 from agentrl.engines.embedded.scheduler import Batcher, Drawn, Request
 from agentrl.engines.token_text import Words, check_request
@@ -110,8 +110,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         return self._words.refusal(sampling)
 
     async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
-        self._ready()
-        _, model = self._running_parts()
+        _, model = self._ready()
         check_request(token_ids, sampling, self._context, model.vocab)
         prompt = model.prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
@@ -130,7 +129,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._under_way[request_key] = request
         try:
             async with self._turn:
-                batcher = self._ready()
+                batcher, _ = self._ready()
                 batcher.waiting.append(request)
             self._wake.set()
             return await request.done
@@ -166,7 +165,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._receiver = receiver
 
     async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
-        batcher, model = self._awake()
+        batcher, model = self._running_parts(awake=True)
         if self._receiver is None:
             raise EngineError("no route for weights is attached")
         # Set first, so that any failure below leaves the engine refusing to sample from half-written weights.
@@ -178,12 +177,17 @@ class EmbeddedEngine(Engine, WeightTarget):
                 batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
                 if not batcher.busy:
                     model.drop_images()
-            writing = model.begin_write()
+            weights, arrivals = model.begin_write()
+
+            def load(receiver: Receiver, bucket: Bucket) -> None:
+                for name, tensor in receiver.receive(bucket):
+                    weights[arrivals.check(name, tuple(tensor.shape))].copy_(tensor)
+
             async for bucket in buckets:
-                await in_thread("weights", _take, self._receiver, bucket, writing)
+                await in_thread("weights", load, self._receiver, bucket)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # the trainer fills the bucket again when the next one is asked for
-            writing.arrivals.complete()
+            arrivals.complete()
         except EngineError as problem:
             self._unfit = str(problem)
             raise
@@ -194,7 +198,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._unfit = None
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
-        batcher, model = self._awake()
+        batcher, model = self._running_parts(awake=True)
         async with self._turn:
             model.adapt(adapter)
             batcher.reset()
@@ -205,7 +209,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         async with self._turn:
             if batcher.busy:
                 raise EngineError("the engine cannot sleep while requests are under way")
-            batcher.clear()
+            batcher.reset(free_memory=True)
             model.unload()
             self._asleep, self._unfit = True, "the engine sleeps"
 
@@ -237,8 +241,8 @@ class EmbeddedEngine(Engine, WeightTarget):
             cached_tokens=batcher.cached_tokens,
             sampled_tokens=batcher.sampled_tokens,
             version=batcher.version,
-            kv_used=batcher.kv_used,
-            extra={"steps": batcher.steps, "idle": batcher.idle},
+            kv_used=batcher.slots.used_share,
+            extra={"steps": batcher.steps, "idle": len(batcher.idle)},
         )
 
     async def close(self) -> None:
@@ -271,16 +275,15 @@ class EmbeddedEngine(Engine, WeightTarget):
                 await asyncio.sleep(0)
 
     async def _pass(self, batcher: Batcher) -> None:
+        def advance() -> Drawn:
+            own_threads(self._threads)  # torch's number is that of the thread that sets it
+            return batcher.advance()
+
         try:
-            drawn = await in_thread("engine", self._advance, batcher) if self._apart else batcher.advance()
-            batcher.settle(drawn)
+            batcher.settle(await in_thread("engine", advance) if self._apart else batcher.advance())
         except Exception as problem:  # every caller must be told; nothing is swallowed
             self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
             batcher.reset()
-
-    def _advance(self, batcher: Batcher) -> Drawn:
-        own_threads(self._threads)  # torch's number is that of the thread that sets it
-        return batcher.advance()
 
     def _fail_all(self, reason: str, cause: Exception | None = None) -> None:
         batcher, _ = self._running_parts()
@@ -289,27 +292,20 @@ class EmbeddedEngine(Engine, WeightTarget):
             error.__cause__ = cause
             batcher.fail(request, error)
 
-    def _running_parts(self) -> tuple[Batcher, EmbeddedModel]:
+    def _running_parts(self, awake: bool = False) -> tuple[Batcher, EmbeddedModel]:
         if self._batcher is None or self._model is None:
             raise EngineError("the engine is not started or already closed")
+        if awake and self._asleep:
+            raise EngineError("the engine is asleep; wake its weights before a publish")
         return self._batcher, self._model
 
-    def _awake(self) -> tuple[Batcher, EmbeddedModel]:
-        if self._asleep:
-            raise EngineError("the engine is asleep; wake its weights before a publish")
-        return self._running_parts()
-
-    def _ready(self) -> Batcher:
-        batcher, _ = self._running_parts()
+    def _ready(self) -> tuple[Batcher, EmbeddedModel]:
+        parts = self._running_parts()
         # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
         # moment has done nothing wrong. `_run` fails it if they do not all arrive.
         if self._unfit is not None and not self._arriving:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
-        return batcher
-
-
-def _take(receiver: Receiver, bucket: Bucket, writing: Writing) -> None:
-    writing.add(receiver.receive(bucket))
+        return parts
 
 
 def _stream(seed: int | None) -> np.random.Generator:

@@ -4,9 +4,8 @@ Models without a usable cache and models that take images recompute each prefix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -14,11 +13,12 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from agentrl.data.expert_routing import router_code
 from agentrl.data.images import Image
 from agentrl.engines.embedded import kv_cache as attention
-from agentrl.engines.embedded.kv_cache import AttentionPlan, KvShape, Slots, Span
+from agentrl.engines.embedded.kv_cache import KvShape, Slots, Span
 from agentrl.engines.weights.base import Adapter
 from agentrl.engines.weights.parameters import Arrivals, apply_adapter, expected_parameters
 from agentrl.render.modality import auto_class, modality_in
@@ -33,21 +33,9 @@ ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 # 150,000 in bfloat16, in which logits of 30 resolve 0.125, it exceeds 0.25 between two right kernels.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
+SHAPES = "agentrl_shapes"
+"""transformers' name of an attention that computes nothing, but notes what layers hand to it."""
 INSTEAD = "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
-
-
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """A write of new weights in progress; `arrivals.complete()` ends it."""
-
-    weights: dict[str, Tensor]
-    arrivals: Arrivals
-
-    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            target = self.weights[self.arrivals.check(name, tuple(tensor.shape))]
-            with torch.no_grad():
-                target.copy_(tensor)
 
 
 class EmbeddedModel:
@@ -74,16 +62,19 @@ class EmbeddedModel:
             raise ModelError(f"the embedded engine cannot run {path}: {problem}; {INSTEAD}") from problem
 
     @torch.inference_mode()
-    def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
+    def forward(self, token_ids: list[int], spans: Sequence[Span], last: list[int]) -> Tensor:
         """Float32 logits [len(last), V] after the flat tokens at the indices `last`."""
-        positions = torch.cat([span.positions for span in plan.spans])
-        with attention.attend_by_plan(plan), nullcontext() if self._watch is None else self._watch.watching():
-            output = self.module(
-                input_ids=torch.tensor([token_ids], device=self.device),
-                position_ids=positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=torch.tensor(last, device=self.device),
-            )
+        under_way = attention.SPANS.set(spans)
+        try:
+            with nullcontext() if self._watch is None else self._watch.watching():
+                output = self.module(
+                    input_ids=torch.tensor([token_ids], device=self.device),
+                    position_ids=torch.cat([span.positions for span in spans]).unsqueeze(0),
+                    use_cache=False,
+                    logits_to_keep=torch.tensor(last, device=self.device),
+                )
+        finally:
+            attention.SPANS.reset(under_way)
         logits: Tensor = output.logits[0].float()
         return logits
 
@@ -102,10 +93,10 @@ class EmbeddedModel:
         """Nothing that is kept has images any more."""
         return None
 
-    def begin_write(self) -> Writing:
-        """Start to receive new weights, one bucket at a time."""
+    def begin_write(self) -> tuple[dict[str, Tensor], Arrivals]:
+        """The weights by name, to be written in place as they arrive, and the check of that."""
         self._base.clear()
-        return Writing(self.module.state_dict(), Arrivals(self._expected))
+        return self.module.state_dict(), Arrivals(self._expected)
 
     def unload(self) -> None:
         """Free the parameters' memory, and on a GPU whatever this process has freed before."""
@@ -142,9 +133,9 @@ class EmbeddedModel:
             raise ModelError("no memory for a probe of 9 tokens")
         rows = []
         for count in (len(ids) - 2, 1, 1):
-            plan = AttentionPlan([Span(sequence.pool, 0, [(sequence, count)], self.device)])
+            span = Span(sequence.pool, 0, [(sequence, count)], self.device)
             chunk = ids[sequence.computed : sequence.computed + count]
-            rows.append(self.forward(chunk, plan, list(range(count))))
+            rows.append(self.forward(chunk, [span], list(range(count))))
             sequence.computed += count
         centered = [logits - logits.mean(-1, keepdim=True) for logits in (torch.cat(rows), reference)]
         error = ((centered[0] - centered[1]).norm(dim=-1) / centered[1].norm(dim=-1)).max().item()
@@ -159,7 +150,13 @@ class EmbeddedModel:
         """Arguments that the layers hand to their attention function: configs name it in many ways, and latent attention in
         none."""
         found: dict[int, tuple[int, int, int]] = {}
-        self.module.set_attn_implementation(attention.note_shapes(found))
+
+        def note(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+            found[module.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+        AttentionInterface.register(SHAPES, note)
+        self.module.set_attn_implementation(SHAPES)
         self.module(input_ids=ids, use_cache=False)
         self.module.set_attn_implementation(attention.NAME)
         # The check of numbers alone would not see state that changes them little, as that of an untrained convolution.
@@ -212,32 +209,22 @@ class RecomputedModel(EmbeddedModel):
         self.shape = KvShape(layers=1, heads=1, head_dim=1, dtype=torch.float32, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
+    def forward(self, token_ids: list[int], spans: Sequence[Span], last: list[int]) -> Tensor:
         """As EmbeddedModel's: float32 logits [len(last), V] after the flat tokens at the indices `last`."""
         ids = torch.tensor(token_ids, dtype=torch.float32, device=self.device)
-        wanted, found = set(last), {}
-        for span in plan.spans:
+        found = {}
+        for span in spans:
             held = span.pool.kv[0, 0, :, 0, :, 0]
             held[span.token_slots, span.positions] = ids[span.offset : span.offset + span.tokens]
-            for place in _ends(span):
-                if place in wanted:
-                    slot, stop = span.token_slots[place - span.offset], int(span.positions[place - span.offset]) + 1
-                    found[place] = self.after(held[slot, :stop].long())
+            for place in last:
+                if 0 <= (at := place - span.offset) < span.tokens:
+                    found[place] = self.after(held[span.token_slots[at], : int(span.positions[at]) + 1].long())
         return torch.stack([found[place] for place in last])
 
     def after(self, ids: Tensor) -> Tensor:
         """Float32 logits [V] after the ids [T]."""
         logits: Tensor = self.module(input_ids=ids[None], use_cache=False).logits[0, -1]
         return logits.float()
-
-
-def _ends(span: Span) -> list[int]:
-    """The flat index of the last token of each of a span's sequences."""
-    slots = span.token_slots
-    final = torch.ones(len(slots), dtype=torch.bool)
-    final[:-1] = (slots[1:] != slots[:-1]).cpu()
-    ends: list[int] = (final.nonzero().squeeze(1) + span.offset).tolist()
-    return ends
 
 
 def kind_of(path: str, cache: bool, trust: bool) -> type[EmbeddedModel]:

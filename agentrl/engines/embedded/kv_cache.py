@@ -6,9 +6,7 @@ attention function that transformers' models call."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -124,14 +122,12 @@ class Pool:
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
-    def vacate(self) -> None:
-        """Free every slot; the memory stays allocated, since the next sequences need it at once."""
+    def clear(self, free_memory: bool = True) -> None:
+        """Free every slot, and their memory, unless the next sequences need it at once."""
+        if free_memory:
+            self.kv = self._zeros(0)
+            self._copies = self.kv.flatten()
         self._free = list(range(self.slots))
-
-    def clear(self) -> None:
-        """Free the memory; only for a pool without used slots."""
-        self.kv, self._free = self._zeros(0), []
-        self._copies = self.kv.flatten()
 
     def _zeros(self, slots: int) -> Tensor:
         # Zeros rather than uninitialized memory: masked positions still enter a product, and 0 x NaN is NaN.
@@ -179,15 +175,9 @@ class Slots:
         sequence.pool.give(sequence.slot)
 
     def reset(self, wipe: bool) -> None:
-        """Forget everything; existing sequences become invalid. `wipe`: the cached values may not be finite."""
+        """Forget everything; existing sequences become invalid. `wipe`: free the memory, or the values may not be finite."""
         for pool in self.pools:
-            pool.vacate()
-            if wipe:
-                pool.clear()
-
-    def clear(self) -> None:
-        """Forget everything and free the memory."""
-        self.reset(wipe=True)
+            pool.clear(free_memory=wipe)
 
     def _room(self, length: int) -> Pool | None:
         """The smallest pool with a free slot of that length; None if memory allows none."""
@@ -378,44 +368,31 @@ def cascade_of(sequences: Seq[CachedSequence], rows: Seq[int], count: int, shape
     where keys and values are not read by plain products."""
     if shape.device.type != "cpu" or shape.dtype != torch.float32:
         return None
-    blocks = _depth(sequences)
-    if not blocks:
+    # The number of blocks in which most tokens are shared, counted once for each row but the first of its group.
+    best, blocks = 0, 0
+    for number in range(1, min(len(sequence.blocks) for sequence in sequences) + 1):
+        saved = (len(sequences) - len({sequence.blocks[number - 1] for sequence in sequences})) * number
+        if saved > best:
+            best, blocks = saved, number
+    length = blocks * BLOCK
+    if not blocks or best * BLOCK * shape.token_bytes // shape.layers < WORTH:
         return None
     groups: dict[int, list[int]] = {}
     for at, sequence in enumerate(sequences):
         groups.setdefault(sequence.blocks[blocks - 1], []).append(at)
-    length = blocks * BLOCK
-    if (len(sequences) - len(groups)) * length * shape.token_bytes // shape.layers < WORTH:
-        return None
-    for members in groups.values():
-        first = sequences[members[0]].tokens[:length]
+    size = max(map(len, groups.values()))
+    place, padded, leaders = [0] * count, list[int](), list[int]()
+    for number, members in enumerate(groups.values()):
+        leader = sequences[members[0]]
         # Hashes may collide, and an episode's history may have been rewritten since its prompt was hashed.
-        if any(len(sequences[at].tokens) <= length or sequences[at].tokens[:length] != first for at in members):
+        tokens = leader.tokens[:length]
+        if any(len(sequences[at].tokens) <= length or sequences[at].tokens[:length] != tokens for at in members):
             return None
-    return _laid_out([[rows[at] for at in members] for members in groups.values()], sequences, groups, length, count, shape)
-
-
-def _depth(sequences: Seq[CachedSequence]) -> int:
-    """The number of blocks in which most tokens are shared, counted once for each row but the first of its group."""
-    deepest = min(len(sequence.blocks) for sequence in sequences)
-    best, depth = 0, 0
-    for number in range(1, deepest + 1):
-        saved = (len(sequences) - len({sequence.blocks[number - 1] for sequence in sequences})) * number
-        if saved > best:
-            best, depth = saved, number
-    return depth
-
-
-def _laid_out(
-    placed: list[list[int]], sequences: Seq[CachedSequence], groups: dict[int, list[int]], length: int, count: int, shape: KvShape
-) -> Cascade:
-    size = max(len(members) for members in placed)
-    place = [0] * count
-    for number, members in enumerate(placed):
-        for at, row in enumerate(members):
+        leaders.append(leader.slot)
+        placed = [rows[at] for at in members]
+        for at, row in enumerate(placed):
             place[row] = number * size + at
-    padded = [row for members in placed for row in (*members, *[members[-1]] * (size - len(members)))]
-    leaders = [sequences[members[0]].slot for members in groups.values()]
+        padded += [*placed, *[placed[-1]] * (size - len(placed))]
     order = None if padded == list(range(count)) else torch.tensor(padded, device=shape.device)
     return Cascade(length, leaders, order, torch.tensor(place, device=shape.device))
 
@@ -423,7 +400,6 @@ def _laid_out(
 # Attention over cache slots
 
 NAME = "agentrl_slots"
-SHAPES = "agentrl_shapes"
 
 
 class Span:
@@ -443,46 +419,48 @@ class Span:
         self.longest = max(start + count for start, count in zip(first, counts, strict=True))
         self.slots = torch.tensor(slots, device=device)
         self.starts = torch.tensor(first, device=device)
-        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+        self.view: slice | None = None
+        self.scatter: Tensor | None = None
         self.cascade: Cascade | None = None
-        if self.width == 1:
-            self._lay_out_decode(slots)
-            self.cascade = self._plan_sharing([sequence for sequence, _ in parts], slots)
-        else:
-            self._lay_out_prefill(counts)
-
-    def _lay_out_decode(self, slots: list[int]) -> None:
-        """One token per row. If most slots between the lowest and the highest take part, all of them do (the
-        idle ones attend to position 0 and are dropped), so that keys and values are read in place."""
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+        if self.width > 1:
+            lengths, steps = torch.tensor(counts, device=device), torch.arange(self.width, device=device)
+            self.real = steps < lengths.unsqueeze(1)
+            self.padded = torch.where(self.real, (lengths.cumsum(0) - lengths).unsqueeze(1) + steps, 0)
+            self.token_slots = self.slots.repeat_interleave(lengths)
+            self.positions = (self.starts.unsqueeze(1) + steps)[self.real]
+            return
         self.token_slots, self.positions = self.slots, self.starts
-        # A contiguous range of slots is a view, while a gather copies the cache of every row in every layer; fewer idle
-        # rows than busy ones cost less than that copy.
+        # A contiguous range of slots is a view, while a gather copies the cache of every row in every layer. So if most slots
+        # between the lowest and the highest take part, all of them do: idle ones attend to position 0 and are dropped.
         reach = slots[-1] + 1 - slots[0]
-        self.view = slice(slots[0], slots[-1] + 1) if reach < 2 * len(slots) else None
-        self.scatter = None if self.view is None or reach == len(slots) else self.slots - slots[0]
-        if self.scatter is not None:
-            self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
-
-    def _plan_sharing(self, sequences: list[CachedSequence], slots: list[int]) -> Cascade | None:
-        """Plan for sharing the rows' prompts; made once for as long as they are the same."""
-        found: Cascade | None
-        held, at, found = self.pool.cascade
-        # A sequence gets a new list with each turn, in which its history may have been rewritten.
-        tokens = [sequence.tokens for sequence in sequences]
-        if at != slots or any(a is not b for a, b in zip(held, tokens, strict=False)):
+        if reach < 2 * len(slots):
+            self.view = slice(slots[0], slots[-1] + 1)
+            if reach > len(slots):
+                self.scatter = self.slots - slots[0]
+                self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
+        # How rows share their prompts is planned once for as long as they are the same: a sequence gets a new list of tokens
+        # with each turn, in which its history may have been rewritten.
+        held, at, self.cascade = pool.cascade
+        sequences = [sequence for sequence, _ in parts]
+        if at != slots or any(sequence.tokens is not one for sequence, one in zip(sequences, held, strict=False)):
             rows = list(range(len(slots))) if self.scatter is None else [slot - slots[0] for slot in slots]
-            found = cascade_of(sequences, rows, len(self.starts), self.pool.shape)
-            self.pool.cascade = tokens, slots, found
-        return found
+            self.cascade = cascade_of(sequences, rows, len(self.starts), pool.shape)
+            pool.cascade = [sequence.tokens for sequence in sequences], slots, self.cascade
 
-    def _lay_out_prefill(self, counts: list[int]) -> None:
-        lengths = torch.tensor(counts, device=self.slots.device)
-        steps = torch.arange(self.width, device=lengths.device)
-        self.real = steps < lengths.unsqueeze(1)
-        self.padded = torch.where(self.real, (lengths.cumsum(0) - lengths).unsqueeze(1) + steps, 0)
-        self.token_slots = self.slots.repeat_interleave(lengths)
-        self.positions = (self.starts.unsqueeze(1) + steps)[self.real]
-        self.view, self.scatter = None, None
+    def by_row(self, flat: Tensor) -> Tensor:
+        """[tokens, heads, dim] -> [rows, heads, width, dim], padded to the widest row."""
+        if self.width > 1:
+            return flat[self.padded].transpose(1, 2)
+        if self.scatter is not None:
+            flat = flat.new_zeros(len(self.starts), *flat.shape[1:]).index_copy_(0, self.scatter, flat)
+        return flat.unsqueeze(2)
+
+    def flat(self, rows: Tensor) -> Tensor:
+        """The inverse of `by_row`."""
+        if self.width > 1:
+            return rows.transpose(1, 2)[self.real]
+        return rows.squeeze(2) if self.scatter is None else rows.squeeze(2).index_select(0, self.scatter)
 
     def read_cache(self, kv: Tensor, start: int = 0) -> Tensor:
         """The keys and values [2, rows, heads, longest - start, dim] in a layer's [2, slots, heads, capacity, dim]; valid until
@@ -510,24 +488,8 @@ class Span:
         return self._masks[window, chunk]
 
 
-class AttentionPlan:
-    """One step: its spans, in the order of their tokens in the flat row."""
-
-    def __init__(self, spans: list[Span]) -> None:
-        self.spans = spans
-
-
-_PLAN: ContextVar[AttentionPlan] = ContextVar("the plan of the step under way")
-
-
-@contextmanager
-def attend_by_plan(plan: AttentionPlan) -> Iterator[None]:
-    """In this context a model's layers attend by `plan`. Not by an argument: not every family hands those on to its layers."""
-    token = _PLAN.set(plan)
-    try:
-        yield
-    finally:
-        _PLAN.reset(token)
+SPANS: ContextVar[Seq[Span]] = ContextVar("the spans of the step under way, in the order of their tokens in the flat row")
+"""Not an argument of the model: not every family hands those on to its layers."""
 
 
 def attend(
@@ -542,7 +504,7 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`query` [1, heads, T, dim], `key` [1, kv heads, T, dim], `value` [1, kv heads, T, value dim] -> ([1, T, heads, value dim],
-    None), by the plan that the model runs under (`planned`). Raises ModelError for anything outside the form."""
+    None), by the spans that the model runs under (`SPANS`). Raises ModelError for anything outside the form."""
     form = attention_form(
         module, query, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window, others=others
     )
@@ -551,59 +513,43 @@ def attend(
     # What the kernels below do not have: one more term of the softmax, a cap, or values of another width than keys.
     plain = form.cap is None and form.sinks is None and widths[0] == widths[1]
     outputs = []
-    plan = _PLAN.get()
+    spans = SPANS.get()
     if form.tuning is not None:
-        tuned = form.at_positions(query[0].transpose(0, 1), torch.cat([span.positions for span in plan.spans]))
+        tuned = form.at_positions(query[0].transpose(0, 1), torch.cat([span.positions for span in spans]))
         query = tuned.transpose(0, 1)[None]
-    for span in plan.spans:
+    for span in spans:
         flat = slice(span.offset, span.offset + span.tokens)
         # The cache is as large as its largest layer needs.
         kv = span.pool.kv[:, layer, :, : key.shape[1], :, : max(widths)]
         # Stored before attending: the tokens of a prefill chunk attend to each other through the cache.
         kv[0, ..., : widths[0]][span.token_slots, :, span.positions] = key[0, :, flat].transpose(0, 1)
         kv[1, ..., : widths[1]][span.token_slots, :, span.positions] = value[0, :, flat].transpose(0, 1)
-        q = query[0, :, flat].transpose(0, 1)
+        rows = span.by_row(query[0, :, flat].transpose(0, 1))
         mask = span.mask(form, query.dtype)
-        cascade = span.cascade if plain and form.window is None and form.chunk is None else None
-        if cascade is not None:
-            outputs.append(_decode_cascade(span, cascade, q, kv, mask, form.scale))
-        elif plain:
-            attend_span = _decode if span.width == 1 else _prefill
-            outputs.append(attend_span(span, q, span.read_cache(kv), mask, form.scale))
-        else:
+        if not plain:
             keys, values = (part[..., :width] for part, width in zip(span.read_cache(kv), widths, strict=True))
-            outputs.append(_exact(span, q, keys, values, mask, form))
+            out = masked_attention(rows, keys, values, mask, form)
+        elif span.width > 1:
+            out = _prefill(rows, span.read_cache(kv), mask, form.scale)
+        elif span.cascade is not None and form.window is None and form.chunk is None:
+            out = _decode_cascade(span, span.cascade, rows, kv, mask, form.scale)
+        else:
+            out = _decode(rows, span.read_cache(kv), mask, form.scale)
+        outputs.append(span.flat(out))
     return torch.cat(outputs).unsqueeze(0), None
-
-
-def _exact(span: Span, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
-    """`query` [tokens, heads, dim] -> [tokens, heads, value dim], for any form."""
-    if span.width > 1:
-        return masked_attention(query[span.padded].transpose(1, 2), key, value, mask, form).transpose(1, 2)[span.real]
-    if span.scatter is not None:
-        query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, span.scatter, query)
-    out = masked_attention(query.unsqueeze(2), key, value, mask, form).squeeze(2)
-    return out if span.scatter is None else out.index_select(0, span.scatter)
 
 
 def _decode_cascade(span: Span, cascade: Cascade, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
     """As `_decode`, from a layer's whole cache."""
-    if span.scatter is not None:
-        query = query.new_zeros(len(span.starts), *query.shape[1:]).index_copy_(0, span.scatter, query)
-    rows, _, dim = query.shape
     own = span.read_cache(kv, cascade.length)
-    by_head = query.reshape(rows, kv.shape[2], -1, dim)
-    out = cascade.attend(by_head, cascade.leading(kv), own, mask[..., cascade.length :], scale).reshape(rows, -1, dim)
-    return out if span.scatter is None else out.index_select(0, span.scatter)
+    by_head = query.reshape(len(query), kv.shape[2], -1, query.shape[-1])
+    return cascade.attend(by_head, cascade.leading(kv), own, mask[..., cascade.length :], scale).reshape(query.shape)
 
 
-def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`query` [rows, heads, dim] -> the same shape. The query heads that share a key head are treated as
+def _decode(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`query` [rows, heads, 1, dim] -> the same shape. The query heads that share a key head are treated as
     query positions of that head."""
     _, rows, kv_heads, length, dim = kv.shape
-    if span.scatter is not None:
-        query = query.new_zeros(rows, *query.shape[1:]).index_copy_(0, span.scatter, query)
-    query = query.reshape(rows, kv_heads, -1, dim)
     if query.device.type == "cpu" and query.dtype == torch.float32:
         # On a CPU, with one query per key head, two batched products are twice as fast as the fused kernel.
         key, value = kv[0].reshape(-1, length, dim), kv[1].reshape(-1, length, dim)
@@ -611,24 +557,21 @@ def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -
         scores = torch.baddbmm(bias, query.reshape(rows * kv_heads, -1, dim), key.transpose(1, 2), alpha=scale)
         out = torch.bmm(torch.softmax(scores, dim=-1), value)
     else:
-        out = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask, scale=scale)
-    out = out.reshape(rows, -1, dim)
-    return out if span.scatter is None else out.index_select(0, span.scatter)
+        by_head = query.reshape(rows, kv_heads, -1, dim)
+        out = F.scaled_dot_product_attention(by_head, kv[0], kv[1], attn_mask=mask, scale=scale)
+    return out.reshape(query.shape)
 
 
-def _prefill(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`query` [tokens, heads, dim] -> the same shape; rows are padded to the span's widest."""
-    padded = query[span.padded].transpose(1, 2)
-    if query.device.type == "cpu":
-        grouped = padded.shape[1] != kv.shape[2]
-        out = F.scaled_dot_product_attention(padded, kv[0], kv[1], attn_mask=mask, scale=scale, enable_gqa=grouped)
-    else:
-        out = _by_key_head(padded, kv, mask, scale)
-    return out.transpose(1, 2)[span.real]
+def _prefill(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Masked attention of `query` [rows, heads, width, dim]."""
+    if query.device.type != "cpu":
+        return _by_key_head(query, kv, mask, scale)
+    grouped = query.shape[1] != kv.shape[2]
+    return F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Masked attention of `query` [rows, heads, width, dim], for GPUs: the heads that share a key head are positions of it."""
+    """As `_prefill`, for GPUs: the heads that share a key head are positions of it."""
     # No fused kernel of a GPU takes a mask together with grouped heads. The fallback repeats keys and values for each head, in
     # float32, and keeps all scores: 50 rows of 8,000 tokens would take tens of GB.
     rows, heads, width, dim = query.shape
@@ -636,18 +579,6 @@ def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tenso
     together = query.reshape(rows, -1, group * width, dim)
     out = F.scaled_dot_product_attention(together, kv[0], kv[1], attn_mask=mask.repeat(1, 1, group, 1), scale=scale)
     return out.reshape(rows, heads, width, dim)
-
-
-def note_shapes(found: dict[int, tuple[int, int, int]]) -> str:
-    """Make known to transformers an attention that computes nothing, but notes each layer's key heads and widths of keys and
-    values; its name."""
-
-    def note(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        found[cast(int, module.layer_idx)] = (key.shape[1], key.shape[-1], value.shape[-1])
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
-
-    AttentionInterface.register(SHAPES, note)
-    return SHAPES
 
 
 def register_slot_attention() -> None:

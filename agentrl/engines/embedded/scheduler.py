@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from agentrl.engines.embedded.embedded_model import EmbeddedModel
-from agentrl.engines.embedded.kv_cache import AttentionPlan, PrefixIndex, Slots, Span, common_prefix
 from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
+from agentrl.engines.embedded.kv_cache import PrefixIndex, Slots, Span, common_prefix
 from agentrl.engines.token_text import Constraint, StopStrings
 from agentrl.rollout.engine import Finish, Generation, Sampling, Told
 from agentrl.utils.errors import EngineError
@@ -159,9 +160,10 @@ class Batcher:
         self.steps = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._model, self._slots = model, slots
+        self.idle: OrderedDict[str, Sequence] = OrderedDict()
+        """Caches of episodes that are kept for their next turn."""
+        self.slots, self._model = slots, model
         self._max_slots, self._step_tokens = max_slots, step_tokens
-        self._idle: OrderedDict[str, Sequence] = OrderedDict()
         self._index = PrefixIndex()
         self._poisoned = False
         self._unused = torch.tensor(unused, device=model.device) if unused else None
@@ -169,16 +171,6 @@ class Batcher:
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
-
-    @property
-    def idle(self) -> int:
-        """Episodes whose cache is kept for their next turn."""
-        return len(self._idle)
-
-    @property
-    def kv_used(self) -> float:
-        """The share of the memory limit that is taken, by running sequences and by those that are kept for their prefixes."""
-        return self._slots.used_share
 
     def requests(self) -> list[Request]:
         return [*self.running, *self.waiting]
@@ -188,22 +180,30 @@ class Batcher:
         self._admit()
         # Nothing runs, so nothing will free more room: it would wait forever.
         refused = self.waiting[0] if self.waiting and not self.running else None
-        work = list(self._schedule())
-        if not work:
+        # Together: what lies in one pool, and has as many tokens (rounded up to a power of two, which bounds padding).
+        groups: dict[tuple[int, int], list[tuple[Request, Sequence, int]]] = {}
+        for request, sequence, count in self._schedule():
+            key = sequence.pool.capacity, (count - 1).bit_length()
+            groups.setdefault(key, []).append((request, sequence, count))
+        if not groups:
             return Drawn(refused=refused)
-        order, plan = _lay_out(work, self._model.device)
         token_ids: list[int] = []
         last: list[int] = []
         ready: list[Request] = []
-        for request, sequence, count in order:
-            stop = sequence.computed + count
-            token_ids += request.tokens[sequence.computed : stop]
-            if stop == len(request.tokens):
-                ready.append(request)
-                last.append(len(token_ids) - 1)
-        logits = self._model.forward(token_ids, plan, last or [0])
+        spans: list[Span] = []
+        for group in groups.values():
+            group.sort(key=lambda item: item[1].slot)
+            parts = [(sequence, count) for _, sequence, count in group]
+            spans.append(Span(parts[0][0].pool, len(token_ids), parts, self._model.device))
+            for request, sequence, count in group:
+                stop = sequence.computed + count
+                token_ids += request.tokens[sequence.computed : stop]
+                if stop == len(request.tokens):
+                    ready.append(request)
+                    last.append(len(token_ids) - 1)
+        logits = self._model.forward(token_ids, spans, last or [0])
         experts = self._model.experts
-        for _, sequence, count in order:
+        for _, sequence, count in chain.from_iterable(groups.values()):
             # Only after the pass: if it raises, the cache must not claim tokens that it does not hold.
             sequence.computed += count
             if experts is not None:
@@ -235,38 +235,30 @@ class Batcher:
     def finish(self, request: Request, reason: Finish) -> None:
         """Answer a request with what it sampled and keep its cache for the episode's next turn."""
         experts = request.told_experts()
-        self._leave(request, keep=True)
+        self.drop(request, keep=True)
         if not request.done.done():
             sampled = request.tokens[request.prompt :]
             request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason, experts=experts))
 
     def fail(self, request: Request, error: EngineError) -> None:
-        self._leave(request, keep=False)
+        self.drop(request)
         if not request.done.done():
             request.done.set_exception(error)
 
-    def drop(self, request: Request) -> None:
-        """Forget a request whose caller is gone, and its cache."""
-        self._leave(request, keep=False)
-
-    def reset(self) -> None:
+    def reset(self, free_memory: bool = False) -> None:
         """Forget all caches; running requests go back to the queue, in order, and are computed again from the start."""
         for request in self.running:
             request.keep_experts()
             request.sequence = None
         self.waiting.extendleft(reversed(self.running))
         self.running = []
-        self._idle.clear()
+        self.idle.clear()
         self._index.clear()
-        self._slots.reset(wipe=self._poisoned)
+        self.slots.reset(wipe=self._poisoned or free_memory)
         self._poisoned = False
 
-    def clear(self) -> None:
-        """As `reset`, and free the cache's memory."""
-        self.reset()
-        self._slots.clear()
-
-    def _leave(self, request: Request, keep: bool) -> None:
+    def drop(self, request: Request, keep: bool = False) -> None:
+        """Forget a request, and its cache unless that is to be kept for the episode's next turn."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -275,10 +267,10 @@ class Batcher:
         if sequence is None:
             return
         if keep and sequence.computed:
-            older = self._idle.pop(request.key, None)
+            older = self.idle.pop(request.key, None)
             if older is not None:
                 self._release(older)
-            self._idle[request.key] = sequence
+            self.idle[request.key] = sequence
         else:
             self._release(sequence)
 
@@ -286,12 +278,11 @@ class Batcher:
         held: list[Request] = []
         while self.waiting and len(self.running) < self._max_slots:
             request = self.waiting.popleft()
-            sequence = self._attach(request)
-            if sequence is None and self._deferred:
-                held.append(request)
-                continue
+            sequence, deferred = self._attach(request)
             if sequence is None:
                 held.append(request)
+                if deferred:
+                    continue
                 break
             request.sequence = sequence
             # Once per request: one that was sent back to the queue would count its prefix again.
@@ -301,12 +292,11 @@ class Batcher:
             self.running.append(request)
         self.waiting.extendleft(reversed(held))
 
-    def _attach(self, request: Request) -> Sequence | None:
+    def _attach(self, request: Request) -> tuple[Sequence | None, bool]:
         """A slot for the request, with as much of its prompt cached as possible. None: not now, either because there
-        is no room or (`_deferred`) because another request is currently computing the same prefix."""
-        self._deferred = False
+        is no room or (then True) because another request is currently computing the same prefix."""
         tokens = request.tokens
-        own = self._idle.pop(request.key, None)
+        own = self.idle.pop(request.key, None)
         if own is not None:
             # The prefix is compared token by token: a context policy may have rewritten the episode's history at equal length.
             # At least the last token is computed in any case, because its logits are sampled from.
@@ -315,32 +305,25 @@ class Batcher:
             if own.computed:
                 own.tokens = tokens
                 self._index.grow(own, own.computed)
-                return own
+                return own, False
             self._release(own)
         source, length, blocks = self._index.find(tokens)
         if source is not None and source.computed < length:
             # A running holder will soon have computed it; waiting is cheaper than computing it twice. An idle one never will.
-            if self._idle.get(source.key) is not source:
-                self._deferred = True
-                return None
+            if self.idle.get(source.key) is not source:
+                return None, True
             length = source.computed
-        sequence = self._new(request)
-        while sequence is None:
+        sequence = None
+        while len(self.running) + len(self.idle) >= self._max_slots or (sequence := self.slots.new(request.key, tokens)) is None:
             if not self._evict(spare=source):
                 # As a last resort, evict the very sequence whose cache was to be copied.
                 if not self._evict():
-                    return None
+                    return None, False
                 source = None
-            sequence = self._new(request)
         if source is not None:
-            self._slots.share(source, sequence, length)
+            self.slots.share(source, sequence, length)
         self._index.add(sequence, blocks)
-        return sequence
-
-    def _new(self, request: Request) -> Sequence | None:
-        if len(self.running) + len(self._idle) >= self._max_slots:
-            return None
-        return self._slots.new(request.key, request.tokens)
+        return sequence, False
 
     def _schedule(self) -> Iterator[tuple[Request, Sequence, int]]:
         """The tokens that each request computes in this step: one while decoding, a share of the budget in prefill."""
@@ -360,7 +343,7 @@ class Batcher:
     def _make_room(self, request: Request, sequence: Sequence) -> bool:
         """Let a sequence grow: evict idle episodes, then send the youngest requests back to the queue, if necessary
         the growing one itself (it is then the only one, and gets a slot alone)."""
-        while not self._slots.enlarge(sequence):
+        while not self.slots.enlarge(sequence):
             if self._evict():
                 continue
             # The youngest has the least computed to lose, and the oldest are sure to finish, so nothing starves.
@@ -376,16 +359,16 @@ class Batcher:
 
     def _evict(self, spare: Sequence | None = None) -> bool:
         """Forget the episode that has been idle longest, except `spare`. False without one."""
-        for key, sequence in self._idle.items():
+        for key, sequence in self.idle.items():
             if sequence is not spare:
-                del self._idle[key]
+                del self.idle[key]
                 self._release(sequence)
                 return True
         return False
 
     def _release(self, sequence: Sequence) -> None:
         self._index.remove(sequence)
-        self._slots.free(sequence)
+        self.slots.free(sequence)
 
     def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """A token for each request, and its log probability."""
@@ -393,6 +376,13 @@ class Batcher:
         options = [request.sampling for request in ready]
         # A request's own numbers, by position: what it samples does not depend on who shares the step, nor on being sent back.
         uniform = [request.uniforms[len(request.logprobs)] for request in ready]
+        fitting = None
+        if any(request.constraint is not None for request in ready):
+            masks = np.ones(tuple(logits.shape), dtype=np.bool_)
+            for row, request in enumerate(ready):
+                if request.constraint is not None:
+                    masks[row] = request.constraint.mask()
+            fitting = torch.from_numpy(masks).to(device)
         ids, logprobs = draw_tokens(
             logits,
             torch.tensor([option.temperature for option in options], device=device),
@@ -400,35 +390,6 @@ class Batcher:
             torch.tensor([option.top_p for option in options], device=device),
             torch.tensor(uniform, dtype=torch.float64, device=device),
             self._unused,
-            self._fitting(ready, logits),
+            fitting,
         )
         return ids.tolist(), logprobs.tolist()
-
-    def _fitting(self, ready: list[Request], logits: torch.Tensor) -> torch.Tensor | None:
-        """Mask [B, V] of what the requests' grammars take; None if none has a grammar."""
-        if all(request.constraint is None for request in ready):
-            return None
-        masks = np.ones(tuple(logits.shape), dtype=np.bool_)
-        for row, request in enumerate(ready):
-            if request.constraint is not None:
-                masks[row] = request.constraint.mask()
-        return torch.from_numpy(masks).to(logits.device)
-
-
-def _lay_out(
-    work: list[tuple[Request, Sequence, int]], device: torch.device
-) -> tuple[list[tuple[Request, Sequence, int]], AttentionPlan]:
-    """Group a step's work by pool and by token count (rounded up to a power of two, which bounds padding)."""
-    groups: dict[tuple[int, int], list[tuple[Request, Sequence, int]]] = {}
-    for item in work:
-        groups.setdefault((item[1].pool.capacity, (item[2] - 1).bit_length()), []).append(item)
-    order: list[tuple[Request, Sequence, int]] = []
-    spans: list[Span] = []
-    offset = 0
-    for group in groups.values():
-        group.sort(key=lambda item: item[1].slot)
-        span = Span(group[0][1].pool, offset, [(sequence, count) for _, sequence, count in group], device)
-        offset += span.tokens
-        spans.append(span)
-        order += group
-    return order, AttentionPlan(spans)
