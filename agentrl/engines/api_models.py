@@ -10,12 +10,13 @@ import inspect
 import json
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterator, KeysView, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -44,59 +45,11 @@ from agentrl.utils.errors import ConfigError, DependencyError, EngineError, Rend
 from agentrl.utils.event_loop import EPISODE
 from agentrl.utils.threads import DaemonThreads, in_thread
 
-# Requests that can be cancelled one by one
-
-T = TypeVar("T")
-MAX_WAIT = 60.0
-"""Seconds between two attempts; for a server that asks for more the call is given up."""
-
-
-class Calls:
-    """The requests under way, by key; a key may have several."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[str, set[asyncio.Task[Any]]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._tasks.values()))
-
-    def keys(self) -> KeysView[str]:
-        """Those with a request under way."""
-        return self._tasks.keys()
-
-    async def run(self, key: str, work: Coroutine[Any, Any, T]) -> T | None:
-        """The answer; None if it was aborted. Cancelling the caller cancels the request."""
-        task = asyncio.ensure_future(work)
-        self._tasks.setdefault(key, set()).add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            # Cancelled from outside (pass it on) or by `abort`? `cancelling` tells.
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                task.cancel()
-                raise
-            return None
-        finally:
-            left = self._tasks.get(key, set())
-            left.discard(task)
-            if not left:
-                self._tasks.pop(key, None)
-
-    def abort(self, key: str) -> None:
-        """Give up the key's requests."""
-        for task in self._tasks.pop(key, set()):
-            task.cancel()
-
-    def abort_all(self) -> None:
-        """Give up all of them."""
-        for key in list(self._tasks):
-            self.abort(key)
-
-
-# API models
+# Messages by number
 
 log = logging.getLogger(__name__)
+MAX_WAIT = 60.0
+"""Seconds between two attempts; for a server that asks for more the call is given up."""
 
 
 class Transcript:
@@ -179,7 +132,64 @@ class ApiRenderer(Renderer):
         raise UserError("an API model has no token ids: scripted turns cannot be trained on it")
 
 
-class LiteLlmEngine(Engine):
+class MessageEngine(Engine):
+    """An engine whose ids are numbers of messages in a transcript; a subclass answers a conversation."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._transcript = transcript
+        self.under_way: dict[str, set[asyncio.Task[Generation]]] = {}
+        """Requests by key; a key may have several."""
+
+    @abstractmethod
+    async def _answer(
+        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
+    ) -> tuple[Message, dict[str, Json], Usage | None, Finish]:
+        """The turn, with call ids that are unique in the session; the message as it is sent again; its cost; why it ended."""
+
+    async def start(self) -> None:
+        return None
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        """One id: the answer's message. Raises EngineError if there is none."""
+        task = asyncio.ensure_future(self._sample(token_ids, sampling))
+        self.under_way.setdefault(request_key, set()).add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            # Cancelled from outside (pass it on) or by `abort`? `cancelling` tells.
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                task.cancel()
+                raise
+            return Generation([], [], [], "abort")
+        finally:
+            left = self.under_way.get(request_key, set())
+            left.discard(task)
+            if not left:
+                self.under_way.pop(request_key, None)
+
+    async def _sample(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        turn, row, usage, finish = await self._answer(*self._transcript.conversation(token_ids), sampling)
+        return Generation([self._transcript.add({"message": row, "turn": asdict(turn)})], [0.0], [0], finish, usage)
+
+    async def abort(self, request_key: str) -> None:
+        for task in self.under_way.pop(request_key, set()):
+            task.cancel()
+
+    @property
+    def running(self) -> int:
+        """Number of requests under way."""
+        return sum(map(len, self.under_way.values()))
+
+    async def close(self) -> None:
+        for key in list(self.under_way):
+            await self.abort(key)
+
+
+# API models
+
+
+class LiteLlmEngine(MessageEngine):
     """Calls an API model; `renderer` is the one to use with it."""
 
     untrainable = "an API model returns no token ids and takes no weights; it can be evaluated: agentrl eval ENV --model api:NAME"
@@ -198,12 +208,11 @@ class LiteLlmEngine(Engine):
         that is longer than `MAX_WAIT`, it gives up. Raises DependencyError without the extra."""
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
+        super().__init__(transcript or Transcript())
         self._model, self._cfg, self._backoff = model, cfg, backoff
         self._options = dict(options or {})
         self.request([], [], Sampling(max_tokens=1))  # so that an address that none can be made of is refused now
         self._gate = asyncio.Semaphore(cfg.concurrency)
-        self._transcript = transcript or Transcript()
-        self._calls = Calls()
         self._prompt_tokens = self._sampled_tokens = self._attempts = 0
         self._unheard = False
         self.renderer = ApiRenderer(self._transcript)
@@ -213,29 +222,32 @@ class LiteLlmEngine(Engine):
         litellm = await in_thread("load", load_litellm)
         litellm.telemetry = False
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """One id: the answer's message. Raises EngineError if the API fails after its retries."""
+    async def _answer(
+        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
+    ) -> tuple[Message, dict[str, Json], Usage, Finish]:
+        """Raises EngineError if the API fails after its retries."""
         if sampling.top_k:
             raise EngineError("API models take no top_k")
-        messages, tools = self._transcript.conversation(token_ids)
-        answer = await self._calls.run(request_key, self._ask(self.request(messages, tools, sampling)))
-        if answer is None:
-            return Generation([], [], [], "abort")
-        return self._read(answer, sum(1 for row in messages if row["role"] == "assistant"))
-
-    async def abort(self, request_key: str) -> None:
-        self._calls.abort(request_key)
+        answer = await self._ask(self.request(messages, tools, sampling))
+        try:
+            choice = choice_of(answer)
+        except LookupError as problem:
+            raise EngineError(f"NoAnswer: {self._model}: {problem}") from None
+        content, reasoning, calls = read_answer(choice.message)
+        message = number_calls(Message("assistant", content, calls, reasoning=reasoning), turns_in(messages))
+        usage = Usage(answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0, self._usd(answer))
+        self._prompt_tokens += usage.prompt_tokens
+        self._sampled_tokens += usage.sampled_tokens
+        row = answer_row(self._model, choice.message, message.tool_calls)
+        return message, row, usage, "length" if choice.finish_reason == "length" else "stop"
 
     async def stats(self) -> EngineStats:
         return EngineStats(
-            running=len(self._calls),
+            running=self.running,
             prompt_tokens=self._prompt_tokens,
             sampled_tokens=self._sampled_tokens,
             extra={"attempts": self._attempts},
         )
-
-    async def close(self) -> None:
-        self._calls.abort_all()
 
     def request(
         self, messages: Sequence[dict[str, Json]], tools: Sequence[dict[str, Json]], sampling: Sampling
@@ -288,21 +300,6 @@ class LiteLlmEngine(Engine):
             wait = max(wait, retry_after(headers) or 0.0)
         return wait if wait <= MAX_WAIT else None
 
-    def _read(self, answer: Any, turn: int) -> Generation:
-        try:
-            choice = choice_of(answer)
-        except LookupError as problem:
-            raise EngineError(f"NoAnswer: {self._model}: {problem}") from None
-        content, reasoning, calls = read_answer(choice.message)
-        message = number_calls(Message("assistant", content, calls, reasoning=reasoning), turn)
-        row = answer_row(self._model, choice.message, message.tool_calls)
-        number = self._transcript.add({"message": row, "turn": asdict(message)})
-        usage = Usage(answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0, self._usd(answer))
-        self._prompt_tokens += usage.prompt_tokens
-        self._sampled_tokens += usage.sampled_tokens
-        finish: Finish = "length" if choice.finish_reason == "length" else "stop"
-        return Generation([number], [0.0], [0], finish, usage)
-
     def _usd(self, answer: Any) -> float | None:
         """Price of the call; None if the price is unknown or the provider reported no token counts."""
         usage = answer.usage
@@ -334,6 +331,11 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
     return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
 
 
+def turns_in(messages: Sequence[Mapping[str, Json]]) -> int:
+    """Number of the policy's turns in a conversation."""
+    return sum(row["role"] == "assistant" for row in messages)
+
+
 def row_of(message: Message) -> dict[str, Json]:
     if message.role == "assistant":
         return write_message(replace(message, tool_calls=tuple(map(sendable, message.tool_calls))))
@@ -349,29 +351,22 @@ CALLS = DaemonThreads("policy", 64)
 PolicyFunction = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Any]
 
 
-class FunctionEngine(Engine):
+class FunctionEngine(MessageEngine):
     """Calls the policy. `failed`: what it raised first, if it did; the episode is then unscored."""
 
     untrainable = "a Python policy has no weights; it can be evaluated: agentrl.evaluate(policy, env)"
 
     def __init__(self, name: str, policy: PolicyFunction, transcript: Transcript) -> None:
-        self._name, self._policy, self._transcript = name, policy, transcript
-        self.calls, self._asked = Calls(), 0
+        super().__init__(transcript)
+        self._name, self._policy, self._asked = name, policy, 0
 
-    async def start(self) -> None:
-        return None
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """One id: the answer's message. Raises EngineError if the policy raises, or returns no message."""
-        entries = [self._transcript.get(number) for number in token_ids]
-        messages = [dict(entry["message"]) for entry in entries if "message" in entry]
-        tools: list[dict[str, Any]] = next((entry["tools"] for entry in reversed(entries) if "tools" in entry), [])
-        answer = await self.calls.run(request_key, self._ask(messages, tools))
-        if answer is None:
-            return Generation([], [], [], "abort")
-        message = number_calls(answer, sum(row["role"] == "assistant" for row in messages))
-        entry = {"message": row_of(message), "turn": asdict(message)}
-        return Generation([self._transcript.add(entry)], [0.0], [0], "stop")
+    async def _answer(
+        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
+    ) -> tuple[Message, dict[str, Json], None, Finish]:
+        """Raises EngineError if the policy raises, or returns no message."""
+        said = await self._ask([dict(row) for row in messages], tools)
+        message = number_calls(said, turns_in(messages))
+        return message, row_of(message), None, "stop"
 
     async def _ask(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
         self._asked += 1
@@ -388,14 +383,8 @@ class FunctionEngine(Engine):
         except Exception as problem:  # the user's own code may raise anything
             raise EngineError(f"policy {self._name} {raised_text(problem, self._policy)}") from problem
 
-    async def abort(self, request_key: str) -> None:
-        self.calls.abort(request_key)
-
     async def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.calls), extra={"calls": self._asked})
-
-    async def close(self) -> None:
-        self.calls.abort_all()
+        return EngineStats(running=self.running, extra={"calls": self._asked})
 
 
 def _message(answer: Any) -> Message:
