@@ -88,38 +88,24 @@ def attention_form(
         raise ModelError(f"{layer}: its attention is not causal, which is not supported")
     if asked:
         raise ModelError(f"{layer}: attention with {', '.join(sorted(asked))} is not supported")
-    kind = _kind(module)
+    config: Any = getattr(module, "config", None)
+    at, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None) or ()
+    kind = kinds[at] if at is not None and at < len(kinds) else None
+    if isinstance(sliding_window, NotGiven):
+        # Some families (Phi-3.5-MoE, Doge, Qwen2-MoE) put the window only into the mask that they have transformers make.
+        of_config = getattr(config, "sliding_window", None)
+        sliding_window = getattr(module, "sliding_window", of_config if kind in (None, "sliding_attention") else None)
+    tuning = None
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        tuning = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
     return AttentionForm(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=_window(module, kind, sliding_window),
-        chunk=_chunk(module, kind),
+        window=int(sliding_window) if sliding_window else None,
+        chunk=int(config.attention_chunk_size) if kind == "chunked_attention" else None,  # Llama 4 says it by the type alone
         cap=cap,
         sinks=sinks,
-        tuning=_tuning(module),
+        tuning=tuning,
     )
-
-
-def _tuning(module: nn.Module) -> tuple[float, float] | None:
-    asked = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
-    return (float(module.floor_scale), float(module.attn_scale)) if asked else None  # type: ignore[arg-type]
-
-
-def _kind(module: nn.Module) -> str | None:
-    kinds, at = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
-    return kinds[at] if kinds is not None and at is not None and at < len(kinds) else None
-
-
-def _window(module: nn.Module, kind: str | None, given: int | NotGiven | None) -> int | None:
-    if isinstance(given, NotGiven):
-        # Some families (Phi-3.5-MoE, Doge, Qwen2-MoE) put the window only into the mask that they have transformers make.
-        of_config = getattr(getattr(module, "config", None), "sliding_window", None)
-        given = getattr(module, "sliding_window", of_config if kind in (None, "sliding_attention") else None)
-    return int(given) if given else None
-
-
-def _chunk(module: nn.Module, kind: str | None) -> int | None:
-    """Llama 4's layers say it by their type alone."""
-    return int(module.config.attention_chunk_size) if kind == "chunked_attention" else None  # type: ignore[union-attr, arg-type]
 
 
 CELLS, GPU_CELLS = 1 << 22, 1 << 25

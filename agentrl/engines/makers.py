@@ -184,11 +184,14 @@ class EmbeddedMaker(EngineMaker):
                 "engine_args.cache: the model takes images, which the embedded engine's cache does not know; set "
                 "engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
             )
-        if others := _others(found):
+        from agentrl.engines.embedded.embedded_model import ATTENDING, INSTEAD
+
+        layers = None if found is None else getattr(found.get_text_config(), "layer_types", None)
+        if others := sorted(set(layers or ()) - ATTENDING):
             # Said here too, since the engine itself can only say so once it has read the weights.
             raise ModelError(
-                f"model.path = {self.config.model.path}: {others}, and the embedded engine's cache holds keys and values alone; "
-                "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+                f"model.path = {self.config.model.path}: its layers are of the types {', '.join(others)}, and the embedded "
+                f"engine's cache holds keys and values alone; {INSTEAD}"
             )
 
     @classmethod
@@ -198,9 +201,13 @@ class EmbeddedMaker(EngineMaker):
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
         from agentrl.engines.embedded.kv_cache import cache_limit
 
-        rollout = self.config.rollout
+        rollout, model = self.config.rollout, self.config.model
         token = token if self.cache else TOKEN_ID
-        length = min(rollout.max_episode_tokens, _positions(self.config.model) or rollout.max_episode_tokens)
+        if model.path is None and model.init is not None:
+            positions: int | None = model.init.context
+        else:
+            positions = positions_of(_architecture(model))
+        length = min(rollout.max_episode_tokens, positions or rollout.max_episode_tokens)
         limit = cache_limit(self.kv_cache_mib, self.room, weights, token, length)
         wanted = rollout.max_episodes * rollout.max_episode_tokens * token
         lower = "rollout.max_episodes" if wanted < limit else "engine_args.kv_cache_mib"
@@ -230,21 +237,8 @@ class EmbeddedMaker(EngineMaker):
         )
 
 
-def _positions(model: ModelConfig) -> int | None:
-    """The longest sequence of the model; None if its config does not say."""
-    return model.init.context if model.path is None and model.init is not None else positions_of(_architecture(model))
-
-
 def _architecture(model: ModelConfig) -> Any:
     """transformers' config of the model in `model.path`; None of one that is built."""
     from transformers import AutoConfig
 
     return None if model.path is None else AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-
-
-def _others(found: Any) -> str:
-    """State that layers of a model keep beyond keys and values, according to its config; empty if nothing."""
-    from agentrl.engines.embedded.embedded_model import ATTENDING
-
-    kinds = set() if found is None else set(getattr(found.get_text_config(), "layer_types", None) or ()) - ATTENDING
-    return f"its layers are of the types {', '.join(sorted(kinds))}" if kinds else ""
