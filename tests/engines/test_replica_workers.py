@@ -66,7 +66,7 @@ async def run(model_folder: Any, tokenizer: Any, spawned: Any) -> Any:
 
     async def start(replicas: int, keep: bool = True, **options: Any) -> tuple[VllmEngine, WorkerPool]:
         engine = VllmEngine(model_folder, VllmConfig(**{"replicas": replicas, "max_respawns": 1, **options}))
-        engine._routes._keep &= keep
+        engine._keep &= keep
         await engine.start()
         made.append(engine)
         seats = engine.seats(replicas, lambda connection: Recipe(tokenizer, connection), lambda: "127.0.0.1")

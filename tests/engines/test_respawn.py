@@ -33,7 +33,7 @@ async def started(model_folder, spawned):
 
     async def start(keep=True, **options):
         made.append(engine := VllmEngine(model_folder, VllmConfig(**{"max_respawns": 0, **options})))
-        engine._routes._keep &= keep
+        engine._keep &= keep
         await engine.start()
         return engine
 

@@ -16,7 +16,8 @@ import pytest
 from agentrl.config.schema import VllmConfig
 from agentrl.engines.vllm.replica_calls import Paces
 from agentrl.engines.vllm.vllm_engine import VllmEngine
-from agentrl.engines.weights.parameters import Arrivals, Expected
+from agentrl.engines.weights.base import Bucket, TensorEntry
+from agentrl.engines.weights.parameters import Expected
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.utils.errors import EngineError
 
@@ -30,6 +31,9 @@ class Replicas:
         self.told: list[str] = []
         self.lives = asyncio.Event()
         self.lives.set()
+
+    def alive(self) -> list[Any]:
+        return [SimpleNamespace(number=0, pid=1)]
 
     async def all(self, method: str, *args: Any) -> None:
         self.told.append(method)
@@ -57,19 +61,11 @@ class Replicas:
         return []
 
 
-class Routes:
-    def check(self) -> None:
-        """All are attached."""
-
-    async def load(self, bucket: str, expected: Expected, arrivals: Arrivals) -> list[Any]:
-        arrivals.check(bucket, (2,))
-        return []
-
-
 @pytest.fixture
 def engine() -> Any:
     made: Any = VllmEngine("made-up", VllmConfig())
-    made._replicas, made._routes = Replicas(), Routes()
+    made._replicas = Replicas()
+    made._attached = made.members()
     made._paces, made._expected = Paces(made._replicas.progress), Expected({"w": (2,)}, {}, 400, 100)
     return made
 
@@ -80,7 +76,7 @@ async def arriving(engine: Any, name: str, half: asyncio.Event, go_on: asyncio.E
     async def buckets() -> AsyncIterator[Any]:
         half.set()
         await go_on.wait()
-        yield name
+        yield Bucket(0, 8, (TensorEntry(name, "float32", (2,), 0, name),))
 
     await engine.receive(1, buckets())
 

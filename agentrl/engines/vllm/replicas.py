@@ -9,7 +9,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,13 +76,13 @@ class Replicas:
         replica to the current weights and then calls `join`. `ray_options`: Ray options of each replica, if a pool says where
         it runs."""
         self._options, self._cfg = options, cfg
-        self._cuda, self._threads, self._respawns = cuda, threads, 0
+        self._cuda, self._threads, self.respawns = cuda, threads, 0
         self._catch_up, self._ray_options = catch_up, ray_options
-        self._replicas: list[Replica] = []
+        self.every: list[Replica] = []
         self._started = False
         self._scratch = Scratch()
-        self._coming, self._asking = OwnedTasks(), OwnedTasks()
-        self._router: RequestRouter[Replica] = RequestRouter()
+        self.coming, self._asking = OwnedTasks(), OwnedTasks()
+        self.router: RequestRouter[Replica] = RequestRouter()
         self._requests: dict[str, Placed[Replica]] = {}
         self._past: list[Replica] = []
         self._replaced: set[Replica] = set()
@@ -95,8 +95,8 @@ class Replicas:
 
     async def start(self) -> None:
         """Raises EngineError if one does not start; the others are then stopped too."""
-        self._replicas = [self._spawn(number) for number in range(self._cfg.replicas)]
-        starting = [self._coming.start(self._boot(replica), f"start {replica.name}") for replica in self._replicas]
+        self.every = [self._spawn(number) for number in range(self._cfg.replicas)]
+        starting = [self.coming.start(self._boot(replica), f"start {replica.name}") for replica in self.every]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -108,8 +108,8 @@ class Replicas:
         """End every process, including those that are still starting; idempotent."""
         self._started = False
         # First what is starting: a replica that joined after the list below was taken would be left running.
-        await self._coming.close()
-        replicas, self._replicas = self._replicas, []
+        await self.coming.close()
+        replicas, self.every = self.every, []
         for replica in (*self._past, *replicas):
             await replica.request_batcher.close()
         for replica in replicas:
@@ -119,49 +119,31 @@ class Replicas:
             _kill(replica)
         await self._asking.close()
         self._scratch.close()
-        self._router.clear()
-
-    @property
-    def pids(self) -> list[int]:
-        return [replica.pid for replica in self._replicas]
-
-    @property
-    def respawns(self) -> int:
-        return self._respawns
+        self.router.clear()
 
     def alive(self) -> list[Replica]:
-        return [replica for replica in self._replicas if replica.cause is None]
+        return [replica for replica in self.every if replica.cause is None]
 
     def dead(self) -> list[Replica]:
         """Those that died, and that nothing is started for."""
-        return [replica for replica in self._replicas if replica.cause is not None and replica not in self._replaced]
-
-    @property
-    def coming(self) -> int:
-        """Number of starting replicas."""
-        return len(self._coming)
-
-    def homes(self) -> dict[str, int]:
-        """The replica's number for each remembered episode."""
-        return {key: replica.number for key, replica in self._router.homes().items()}
+        return [replica for replica in self.every if replica.cause is not None and replica not in self._replaced]
 
     async def route(self, request: Request) -> Replica:
         """The replica for a request, which counts as its load until `end_request`. Waits if none has the current weights, but
         one is being started or waits for them. Raises EngineError if none is alive or being started."""
         while not (able := [one for one in self.alive() if one.current]):
-            if self._hopeless():
-                raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
+            self._check_hope()
             await self._news.wait()
         token_ids, sampling, key, request_id = request
-        expected = self._router.forecast(sampling.max_tokens)
-        placed = self._router.begin(Need(key, len(token_ids), expected, partial(block_names, token_ids)), able)
+        expected = self.router.forecast(sampling.max_tokens)
+        placed = self.router.begin(Need(key, len(token_ids), expected, partial(block_names, token_ids)), able)
         self._requests[request_id] = placed
         return placed.host
 
     def end_request(self, request_id: str, answer: Generation | None) -> None:
         """A request is over, in any way; idempotent."""
         if (placed := self._requests.pop(request_id, None)) is not None:
-            self._router.end(placed, None if answer is None else len(answer.token_ids))
+            self.router.end(placed, None if answer is None else len(answer.token_ids))
 
     def _in_flight(self, replica: Replica) -> int:
         return sum(placed.host is replica for placed in self._requests.values())
@@ -188,7 +170,7 @@ class Replicas:
         fails, or if none is alive or being started."""
         replicas = self.alive()
         if method in _DROP_CACHES:
-            self._router.forget()
+            self.router.forget()
         calls = [self.control(replica, method, *args) for replica in replicas]
         # All answers before any error: raising at the first would leave calls under way, and a caller who believes in an engine
         # that is paused or updated in part. Who dies here misses nothing: its successor catches up.
@@ -196,8 +178,7 @@ class Replicas:
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
                 raise answer
-        if self._hopeless():
-            raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
+        self._check_hope()
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def ask(self, replica: Replica, method: str, *args: Any) -> Any:
@@ -215,24 +196,18 @@ class Replicas:
     def _failures(self, replica: Replica) -> Iterator[None]:
         try:
             yield
-        except RayActorError as problem:
-            raise self._record_death(replica, str(problem)) from problem
-        except RayTaskError as problem:
-            raise self._fault_of(replica, problem.cause) from problem
         except (EngineError, RayError) as problem:
-            raise self._fault_of(replica, problem) from problem
-
-    def _fault_of(self, replica: Replica, cause: BaseException) -> EngineError:
-        if isinstance(cause, ReplicaDeadError):
-            return self._record_death(replica, str(cause))
-        return EngineError(f"{replica.name}: {cause}")
+            cause = problem.cause if isinstance(problem, RayTaskError) else problem
+            if isinstance(cause, RayActorError | ReplicaDeadError):
+                raise self.record_death(replica, str(cause)) from problem
+            raise EngineError(f"{replica.name}: {cause}") from problem
 
     async def control(self, replica: Replica, method: str, *args: Any) -> Any:
         """`ask` for a call that should be answered soon: a replica that hangs is killed, so that its requests move on."""
         try:
             return await self._in_time(replica, method, *args)
         except TimeoutError:
-            raise self._record_death(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
+            raise self.record_death(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
 
     async def _in_time(self, replica: Replica, method: str, *args: Any) -> Any:
         async with asyncio.timeout(self._cfg.call_timeout):
@@ -244,7 +219,7 @@ class Replicas:
         told = [answer for answer in answers if not isinstance(answer, BaseException)]
         for request_id, tokens in itertools.chain.from_iterable(part.items() for part in told):
             if (placed := self._requests.get(request_id)) is not None:
-                self._router.note_sampled(placed, tokens)
+                self.router.note_sampled(placed, tokens)
         return told
 
     async def counters(self) -> list[EngineStats]:
@@ -257,48 +232,45 @@ class Replicas:
             elif not isinstance(part, ReplicaDeadError):
                 raise part
         return [
-            *(_at_rest(replica.seen) for replica in self._past),
-            *(r.seen if r.cause is None else _at_rest(r.seen) for r in self._replicas),
+            one.seen if one.cause is None else replace(one.seen, running=0, waiting=0, kv_used=None)
+            for one in (*self._past, *self.every)
         ]
 
     def _hopeless(self) -> bool:
         """Return True if none is alive, and none will be. Machines that come may bring one, as long as attempts are left."""
-        return not self.alive() and not self._coming and not (self.watched and self._started and self._may_fail())
+        return not self.alive() and not self.coming and not (self.watched and self._started and self._may_fail())
+
+    def _check_hope(self) -> None:
+        if self._hopeless():
+            deaths = "; ".join(replica.cause or "" for replica in self.every) or "the engine is closed"
+            raise EngineError(f"no replica of the vLLM engine is alive: {deaths}")
 
     def hopeful(self) -> bool:
         """Return True if one is being started, or may be, or waits for weights."""
         waiting = any(not replica.current for replica in self.alive())
-        return self._started and (waiting or bool(self._coming) or (not self.alive() and not self._hopeless()))
-
-    def give_up(self, replica: Replica, cause: str) -> None:
-        """Give up a replica that is of no use any more, as if it had died."""
-        if replica in self._replicas:
-            self._record_death(replica, cause)
+        return self._started and (waiting or bool(self.coming) or (not self.alive() and not self._hopeless()))
 
     def _may_fail(self) -> bool:
-        return self._respawns < self._cfg.max_respawns and ray.is_initialized()  # else the whole Ray has been given up
+        return self.respawns < self._cfg.max_respawns and ray.is_initialized()  # else the whole Ray has been given up
 
     def forget(self, replica: Replica) -> None:
         """Drop one that left with its machine; its requests have moved on."""
         self._past.append(replica)
-        self._replicas.remove(replica)
+        self.every.remove(replica)
         log.warning("%s left with its machine; %d replicas are alive", replica.name, len(self.alive()))
 
     def join(self, replica: Replica) -> None:
         """Put a replica that has the current weights in its predecessor's place, if it has one."""
-        place = next((at for at, one in enumerate(self._replicas) if one.number == replica.number), None)
+        place = next((at for at, one in enumerate(self.every) if one.number == replica.number), None)
         if place is None:
-            self._replicas.append(replica)
+            self.every.append(replica)
         else:
-            self._past.append(self._replicas[place])
-            self._replaced.discard(self._replicas[place])
-            self._replicas[place] = replica
+            self._past.append(self.every[place])
+            self._replaced.discard(self.every[place])
+            self.every[place] = replica
         self._tell()
         how = "is on a machine that has room" if place is None else "has replaced the one that died"
-        if replica.current:
-            log.warning("%s %s and takes requests", replica.name, how)
-            return
-        log.warning("%s %s and waits for a publish", replica.name, how)
+        log.warning("%s %s and %s", replica.name, how, "takes requests" if replica.current else "waits for a publish")
 
     def _spawn(self, number: int, placed: Mapping[str, Any] | None = None) -> Replica:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
@@ -332,16 +304,16 @@ class Replicas:
 
     def starting(self) -> str:
         """Stages that starting replicas wait for; "" if none does."""
-        stages = Counter(replica.stage for replica in self._replicas if replica.stage and replica.cause is None)
+        stages = Counter(replica.stage for replica in self.every if replica.stage and replica.cause is None)
         return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
-    def _record_death(self, replica: Replica, cause: str) -> ReplicaDeadError:
+    def record_death(self, replica: Replica, cause: str) -> ReplicaDeadError:
         """Record a death once, however many requests report it, and start a new replica if that is still allowed."""
         if replica.cause is None:
             reason = " ".join(cause.split())  # Ray writes a paragraph
             replica.cause = f"{replica.name} died: {reason[:400]}"
             _kill(replica)  # the process may outlive the engine inside it
-            self._router.leave(replica)
+            self.router.leave(replica)
             if self._started and self.watched:
                 log.warning("%s; its %d requests move on", replica.cause, self._in_flight(replica))
             elif self._started and self._may_fail():
@@ -356,9 +328,9 @@ class Replicas:
         """Start another in the place of one that died, if that is still allowed."""
         if not self._may_fail():
             return
-        self._respawns += 1
+        self.respawns += 1
         log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
-                    dead.cause, self._in_flight(dead), self._respawns, self._cfg.max_respawns)  # fmt: skip
+                    dead.cause, self._in_flight(dead), self.respawns, self._cfg.max_respawns)  # fmt: skip
         self._replaced.add(dead)
         placed = self._placed.get(dead.number)
         self._begin(self._spawn(dead.number, placed) if placed else self._spawn(dead.number))
@@ -372,7 +344,7 @@ class Replicas:
             self._begin(self._spawn(number, options))
 
     def _begin(self, fresh: Replica) -> None:
-        self._coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
+        self.coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
 
     async def _bring(self, fresh: Replica) -> None:
         """Start a replica and give it the weights; if that fails, its predecessor may be replaced again."""
@@ -380,18 +352,15 @@ class Replicas:
             await self._boot(fresh)
             await self._catch_up(fresh)
         except EngineError as problem:
-            before = next((one for one in self._replicas if one.number == fresh.number), None)
+            before = next((one for one in self.every if one.number == fresh.number), None)
             if before is None:
-                self._respawns += 1
+                self.respawns += 1
             elif self.watched:
                 self._replaced.discard(before)
-            self._record_death(fresh, str(problem))
+            self.record_death(fresh, str(problem))
         except asyncio.CancelledError:
             _kill(fresh)
             raise
-
-    def _deaths(self) -> str:
-        return "; ".join(replica.cause or "" for replica in self._replicas) or "the engine is closed"
 
 
 async def _answer(method: Any, args: tuple[Any, ...]) -> Any:
@@ -401,11 +370,6 @@ async def _answer(method: Any, args: tuple[Any, ...]) -> Any:
 def _kill(replica: Replica) -> None:
     if ray.is_initialized():  # otherwise its processes have ended with it
         ray.kill(replica.actor)
-
-
-def _at_rest(stats: EngineStats) -> EngineStats:
-    """The counters of a replica that no longer runs anything."""
-    return EngineStats(prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, sampled_tokens=stats.sampled_tokens)
 
 
 # Machines that come and go
@@ -440,21 +404,11 @@ def fits(free: Mapping[str, float], need: Mapping[str, float]) -> int:
     return min((int(free.get(key, 0.0) // count) for key, count in need.items() if count), default=0)
 
 
-def on_node(node: str, need: Mapping[str, float]) -> dict[str, Any]:
-    """Ray's actor options of a replica on that node."""
-    # Not soft: elsewhere it would take the room that was counted for another replica.
-    pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-    return {"num_cpus": need.get("CPU", 0.0), "num_gpus": need.get("GPU", 0.0), "scheduling_strategy": pinned}
-
-
 class Elastic:
-    """Keeps between none and `most` replicas alive, as the cluster has room. `need`: what a new one takes of a node; `look`:
-    the room now."""
+    """Keeps between none and `most` replicas alive, as the cluster has room. `need`: what a new one takes of a node."""
 
-    def __init__(
-        self, replicas: Replicas, most: int, need: Mapping[str, float], look: Callable[[Mapping[str, float]], Rooms] = rooms
-    ) -> None:
-        self._replicas, self._most, self._need, self._look = replicas, most, need, look
+    def __init__(self, replicas: Replicas, most: int, need: Mapping[str, float]) -> None:
+        self._replicas, self._most, self._need, self._look = replicas, most, need, rooms
         self._tasks = OwnedTasks()
         self._looking: asyncio.Future[Rooms] | None = None
 
@@ -484,7 +438,10 @@ class Elastic:
         # May be negative, and would then cut the list below from the other end.
         wanted = self._most - len(self._replicas.alive())
         for node in [node for node, count in room.items() for _ in range(count)][: max(wanted, 0)]:
-            self._replicas.grow(node, on_node(node, self._need))
+            # Not soft: elsewhere it would take the room that was counted for another replica.
+            pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+            size = {"num_cpus": self._need.get("CPU", 0.0), "num_gpus": self._need.get("GPU", 0.0)}
+            self._replicas.grow(node, {**size, "scheduling_strategy": pinned})
 
     async def _run(self) -> None:
         while True:
@@ -511,7 +468,7 @@ class ReplicaSeat(Seat):
         self._replicas, self.replica = replicas, replica
         self._killing: asyncio.Task[None] | None = None
         self.dismissed = False
-        self._playing = asyncio.create_task(self._play(name, *args), name=f"rollout {name}")
+        self.playing = asyncio.create_task(self._play(name, *args), name=f"rollout {name}")
 
     async def _play(self, *args: Any) -> str:
         if self.replica is None:
@@ -522,16 +479,12 @@ class ReplicaSeat(Seat):
         except EngineError as problem:  # `ask` has noted a death, and another replica may be on its way
             return str(problem)
 
-    def when_over(self, call: Callable[[ReplicaSeat], None]) -> None:
-        """Call it once nobody plays here any more."""
-        self._playing.add_done_callback(lambda task: None if task.cancelled() else call(self))
-
     @property
     def busy(self) -> bool:
-        return not self._playing.done()
+        return not self.playing.done()
 
     async def over(self) -> str:
-        return await asyncio.shield(self._playing)
+        return await asyncio.shield(self.playing)
 
     def kill(self) -> None:
         """The worker's connection is over, at which it ends; if it hangs, so does its replica."""
@@ -539,9 +492,9 @@ class ReplicaSeat(Seat):
             self._killing = asyncio.create_task(self._end(), name="end of a worker in a replica")
 
     async def _end(self) -> None:
-        await asyncio.wait([self._playing], timeout=PATIENCE)
+        await asyncio.wait([self.playing], timeout=PATIENCE)
         if self.busy and self.replica is not None:
-            self._replicas.give_up(self.replica, f"its rollout worker did not end within {PATIENCE:g} s")
+            self._replicas.record_death(self.replica, f"its rollout worker did not end within {PATIENCE:g} s")
 
 
 class ReplicaSeats(Seats):
@@ -559,14 +512,10 @@ class ReplicaSeats(Seats):
         replicas.on_news = self._look
 
     def host(self) -> str:
-        import ray
-
         # Machines that join later could not reach the address that is enough for those that are there.
         return str(ray.util.get_node_ip_address()) if self._replicas.watched else self._host()
 
     def begin(self, name: str, door: Door) -> Seat:
-        import ray
-
         if self._recipe is None:
             self._recipe = ray.put(self._make())
         replica = next(iter(self._free()), None)
@@ -574,7 +523,7 @@ class ReplicaSeats(Seats):
             self._vacated.discard(replica)
         seat = ReplicaSeat(self._replicas, replica, name, door, self._recipe)
         self._seats = [one for one in self._seats if one.busy] + [seat]
-        seat.when_over(self._leave)
+        seat.playing.add_done_callback(lambda task: None if task.cancelled() else self._leave(seat))
         return seat
 
     def _leave(self, seat: ReplicaSeat) -> None:

@@ -16,7 +16,7 @@ from agentrl.config.schema import VllmConfig
 from agentrl.data.token_ledger import own
 from agentrl.engines.token_text import Words, check_request
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
-from agentrl.engines.vllm.replica_calls import InReplica, Paces, ReplicaDeadError, Request
+from agentrl.engines.vllm.replica_calls import InReplica, Paces, ReplicaDeadError
 from agentrl.engines.vllm.replicas import Elastic, Replica, Replicas, ReplicaSeats
 from agentrl.engines.weights.base import (
     Adapter,
@@ -37,8 +37,6 @@ from agentrl.utils.errors import ConfigError, DependencyError, EngineError
 from agentrl.utils.processor import size_of_folder, threads_for
 from agentrl.utils.threads import in_thread
 
-# Receivers of weights
-
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -47,80 +45,6 @@ class Kept:
     bucket: Bucket
     data: ray.ObjectRef
 
-
-class VllmRoutes:
-    """See the module. `workers`: processes per replica; `keep`: whether the driver keeps a copy of what it receives."""
-
-    def __init__(self, replicas: Replicas, workers: int, keep: bool) -> None:
-        self._replicas, self._workers, self._keep = replicas, workers, keep
-        self._attached: tuple[str, ...] = ()
-        self._own: Receiver | None = None
-
-    def members(self) -> tuple[str, ...]:
-        workers = [f"{r.number}.{r.pid}.{rank}" for r in self._replicas.alive() for rank in range(self._workers)]
-        return (*workers, "driver") if self._keep else tuple(workers)
-
-    async def attach(self, offer: Offer) -> None:
-        """Raises ConfigError with the reason if one process cannot be served, MembersChangedError if one died meanwhile."""
-        self._attached = ()
-        members, alive = self.members(), self._replicas.alive()
-        # All concurrently: joining a group blocks until every other member has joined.
-        workers = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
-        own = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else asyncio.sleep(0)
-        receiver, *answers = await asyncio.gather(own, *workers, return_exceptions=True)
-        self.close()
-        # Kept before the answers are checked, so that `close` frees it even if another process failed.
-        self._own = receiver if isinstance(receiver, Receiver) else None
-        _check_answers([receiver, *answers])
-        self._attached = members
-
-    def check(self) -> None:
-        """Raises MembersChangedError if a process has no receiver."""
-        if not self._attached or self.members() != self._attached:
-            raise MembersChangedError("a replica of the vLLM engine was replaced after the route for weights was attached")
-
-    async def load(self, bucket: Bucket, expected: Expected, arrivals: Arrivals) -> list[Kept]:
-        """Load one bucket in every process. Returns the driver's copy, if it keeps weights. Raises EngineError for a bucket
-        that does not fit the model."""
-        for entry in bucket.entries:
-            arrivals.check(entry.name, entry.shape)
-        # On a CPU, vLLM packs its own copy of a tied output head: without its name in the update, it would keep the
-        # old weights.
-        whole = bucket.with_aliases(expected.tied)
-        loading = self._replicas.all("receive", whole.to_plain())
-        # Both at once: a collective broadcast ends only when the driver has received its copy too.
-        keeping = in_thread("weights", self._copy, whole)
-        kept: list[Kept]
-        kept, _ = await asyncio.gather(keeping, loading)
-        return kept
-
-    def _copy(self, bucket: Bucket) -> list[Kept]:
-        if self._own is None:
-            return []
-        data = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        for entry, (_, tensor) in zip(bucket.entries, self._own.receive(bucket), strict=True):
-            tensor_in(data, entry).copy_(tensor)
-        return [Kept(bucket, ray.put(data.numpy()))]
-
-    def close(self) -> None:
-        """Close the driver's receiver; idempotent."""
-        if self._own is not None:
-            self._own.close()
-            self._own = None
-
-
-def _check_answers(answers: list[Receiver | BaseException | str | None]) -> None:
-    """Raise the error of the first process that has no receiver; one that died counts before any other error."""
-    if any(isinstance(answer, ReplicaDeadError) for answer in answers):
-        raise MembersChangedError("a replica of the vLLM engine died while a route for weights was attached")
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-        if isinstance(answer, str) and answer:
-            raise ConfigError(answer)
-
-
-# The engine
 
 TAGS: dict[WakeStage, str] = {"weights": "weights", "cache": "kv_cache"}
 """vLLM's names for what it allocates at each stage of waking up."""
@@ -191,8 +115,10 @@ class VllmEngine(Engine, WeightTarget):
         self._paused = False
         self._version = 0
         self._newest: list[Kept] = []
-        # No route from GPU to GPU brings weights to the driver, which keeps them.
-        self._routes = VllmRoutes(self._replicas, cfg.tensor_parallel, keep=not cuda and cfg.max_respawns > 0)
+        # The driver keeps a copy of what it receives. No route from GPU to GPU brings weights to it.
+        self._keep = not cuda and cfg.max_respawns > 0
+        self._own: Receiver | None = None
+        self._workers, self._attached = cfg.tensor_parallel, tuple[str, ...]()
         self._published = False
         self._adapter: Adapter | None = None
 
@@ -213,9 +139,9 @@ class VllmEngine(Engine, WeightTarget):
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         """Sample a turn; if the replica dies meanwhile, sample it again on another one, from the same ids. While weights
         arrive, the request waits for them: an episode whose tool answers at that moment has done nothing wrong."""
-        return await self._answer(token_ids, sampling, request_key, None)
+        return await self.stream(token_ids, sampling, request_key, None)
 
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
         """As `generate`, but if the replica dies after tokens were told, the turn fails: reported tokens cannot be taken back.
         Raises EngineError then."""
         begun = False
@@ -223,44 +149,34 @@ class VllmEngine(Engine, WeightTarget):
         def tell(fresh: Sequence[int], logprobs: Sequence[float]) -> None:
             nonlocal begun
             begun = True
-            told(fresh, logprobs)
+            if told is not None:
+                told(fresh, logprobs)
 
-        return await self._answer(token_ids, sampling, request_key, tell, lambda: not begun)
-
-    def refusal(self, sampling: Sampling) -> str:
-        return self._words.refusal(sampling)
-
-    async def _answer(
-        self,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        request_key: str,
-        told: Told | None,
-        again: Callable[[], bool] = lambda: True,
-    ) -> Generation:
         while True:
             request_id = f"{request_key}#{next(self._numbers)}"
             self._paces.begin(request_key, request_id)
+            replica: Replica | None = None
+            answer: Generation | None = None
             try:
                 await self._weights_whole.wait()
                 self._check(token_ids, sampling)
-                return await self._ask((own(token_ids), sampling, request_key, request_id), told)
+                request = own(token_ids), sampling, request_key, request_id
+                replica = await self._replicas.route(request)
+                answer = await self._replicas.generate(replica, request, None if told is None else tell)
+                return answer
             except ReplicaDeadError:
-                if not again():
+                if begun:
                     raise
+            except asyncio.CancelledError:
+                if replica is not None:
+                    replica.request_batcher.cancel(request_id)
+                raise
             finally:
+                self._replicas.end_request(request_id, answer)
                 self._paces.end(request_key, request_id)
 
-    async def _ask(self, request: Request, told: Told | None) -> Generation:
-        replica, answer = await self._replicas.route(request), None
-        try:
-            answer = await self._replicas.generate(replica, request, told)
-            return answer
-        except asyncio.CancelledError:
-            replica.request_batcher.cancel(request[-1])
-            raise
-        finally:
-            self._replicas.end_request(request[-1], answer)
+    def refusal(self, sampling: Sampling) -> str:
+        return self._words.refusal(sampling)
 
     def progress(self, request_key: str) -> int | None:
         """Up to half a second old."""
@@ -301,12 +217,9 @@ class VllmEngine(Engine, WeightTarget):
         self, workers: int, recipe: Callable[[EngineConnection | None], WorkerRecipe], host: Callable[[], str]
     ) -> Seats | None:
         """The replicas, if there is one for each worker."""
-        return ReplicaSeats(self._replicas, lambda: recipe(self._inside()), host) if workers == self._count else None
-
-    def _inside(self) -> EngineConnection:
-        if self._expected is None:
-            raise EngineError("the engine is not started or already closed")
-        return InReplica(self._expected.vocab)
+        if workers != self._count:
+            return None
+        return ReplicaSeats(self._replicas, lambda: recipe(InReplica(self._running().vocab)), host)
 
     async def wait_until_starved(self) -> None:
         await self._replicas.wait_until_starved()
@@ -316,15 +229,39 @@ class VllmEngine(Engine, WeightTarget):
         return 2 if self._lora_rank is None else 1
 
     def members(self) -> tuple[str, ...]:
-        return self._routes.members()
+        workers = [f"{r.number}.{r.pid}.{rank}" for r in self._replicas.alive() for rank in range(self._workers)]
+        return (*workers, "driver") if self._keep else tuple(workers)
 
     async def attach(self, offer: Offer) -> None:
         async with self._update_lock:
-            await self._routes.attach(offer)
+            self._attached = ()
+            members, alive = self.members(), self._replicas.alive()
+            # All concurrently: joining a group blocks until every other member has joined.
+            workers = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
+            own = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else asyncio.sleep(0)
+            receiver, *answers = await asyncio.gather(own, *workers, return_exceptions=True)
+            self._close_receiver()
+            # Kept before the answers are checked, so that `close` frees it even if another process failed.
+            self._own = receiver if isinstance(receiver, Receiver) else None
+            # One that died counts before any other error.
+            if any(isinstance(answer, ReplicaDeadError) for answer in answers):
+                raise MembersChangedError("a replica of the vLLM engine died while a route for weights was attached")
+            for answer in (receiver, *answers):
+                if isinstance(answer, BaseException):
+                    raise answer
+                if isinstance(answer, str) and answer:
+                    raise ConfigError(answer)
+            self._attached = members
+
+    def _close_receiver(self) -> None:
+        if self._own is not None:
+            self._own.close()
+            self._own = None
 
     async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         async with self._update_lock:
-            self._routes.check()
+            if not self._attached or self.members() != self._attached:
+                raise MembersChangedError("a replica of the vLLM engine was replaced after the route for weights was attached")
             self._weights_whole.clear()
             try:
                 await self._update(version, buckets)
@@ -340,11 +277,10 @@ class VllmEngine(Engine, WeightTarget):
 
     async def _update(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         """Load all buckets while nothing is sampled; keep what a later replica would need."""
-        if self._expected is None:
-            raise EngineError("the engine is not started or already closed")
+        expected = self._running()
         self._unfit = f"weights version {version} were only partly published"
         self._newest = []  # dropped before the new copies arrive: two sets of weights may not fit in the object store
-        arrivals = Arrivals(self._expected)
+        arrivals = Arrivals(expected)
         kept: list[Kept] = []
         complete = False
         if not self._paused:
@@ -353,7 +289,15 @@ class VllmEngine(Engine, WeightTarget):
         await self._replicas.all("begin_update")
         try:
             async for bucket in buckets:
-                kept += await self._routes.load(bucket, self._expected, arrivals)
+                for entry in bucket.entries:
+                    arrivals.check(entry.name, entry.shape)
+                # On a CPU, vLLM packs its own copy of a tied output head: without its name in the update, it would keep the
+                # old weights.
+                whole = bucket.with_aliases(expected.tied)
+                loading = self._replicas.all("receive", whole.to_plain())
+                # Both at once: a collective broadcast ends only when the driver has received its copy too.
+                copies, _ = await asyncio.gather(in_thread("weights", self._copy, whole), loading)
+                kept += copies
             arrivals.complete()
             complete = True
         except EngineError as problem:
@@ -365,6 +309,15 @@ class VllmEngine(Engine, WeightTarget):
                 await self._replicas.all("resume")
         self._unfit, self._version, self._newest, self._published = None, version, kept, True
         self._replicas.note_weights()
+
+    def _copy(self, bucket: Bucket) -> list[Kept]:
+        """The driver's copy of a bucket, if it keeps weights."""
+        if self._own is None:
+            return []
+        data = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        for entry, (_, tensor) in zip(bucket.entries, self._own.receive(bucket), strict=True):
+            tensor_in(data, entry).copy_(tensor)
+        return [Kept(bucket, ray.put(data.numpy()))]
 
     async def _catch_up(self, replica: Replica) -> None:
         """Give a new replica the current weights, then let it take requests; if they were not kept, after the next publish."""
@@ -408,22 +361,26 @@ class VllmEngine(Engine, WeightTarget):
         if self._elastic is not None:  # before the replicas, which it would replace
             await self._elastic.close()
         await self._replicas.close()
-        self._routes.close()
+        self._close_receiver()
         self._newest = []
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the replicas, for users and tests."""
-        return self._replicas.pids
+        return [replica.pid for replica in self._replicas.every]
 
     @property
     def homes(self) -> dict[str, int]:
         """The replica that each episode's requests go to, for users and tests."""
-        return self._replicas.homes()
+        return {key: replica.number for key, replica in self._replicas.router.homes().items()}
 
     def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
-        if self._expected is None:
-            raise EngineError("the engine is not started or already closed")
+        expected = self._running()
         if self._unfit is not None:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
-        check_request(token_ids, sampling, self._context, self._expected.vocab)
+        check_request(token_ids, sampling, self._context, expected.vocab)
+
+    def _running(self) -> Expected:
+        if self._expected is None:
+            raise EngineError("the engine is not started or already closed")
+        return self._expected
