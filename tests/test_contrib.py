@@ -33,7 +33,7 @@ assert not any(name.startswith("agentrl.contrib.GONE") for name in sys.modules)
 
 
 SUITE = ["algorithm", "cli", "config", "env", "render", "reward", "rollout", "shelf", "tool"]  # in minutes
-USED = ("judges", "sandboxes", "suites", "toolkit", "users")  # by environments, tools and rewards of the shelf
+USED = ("judges", "mcp", "sandboxes", "suites", "toolkit", "users")  # by environments, tools and rewards of the shelf
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image as Pictures
 
 from agentrl.config.schema import McpServerConfig
+from agentrl.contrib.mcp.client import McpSource
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.data.images import MOST_BYTES, MOST_IMAGES, Image, split_at_images
@@ -25,7 +26,6 @@ from agentrl.data.trajectory import Message, ToolCall, Trajectory, as_row, messa
 from agentrl.env import Toolbox, tool
 from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
-from agentrl.env.mcp import McpSource
 from agentrl.reward import compile_spec
 from agentrl.rollout.context import elide_outputs
 from agentrl.utils.errors import EnvError, ImageError

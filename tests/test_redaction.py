@@ -25,6 +25,7 @@ from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, Sandb
 from agentrl.contrib.agents.programs import Remote
 from agentrl.contrib.judges.client import Judge, judge_call
 from agentrl.contrib.judges.leaf import VerdictRequest
+from agentrl.contrib.mcp.client import McpSource
 from agentrl.contrib.preflight.services import ApiModel, _ask
 from agentrl.contrib.remote_envs.server import EnvOffer
 from agentrl.contrib.sandboxes.contract import SANDBOXES
@@ -35,7 +36,6 @@ from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import Toolbox, ToolEnv, tool
 from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
-from agentrl.env.mcp import McpSource
 from agentrl.render.litellm_calls import load_litellm
 from agentrl.rollout.engine import Sampling
 from agentrl.run.folder import RunFolder

@@ -159,12 +159,12 @@ def test_pyproject_is_the_only_place_that_names_a_version() -> None:
 def registries() -> list[Registry[Any]]:
     """Every registry of agentrl, loaded."""
     homes = [
-        "agentrl.cli.arguments", "agentrl.engines.weights.base", "agentrl.env.address", "agentrl.env.wrappers",
+        "agentrl.cli.arguments", "agentrl.engines.weights.base", "agentrl.env.address", "agentrl.env.tools",
         "agentrl.rollout.collector", "agentrl.rollout.context", "agentrl.rollout.engine", "agentrl.rollout.mixtures",
         "agentrl.rollout.player", "agentrl.rollout.samplers", "agentrl.run.callbacks", "agentrl.run.driver",
         "agentrl.cluster.doctor", "agentrl.reward.leaf", "agentrl.run.trackers", "agentrl.trainer.update_hooks",
         "agentrl.trainer.algorithms.advantages", "agentrl.data.expert_routing", "agentrl.render.modality",
-        "agentrl.run.checks", "agentrl.run.checks.env_checks",
+        "agentrl.run.checks", "agentrl.run.checks.env_checks", "agentrl.env.wrappers",
         "agentrl.trainer.algorithms.losses", "agentrl.trainer.train_engine",
     ]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}

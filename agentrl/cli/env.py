@@ -159,7 +159,7 @@ def run_list(args: argparse.Namespace) -> int:
     width = max((len(entry.id) for entry in entries), default=0)
     short = max((len(entry.name) for entry in entries), default=0)
     for entry in entries:
-        lacking = f"  [not installed: agentrl env install {entry.suite.suite}]" if entry.suite and entry.lacks_source() else ""
+        lacking = f"  [not installed: agentrl env install {entry.suite}]" if entry.suite and entry.lacks_source() else ""
         say(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}{lacking}")
     for problem in [*broken_files().values(), *unnamed_classes()]:
         say(f"skipped: {problem}")

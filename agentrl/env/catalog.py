@@ -20,7 +20,7 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
 from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, known_sources, module_folder
-from agentrl.env.tools import Tool, ToolSet
+from agentrl.env.tools import TOOL_SOURCES, Tool, ToolSet
 from agentrl.reward import Scorer, Services, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, hint_text, place_of, raised_text
@@ -37,74 +37,19 @@ if TYPE_CHECKING:
 # Content files
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """The constants of an environment class: `id = "Namespace/Name-v0"`, `reward`, `summary`; of a suite (contrib/suites)
-    also `suite`, `module` and `own`."""
-
-    class_name: str
-    id: str
-    reward: str | None
-    summary: str
-    suite: str | None = None
-    module: str | None = None
-    own: str | None = None
-
-
-def read_declarations(path: Path) -> list[Declared]:
-    """Every class in the file that sets `id` to a string. Raises CatalogError if the file is not Python."""
-    stat = path.stat()
-    return list(_declarations(path, stat.st_mtime_ns, stat.st_size))
-
-
-@lru_cache(maxsize=1024)
-def _declarations(path: Path, modified: int, size: int) -> tuple[Declared, ...]:
-    try:
-        tree = module_of(read_text(path))
-    except (SyntaxError, ValueError) as problem:
-        raise CatalogError(f"{path}: not a Python file: {problem}") from problem
-    found: list[Declared] = []
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            texts = _texts(node)
-            if texts.get("id"):
-                suite = (texts.get("suite"), texts.get("module"), texts.get("own"))
-                found.append(Declared(node.name, texts["id"], texts.get("reward"), texts.get("summary", ""), *suite))
-    return tuple(found)
-
-
-def _texts(node: ast.ClassDef) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for statement in node.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            name, value = statement.targets[0].id, statement.value
-        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
-            name, value = statement.target.id, statement.value
-        else:
-            continue
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            texts[name] = value.value
-    return texts
-
-
-def load_tools(path: Path) -> list[Tool]:
-    """The tools that a content file defines, in order. Raises CatalogError without any."""
-    tools = [value for value in vars(load_module(path)).values() if isinstance(value, Tool)]
-    if not tools:
-        raise CatalogError(f"{path}: no function is marked with @tool, and no class is a ToolSet")
-    return tools
-
-
-def load_set(path: Path) -> type[ToolSet] | None:
-    """The ToolSet that a content file defines, if its tools have a state. Raises CatalogError if it defines two, or one without a
-    name."""
+def load_tools(path: Path) -> type[ToolSet] | list[Tool]:
+    """The ToolSet that a content file defines if its tools have a state, else its tools, in order. Raises CatalogError without
+    any, and for two sets, or one without a name."""
     module = load_module(path)
-    own = [item for item in vars(module).values() if isinstance(item, type) and issubclass(item, ToolSet)]
+    sets = [item for item in vars(module).values() if isinstance(item, type) and issubclass(item, ToolSet)]
     # A set that builds on another one imports that, which is then in its module too.
-    found = [item for item in own if item.__module__ == module.__name__]
+    found = [item for item in sets if item.__module__ == module.__name__]
     if len(found) > 1 or (found and not found[0].name):
         raise CatalogError(f"{path}: expected one ToolSet with a `name`, found {', '.join(item.__name__ for item in found)}")
-    return found[0] if found else None
+    tools = [value for value in vars(module).values() if isinstance(value, Tool)]
+    if not found and not tools:
+        raise CatalogError(f"{path}: no function is marked with @tool, and no class is a ToolSet")
+    return found[0] if found else tools
 
 
 # From an id to an environment, and from a name to a tool set, reward spec or config.
@@ -138,15 +83,16 @@ class EnvEntry:
     entry_point: EntryPoint | None = None
     made: Callable[..., Any] | None = None
     """From Python: the class, or a function that returns an environment."""
-    suite: Declared | None = None
-    """Of an environment of a suite (contrib/suites): what its class says of its source."""
+    suite: str | None = None
+    """Of an environment of a suite (contrib/suites), as are `module` and `own`: constants of its class that name its source."""
+    module: str | None = None
+    own: str | None = None
 
     def lacks_source(self) -> bool:
         """Return True if it is of a suite whose source is nowhere: not installed, no package, none of its own."""
-        said = self.suite
-        if said is None or said.suite is None or said.own is not None or said.suite in known_sources():
+        if self.suite is None or self.own is not None or self.suite in known_sources():
             return False
-        return said.module is None or module_folder(said.module) is None
+        return self.module is None or module_folder(self.module) is None
 
     def load(self) -> Callable[..., ToolEnv]:
         """The class. Raises CatalogError, with the cause, if its module does not load."""
@@ -320,8 +266,13 @@ class EnvRef:
         env.initial_seed = self.seed
         if self.max_output is not None:
             env.limit_output(self.max_output)
-        if self.tools.sets or self.tools.mcp:
-            _add_tools(env, self.tools)
+        for name in self.tools.args:
+            if name not in self.tools.sets:
+                raise ConfigError(f"tools.args.{name}: tools.sets has no set of this name{hint_text(name, self.tools.sets)}")
+        for name in self.tools.sets:
+            add_tool_set(env, name, resolve_references(self.tools.args.get(name, {}), f"tools.args.{name}"))
+        for name, server in self.tools.mcp.items():
+            env.add_source(TOOL_SOURCES.entry("mcp").make(name, server))
         for choice in self.wrappers:
             from agentrl.env.wrappers import wrap
 
@@ -348,7 +299,15 @@ def find_env(name: str) -> EnvEntry:
     """The environment with that id or short name, or "given:NAME" (utils/search_path.py). Raises CatalogError naming the nearest
     known ones, ConfigError for one that this process was not given."""
     if is_given(name):
-        return _given_entry(name)
+        # A class, or a function that makes environments. A reward that the class has as a spec or a function is given with it.
+        made = given_object(name, "env.id").value
+        if not callable(made):
+            raise CatalogError(f"{name}: expected a ToolEnv class or a function that returns an environment, not {made!r:.80}")
+        short = name.removeprefix(PREFIX)
+        if isinstance(made, type) and not getattr(made, "id", "x"):
+            made.id = f"given/{short}-v0"  # type: ignore[attr-defined]  # what its episodes are recorded under
+        summary = getattr(made, "summary", "") or (inspect.getdoc(made) or "").partition("\n")[0]
+        return EnvEntry(name, short, summary, own_reward(made), None, short, made=made)
     known: list[str] = []
     for entry in _all_entries():
         if name in (entry.id, entry.name):
@@ -363,7 +322,7 @@ def broken_files() -> dict[Path, str]:
     broken: dict[Path, str] = {}
     for path in _env_files():
         try:
-            read_declarations(path)
+            _entries_of(path)
         except CatalogError as problem:
             broken[path] = str(problem)
     return broken
@@ -374,7 +333,7 @@ def unnamed_classes() -> list[str]:
     found = []
     for path in _env_files():
         with suppress(CatalogError, SyntaxError, ValueError):
-            if read_declarations(path):
+            if _entries_of(path):
                 continue  # a base of those beside it, perhaps
             for node in module_of(read_text(path)).body:
                 if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("ToolEnv") for base in node.bases):
@@ -401,18 +360,6 @@ def find_tools(name: str) -> Path:
 # -- inside ----------------------------------------------------------------------------------------
 
 
-def _given_entry(name: str) -> EnvEntry:
-    """A class, or a function that makes environments. A reward that the class has as a spec or a function is given with it."""
-    made = given_object(name, "env.id").value
-    if not callable(made):
-        raise CatalogError(f"{name}: expected a ToolEnv class or a function that returns an environment, not {made!r:.80}")
-    short = name.removeprefix(PREFIX)
-    if isinstance(made, type) and not getattr(made, "id", "x"):
-        made.id = f"given/{short}-v0"  # type: ignore[attr-defined]  # what its episodes are recorded under
-    summary = getattr(made, "summary", "") or (inspect.getdoc(made) or "").partition("\n")[0]
-    return EnvEntry(name, short, summary, own_reward(made), None, short, made=made)
-
-
 def _env_files() -> Iterator[Path]:
     for shelf in shelves():
         folder = shelf / "envs"
@@ -433,26 +380,43 @@ def _all_entries() -> Iterator[EnvEntry]:
         yield EnvEntry(point.name, short, "", None, None, point.value, point)
 
 
-def _entries_of(path: Path) -> list[EnvEntry]:
-    name, found = path.parent.name if path.name == "env.py" else path.stem, []
-    declared = read_declarations(path)
-    for said in declared:
-        short = name if len(declared) == 1 else f"{name}.{said.class_name}"
-        suite = said if said.suite else None
-        found.append(EnvEntry(said.id, short, said.summary, said.reward, path, said.class_name, suite=suite))
-    return found
+def _entries_of(path: Path) -> tuple[EnvEntry, ...]:
+    """Every class in the file that sets `id` to a string. Raises CatalogError if the file is not Python."""
+    stat = path.stat()
+    return _read_entries(path, stat.st_mtime_ns, stat.st_size)
 
 
-def _add_tools(env: ToolEnv, config: ToolsConfig) -> None:
-    from agentrl.env.mcp import McpSource
-
-    for name in config.args:
-        if name not in config.sets:
-            raise ConfigError(f"tools.args.{name}: tools.sets has no set of this name{hint_text(name, config.sets)}")
-    for name in config.sets:
-        add_tool_set(env, name, resolve_references(config.args.get(name, {}), f"tools.args.{name}"))
-    for name, server in config.mcp.items():
-        env.add_source(McpSource(name, server))
+@lru_cache(maxsize=1024)
+def _read_entries(path: Path, modified: int, size: int) -> tuple[EnvEntry, ...]:
+    try:
+        tree = module_of(read_text(path))
+    except (SyntaxError, ValueError) as problem:
+        raise CatalogError(f"{path}: not a Python file: {problem}") from problem
+    found: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        texts: dict[str, str] = {}
+        for said in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(said, ast.Assign | ast.AnnAssign) and isinstance(said.value, ast.Constant):
+                target = said.target if isinstance(said, ast.AnnAssign) else said.targets[0]
+                if isinstance(target, ast.Name) and isinstance(said.value.value, str):
+                    texts[target.id] = said.value.value
+        if isinstance(node, ast.ClassDef) and texts.get("id"):
+            found[node.name] = texts
+    name = path.parent.name if path.name == "env.py" else path.stem
+    return tuple(
+        EnvEntry(
+            texts["id"],
+            name if len(found) == 1 else f"{name}.{class_name}",
+            texts.get("summary", ""),
+            texts.get("reward"),
+            path,
+            class_name,
+            suite=texts.get("suite") or None,
+            module=texts.get("module"),
+            own=texts.get("own"),
+        )
+        for class_name, texts in found.items()
+    )
 
 
 def add_tool_set(env: ToolEnv, name: str, args: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -462,19 +426,18 @@ def add_tool_set(env: ToolEnv, name: str, args: Mapping[str, Any] = MappingProxy
     Raises CatalogError if there is no such set or the environment has a tool of the same name, ConfigError for unfit arguments,
     ResourceError if this machine lacks what the set needs.
     """
-    path = find_tools(name)
-    kind = load_set(path)
-    if kind is None and args:
-        raise ConfigError(f"tools.args.{name}: its tools have no state and take no arguments; leave it out")
-    tools = load_tools(path) if kind is None else list(kind.tools())
-    for item in tools:
+    found = load_tools(find_tools(name))
+    for item in found if isinstance(found, list) else found.tools():
         if item.name in env.toolbox:
             raise CatalogError(f"tools.sets: {name!r} has a tool {item.name!r}, which {env.id} already has")
-        if kind is None:
+        if isinstance(found, list):
             env.toolbox.add(item)
-    if kind is not None:
-        known = {key: item for key, item in inspect.signature(kind).parameters.items() if item.kind is item.KEYWORD_ONLY}
-        env.add_set(bind(f"tools.args.{name}", kind, known, args))
+    if isinstance(found, list):
+        if args:
+            raise ConfigError(f"tools.args.{name}: its tools have no state and take no arguments; leave it out")
+        return
+    known = {key: item for key, item in inspect.signature(found).parameters.items() if item.kind is item.KEYWORD_ONLY}
+    env.add_set(bind(f"tools.args.{name}", found, known, args))
 
 
 def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from agentrl.data.trajectory import Json
 from agentrl.env.call_options import DEFAULT, Options, Problem, as_called, as_object, compile_validator, safe_schema
 from agentrl.utils.child_process import Child, child_for, function_ref
 from agentrl.utils.errors import ToolSchemaError
+from agentrl.utils.registry import Registry
 from agentrl.utils.schemas import DATA
 from agentrl.utils.threads import TOOLS
 
@@ -158,7 +159,11 @@ def _is_json(value: Any) -> bool:
 def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
     """The same schema as short as possible: no titles, references inlined unless they are recursive."""
     definitions = dict(schema.get("$defs", {}))
-    recursive = {name for name in definitions if _reaches(definitions, name, name)}
+    reached = {name: _references(body) for name, body in definitions.items()}
+    for _ in reached:  # until each has all that it leads to
+        for names in reached.values():
+            names.update(*(reached[name] for name in names & reached.keys()))
+    recursive = {name for name, names in reached.items() if name in names}
     body = {key: value for key, value in schema.items() if key not in ("$defs", "title", "description")}
     result: dict[str, Json] = _inline(body, definitions, recursive, named=False)
     if recursive:
@@ -176,19 +181,6 @@ def _references(node: Json) -> set[str]:
     return found.union(*(_references(value) for value in node.values())) if node else found
 
 
-def _reaches(definitions: Mapping[str, Json], start: str, target: str) -> bool:
-    seen: set[str] = set()
-    open_names = _references(definitions[start])
-    while open_names:
-        name = open_names.pop()
-        if name == target:
-            return True
-        if name not in seen and name in definitions:
-            seen.add(name)
-            open_names |= _references(definitions[name])
-    return False
-
-
 def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *, named: bool) -> Json:
     """`named`: the keys of `node` are property names, so that a property called "title" stays."""
     if isinstance(node, list):
@@ -197,19 +189,14 @@ def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *,
         return node
     reference = node.get("$ref")
     if isinstance(reference, str) and not named and reference.rpartition("/")[2] in definitions.keys() - recursive:
-        merged = {
-            **definitions[reference.rpartition("/")[2]],
-            **{k: v for k, v in node.items() if k != "$ref"},
-        }
+        merged = {**definitions[reference.rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
         return _inline(merged, definitions, recursive, named=False)
+    names = ("properties", "patternProperties")
     return {
-        key: value if not named and key in DATA else _inline(value, definitions, recursive, named=not named and key in _NAMED)
+        key: value if not named and key in DATA else _inline(value, definitions, recursive, named=not named and key in names)
         for key, value in node.items()
         if named or key != "title"
     }
-
-
-_NAMED = ("properties", "patternProperties")
 
 
 _SECTION = re.compile(r"^(args|arguments|parameters|params|returns?|raises|yields?|examples?|notes?):?\s*$", re.I)
@@ -480,6 +467,9 @@ class ToolSource(Protocol):
         """A new, unopened session."""
         ...
 
+
+TOOL_SOURCES: Registry[Callable[..., ToolSource]] = Registry("tools", "TOOL_SOURCES", "agentrl.env", given=2)
+"""Makers of sources by the key of `tools` that names them, from a name and its section of the config."""
 
 # Tool sets
 

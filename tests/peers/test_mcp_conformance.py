@@ -144,7 +144,7 @@ PLAYS = """
 import asyncio, sys
 from agentrl.config.schema import McpServerConfig
 from agentrl.utils.errors import EnvError, ToolError
-from agentrl.env.mcp import McpSource
+from agentrl.contrib.mcp.client import McpSource
 
 async def main():
     session = McpSource("suite", McpServerConfig(url=sys.argv[-1], timeout=20.0)).session()

@@ -23,7 +23,7 @@ from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxProvider
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of, sandbox_config
 from agentrl.data.trajectory import ToolResult
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.catalog import EnvRef, find_tools, load_set
+from agentrl.env.catalog import EnvRef, find_tools, load_tools
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
 from agentrl.env.spaces import run_sync
@@ -362,8 +362,8 @@ def test_a_database_has_limits(database: str, tmp_path: Path) -> None:
 def load_set_cache_clear(name: str, function: str) -> None:
     import sys
 
-    kind = load_set(find_tools(name))
-    assert kind is not None
+    kind = load_tools(find_tools(name))
+    assert isinstance(kind, type)
     getattr(sys.modules[kind.__module__], function).cache_clear()
 
 
@@ -545,8 +545,8 @@ def test_sets_are_opened_and_closed_once_an_episode(tmp_path: Path) -> None:
     )
     name = str(tmp_path / "watch.py")
     env = ref(name).build()
-    kind = load_set(Path(name))
-    assert kind is not None
+    kind = load_tools(Path(name))
+    assert isinstance(kind, type)
     log = __import__("sys").modules[kind.__module__].LOG
     with pytest.raises(EnvError, match="no tool set 'watch'"):
         env.tool_set("watch")

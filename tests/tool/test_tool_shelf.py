@@ -14,7 +14,7 @@ from agentrl.env import Toolbox
 from agentrl.env.catalog import find_tools, load_tools
 from tests.conftest import examples
 
-BOX = Toolbox([*load_tools(find_tools("calculator")), *load_tools(find_tools("dates"))])
+BOX = Toolbox([item for name in ("calculator", "dates") for item in load_tools(find_tools(name))])  # type: ignore[union-attr]
 
 
 def ask(name: str, **arguments: Any) -> str:

@@ -21,6 +21,7 @@ from agentrl.data.trajectory import Json
 from agentrl.engines.makers import api_name, is_script
 from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
+from agentrl.env.tools import TOOL_SOURCES
 from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
 from agentrl.rollout.engine import Sampling
 from agentrl.run.checks import RUN_CHECKS, Purpose, RunStart
@@ -121,9 +122,7 @@ def _users(called: str, ref: EnvRef) -> Iterator[ApiModel]:
 
 def _start(key: str, name: str, server: McpServerConfig, seconds: float) -> list[str]:
     """The names of its tools."""
-    from agentrl.env.mcp import McpSource
-
-    session = McpSource(name, server.model_copy(update={"timeout": min(server.timeout, seconds)})).session()
+    session = TOOL_SOURCES.entry("mcp").make(name, server.model_copy(update={"timeout": min(server.timeout, seconds)})).session()
 
     async def once() -> list[str]:
         try:

@@ -280,7 +280,7 @@ def suites() -> dict[str, list[EnvEntry]]:
 
     found: dict[str, list[EnvEntry]] = {}
     for entry in list_envs():
-        name = None if entry.suite is None else entry.suite.suite
+        name = entry.suite
         if entry.entry_point is not None:
             with suppress(Exception):  # another package's code: `agentrl env check` says which problem it has
                 loaded = entry.load()

@@ -21,9 +21,9 @@ import pytest
 from pydantic import BaseModel
 
 from agentrl.config.schema import McpServerConfig
+from agentrl.contrib.mcp.client import McpSource
 from agentrl.data.trajectory import StopReason, ToolResult
 from agentrl.env.catalog import make_env
-from agentrl.env.mcp import McpSource
 from agentrl.utils.errors import EnvError
 from tests.strict_json import strict
 
@@ -32,7 +32,6 @@ pytest.importorskip("mcp", reason="needs the MCP SDK: pip install 'agentrl[mcp]'
 import mcp_types as types
 from mcp import MCPError
 
-sys.path.insert(0, str(Path(__file__).parent))
 from tests.env.toyenvs import Notes, call
 
 Answer = Callable[[str, Mapping[str, Any]], Any]
@@ -354,7 +353,7 @@ async def test_a_server_that_does_not_end_by_itself_is_ended(hostile: Callable[.
 HOLDS = """
 import asyncio, sys
 from agentrl.config.schema import McpServerConfig
-from agentrl.env.mcp import McpSource
+from agentrl.contrib.mcp.client import McpSource
 
 async def main():
     session = McpSource("shop", McpServerConfig(command=sys.argv[1:])).session()

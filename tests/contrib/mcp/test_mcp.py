@@ -18,12 +18,10 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import McpServerConfig, ToolsConfig
+from agentrl.contrib.mcp.client import McpSource
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import EnvRef
-from agentrl.env.mcp import McpSource
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError
-
-sys.path.insert(0, str(Path(__file__).parent))
 from tests.env.toyenvs import Notes, call
 
 SERVER = '''
@@ -140,7 +138,7 @@ IN_A_NOTEBOOK = """
 import asyncio, io, sys
 sys.stderr = io.StringIO()  # as a notebook has it, from the SDK's import on
 from agentrl.config.schema import McpServerConfig
-from agentrl.env.mcp import McpSource
+from agentrl.contrib.mcp.client import McpSource
 
 async def main():
     session = McpSource("shop", McpServerConfig(command=sys.argv[1:])).session()
@@ -221,7 +219,7 @@ def children() -> set[str]:
 
 @pytest.mark.slow
 async def test_servers_that_do_not_start_say_why_and_are_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.env.mcp._CLOSE_SECONDS", 60.0)
+    monkeypatch.setattr("agentrl.contrib.mcp.client._CLOSE_SECONDS", 60.0)
     began = time.monotonic()
     cases = [
         (McpServerConfig(command=["no-such-program-here"]), "no-such-program-here"),

@@ -19,7 +19,7 @@ from agentrl.config.schema import McpServerConfig
 from agentrl.data.images import Image
 from agentrl.env.call_options import Options
 from agentrl.env.toolbox import as_text, read
-from agentrl.env.tools import Tool
+from agentrl.env.tools import TOOL_SOURCES, Tool
 from agentrl.utils import keeper
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ToolError
 from agentrl.utils.redaction import learn, redact_said, resolve_references
@@ -46,6 +46,7 @@ _NO_ANSWER = (
 """Errors that the SDK makes itself over HTTP where no answer came: code and first words. Servers use the same codes."""
 
 
+@TOOL_SOURCES.register("mcp")
 class McpSource:
     """A server by name and config: gives each episode its own session (and process, over stdio)."""
 

@@ -1,0 +1,1 @@
+"""Tools of MCP servers, as `tools.mcp` of a config names them."""
