@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
-from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn, UserCall
+from agentrl.data.trajectory import Message, ToolCall, ToolResult, Trajectory, Turn, UserCall
 from agentrl.env.toolbox import Toolbox
 from agentrl.render.litellm_calls import request_of
 from agentrl.reward.values import course_of, turn_places
@@ -120,15 +120,12 @@ def heard(record: Trajectory, before: Sequence[Message] = ()) -> list[Message]:
     # What the user did before its first words stands before them; an opening that is being made has none yet.
     opening = opened[-1] if opened and record.messages else first
     found: list[Message] = []
-    done = 0
+    last = -2
     for at in range(len(messages) + 1):
         turn = -1 if at == opening else places.index(at - 1) if at - 1 in places else None
         if turn is not None:
-            end = done
-            while end < len(record.user_calls) and record.user_calls[end].turn <= turn:
-                end += 1
-            found += _as_messages(record.user_calls[done:end])
-            done = end
+            found += _as_messages([made for made in record.user_calls if last < made.turn <= turn])
+            last = turn
         found += messages[at : at + 1]
     return found
 
@@ -138,15 +135,8 @@ def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
     for turn, step in dict.fromkeys((made.turn, made.step) for made in calls):
         same = [made for made in calls if (made.turn, made.step) == (turn, step)]
         found.append(Message("user", same[0].text, tuple(made.call for made in same)))
-        answers = [made.result for made in same if made.result is not None]
-        found += [result.message for result in answers]
+        found += [made.result.message for made in same if made.result is not None]
     return found
-
-
-def _steps(record: Trajectory, turn: int, words: Sequence[Message]) -> list[Message | Parting | None]:
-    """The user's steps after a turn: its messages with calls, and its words, or None if it said none."""
-    calls = _as_messages([made for made in record.user_calls if made.turn == turn])
-    return [*(message for message in calls if message.role == "user"), words[0] if words else None]
 
 
 async def ask(
@@ -218,12 +208,15 @@ class RecordedUser:
         """The user of an episode."""
         course = course_of(record)
         opening = record.messages[: course.opening]
-        answers = [_steps(record, -1, [message for message in opening if message.role == "user"][-1:])]
+        words: dict[int, list[Message]] = {-1: [message for message in opening if message.role == "user"][-1:]}
         for turn, said in zip(record.turns, course.said, strict=True):
             if not turn.message.tool_calls:
                 # A user who said nothing, and after whose silence the episode went on, did not leave.
-                silence = [] if turn is record.turns[-1] else [Message("user", "")]
-                answers.append(_steps(record, turn.index, said[:1] or silence))
+                words[turn.index] = said[:1] or ([] if turn is record.turns[-1] else [Message("user", "")])
+        answers: list[list[Message | Parting | None]] = []
+        for number, own in words.items():  # the user's messages with calls, and its words, or None if it said none
+            calls = _as_messages([made for made in record.user_calls if made.turn == number])
+            answers.append([*(message for message in calls if message.role == "user"), own[0] if own else None])
         if record.parting and answers[-1][-1] is None:
             answers[-1][-1] = Parting(record.parting)
         return cls(sum(map(_is_text, opening)), answers)
@@ -237,30 +230,6 @@ class RecordedUser:
             raise EnvError(f"the recorded user has no answer to text {number} of the policy (step {step})")
         answer = self.answers[number][step]
         return answer.content if isinstance(answer, Message) and not answer.tool_calls else answer
-
-    def row(self) -> dict[str, Json]:
-        """As JSON; `of_row` is the inverse."""
-        rows = [[_line_row(message) for message in steps] for steps in self.answers]
-        return {"before": self.before, "answers": rows}
-
-    @classmethod
-    def of_row(cls, row: Mapping[str, Json]) -> RecordedUser:
-        """Inverse of `row`."""
-        return cls(row["before"], [list(map(_line_of_row, steps)) for steps in row["answers"]])
-
-
-def _line_row(message: Message | Parting | None) -> Json:
-    if message is None:
-        return None
-    if isinstance(message, Parting):
-        return {"parting": message.text}
-    return {"text": message.content, "calls": [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]}
-
-
-def _line_of_row(row: Json) -> Message | Parting | None:
-    if row is None or "parting" in row:
-        return row and Parting(row["parting"])
-    return Message("user", row["text"], tuple(ToolCall(call["name"], call["arguments"]) for call in row["calls"]))
 
 
 def _is_text(message: Message) -> bool:

@@ -279,8 +279,7 @@ def test_the_order_of_calls_is_the_order_of_the_script_and_a_recorded_user_repea
     ]
     assert len(turn_places(record)) == len(record.turns)
     twin = Phone(script=["another"], opens=opens, scorer=None)
-    repeated = RecordedUser.of_row(json.loads(json.dumps(RecordedUser.of(record).row())))
-    twin.reset(options={"task": record.task, "user": repeated})
+    twin.reset(options={"task": record.task, "user": RecordedUser.of(record)})
     for turn in record.turns:
         twin.step(turn.message)
     again = twin.trajectory

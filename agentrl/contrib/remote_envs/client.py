@@ -325,7 +325,7 @@ class RemoteEnv(ToolEnv):
         if "user" in options and options["user"] != GOLD:
             if not isinstance(options["user"], RecordedUser):
                 raise EnvError(f"{self.id}: its user is on the server; of another one it takes only a record's (RecordedUser)")
-            options["user"] = options["user"].row()
+            options["user"] = wire.user_row(options["user"])
         await self.aclose()
         if seed is None and self._np_random is None:
             seed = self.initial_seed

@@ -21,7 +21,7 @@ from agentrl.env.address import Asked, token_in
 from agentrl.env.authoring import Teacher
 from agentrl.env.base import ToolEnv
 from agentrl.env.copying import Snapshot
-from agentrl.env.users import GOLD, RecordedUser
+from agentrl.env.users import GOLD
 from agentrl.utils.errors import ConfigError, EnvError
 from agentrl.utils.event_loop import GRACE, end
 
@@ -189,7 +189,7 @@ class EnvSession:
             options["task"] = Task(**options["task"])
         env = self._new(body)
         if options.get("user", GOLD) != GOLD:
-            options["user"] = RecordedUser.of_row(options["user"])
+            options["user"] = wire.user_of(options["user"])
         observation, info = await env.areset(seed=body["seed"], options=options)
         return {"observation": self._row_of(env, observation), "info": info}
 

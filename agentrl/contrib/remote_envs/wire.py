@@ -14,6 +14,7 @@ from agentrl.env.call_options import Options
 from agentrl.env.spaces import Action
 from agentrl.env.toolbox import Toolbox
 from agentrl.env.tools import Tool
+from agentrl.env.users import Parting, RecordedUser
 from agentrl.utils import errors
 from agentrl.utils.errors import EnvError, ToolTimeoutError, UserError
 
@@ -93,6 +94,29 @@ def tools_of(rows: Sequence[Mapping[str, Json]], where: str) -> dict[str, Tool]:
 # -- the record ------------------------------------------------------------------------------------
 
 OUTCOME = ("env_id", "seed", "stop", "error", "terminated", "truncated")
+
+
+def user_row(user: RecordedUser) -> dict[str, Json]:
+    """The user of a recorded episode as JSON; `user_of` is the inverse."""
+
+    def line(said: Message | Parting | None) -> Json:
+        if isinstance(said, Message):
+            calls = [{"name": call.name, "arguments": call.arguments} for call in said.tool_calls]
+            return {"text": said.content, "calls": calls}
+        return said and {"parting": said.text}
+
+    return {"before": user.before, "answers": [list(map(line, steps)) for steps in user.answers]}
+
+
+def user_of(row: Mapping[str, Json]) -> RecordedUser:
+    """Inverse of `user_row`."""
+
+    def line(said: Json) -> Message | Parting | None:
+        if said is None or "parting" in said:
+            return said and Parting(said["parting"])
+        return Message("user", said["text"], tuple(ToolCall(call["name"], call["arguments"]) for call in said["calls"]))
+
+    return RecordedUser(row["before"], [list(map(line, steps)) for steps in row["answers"]])
 
 
 def record_row(record: Trajectory, keep_messages: int = 0, keep_turns: int = 0, keep_calls: int = 0) -> dict[str, Json]:
