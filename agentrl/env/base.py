@@ -97,20 +97,16 @@ class OwnReward:
         from agentrl.reward import compile_spec, load_spec, make_context
         from agentrl.reward.compile import given_spec
 
-        def fresh(task: Task) -> ReplayEnv:
-            return self._build()
-
+        context = make_context(RewardConfig(), replay_env=lambda task: self._build())
         name = str(own_reward(self._env))
-        spec = given_spec(name) if is_given(name) else load_spec(self._path(name))
-        return compile_spec(spec, context=make_context(RewardConfig(), replay_env=fresh))
-
-    def _path(self, name: str) -> Path:
-        """Next to the file of the class that names the spec, or on a shelf."""
+        if is_given(name):
+            return compile_spec(given_spec(name), context=context)
+        # Next to the file of the class that names the spec, or on a shelf.
         owner = next(base for base in self._env.__mro__ if "reward" in vars(base))
         with suppress(OSError, TypeError):  # a class that was typed in has no file
-            if (beside := Path(inspect.getfile(owner)).parent / name).is_file():
-                return beside
-        return find_file(name, "rewards", ".json", "reward spec")
+            if (path := Path(inspect.getfile(owner)).parent / name).is_file():
+                return compile_spec(load_spec(path), context=context)
+        return compile_spec(load_spec(find_file(name, "rewards", ".json", "reward spec")), context=context)
 
 
 # The environment
@@ -283,7 +279,13 @@ class ToolEnv(Forkable):
             await self._open_sessions()
             await self._hook("setup", task)
             if self.user is not None and "user" in options:
-                self.user = self._gold_user(task) if options["user"] == GOLD else options["user"]
+                user = options["user"]
+                self.user = self.gold_user(task) or self.user if user == GOLD else user
+                if user == GOLD and isinstance(self.user, AsksModel):
+                    raise ConfigError(
+                        f"{self.id}: its user is a model, and a scripted policy plays without one; the environment needs a "
+                        "gold_user(task), or parameters with which its own user is scripted"
+                    )
             self._record.horizon = self.horizon(task)
             # Templates that write no ids show a result without its call's name as another's.
             self._last = list(pair_results(await self._opening(task), strict=False))
@@ -307,16 +309,14 @@ class ToolEnv(Forkable):
         try:
             async with self._failing(PolicyTimeoutError, UserLimitError):
                 observation, over = await self._answer(turn)
-        except PolicyTimeoutError as late:
-            return await self._cut_step(StopReason.MAX_TOOL_TIME, late)
-        except UserLimitError as limit:
-            return await self._cut_step(StopReason.MAX_TURNS, limit)
+        except (PolicyTimeoutError, UserLimitError) as why:
+            late = isinstance(why, PolicyTimeoutError)
+            reward = await self.aend(StopReason.MAX_TOOL_TIME if late else StopReason.MAX_TURNS, str(why))
+            return [], reward, False, True, {**self._info(), "error": str(why)}
         record.messages.extend(observation)
         self._last = observation
-        if not over:
-            return list(observation), 0.0, False, False, self._info()
-        reward = await self.aend(StopReason.DONE)
-        return list(observation), reward, True, False, self._info()
+        reward = await self.aend(StopReason.DONE) if over else 0.0
+        return list(observation), reward, over, False, self._info()
 
     # -- an episode of an agent that makes its calls itself ------------------------------------------
 
@@ -401,7 +401,7 @@ class ToolEnv(Forkable):
             self._open = False
             # Tools added or removed in this episode must not carry over to the next one.
             self.toolbox.table, self.user_toolbox.table = self._tools_before, self._user_tools_before
-            await asyncio.shield(self._tear_down_in_time())
+            await asyncio.shield(self._tear_down())
 
     # -- replays -----------------------------------------------------------------------------------
 
@@ -474,33 +474,20 @@ class ToolEnv(Forkable):
             raise EnvError(f"{self.id}: {hook} is not async. Write `async def {hook}` ({place})")
         return await begun
 
-    def _gold_user(self, task: Task) -> User | None:
-        found = self.gold_user(task) or self.user
-        if isinstance(found, AsksModel):
-            raise ConfigError(
-                f"{self.id}: its user is a model, and a scripted policy plays without one; the environment needs a "
-                "gold_user(task), or parameters with which its own user is scripted"
-            )
-        return found
+    async def _tear_down(self) -> None:
+        async def free() -> None:
+            try:
+                await self._hook("teardown")
+            finally:
+                sessions, self._sessions = self._sessions, []
+                for close in (*(session.close for session in sessions), *(item.close for item in self._sets.values())):
+                    await close()
 
-    async def _cut_step(self, stop: StopReason, why: Exception) -> StepResult:
-        reward = await self.aend(stop, str(why))
-        return [], reward, False, True, {**self._info(), "error": str(why)}
-
-    async def _tear_down_in_time(self) -> None:
         try:
-            await within(self.teardown_timeout, self._tear_down(), f"the teardown of environment {self.id}")
+            await within(self.teardown_timeout, free(), f"the teardown of environment {self.id}")
         except LateError as late:
             # The episode is over and its state is recorded, so the run can go on without waiting for this.
             log.error("%s; it is abandoned", late)
-
-    async def _tear_down(self) -> None:
-        try:
-            await self._hook("teardown")
-        finally:
-            sessions, self._sessions = self._sessions, []
-            for close in (*(session.close for session in sessions), *(item.close for item in self._sets.values())):
-                await close()
 
     async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
         if turn.message.tool_calls:
@@ -530,9 +517,8 @@ class ToolEnv(Forkable):
 
     async def _fail(self, fault: BaseException) -> None:
         """Record why the episode failed and tear it down, whatever the fault was."""
-        record = self._record
+        record, stop = self._record, StopReason.ENV_ERROR
         assert record is not None
-        stop = StopReason.ENV_ERROR
         if isinstance(fault, ToolTimeoutError):
             stop = StopReason.TOOL_TIMEOUT
         elif isinstance(fault, asyncio.CancelledError | KeyboardInterrupt):
@@ -543,11 +529,7 @@ class ToolEnv(Forkable):
     def _info(self) -> dict[str, Any]:
         record = self._record
         assert record is not None
-        info: dict[str, Any] = {
-            "task_id": record.task.id,
-            "split": record.task.split,
-            "turns": len(record.turns),
-        }
+        info: dict[str, Any] = {"task_id": record.task.id, "split": record.task.split, "turns": len(record.turns)}
         if not self._open:
             info["stop"] = record.stop.value
         if record.evidence is not None and record.reward is None:

@@ -76,23 +76,16 @@ def as_called(function: Callable[..., Any], hidden: Sequence[str] = (), *, metho
             return problem
         try:
             signature.bind(*first, **arguments, **filled)
-        except TypeError:
+        except TypeError as found:
             unknown = arguments.keys() - signature.parameters.keys()
-            return Problem(
-                "unexpected_argument" if unknown else "missing_argument", _said(function, first, {**arguments, **filled})
-            )
+            try:
+                function(*first, **arguments, **filled)  # for Python's own words: nothing of it runs, since it cannot be entered
+            except TypeError as problem:
+                return Problem("unexpected_argument" if unknown else "missing_argument", str(problem))
+            raise AssertionError(f"{function!r} takes arguments that its signature refuses") from found
         return None
 
     return check
-
-
-def _said(function: Callable[..., Any], first: Sequence[Any], arguments: Mapping[str, Any]) -> str:
-    """Python's message about a call whose arguments do not fit; nothing of the function runs, since it cannot be entered."""
-    try:
-        function(*first, **arguments)
-    except TypeError as problem:
-        return str(problem)
-    raise AssertionError(f"{function!r} takes arguments that its signature refuses")
 
 
 def as_object(function: Callable[..., Any], hidden: Sequence[str] = ()) -> Check:

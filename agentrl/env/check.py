@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any
 
 from gymnasium.utils.env_checker import check_env
@@ -168,40 +169,35 @@ def shown_by(env: ToolEnv) -> str:
     return json.dumps([row["messages"], row["state"]], sort_keys=True)
 
 
-def _alone(subject: Subject, seed: int) -> tuple[list[Action], str]:
-    env = subject.build()
-    env.reset(seed=seed)
-    turns = subject.turns(env, seed)
-    play(env, turns)
-    shown = shown_by(env)
-    env.close()
-    return turns, shown
-
-
 def check_instances(subject: Subject) -> str:
     """Two instances played alternately give the same episodes as each one alone."""
-    pairs = 0
     for seed in subject.few_seeds():
         seeds = (seed, seed + 1000)
-        alone = [_alone(subject, item) for item in seeds]
+        scripts: list[list[Action]] = []
+        alone: list[str] = []
+        for item in seeds:
+            env = subject.build()
+            env.reset(seed=item)
+            scripts.append(subject.turns(env, item))
+            play(env, scripts[-1])
+            alone.append(shown_by(env))
+            env.close()
         envs = [subject.build() for _ in seeds]
         for env, item in zip(envs, seeds, strict=True):
             env.reset(seed=item)
         over = [False, False]
-        for number in range(max(len(turns) for turns, _ in alone)):
+        for turns in zip_longest(*scripts):
             for index, env in enumerate(envs):
-                turns = alone[index][0]
-                if not over[index] and number < len(turns):
-                    over[index] = env.step(turns[number])[2]
+                if not over[index] and turns[index] is not None:
+                    over[index] = env.step(turns[index])[2]
         for index, env in enumerate(envs):
-            if shown_by(env) != alone[index][1]:
+            if shown_by(env) != alone[index]:
                 raise CheckFailed(
                     f"seed {seeds[index]} gives a different episode while seed {seeds[1 - index]} runs at the same time: "
                     f"{short_repr(env.trajectory.messages[-1].content)}"
                 )
             env.close()
-        pairs += 1
-    return f"{pairs} pairs of episodes, played alternately"
+    return f"{len(subject.few_seeds())} pairs of episodes, played alternately"
 
 
 def check_fork(subject: Subject) -> str:
@@ -398,31 +394,27 @@ def check_exploits(subject: Subject) -> str:
     shown: list[str] = []
     count = subject.tasks if subject.light else subject.tasks * 2
     for floor in floors(subject, env, "train", subject.probe_seeds(env, "train", count)):
-        values = [value or 0.0 for value in floor.values]
+        values, paid = [value or 0.0 for value in floor.values], [describe(task) for task in floor.paid]
         if not values:
             raise Skipped("the split 'train' has no tasks")
-        _judge(floor.agent, subject, env.idle_share, [describe(task) for task in floor.paid], values)
-        shown.append(f"{floor.agent} {sum(values) / len(values):.2f}, {len(floor.paid)} in full")
+        low, high = share_interval(len(paid), len(values))
+        if paid and low > env.idle_share:
+            more = f" and {len(paid) - NAMED} more" if len(paid) > NAMED else ""
+            by = f" by {subject.spec}" if subject.spec else ""
+            raise CheckFailed(
+                f"{floor.agent!r} is paid in full{by} on {len(paid)} of {len(values)} tasks ({100 * low:.1f} to "
+                f"{100 * high:.1f} % of all, 95 %; idle_share allows {100 * env.idle_share:g} %): {', '.join(paid[:NAMED])}{more}"
+            )
+        mean = sum(values) / len(values)
+        if mean > env.idle_share + LUCK:
+            worst = values.index(max(values))
+            raise CheckFailed(
+                f"{floor.agent!r} scores {mean:.2f} on average (allowed: {env.idle_share + LUCK:.2f}), {values[worst]:.2f} at "
+                f"seed {worst}"
+            )
+        shown.append(f"{floor.agent} {mean:.2f}, {len(paid)} in full")
     most = 100 * share_interval(0, len(values))[1]
     return f"{len(values)} tasks each: {'; '.join(shown)} (0 of {len(values)}: at most {most:.1f} % of all, 95 %)"
-
-
-def _judge(name: str, subject: Subject, allowed: float, paid: list[str], values: list[float]) -> None:
-    """Raise CheckFailed if a script is paid in full on more tasks than is by design, or well on average."""
-    low, high = share_interval(len(paid), len(values))
-    if paid and low > allowed:
-        more = f" and {len(paid) - NAMED} more" if len(paid) > NAMED else ""
-        by = f" by {subject.spec}" if subject.spec else ""
-        raise CheckFailed(
-            f"{name!r} is paid in full{by} on {len(paid)} of {len(values)} tasks ({100 * low:.1f} to {100 * high:.1f} % of all, "
-            f"95 %; idle_share allows {100 * allowed:g} %): {', '.join(paid[:NAMED])}{more}"
-        )
-    mean = sum(values) / len(values)
-    if mean > allowed + LUCK:
-        worst = values.index(max(values))
-        raise CheckFailed(
-            f"{name!r} scores {mean:.2f} on average (allowed: {allowed + LUCK:.2f}), {values[worst]:.2f} at seed {worst}"
-        )
 
 
 def share_interval(count: int, of: int) -> tuple[float, float]:
@@ -501,28 +493,33 @@ def check_all(
     """
     checks = {name: CHECKS[name] for name in (CHECKS if only is None else only)}
     found: dict[str, CheckFinding] = {}
-    waiting = iter(list(checks.items()))
-    lock = threading.Lock()
+    waiting, lock = iter(list(checks.items())), threading.Lock()
 
     def work() -> None:
-        while True:
+        for name, check in waiting:  # each goes to the thread that is free
+            began = time.perf_counter()
+            ok: bool | None = True
+            try:
+                evidence = check(subject)
+            except CheckFailed as failure:
+                ok, evidence = False, str(failure)
+            except Skipped as reason:
+                ok, evidence = None, str(reason)
+            except Exception as fault:
+                # The environment is the code under test, so anything that it raises is a finding.
+                ok, evidence = False, f"raised {type(fault).__name__}: {fault}"
             with lock:
-                name, check = next(waiting, ("", None))
-            if check is None:
-                return
-            finding = _run(name, check, subject)
-            with lock:
-                found[name] = finding
-                report(finding)
+                found[name] = CheckFinding(name, ok, evidence, time.perf_counter() - began)
+                report(found[name])
 
     if not subject.light:
         work()
-    else:
-        threads = [threading.Thread(target=work, daemon=True, name="agentrl-check") for _ in range(AT_ONCE)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        return list(found.values())
+    threads = [threading.Thread(target=work, daemon=True, name="agentrl-check") for _ in range(AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return [found[name] for name in checks]
 
 
@@ -541,18 +538,3 @@ def limit_to(subject: Subject, seconds: float = 30.0) -> Subject:
     tasks = max(1, min(subject.tasks, int((episodes - 30) / 20)))
     fuzz = subject.fuzz if tasks == subject.tasks else min(subject.fuzz, max(9, 100 // tools))
     return replace(subject, tasks=tasks, fuzz=fuzz, light=True)
-
-
-def _run(name: str, check: Check, subject: Subject) -> CheckFinding:
-    began = time.perf_counter()
-    ok: bool | None
-    try:
-        ok, evidence = True, check(subject)
-    except CheckFailed as failure:
-        ok, evidence = False, str(failure)
-    except Skipped as reason:
-        ok, evidence = None, str(reason)
-    except Exception as fault:
-        # The environment is the code under test, so anything that it raises is a finding.
-        ok, evidence = False, f"raised {type(fault).__name__}: {fault}"
-    return CheckFinding(name, ok, evidence, time.perf_counter() - began)

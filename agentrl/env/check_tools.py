@@ -346,8 +346,8 @@ def _call(tool: Tool) -> Message:
 
 def check_teardown(subject: Subject) -> str:
     """`teardown` runs once for every `setup`: at the end, on a fault, on cancellation and on a new reset."""
-    counts: dict[str, int] = {}
-    for case in ("the end", "a fault", "cancellation", "a new reset"):
+    cases = ("the end", "a fault", "cancellation", "a new reset")
+    for case in cases:
         env = subject.build()
         runs = 0
         core = env.unwrapped
@@ -360,26 +360,21 @@ def check_teardown(subject: Subject) -> str:
             await original()
 
         core.teardown = counted  # type: ignore[method-assign]
-        _end(env, case)
-        counts[case] = runs
+        env.reset(seed=0)
+        if case == "the end" or (not len(env.toolbox) and case != "a new reset"):
+            run_sync(env.aend(StopReason.DONE))
+        elif case == "a new reset":
+            env.reset(seed=1)
+        elif case == "a fault":
+            try:
+                _plant_faults(env, env.toolbox.names[0], _crash, StopReason.ENV_ERROR)
+            except CheckFailed:
+                env.close()
+        else:
+            run_sync(_cancel(env))
         if runs != 1:
             raise CheckFailed(f"after {case}, teardown had run {runs} times, not once")
-    return f"once each after {', '.join(counts)}"
-
-
-def _end(env: ToolEnv, case: str) -> None:
-    env.reset(seed=0)
-    if case == "the end" or (not len(env.toolbox) and case != "a new reset"):
-        run_sync(env.aend(StopReason.DONE))
-    elif case == "a new reset":
-        env.reset(seed=1)
-    elif case == "a fault":
-        try:
-            _plant_faults(env, env.toolbox.names[0], _crash, StopReason.ENV_ERROR)
-        except CheckFailed:
-            env.close()
-    else:
-        run_sync(_cancel(env))
+    return f"once each after {', '.join(cases)}"
 
 
 async def _cancel(env: ToolEnv) -> None:

@@ -42,37 +42,34 @@ def sample_pattern(pattern: str, rng: np.random.Generator) -> str:
 
     Raises Unsupported if none was found, and re.error if `pattern` is not a regular expression.
     """
-    made = "".join(_text(_parser.parse(pattern), rng))
+    made = _text(_parser.parse(pattern), rng)
     if re.search(pattern, made) is None:
         raise Unsupported(f"no text found for the pattern {pattern!r}")
     return made
 
 
-def _text(items: Iterable[tuple[Any, Any]], rng: np.random.Generator) -> list[str]:
-    return [_one(kind, value, rng) for kind, value in items]
-
-
-def _one(kind: Any, value: Any, rng: np.random.Generator) -> str:
-    if kind is sre.LITERAL:
-        return chr(value)
-    if kind is sre.AT:
-        return ""
-    if kind is sre.ANY:
-        return _pick(_LETTERS, rng)
-    if kind is sre.NOT_LITERAL:
-        return _pick(_PRINTABLE.replace(chr(value), ""), rng)
-    if kind is sre.IN:
-        return _pick(_members(value), rng)
-    if kind is sre.BRANCH:
-        branches = value[1]
-        return "".join(_text(branches[int(rng.integers(len(branches)))], rng))
-    if kind is sre.SUBPATTERN:
-        return "".join(_text(value[3], rng))
-    if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT):
-        low, high, inner = value
-        times = int(rng.integers(low, min(int(high), low + _MORE) + 1))
-        return "".join("".join(_text(inner, rng)) for _ in range(times))
-    raise Unsupported(f"{kind} in a pattern")
+def _text(items: Iterable[tuple[Any, Any]], rng: np.random.Generator) -> str:
+    text = ""
+    for kind, value in items:
+        if kind is sre.LITERAL:
+            text += chr(value)
+        elif kind is sre.ANY:
+            text += _pick(_LETTERS, rng)
+        elif kind is sre.NOT_LITERAL:
+            text += _pick(_PRINTABLE.replace(chr(value), ""), rng)
+        elif kind is sre.IN:
+            text += _pick(_members(value), rng)
+        elif kind is sre.BRANCH:
+            text += _text(value[1][int(rng.integers(len(value[1])))], rng)
+        elif kind is sre.SUBPATTERN:
+            text += _text(value[3], rng)
+        elif kind in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT):
+            low, high, inner = value
+            times = int(rng.integers(low, min(int(high), low + _MORE) + 1))
+            text += "".join(_text(inner, rng) for _ in range(times))
+        elif kind is not sre.AT:
+            raise Unsupported(f"{kind} in a pattern")
+    return text
 
 
 def _members(items: Iterable[tuple[Any, Any]]) -> str:
@@ -172,7 +169,11 @@ def _text_for_pattern(schema: Mapping[str, Json], rng: np.random.Generator) -> s
 
 
 def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> int | float:
-    low, high = _bounds(kind, schema)
+    step = 1 if kind == "integer" else 0
+    lows = [schema[key] + by for key, by in (("minimum", 0), ("exclusiveMinimum", step)) if key in schema]
+    highs = [schema[key] - by for key, by in (("maximum", 0), ("exclusiveMaximum", step)) if key in schema]
+    low = max(lows) if lows else min(highs) - 99 if highs else 0
+    high = min(highs) if highs else low + 99
     if multiple := schema.get("multipleOf"):
         first, last = math.ceil(low / multiple), math.floor(max(high, low + multiple) / multiple)
         for _ in range(_TRIES):
@@ -185,14 +186,6 @@ def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> 
     value = float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99))
     short = round(value, 6)
     return short if low < short < high else value
-
-
-def _bounds(kind: str, schema: Mapping[str, Json]) -> tuple[int | float, int | float]:
-    step = 1 if kind == "integer" else 0
-    lows = [schema[key] + by for key, by in (("minimum", 0), ("exclusiveMinimum", step)) if key in schema]
-    highs = [schema[key] - by for key, by in (("maximum", 0), ("exclusiveMaximum", step)) if key in schema]
-    low = max(lows) if lows else min(highs) - 99 if highs else 0
-    return low, min(highs) if highs else low + 99
 
 
 def _whole_number(low: int, high: int, rng: np.random.Generator) -> int:
@@ -338,16 +331,12 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _loop().run_until_complete(work)
+        loop: asyncio.AbstractEventLoop | None = _local.__dict__.get("held")
+        if loop is None or loop.is_closed():
+            loop = _local.held = asyncio.new_event_loop()
+        return loop.run_until_complete(work)
     held = background()
     if held.here:
         work.close()
         raise RuntimeError("reset() and step() block; inside of agentrl's own event loop await areset() and astep() instead")
     return asyncio.run_coroutine_threadsafe(work, held.loop).result()
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    held: asyncio.AbstractEventLoop | None = _local.__dict__.get("held")
-    if held is None or held.is_closed():
-        held = _local.held = asyncio.new_event_loop()
-    return held

@@ -97,7 +97,11 @@ class TaskSet:
         rows = self.rows.get(split)
         if not rows:
             raise TaskDataError(f"{self.name}: no tasks of split {split!r}; {nearest(split, list(self.rows))}")
-        row = self._drawn(rows, seed, split) if split == "train" and seed >= len(rows) else rows[seed % len(rows)]
+        row = rows[seed % len(rows)]
+        if split == "train" and seed >= len(rows):
+            sums = self._sums.setdefault(split, list(itertools.accumulate(row.weight for row in rows)))
+            point = task_rng(self.name, split, seed).random() * sums[-1]
+            row = rows[min(bisect.bisect_right(sums, point), len(rows) - 1)]
         data = {**row.data, "family": row.family} if row.family else row.data
         return Task(id=row.id, seed=seed, split=split, data=data, gold=row.gold)
 
@@ -105,11 +109,6 @@ class TaskSet:
         """For `task_count`: the rows of a split; None if training rows have different weights, since they are then drawn."""
         rows = self.rows.get(split, ())
         return None if split == "train" and len({row.weight for row in rows}) > 1 else len(rows)
-
-    def _drawn(self, rows: Sequence[Row], seed: int, split: str) -> Row:
-        sums = self._sums.setdefault(split, list(itertools.accumulate(row.weight for row in rows)))
-        point = task_rng(self.name, split, seed).random() * sums[-1]
-        return rows[min(bisect.bisect_right(sums, point), len(rows) - 1)]
 
 
 def load_tasks(
@@ -145,8 +144,13 @@ def load_tasks(
     rows: list[Row] = []
     for file in _files(place):
         named = _split_of_name(file, place)
-        for where, raw in _read(file):
-            plain = _settle_rows(raw, schema, file.suffix != ".jsonl", settle)
+        table = file.suffix != ".jsonl"
+        for where, raw in _read_table(file) if table else _read_lines(file):
+            plain = settle(raw, table) if settle is not None else raw
+            if table and settle is None:
+                plain = without_padding(raw, schema, table=True)
+                # A gold of nulls alone is one that says "nothing": a gold cannot be missing.
+                plain = {**plain, "gold": raw["gold"]} if raw.get("gold") and not plain.get("gold") else plain
             row = _row(where, plain, validator, to_task, split_column, named)
             if family_column is not None:
                 named_family = raw.get(family_column)
@@ -186,11 +190,8 @@ def _split_of_name(file: Path, place: Path) -> str | None:
     return None
 
 
-def _read(file: Path) -> Iterator[tuple[str, Any]]:
+def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
     """(place, row) of every row."""
-    if file.suffix != ".jsonl":
-        yield from _read_table(file)
-        return
     with file.open("rb") as lines:
         try:
             for number, line in enumerate(lines, start=1):
@@ -224,24 +225,7 @@ def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
         yield f"{file}: row {number}", row
 
 
-def _settle_rows(raw: Any, schema: Mapping[str, Json], table: bool, settle: Settle | None) -> Any:
-    if settle is not None:
-        return settle(raw, table)
-    if not table:
-        return raw
-    found = without_padding(raw, schema, table=True)
-    # A gold of nulls alone is one that says "nothing": a gold cannot be missing.
-    return {**found, "gold": raw["gold"]} if raw.get("gold") and not found.get("gold") else found
-
-
-def _row(
-    where: str,
-    raw: Any,
-    validator: Any,
-    to_task: ToTask | None,
-    split_column: str,
-    named: str | None,
-) -> Row:
+def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, split_column: str, named: str | None) -> Row:
     try:
         error = first_fault(validator, raw)
     except TimeoutError as late:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -85,10 +86,8 @@ class ToolWrapper(ToolEnv):
     def holds(self) -> bool:
         return self.env.holds or type(self).aclose is not ToolWrapper.aclose
 
-    # -- for subclasses ----------------------------------------------------------------------------
-
     async def _truncate(self, result: StepResult, stop: StopReason) -> StepResult:
-        """The same step as the last one of a truncated episode."""
+        """The same step as the last one of a truncated episode, for subclasses."""
         observation, _, _, _, info = result
         reward = await self.env.aend(stop)
         return observation, reward, False, True, {**info, "stop": stop.value}
@@ -106,7 +105,10 @@ _ATTRIBUTES = (
 )  # fmt: skip
 
 
-def _method_of_inner(name: str) -> Any:
+def _of_inner(name: str) -> Any:
+    if name in _ATTRIBUTES:
+        return property(lambda self: getattr(self.env, name), lambda self, value: setattr(self.env, name, value))
+
     @wraps(getattr(ToolEnv, name))
     def call(self: ToolWrapper, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.env, name)(*args, **kwargs)
@@ -114,14 +116,8 @@ def _method_of_inner(name: str) -> Any:
     return call
 
 
-def _attribute_of_inner(name: str) -> property:
-    return property(lambda self: getattr(self.env, name), lambda self, value: setattr(self.env, name, value))
-
-
-for _name in _METHODS:
-    setattr(ToolWrapper, _name, _method_of_inner(_name))
-for _name in _ATTRIBUTES:
-    setattr(ToolWrapper, _name, _attribute_of_inner(_name))
+for _name in (*_METHODS, *_ATTRIBUTES):
+    setattr(ToolWrapper, _name, _of_inner(_name))
 
 
 _THROUGH = frozenset({"observation_space", "action_space", "env", "spec"})
@@ -173,8 +169,8 @@ class _ChangesTools(ToolWrapper):
         self.trajectory.tools = self.toolbox.schemas()
         return observation, info
 
-    def _change_tools(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _change_tools(self) -> None: ...
 
 
 @WRAPPERS.register("tool_subset")
@@ -203,12 +199,7 @@ class ToolFaults(_ChangesTools):
     """
 
     def __init__(
-        self,
-        env: ToolEnv,
-        rate: float,
-        *,
-        seed: int = 0,
-        message: str = "the service is unavailable; try again",
+        self, env: ToolEnv, rate: float, *, seed: int = 0, message: str = "the service is unavailable; try again"
     ) -> None:
         """Raises ValueError for a rate outside of [0, 1]."""
         super().__init__(env)
