@@ -223,8 +223,16 @@ def value_fits(
 ) -> bool:
     """Return True if a value is among the possible ones, and of the declared type (a JSON Schema; None: any) or of theirs."""
     kind = declared.get("type") if isinstance(declared, _BFCL_OBJECT) else None
-    if language != "python":
-        return _source_fits(value, allowed, kind, _items(declared), normalize, language)
+    if language != "python":  # the value is a text in that language's syntax
+        types = LANGUAGES[language]
+        if not isinstance(value, str) or kind not in types:
+            return False
+        items = _items(declared) if kind in _WITH_ITEMS else None
+        try:
+            value = read_source(language, value, kind, items)
+        except ValueError:
+            return False
+        return _typed_fits(value, allowed, types[kind][0], types[items][0] if items in types else None, normalize)
     wanted: type = _TYPES.get(kind, type(value)) if isinstance(kind, str) else type(value)
     if wanted is float and type(value) is int:
         value = float(value)
@@ -235,19 +243,6 @@ def value_fits(
         return normalize(value) == normalize(first)  # the same again
     inner = _TYPES.get(_items(declared) or "") if wanted is list else None
     return _typed_fits(value, allowed, wanted, inner, normalize)
-
-
-def _source_fits(text: Any, allowed: Sequence[Any], kind: Any, items: str | None, normalize: Normalizer, language: str) -> bool:
-    """The same for a value that is written as a text in another language's syntax."""
-    types = LANGUAGES[language]
-    if not isinstance(text, str) or kind not in types:
-        return False
-    items = items if kind in _WITH_ITEMS else None
-    try:
-        value = read_source(language, text, kind, items)
-    except ValueError:
-        return False
-    return _typed_fits(value, allowed, types[kind][0], types[items][0] if items in types else None, normalize)
 
 
 def _typed_fits(value: Any, allowed: Sequence[Any], wanted: type, inner: type | None, normalize: Normalizer) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from agentrl.data.trajectory import Json, ToolCall
 from agentrl.reward import bfcl
-from agentrl.reward.values import LITERAL, NORMALIZERS, EqualityRule, UnscorableError, brief, equality_key, same
+from agentrl.reward.values import LITERAL, EqualityRule, UnscorableError, brief, equality_key, same
 
 # Expected calls
 
@@ -125,8 +125,11 @@ class CallRule:
         wanted = gold.arguments
         if self.form == "bfcl" and self.arguments == "exact":
             return bfcl.arguments_fit(arguments, wanted, gold.schema, self.values.normalize, self.language)
-        if arguments.keys() != wanted.keys() and not self._keys_fit(arguments, gold):
-            return False
+        if arguments.keys() != wanted.keys():
+            if self.arguments != "superset" and any(key not in wanted for key in arguments):
+                return False
+            if self.arguments != "subset" and not all(key in arguments or key in gold.optional for key in wanted):
+                return False
         if self.arguments == "names":
             return True
         literal = self.form == "literal"
@@ -148,14 +151,6 @@ class CallRule:
 
         return [key for key in gold.compare or () if alike(key)]
 
-    def _keys_fit(self, made: Mapping[str, Json], gold: GoldCall) -> bool:
-        """Return True if argument names that are not equal are still acceptable."""
-        if self.arguments != "superset" and any(key not in gold.arguments for key in made):
-            return False
-        if self.arguments == "subset":
-            return True
-        return all(key in made or key in gold.optional for key in gold.arguments)
-
     def part(self, made: ToolCall, gold: GoldCall) -> float:
         """Partial credit of one pair: (1 + correct arguments) / (1 + arguments counted), 0 if the names differ.
 
@@ -169,11 +164,8 @@ class CallRule:
             return 0.0
         if gold.compare is not None:
             return (1 + len(self._alike(arguments, gold))) / (1 + len(gold.compare))
-        correct = sum(
-            1
-            for key, value in arguments.items()
-            if key in gold.arguments and (self.arguments == "names" or self.value_fits(key, value, gold))
-        )
+        shared = arguments.keys() & gold.arguments.keys()
+        correct = sum(self.arguments == "names" or self.value_fits(key, arguments[key], gold) for key in shared)
         needed = set(gold.arguments) - gold.optional | (set(arguments) & gold.optional)
         counted = {"subset": len(arguments), "superset": len(needed)}
         return (1 + correct) / (1 + counted.get(self.arguments, len(needed | set(arguments))))
@@ -297,13 +289,10 @@ def greedy_pairs(weight: Callable[[int, int], float], choices: Sequence[Sequence
 
 # Equal calls by hash
 
-Fits = Callable[[str, Json, GoldCall], bool]
 BlockWeights = Callable[[Sequence[ToolCall], Sequence[GoldCall]], Weights]
 
 MANY = 256
 """Pairs of calls from which on it is faster to look at all of them at once."""
-
-_exact = NORMALIZERS["exact"]
 
 
 def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Pairs:
@@ -317,7 +306,12 @@ def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
     begin = len(pairs)
     if begin == min(len(made), len(gold)):
         return pairs
-    known = rows_by_key(made, rule, begin)
+    # By key, the places of the calls that have it, the last one first, so that `pop` gives the earliest.
+    known: dict[Hashable, list[int]] = {}
+    for i in range(len(made) - 1, begin - 1, -1):
+        arguments = made[i].arguments
+        if arguments is not None:
+            known.setdefault(call_key(made[i].name, arguments, rule), []).append(i)
     for j, wanted in enumerate(gold[begin:], begin):
         rows = known.get(call_key(wanted.name, wanted.arguments, rule))
         if rows:
@@ -351,19 +345,9 @@ def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
     return True
 
 
-def rows_by_key(made: Sequence[ToolCall], rule: EqualityRule, begin: int = 0) -> dict[Hashable, list[int]]:
-    """By key, the places of the calls that have it, the last one first, so that `pop` gives the earliest; from `begin` on."""
-    known: dict[Hashable, list[int]] = {}
-    for i in range(len(made) - 1, begin - 1, -1):
-        arguments = made[i].arguments
-        if arguments is not None:
-            known.setdefault(call_key(made[i].name, arguments, rule), []).append(i)
-    return known
-
-
 def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Hashable:
     """A key that is equal for two calls exactly if they are equal by a rule without tolerances."""
-    if rule.normalize is _exact:
+    if rule.normalize is str:
         # Texts and numbers are their own keys; not a boolean, which Python takes for a number, and not NaN, which equals nothing.
         for value in arguments.values():
             if type(value) not in _PLAIN or value != value:
@@ -375,49 +359,34 @@ def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Ha
 
 def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> Matrix:
     """`rule.part` of each pair of calls of one function (rows, columns), all made with arguments; not for arguments: ignore, nor
-    for expected calls where only some arguments count."""
+    for expected calls where only some arguments count. `rule.value_fits` is asked once for each two different values of an
+    argument, and not at all if equality is all that counts."""
     given = [call.arguments or {} for call in made]
-    fits: Fits = (lambda key, value, call: True) if rule.arguments == "names" else rule.value_fits
-    both = overlap(given, gold, fits, rule.values if rule.form == "literal" and rule.values.strict else None)
-    correct = both.shared if rule.arguments == "names" else both.fitting
-    own = np.array([float(len(arguments)) for arguments in given])[:, None]
-    needed = np.array([float(len(call.arguments) - len(call.optional)) for call in gold]) + both.optional
-    if rule.arguments == "subset":
-        return (1.0 + correct) / (1.0 + own)
-    return (1.0 + correct) / (1.0 + (needed if rule.arguments == "superset" else own + needed - both.shared))
-
-
-class Overlap(NamedTuple):
-    """Of each pair of a made and an expected call (rows, columns): how many argument names both have (`shared`), how many of
-    these have values that fit (`fitting`), and how many the made call need not have had (`optional`)."""
-
-    shared: Matrix
-    fitting: Matrix
-    optional: Matrix
-
-
-def overlap(made: Sequence[Mapping[str, Json]], gold: Sequence[GoldCall], fits: Fits, equal: EqualityRule | None) -> Overlap:
-    """The overlap of all pairs of calls of one function. `fits(name, value, expected call)` is asked once for each two different
-    values of an argument, and not at all if `equal` says when they fit (a rule without tolerances)."""
-    counts = Overlap(*(np.zeros((len(made), len(gold))) for _ in range(3)))
-    for key in {key for arguments in made for key in arguments} & {key for call in gold for key in call.arguments}:
-        rows = [i for i, arguments in enumerate(made) if key in arguments]
+    # Of each pair: argument names that both have, those of them whose values fit, and those that need not have been there.
+    shared, fitting, optional = (np.zeros((len(made), len(gold))) for _ in range(3))
+    for key in {key for arguments in given for key in arguments} & {key for call in gold for key in call.arguments}:
+        rows = [i for i, arguments in enumerate(given) if key in arguments]
         columns = [j for j, call in enumerate(gold) if key in call.arguments]
         here = np.ix_(rows, columns)
-        counts.shared[here] += 1.0
-        counts.optional[here] += np.array([key in gold[j].optional for j in columns])
-        values, wanted = [made[i][key] for i in rows], [gold[j].arguments[key] for j in columns]
-        if equal is not None:
+        shared[here] += 1.0
+        optional[here] += np.array([key in gold[j].optional for j in columns])
+        values, wanted = [given[i][key] for i in rows], [gold[j].arguments[key] for j in columns]
+        if rule.arguments == "names":
+            fitting[here] += 1.0
+        elif rule.form == "literal" and rule.values.strict:
             numbers: dict[Hashable, int] = {}
             left, right = (
-                [numbers.setdefault(equality_key(v, equal.normalize), len(numbers)) for v in s] for s in (values, wanted)
+                [numbers.setdefault(equality_key(v, rule.values.normalize), len(numbers)) for v in s] for s in (values, wanted)
             )
-            counts.fitting[here] += np.array(left)[:, None] == np.array(right)[None, :]
+            fitting[here] += np.array(left)[:, None] == np.array(right)[None, :]
         else:
             (like, of), (match, to) = _different(values), _different(wanted)
-            table = np.array([[fits(key, values[i], gold[columns[j]]) for j in to] for i in of])
-            counts.fitting[here] += table[np.ix_(like, match)]
-    return counts
+            table = np.array([[rule.value_fits(key, values[i], gold[columns[j]]) for j in to] for i in of])
+            fitting[here] += table[np.ix_(like, match)]
+    own = np.array([float(len(arguments)) for arguments in given])[:, None]
+    needed = np.array([float(len(call.arguments) - len(call.optional)) for call in gold]) + optional
+    counted = {"subset": own, "superset": needed}.get(rule.arguments, own + needed - shared)
+    return (1.0 + fitting) / (1.0 + counted)
 
 
 def _different(values: Sequence[Json]) -> tuple[list[int], list[int]]:

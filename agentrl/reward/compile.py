@@ -36,7 +36,11 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
         build.node(node, f"/metrics/{index}", "episode", "a metric emits nothing")
         for index, node in enumerate(valid.get("metrics", []))
     ]
-    build.check_success(valid)
+    wanted = valid.get("success", {})
+    known = visible_ids([valid["root"], *valid.get("metrics", [])])
+    if "id" in wanted and not {"use", "op"} & set(wanted) and wanted["id"] not in known:
+        there = ", ".join(sorted(known)) or "none"
+        build.fail("/success/id", f"no node outside of a narrower scope has the id {wanted['id']!r}; known: {there}")
     rule = success_rule(valid, root, metrics)
     success = None if rule is None else build.node(rule.node, "/success", "episode", "success emits nothing")
     return Scorer(valid, root, metrics, build.blocking, build.context.services, rule, success, timeout)
@@ -53,14 +57,6 @@ class _Builder:
     def fail(self, pointer: str, message: str) -> NoReturn:
         raise RewardSpecError(f"reward spec {self.name!r}: at {pointer}: {message}")
 
-    def check_success(self, spec: Mapping[str, Any]) -> None:
-        wanted = spec.get("success", {})
-        if "id" in wanted and not {"use", "op"} & set(wanted):
-            known = visible_ids([spec["root"], *spec.get("metrics", [])])
-            if wanted["id"] not in known:
-                there = ", ".join(sorted(known)) or "none"
-                self.fail("/success/id", f"no node outside of a narrower scope has the id {wanted['id']!r}; known: {there}")
-
     def node(self, node: Mapping[str, Any], pointer: str, scope: str, mute: str | None) -> Node:
         given = {key: node[key] for key in MODS if key in node}
         given |= {key: tuple(map(float, given[key])) for key in ("scale", "clip") if key in given}
@@ -71,8 +67,13 @@ class _Builder:
                 self._reachable(node[key], join(pointer, key), own)
         if "use" in node:
             return self._leaf(node, mods, pointer, own)
-        # The outer reason first: who mends the inner one would only meet the outer one next.
-        below = mute or self._mute(node, mods, pointer)
+        below = mute  # the outer reason first: who mends the inner one would only meet the outer one next
+        if below is None and mods.clip is not None:
+            below = f"{pointer} clips the total, so a step has no share of its own"
+        elif below is None and mods.scope in _NARROW:
+            below = f"{pointer} already has a scope"
+        elif below is None and node["op"] != "gate" and node["op"] not in LINEAR:
+            below = f"below {node['op']!r} ({pointer}) a step has no share of its own; use sum, mean or gate"
         if node["op"] == "gate":
             return self._gate(node, mods, pointer, own, below)
         children = [self.node(child, join(pointer, "of", i), own, below) for i, child in enumerate(node["of"])]
@@ -106,16 +107,6 @@ class _Builder:
             self.fail(join(pointer, "emit"), f"cannot emit at steps: {mute}")
         # The group is what the node is compared with: its own child still sees the whole episode.
         return scope if own == "group" else own
-
-    def _mute(self, node: Mapping[str, Any], mods: Mods, pointer: str) -> str | None:
-        """Why no node below this one can emit at steps; None if it can."""
-        if mods.clip is not None:
-            return f"{pointer} clips the total, so a step has no share of its own"
-        if mods.scope in _NARROW:
-            return f"{pointer} already has a scope"
-        if node["op"] != "gate" and node["op"] not in LINEAR:
-            return f"below {node['op']!r} ({pointer}) a step has no share of its own; use sum, mean or gate"
-        return None
 
     def _gate(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str, mute: str | None) -> Node:
         test = self.node(node["if"], join(pointer, "if"), scope, f"it decides the gate {pointer}")
@@ -171,8 +162,7 @@ def _resolver(args: Mapping[str, Any], optional: Collection[str]) -> Callable[[V
     """A function that follows the references of `args`; None without any. Those that are `optional` may lead nowhere."""
     referring = [key for key, value in args.items() if any(is_ref(ref) for _, ref in references(value))]
     readers = {key: _reader(args[key], key in optional) for key in referring}
-    # Most leaves have none: their arguments then need no copy for each part of an episode.
-    if not readers:
+    if not readers:  # as of most leaves: their arguments need no copy for each part of an episode
         return None
     return lambda view: {**args, **{key: read(view) for key, read in readers.items()}}
 
@@ -214,7 +204,7 @@ def make_context(config: RewardConfig, *, replay_env: MakeEnv | None = None, ser
     python = {name: function_named(f"reward.python.{name}", target) for name, target in config.python.items()}
     # Whoever gave a function in Python has allowed it; under its own name a config allows it like any other.
     python |= {name: given_object(name, "env.reward").value for name in names()}
-    python = {name: as_leaf(made) for name, made in python.items() if callable(made) and not isinstance(made, type)}
+    python = {name: _as_leaf(made) for name, made in python.items() if callable(made) and not isinstance(made, type)}
     return Context(replay_env, python, Services(config) if services is None else services)
 
 
@@ -226,7 +216,7 @@ def given_spec(name: str) -> dict[str, Any]:
     return load_spec(value if isinstance(value, Mapping) else plain)
 
 
-def as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function as a leaf calls it: `function(view, args)`. One with a single parameter gets the Trajectory."""
     whole = len(inspect.signature(function).parameters) == 1
 

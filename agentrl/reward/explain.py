@@ -7,6 +7,7 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -158,7 +159,8 @@ _CHUNK = 64
 Lines = list[tuple[int, str]]
 MakeScorer = Callable[[], Scorer]
 
-_worker: tuple[Scorer, str] | None = None
+_worker: Scorer | None = None
+"""The scorer of this process, if it is one of `score_file`'s."""
 
 
 def read_lines(path: Path) -> Lines:
@@ -195,40 +197,41 @@ def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int],
     process, so that all rows share one budget and one cache. Raises UserError for the first invalid row.
     """
     scorer = make()
-    chunks = list(_chunks(read_lines(path), bool(scorer.compares), str(path)))
+    lines = read_lines(path)
+    chunks = [lines[start : start + _CHUNK] for start in range(0, len(lines), _CHUNK)]
+    if scorer.compares:  # group leaves compare episodes, so all rows of a task are one chunk
+        groups: dict[tuple[str, str], Lines] = {}
+        for number, line in lines:
+            trajectory = parse_row(str(path), number, line)
+            groups.setdefault((trajectory.env_id, trajectory.task.id), []).append((number, line))
+        chunks = list(groups.values())
+    workers = min(workers, len(chunks))
     rows: list[dict[str, Json]] = []
-    for chunk in _map(scorer, str(path), chunks, workers, make):
-        rows.extend(chunk)
-        done(len(chunk))
+    with ExitStack() as stack:
+        found: Iterator[list[dict[str, Json]]] = map(partial(_score_lines, scorer, str(path)), chunks)
+        if scorer.asks:
+            threads = stack.enter_context(ThreadPoolExecutor(max(workers, 8)))
+            found = threads.map(partial(_score_lines, scorer, str(path)), chunks)
+        elif workers > 1:
+            # spawn: forking a process with threads (torch's, say) can deadlock.
+            spawn = multiprocessing.get_context("spawn")
+            processes = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(make,))
+            found = stack.enter_context(processes).map(partial(_score_lines, None, str(path)), chunks)
+        for chunk in found:
+            rows.extend(chunk)
+            done(len(chunk))
     return sorted(rows, key=lambda row: int(row["row"]))
 
 
-def _map(scorer: Scorer, path: str, chunks: Sequence[Lines], workers: int, make: MakeScorer) -> Iterator[list[dict[str, Json]]]:
-    workers = min(workers, len(chunks))
-    if scorer.asks:
-        with ThreadPoolExecutor(max(workers, 8)) as threads:
-            yield from threads.map(partial(_score_lines, scorer, path), chunks)
-    elif workers <= 1:
-        yield from map(partial(_score_lines, scorer, path), chunks)
-    else:
-        # spawn: forking a process with threads (torch's, say) can deadlock.
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(path, make)) as processes:
-            yield from processes.map(_score_chunk, chunks)
-
-
-def _start(path: str, make: MakeScorer) -> None:
+def _start(make: MakeScorer) -> None:
     global _worker
-    _worker = make(), path
+    _worker = make()
 
 
-def _score_chunk(chunk: Lines) -> list[dict[str, Json]]:
-    assert _worker is not None
-    return _score_lines(_worker[0], _worker[1], chunk)
-
-
-def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json]]:
+def _score_lines(scorer: Scorer | None, path: str, lines: Lines) -> list[dict[str, Json]]:
     """Rows of output; those beyond the judge's budget are unscored with that reason, since earlier ones are already paid for."""
+    scorer = scorer or _worker
+    assert scorer is not None
     trajectories = [parse_row(path, number, line) for number, line in lines]
     scores: list[Score] = []
     for some in [trajectories] if scorer.compares else [[one] for one in trajectories]:
@@ -237,30 +240,16 @@ def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json
         except JudgeBudgetError as error:
             why = {"spec": scorer.name, "value": None, "unscored": str(error)}
             scores += [Score(None, evidence=why)] * len(some)
-    return [_row(line[0], trajectory, score) for line, trajectory, score in zip(lines, trajectories, scores, strict=True)]
-
-
-def _row(number: int, trajectory: Trajectory, score: Score) -> dict[str, Json]:
-    row: dict[str, Json] = {
-        "row": number,
-        "task": trajectory.task.id,
-        "member": trajectory.member,
-        "value": score.value,
-        "success": score.success,
-        "turns": {str(turn): amount for turn, amount in score.turns.items()},
-        "metrics": score.metrics,
-    }
-    return row if score.value is not None else {**row, "evidence": score.evidence}
-
-
-def _chunks(lines: Lines, by_task: bool, path: str) -> Iterator[Lines]:
-    """Rows in chunks; if group leaves compare episodes (`by_task`), all rows of a task are one chunk."""
-    if not by_task:
-        for start in range(0, len(lines), _CHUNK):
-            yield lines[start : start + _CHUNK]
-        return
-    groups: dict[tuple[str, str], Lines] = {}
-    for number, line in lines:
-        trajectory = parse_row(path, number, line)
-        groups.setdefault((trajectory.env_id, trajectory.task.id), []).append((number, line))
-    yield from groups.values()
+    return [
+        {
+            "row": number,
+            "task": trajectory.task.id,
+            "member": trajectory.member,
+            "value": score.value,
+            "success": score.success,
+            "turns": {str(turn): amount for turn, amount in score.turns.items()},
+            "metrics": score.metrics,
+            **({"evidence": score.evidence} if score.value is None else {}),
+        }
+        for (number, _), trajectory, score in zip(lines, trajectories, scores, strict=True)
+    ]

@@ -7,9 +7,9 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, Trajectory
+from agentrl.data.trajectory import Json, Message, StopReason, Task, Trajectory
 from agentrl.reward.explain import reasons
 from agentrl.reward.nodes import LINEAR, TRUE, GateNode, LeafNode, Node, OpNode, walk
 from agentrl.reward.score import Score, Scorer
@@ -20,6 +20,8 @@ from agentrl.reward.values import evidence_nodes
 _COPIES = 3
 _SPAM_TURNS = 12
 _EVERY_NUMBER = ", ".join(str(number) for number in range(200))
+_DECOY = "987654321.5"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$([^$\n]+)\$|\\\((.+?)\\\)"
     r"|((?:\\[a-z]+(?:\{[^{}]*\})*|[0-9(√∫∑]|\b[a-z](?=\s?[-+*/^=]))"
@@ -28,34 +30,12 @@ _FORMULA = re.compile(
 )
 
 
-class ProbeEnv(Protocol):
-    """Parts of an environment that probing needs; `agentrl.env.base.ToolEnv` has it."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any: ...
-
-    def step(self, action: Message) -> Any: ...
-
-    def close(self) -> None: ...
-
-    @property
-    def trajectory(self) -> Trajectory: ...
-
-    @property
-    def action_space(self) -> Any: ...
-
-    def make_task(self, rng_seed: int, split: str) -> Task: ...
-
-    def gold_turns(self, task: Task) -> list[Message]: ...
-
-    def task_count(self, split: str) -> int | None: ...
-
-
 ENOUGH = 59
 """Tasks that all miss a fault of 5 % of all tasks with probability below 5 %: 0.95^59 = 0.0485."""
 
 
 def probe_episodes(
-    build: Callable[[], ProbeEnv],
+    build: Callable[[], Any],
     tasks: int,
     seed: int = 0,
     *,
@@ -63,7 +43,8 @@ def probe_episodes(
     gold_needed: bool = True,
 ) -> dict[str, list[Trajectory]]:
     """Episodes by kind, one per task: gold, empty, silent, question, spam, listing, mute, padded and shuffled (see lint_probes).
-    None is begun once `enough`. Tasks of a finite split are spread over it, so that each family of tasks has its share.
+    `build`: a new ToolEnv each time. None is begun once `enough`. Tasks of a finite split are spread over it, so that each family
+    of tasks has its share.
 
     Raises NotImplementedError if the environment has no scripted gold policy; unless `gold_needed`, what gold is made of is then
     left out.
@@ -84,7 +65,7 @@ def probe_episodes(
         for kind, turns in _turns(build, task, gold, seed, number):
             if enough():
                 return episodes
-            episodes.setdefault(kind, []).append(play_turns(build(), task, turns()))
+            episodes.setdefault(kind, []).append(play_turns(build(), task, turns))
     return episodes
 
 
@@ -92,44 +73,55 @@ Turns = Sequence[Message | str]
 
 
 def _turns(
-    build: Callable[[], ProbeEnv], task: Task, gold: list[Message] | None, seed: int, number: int
-) -> list[tuple[str, Callable[[], Turns]]]:
-    """The kinds of episodes of a task, each with what makes its turns."""
-    idle: list[tuple[str, Callable[[], Turns]]] = [
-        ("empty", lambda: [Message("assistant", "")]),
-        ("silent", lambda: []),
-        ("question", lambda: _question(build(), task)),
-        ("spam", lambda: _spam(build(), task, seed + number)),
-    ]
+    build: Callable[[], Any], task: Task, gold: list[Message] | None, seed: int, number: int
+) -> Iterator[tuple[str, Turns]]:
+    """The kinds of episodes of a task, each with its turns, which are made when they are asked for."""
+    if gold is not None:
+        yield "gold", gold
+    yield "empty", [Message("assistant", "")]
+    yield "silent", []
+    env = build()
+    env.reset(seed=task.seed, options={"task": task})
+    opening = list(env.trajectory.messages)
+    env.close()
+    yield "question", [Message("assistant", copied_question(opening))]
+    # Random calls that fit their schemas, then an answer with every number.
+    env = build()
+    env.reset(seed=task.seed, options={"task": task})
+    env.action_space.seed(seed + number)
+    sampled = [env.action_space.sample() for _ in range(_SPAM_TURNS)]
+    env.close()
+    yield "spam", [*sampled, Message("assistant", _EVERY_NUMBER)]
     if gold is None:
-        return idle
-    rng = random.Random(f"{seed}/{number}")
-    return [
-        ("gold", lambda: gold),
-        *idle,
-        *_answers(build, task, gold),
-        ("padded", lambda: [message for message in gold for _ in range(_COPIES if message.tool_calls else 1)]),
-        ("shuffled", lambda: _shuffle_calls(gold, rng)),
-    ]
+        return
+    if len(gold) > 1 and not gold[-1].tool_calls:  # gold answers in words: with all that the tools said, and with none of it
+        heard = play_turns(build(), task, gold[:-1])
+        said = "\n".join(message.content for message in heard.messages if message.role == "tool")
+        # The last number is a decoy: the last thing that a tool said may well be the answer.
+        yield "listing", [*gold[:-1], Message("assistant", f"{said}\n{', '.join([*_NUMBER.findall(said), _DECOY])}")]
+        yield "mute", [*gold[:-1], Message("assistant", "Done.")]
+    yield "padded", [message for message in gold for _ in range(_COPIES if message.tool_calls else 1)]
+    # The same calls in another order; the number of calls per turn stays.
+    calls = [call for message in gold for call in message.tool_calls]
+    order, rng = list(range(len(calls))), random.Random(f"{seed}/{number}")
+    while len(order) > 1 and order == sorted(order):
+        rng.shuffle(order)
+    moved = iter([calls[i] for i in order])
+    yield "shuffled", [replace(message, tool_calls=tuple(next(moved) for _ in message.tool_calls)) for message in gold]
 
 
-def gold_episode(build: Callable[[], ProbeEnv], seed: int, split: str = "train") -> Trajectory:
+def gold_episode(build: Callable[[], Any], seed: int, split: str = "train") -> Trajectory:
     """The gold solution of one task. Raises NotImplementedError if the environment has none."""
     env = build()
     task = env.make_task(seed, split)
     return play_turns(env, task, env.gold_turns(task))
 
 
-def play_turns(env: ProbeEnv, task: Task, turns: Turns) -> Trajectory:
-    """The episode of fixed assistant turns. If it does not end by itself, it counts as cut by max_turns."""
+def play_turns(env: Any, task: Task, turns: Turns) -> Trajectory:
+    """The episode of fixed assistant turns on a ToolEnv. If it does not end by itself, it counts as cut by max_turns."""
     env.reset(seed=task.seed, options={"task": task})
-    over = False
-    for message in turns:
-        if over:
-            break
-        outcome = env.step(message)  # type: ignore[arg-type]  # an action is a string or a message
-        over = bool(outcome[2] or outcome[3])
-    trajectory = env.trajectory
+    over = any(any(env.step(turn)[2:4]) for turn in turns)  # `any` stops at the turn that ends it
+    trajectory: Trajectory = env.trajectory
     env.close()
     if not over:
         trajectory.stop, trajectory.truncated = StopReason.MAX_TURNS, True
@@ -143,57 +135,6 @@ def copied_question(messages: Iterable[Message]) -> str:
     worth = max(formulas, key=len, default="")
     # A number that stands by itself is no formula, and would be the last number of the text.
     return f"{question}\n\\boxed{{{worth}}}" if re.search(r"[0-9a-z)}]\s?[-+*/^=!×÷·]|[√\\]", worth) else question
-
-
-def _question(env: ProbeEnv, task: Task) -> list[Message]:
-    env.reset(seed=task.seed, options={"task": task})
-    opening = list(env.trajectory.messages)
-    env.close()
-    return [Message("assistant", copied_question(opening))]
-
-
-def _answers(build: Callable[[], ProbeEnv], task: Task, gold: list[Message]) -> list[tuple[str, Callable[[], Turns]]]:
-    """The gold calls with two other answers, if gold answers in words: all that the tools said (`listing`), and one that has none
-    of it (`mute`)."""
-    if not gold or gold[-1].tool_calls or len(gold) < 2:
-        return []
-    calls = gold[:-1]
-
-    def listing() -> Turns:
-        heard = play_turns(build(), task, calls)
-        said = "\n".join(message.content for message in heard.messages if message.role == "tool")
-        # The last number is a decoy: the last thing that a tool said may well be the answer.
-        return [*calls, Message("assistant", f"{said}\n{', '.join([*_NUMBER.findall(said), _DECOY])}")]
-
-    return [("listing", listing), ("mute", lambda: [*calls, Message("assistant", "Done.")])]
-
-
-_DECOY = "987654321.5"
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-
-
-def _spam(env: ProbeEnv, task: Task, seed: int) -> list[Message | str]:
-    """Random schema-valid calls, then an answer with every number."""
-    env.reset(seed=task.seed, options={"task": task})
-    space = env.action_space
-    space.seed(seed)
-    calls = [space.sample() for _ in range(_SPAM_TURNS)]
-    env.close()
-    return [*calls, Message("assistant", _EVERY_NUMBER)]
-
-
-def _shuffle_calls(gold: Sequence[Message], rng: random.Random) -> list[Message]:
-    """The gold turns with their calls in another order; the number of calls per turn stays."""
-    calls: list[ToolCall] = [call for message in gold for call in message.tool_calls]
-    order = list(range(len(calls)))
-    if len(order) > 1:
-        while order == sorted(order):
-            rng.shuffle(order)
-    moved = iter([calls[i] for i in order])
-    return [
-        replace(message, tool_calls=tuple(next(moved) for _ in message.tool_calls)) if message.tool_calls else message
-        for message in gold
-    ]
 
 
 # Findings
@@ -217,9 +158,7 @@ class LintFinding:
 def lint_spec(scorer: Scorer) -> list[LintFinding]:
     """Findings that need no episode: dead weights, unreachable gates, constants, mods without effect."""
     low, high = scorer.range
-    findings = []
-    if high - low <= _EPS:
-        findings.append(LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}"))
+    findings = [] if high - low > _EPS else [LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}")]
     if scorer.success is None:
         message = 'nothing decides whether an episode succeeded (costs and sums over turns have no best value); add a "success"'
         findings.append(LintFinding("error", "no-success", "/root", message))
@@ -227,8 +166,14 @@ def lint_spec(scorer: Scorer) -> list[LintFinding]:
         message = f"reaches at most {scorer.success.range()[1]:g}, so no episode ever succeeds"
         findings.append(LintFinding("error", "never-true", "/success", message))
     stated = [scorer.success] if scorer.success is not None and scorer.rule is not None and not scorer.rule.derived else []
+    if scorer.root.mods.missing == "skip":
+        message = "the root cannot be skipped; it stays unscored"
+        findings.append(LintFinding("warning", "dead-missing", scorer.root.pointer, message))
     for top in (scorer.root, *scorer.metrics, *stated):
-        findings.extend(_top(top, top is scorer.root))
+        if top.mods.weight != 1.0:
+            where = "the root" if top is scorer.root else "a top-level node"
+            message = f"{where} has no parent, so its weight has no effect"
+            findings.append(LintFinding("error", "dead-weight", top.pointer, message))
         for node in walk(top):
             findings += [*_weights(node), *_reach(node), *_mods(node)]
             if isinstance(node, LeafNode) and (told := node.leaf.lint()) is not None:
@@ -236,24 +181,14 @@ def lint_spec(scorer: Scorer) -> list[LintFinding]:
     return findings
 
 
-def _top(node: Node, root: bool) -> Iterator[LintFinding]:
-    if node.mods.weight != 1.0:
-        where = "the root" if root else "a top-level node"
-        yield LintFinding("error", "dead-weight", node.pointer, f"{where} has no parent, so its weight has no effect")
-    if root and node.mods.missing == "skip":
-        yield LintFinding("warning", "dead-missing", node.pointer, "the root cannot be skipped; it stays unscored")
-
-
 def _weights(node: Node) -> Iterator[LintFinding]:
-    if isinstance(node, OpNode) and node.label in LINEAR:
-        for child in node.children:
-            if child.mods.weight == 0.0:
-                yield LintFinding("error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}")
-    elif node.children:
-        for child in node.children:
-            if child.mods.weight != 1.0:
-                message = f"{node.label!r} does not use weights (sum and mean do)"
-                yield LintFinding("error", "dead-weight", child.pointer, message)
+    linear = isinstance(node, OpNode) and node.label in LINEAR
+    for child in node.children:
+        if linear and child.mods.weight == 0.0:
+            yield LintFinding("error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}")
+        elif not linear and child.mods.weight != 1.0:
+            message = f"{node.label!r} does not use weights (sum and mean do)"
+            yield LintFinding("error", "dead-weight", child.pointer, message)
 
 
 def _reach(node: Node) -> Iterator[LintFinding]:
@@ -265,9 +200,7 @@ def _reach(node: Node) -> Iterator[LintFinding]:
         elif low >= node.gte - _EPS:
             message = f"`if` is at least {low:g}, gte is {node.gte:g}: `else` is never taken"
             yield LintFinding("error", "unreachable-gate", node.pointer, message)
-    if not isinstance(node, OpNode):
-        return
-    ranges = [(child, *child.range()) for child in node.children]
+    ranges = [(child, *child.range()) for child in node.children] if isinstance(node, OpNode) else []
     for child, low, high in ranges:
         if node.label in ("all", "any") and high < TRUE:
             message = f"reaches at most {high:g}, so it never counts as true in {node.label!r}"
@@ -318,10 +251,19 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
     ceiling = list(_ceiling(scorer, scores))
     if any(item.code == "gold-unscored" for item in ceiling):
         return ceiling  # the other findings are meaningless for a spec that does not fit the environment
-    idle = {} if idle_share > 0 else scores
-    findings = [*_floor(scorer, idle), *ceiling, *_lint_spam(scores), *_lint_padded(probes, scores)]
-    findings += _succeeding(scorer, probes, scores)
-    return [*findings, *_lint_shuffled(scores, order_free), *_never_varies(scorer, scores)]
+    findings = [*_floor(scorer, {} if idle_share > 0 else scores), *ceiling]
+    gold = [score.value for score in scores.get("gold", ())]
+    spam, moved = (
+        [(score.value, best) for score, best in zip(scores.get(kind, ()), gold, strict=False)] for kind in ("spam", "shuffled")
+    )
+    if passed := sum(one is not None and best is not None and one >= best - _EPS for one, best in spam):
+        message = f"spam earns as much as the gold solution in {passed} of {len(spam)} tasks"
+        findings.append(LintFinding("error", "spam-passes", "/root", message))
+    findings += [*_lint_padded(probes, scores), *_succeeding(scorer, probes, scores)]
+    if order_free and any(one is not None and best is not None and one < best - _EPS for one, best in moved):
+        message = "the environment declares that the order of calls is free, but the reordered gold calls earn less"
+        findings.append(LintFinding("warning", "order-matters", "/root", message))
+    return [*findings, *_never_varies(scorer, scores)]
 
 
 def whatever_judged(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], list[LintFinding]]) -> list[LintFinding]:
@@ -433,13 +375,6 @@ def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
     )
 
 
-def _lint_spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
-    pairs = [(spam.value, gold.value) for spam, gold in zip(scores.get("spam", ()), scores.get("gold", ()), strict=False)]
-    if passed := sum(spam is not None and gold is not None and spam >= gold - _EPS for spam, gold in pairs):
-        message = f"spam earns as much as the gold solution in {passed} of {len(pairs)} tasks"
-        yield LintFinding("error", "spam-passes", "/root", message)
-
-
 def _lint_padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     """Call matching in which making every call three times costs nothing."""
     matched: dict[str, list[bool]] = {}
@@ -454,17 +389,6 @@ def _lint_padded(probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Itera
         if all(same):
             message = "making every call three times costs nothing here (compare: exact would count them)"
             yield LintFinding("warning", "permissive-match", at, message)
-
-
-def _lint_shuffled(scores: Mapping[str, Sequence[Score]], order_free: bool | None) -> Iterator[LintFinding]:
-    pairs = [
-        (gold.value, other.value)
-        for gold, other in zip(scores.get("gold", ()), scores.get("shuffled", ()), strict=False)
-        if gold.value is not None and other.value is not None
-    ]
-    if order_free and any(other < gold - _EPS for gold, other in pairs):
-        message = "the environment declares that the order of calls is free, but the reordered gold calls earn less"
-        yield LintFinding("warning", "order-matters", "/root", message)
 
 
 def _never_varies(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:

@@ -84,23 +84,18 @@ class Node(ABC):
         if self.mods.scope is None or self.mods.scope == view.scope or self.mods.scope == "group":
             return self._one(view, frame)
         parts = view.parts(self.mods.scope)
-        results = [self._one(part, frame) for part in parts]
-        return self._reduce(parts, results)
+        return self._reduce(parts, [self._one(part, frame) for part in parts])
 
     def range(self) -> tuple[float, float]:
         """Bounds of the node's value, including modifiers and scope."""
-        ends = [self._mods(value) for value in self.raw_range()]
-        if self.mods.missing in (0, 1):
-            ends.append(self._mods(float(self.mods.missing)))
+        given = [self._mods(float(self.mods.missing))] if self.mods.missing in (0, 1) else []
+        ends = [*(self._mods(value) for value in self.raw_range()), *given]
         low, high = min(ends), max(ends)
         if self.mods.scope in ("round", "turn", "call"):
             if self.mods.reduce == "sum":
-                low, high = min(low, -math.inf if low < 0 else low), math.inf if high > 0 else high
+                low, high = -math.inf if low < 0 else low, math.inf if high > 0 else high
             elif self.mods.reduce == "all":
-                low, high = 0.0, 1.0
-            for value in (0.0, 1.0):
-                if self.mods.missing == int(value):
-                    low, high = min(low, self._mods(value)), max(high, self._mods(value))
+                low, high = min([0.0, *given]), max([1.0, *given])
         return low, high
 
     def _mods(self, value: float) -> float:
@@ -149,11 +144,7 @@ class Node(ABC):
         return {"node": self.label, "at": self.pointer, "value": value, **self._marks, **evidence}
 
     def _reduce(self, parts: Sequence[View], results: Sequence[Result]) -> Result:
-        evidence = {
-            "scope": self.mods.scope,
-            "reduce": self.mods.reduce,
-            "parts": [r.evidence for r in results],
-        }
+        evidence = {"scope": self.mods.scope, "reduce": self.mods.reduce, "parts": [r.evidence for r in results]}
         kept = [(part, r.value) for part, r in zip(parts, results, strict=True) if not r.skipped]
         values = [value for _, value in kept if value is not None]
         if len(values) < len(kept):
@@ -336,18 +327,13 @@ class OpNode(Node):
         value = AGGREGATES[self.label](parts)
         if value is None:
             return Result(None, {"unscored": "the weights of the remaining parts add up to 0", **evidence})
-        return Result(value, evidence, self._steps(kept))
-
-    def _steps(self, kept: Sequence[tuple[float, Result]]) -> dict[int, float]:
-        """The children's emissions, weighted like their values."""
-        if not any(result.steps for _, result in kept):
-            return {}
+        # The children's emissions, weighted like their values.
         whole = 1.0 if self.label == "sum" else math.fsum(weight for weight, _ in kept)
         steps: dict[int, float] = {}
         for weight, result in kept:
             for turn, amount in result.steps.items():
                 steps[turn] = steps.get(turn, 0.0) + weight / whole * amount
-        return steps
+        return Result(value, evidence, steps)
 
 
 class GateNode(Node):
@@ -442,9 +428,7 @@ class GroupRank(GroupNode):
     example: ClassVar[dict[str, Any]] = {"of": {"use": "cost.turns", "args": {"max": 10}}}
 
     def compare(self, own: float, others: Sequence[float]) -> float:
-        below = sum(1 for value in others if value < own)
-        ties = sum(1 for value in others if value == own)
-        return (below + ties / 2) / len(others)
+        return sum((value < own) + (value == own) / 2 for value in others) / len(others)
 
 
 class GroupZscore(GroupNode):

@@ -78,12 +78,6 @@ class FrozenState:
             self._digest = state_hash(self.value)
         return self._digest
 
-    def digests(self, other: FrozenState) -> tuple[str, str]:
-        """Both digests; of equal states only the other's is computed. Raises as `state_hash`."""
-        if self.same(other):
-            self._digest = other.digest
-        return self.digest, other.digest
-
 
 def state_hash(state: Json) -> str:
     """SHA-256 of a state's canonical JSON: sorted keys, integral floats as integers. Raises ValueError for NaN."""
@@ -206,7 +200,6 @@ class Replays:
     def __init__(self, most: int = 256, most_bytes: int = 128 << 20) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._lock = fork_safe(threading.Lock())
-        self._held = 0
         self._kept: OrderedDict[tuple[str, int, str], TaskReplays] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[Replays], tuple[int, int]]:
@@ -236,7 +229,12 @@ class Replays:
                 here = user_side(played.repeats)
                 others = [one for one in kept.golds if not identical(one.gold, gold) or here[: len(one.side)] != one.side]
                 kept.golds = [*others[-7:], GoldReplay(gold, here, played)]
-        self._trim(kept)
+        with self._lock:  # those not asked for longest are let go
+            kept.held = sum(one.played.size for one in kept.golds)
+            while len(self._kept) > 1 and (
+                len(self._kept) > self._most or sum(one.held for one in self._kept.values()) > self._most_bytes
+            ):
+                self._kept.popitem(last=False)
         return played
 
     def play(self, make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns], *, gold: bool = False) -> Replay:
@@ -259,18 +257,7 @@ class Replays:
             kept = self._kept.get(new.key)
             # Compared and not hashed: that takes a tenth of the time.
             if kept is None or not (identical(kept.task.data, task.data) and identical(kept.task.gold, task.gold)):
-                self._held -= 0 if kept is None else kept.held
                 kept = self._kept[new.key] = new
             kept.task = task  # the next question is about the same object, mostly
             self._kept.move_to_end(new.key)
         return kept
-
-    def _trim(self, kept: TaskReplays) -> None:
-        """Count what a task holds anew, and let go of those not asked for longest."""
-        with self._lock:
-            if self._kept.get(kept.key) is not kept:
-                return
-            before, kept.held = kept.held, sum(one.played.size for one in kept.golds)
-            self._held += kept.held - before
-            while len(self._kept) > 1 and (len(self._kept) > self._most or self._held > self._most_bytes):
-                self._held -= self._kept.popitem(last=False)[1].held

@@ -184,14 +184,12 @@ def _join_parts(op: str, parts: list[Grown], own: Spec) -> Grown | None:
 
 
 def _compares(node: Node) -> bool:
-    return isinstance(node, GroupNode) or any(_compares(child) for child in node.children)
+    return any(isinstance(below, GroupNode) for below in walk(node))
 
 
 def _asks(node: Node) -> bool:
     """Return True if the node has a leaf that is not a cost."""
-    if isinstance(node, LeafNode):
-        return not node.leaf.kind.startswith("cost.")
-    return any(_asks(child) for child in node.children)
+    return any(isinstance(below, LeafNode) and not below.leaf.kind.startswith("cost.") for below in walk(node))
 
 
 def _plain(item: Spec, weighted: bool = False) -> Grown:
@@ -274,8 +272,6 @@ class Scorer:
         self.metrics = list(metrics)
         self.rule = rule
         self.success = success
-        # As often: the whole root is the task part, and need not be evaluated a second time.
-        self._same = rule is not None and rule.derived and rule.node == _without_ids(spec["root"])
         self.range = root.range()
         self._blocking = blocking
         self._services = services
@@ -311,7 +307,7 @@ class Scorer:
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Score the trajectories of one task together, as group leaves need."""
-        group = self._by_node([self._drive(partial(self._compare, trajectory), trajectory) for trajectory in trajectories])
+        group = self._by_node([self._drive(partial(self._compare, t), t) for t in trajectories])
         return [self._drive(partial(self._pass, t, group, i), t) for i, t in enumerate(trajectories)]
 
     async def ascore_group(self, trajectories: Sequence[Trajectory]) -> list[Score]:
@@ -414,7 +410,7 @@ class Scorer:
         reward needs the group for comparison."""
         if self.rule is None or self.success is None:
             return None
-        result = root if self._same else self.success.evaluate(view, frame)
+        result = self.success.evaluate(view, frame)
         alone = self.compares and frame.group is None
         known = result.value is not None and (root.value is not None or alone)
         success = result.value >= TRUE if known and result.value is not None else None
@@ -423,13 +419,6 @@ class Scorer:
             evidence["success"]["node"] = result.evidence
             metrics |= _values_by_id(result.evidence)
         return success
-
-
-def _without_ids(node: Json) -> Json:
-    """A part of a spec without what names its nodes."""
-    if isinstance(node, Mapping):
-        return {key: _without_ids(item) for key, item in node.items() if key != "id"}
-    return [_without_ids(item) for item in node] if isinstance(node, list) else node
 
 
 def _values_by_id(evidence: Json) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -190,31 +190,24 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     valid name. A spec that loads here can still fail to compile (a bad regular expression, a function that
     the run does not allow).
     """
+    if not isinstance(source, Mapping | str | Path):
+        raise RewardSpecError(f"reward spec: at (the top): a spec must be a JSON object or a path, not {_kind(source)}")
+    where = str(source)
     if isinstance(source, Mapping):
         where = f"reward spec {source['name']!r}" if isinstance(source.get("name"), str) else "reward spec"
-        try:
+    try:
+        if isinstance(source, Mapping):
             spec: Any = copy.deepcopy(dict(source))
-        except RecursionError as error:
-            raise RewardSpecError("reward spec: nested too deeply") from error
-    elif isinstance(source, (str, Path)):
-        spec, where = _parse(Path(source)), str(source)
-    else:
-        raise RewardSpecError(f"reward spec: at (the top): a spec must be a JSON object or a path, not {_kind(source)}")
+        else:
+            spec = json.loads(read_text(Path(source)), object_pairs_hook=_no_twice, parse_constant=_no_constant)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RewardSpecError(f"{where}: cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise RewardSpecError(f"{where}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise RewardSpecError(f"{where}: {'nested too deeply' if isinstance(error, RecursionError) else error}") from error
     _Check(where).spec(spec)
     return spec  # type: ignore[no-any-return]
-
-
-def _parse(path: Path) -> Any:
-    try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise RewardSpecError(f"{path}: cannot be read: {error}") from error
-    try:
-        return json.loads(text, object_pairs_hook=_no_twice, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise RewardSpecError(f"{path}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise RewardSpecError(f"{path}: {'nested too deeply' if isinstance(error, RecursionError) else error}") from error
 
 
 def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -261,16 +254,18 @@ class _Check:
             self.fail(pointer, f"nested more than {_DEEPEST} nodes deep")
         self._against(self._choice(node, pointer), node, pointer)
         self._mods(node, pointer)
-        if "op" in node:
-            for child, place in _inner_nodes(node, pointer):
-                self.node(child, place, depth + 1)
-            return
         args = node.get("args", {})
-        # Their argument is a node and not a value, and is checked as one.
-        if str(node["use"]).startswith("group."):
+        if str(node.get("use", "")).startswith("group."):  # its argument is a node and not a value, and is checked as one
             self.node(args["of"], join(pointer, "args", "of"), depth + 1)
-        else:
+        elif "use" in node:
             self._refs(args, join(pointer, "args"))
+        for index, child in enumerate(node.get("of", ())):
+            self.node(child, join(pointer, "of", index), depth + 1)
+        for key in ("if", "then", "else"):
+            # true and false are numbers to Python; as a branch they are nodes here, which are then refused.
+            number = isinstance(node.get(key), (int, float)) and not isinstance(node[key], bool)
+            if key in node and (key == "if" or not number):
+                self.node(node[key], join(pointer, key), depth + 1)
 
     def _choice(self, node: Mapping[str, Any], pointer: str) -> str:
         """The schema in the grammar that applies to a node."""
@@ -344,22 +339,8 @@ class _Check:
 
     def _against(self, piece: str, instance: Mapping[str, Any], pointer: str) -> None:
         error = jsonschema.exceptions.best_match(_validator(piece).iter_errors(instance))
-        if error is None:
-            return
-        place = join(pointer, *error.absolute_path)
-        self.fail(*_explain_error(error, place, instance))
-
-
-def _inner_nodes(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:
-    if node["op"] != "gate":
-        for index, child in enumerate(node["of"]):
-            yield child, join(pointer, "of", index)
-        return
-    yield node["if"], join(pointer, "if")
-    for key in ("then", "else"):
-        # true and false are numbers to Python; as a branch they are nodes here, which are then refused.
-        if key in node and (isinstance(node[key], bool) or not isinstance(node[key], (int, float))):
-            yield node[key], join(pointer, key)
+        if error is not None:
+            self.fail(*_explain_error(error, join(pointer, *error.absolute_path)))
 
 
 @cache
@@ -369,7 +350,7 @@ def _validator(piece: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator({**body, "$defs": {**DEFS, "node": True}})
 
 
-def _explain_error(error: jsonschema.ValidationError, place: str, instance: Mapping[str, Any]) -> tuple[str, str]:
+def _explain_error(error: jsonschema.ValidationError, place: str) -> tuple[str, str]:
     """(pointer, message) of a schema error, in readable form."""
     rule = error.validator
     found: Any = error.instance
@@ -396,10 +377,8 @@ def _explain_error(error: jsonschema.ValidationError, place: str, instance: Mapp
         roots = ("task", "episode", "turn", "call")
         first, *rest = str(found).lstrip("/").split("/")
         hint = hint_text(first, roots, show=lambda name: repr("/" + "/".join([name, *rest])))
-        return (
-            place,
-            f"{_short(found)!r} is no pointer of a spec, which begins with /{', /'.join(roots[:-1])} or /{roots[-1]}{hint}",
-        )
+        begins = f"/{', /'.join(roots[:-1])} or /{roots[-1]}"
+        return place, f"{_short(found)!r} is no pointer of a spec, which begins with {begins}{hint}"
     return place, _short(error.message, 300)
 
 

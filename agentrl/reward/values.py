@@ -47,43 +47,25 @@ def _apart(character: str) -> str:
     return f"{_RAISED.get(kind, ' ')}{unicodedata.normalize('NFKC', character)}{'' if kind in _RAISED else ' '}"
 
 
+@lru_cache(16_384)
+def _bfcl_short(text: str) -> str:
+    return text.translate(_BFCL_TABLE).lower()
+
+
+def _bfcl(text: str) -> str:
+    # The same few short ones are compared in pairs, and for all of a group.
+    return _bfcl_short(text) if len(text) <= 200 else _bfcl_short.__wrapped__(text)
+
+
 def _bfcl_said(text: str) -> str:
     return text.translate(_BFCL_SAID_TABLE).lower()
-
-
-def _exact(text: str) -> str:
-    return text
 
 
 def _tau(text: str) -> str:
     return text.lower().replace(",", "")
 
 
-class _Remembered(dict[str, str]):
-    """Cached results of a normalizer; short ones are kept, since the same few are compared in pairs, and for all of a group."""
-
-    def __missing__(self, text: str) -> str:
-        made = text.translate(_BFCL_TABLE).lower()
-        if len(text) <= 200:
-            if len(self) >= 16_384:
-                self.clear()
-            self[text] = made
-        return made
-
-    def __reduce__(self) -> str:
-        return "_BFCL"
-
-
-_BFCL = _Remembered()
-
-
-NORMALIZERS: Mapping[str, Normalizer] = {
-    "exact": _exact,
-    "fold": _fold,
-    "bfcl": _BFCL.__getitem__,
-    "bfcl_said": _bfcl_said,
-    "tau": _tau,
-}
+NORMALIZERS: Mapping[str, Normalizer] = {"exact": str, "fold": _fold, "bfcl": _bfcl, "bfcl_said": _bfcl_said, "tau": _tau}
 """`exact`: unchanged. `fold`: Unicode NFKC, case-folded, runs of white space as one space, ends trimmed.
 `bfcl`: spaces and `, . / - _ * ^` removed, lower case, ' as " (the Berkeley leaderboard's rule for arguments).
 `bfcl_said`: `, . / - _ * ^ ( )` removed, lower case, ' as " (its rule for answers in words).
@@ -96,7 +78,7 @@ class EqualityRule:
 
     absolute: float = 0.0
     relative: float = 0.0
-    normalize: Normalizer = _exact
+    normalize: Normalizer = str
 
     @property
     def strict(self) -> bool:
@@ -120,7 +102,7 @@ def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
     if isinstance(a, str):
         if not isinstance(b, str):
             return False
-        return a == b or (rule.normalize is not _exact and rule.normalize(a) == rule.normalize(b))
+        return a == b or (rule.normalize is not str and rule.normalize(a) == rule.normalize(b))
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)):
@@ -132,7 +114,7 @@ def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
     return a is None and b is None
 
 
-def equality_key(value: Json, normalize: Normalizer = _exact) -> Hashable:
+def equality_key(value: Json, normalize: Normalizer = str) -> Hashable:
     """A key that is equal for two values exactly if `same` finds them equal without a tolerance."""
     if isinstance(value, str):
         return normalize(value)
@@ -306,13 +288,11 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 }
 
 
-def _number(value: Json) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _compare_ordered(test: Callable[[Any, Any], bool], found: Json, wanted: Json, rule: EqualityRule) -> bool:
-    comparable = (_number(found) and _number(wanted)) or (isinstance(found, str) and isinstance(wanted, str))
-    return comparable and test(found, wanted)
+    for kinds in (str, (int, float)):
+        if isinstance(found, kinds) and isinstance(wanted, kinds):
+            return not isinstance(found, bool) and not isinstance(wanted, bool) and test(found, wanted)
+    return False
 
 
 def _contains(found: Json, wanted: Json, rule: EqualityRule) -> bool:

@@ -5,7 +5,6 @@ import random
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,8 +126,3 @@ def test_the_credit_of_all_pairs_at_once_is_that_of_each(
     calls = made_of([("f", call) for call in made])
     each = [[rule.part(call, wanted) for wanted in gold] for call in calls]
     assert parts(calls, gold, rule).tolist() == each
-    if form == "literal":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(calls_match, "MANY", 0)
-            at_once = np.asarray(calls_match._weights(calls, gold, rule.values)).tolist()
-        assert at_once == [[calls_match._weight(call, wanted, rule.values) for wanted in gold] for call in calls]

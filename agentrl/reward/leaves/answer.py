@@ -6,8 +6,7 @@ import inspect
 import json
 import math
 import re
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, SupportsFloat
 
@@ -254,7 +253,7 @@ class EpisodeStopped(Leaf):
 
 
 class _Cost(Leaf):
-    """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear in between; `amount` computes the use."""
+    """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear in between."""
 
     formula: ClassVar[str] = "min(1, max(0, (used - free) / (max - free)))"
     schema: ClassVar[dict[str, Any]] = object_schema(
@@ -267,15 +266,22 @@ class _Cost(Leaf):
         if args.get("free", 0) >= args["max"]:
             raise ValueError(f"free ({args['free']}) must be below max ({args['max']})")
 
-    @staticmethod
-    @abstractmethod
-    def amount(view: View, args: Args) -> float:
+    def used(self, view: View, args: Args) -> float:
         """The use, in the budget's unit."""
+        return _USED[self.kind](view)
 
     def read(self, view: View, args: Args) -> Reading:
-        used, free = self.amount(view, args), float(args.get("free", 0.0))
+        used, free = self.used(view, args), float(args.get("free", 0.0))
         share = (used - free) / (float(args["max"]) - free)
         return Reading(min(1.0, max(0.0, share)), {"used": used, "free": free, "max": args["max"]})
+
+
+_USED: Mapping[str, Callable[[View], float]] = {
+    "cost.turns": lambda view: len(view.turns),
+    "cost.calls": lambda view: len(view.calls),
+    "cost.tokens": lambda view: sum(turn.sampled_tokens for turn in view.turns),
+    "cost.seconds": lambda view: sum(result.seconds for turn in view.turns for result in turn.results),
+}
 
 
 @LEAVES.register("cost.turns")
@@ -284,20 +290,12 @@ class CostTurns(_Cost):
 
     kind: ClassVar[str] = "cost.turns"
 
-    @staticmethod
-    def amount(view: View, args: Args) -> float:
-        return len(view.turns)
-
 
 @LEAVES.register("cost.calls")
 class CostCalls(_Cost):
     """Tool calls."""
 
     kind: ClassVar[str] = "cost.calls"
-
-    @staticmethod
-    def amount(view: View, args: Args) -> float:
-        return len(view.calls)
 
 
 @LEAVES.register("cost.tokens")
@@ -306,20 +304,12 @@ class CostTokens(_Cost):
 
     kind: ClassVar[str] = "cost.tokens"
 
-    @staticmethod
-    def amount(view: View, args: Args) -> float:
-        return sum(turn.sampled_tokens for turn in view.turns)
-
 
 @LEAVES.register("cost.seconds")
 class CostSeconds(_Cost):
     """Seconds of the turns' tool calls; not of sampling, which depend on the machine."""
 
     kind: ClassVar[str] = "cost.seconds"
-
-    @staticmethod
-    def amount(view: View, args: Args) -> float:
-        return sum(result.seconds for turn in view.turns for result in turn.results)
 
 
 @LEAVES.register("cost.usd")
@@ -340,8 +330,7 @@ class CostUsd(_Cost):
     )
     example: ClassVar[dict[str, Any]] = {"max": 0.05, "per_million_prompt": 0.4, "per_million_sampled": 1.6}
 
-    @staticmethod
-    def amount(view: View, args: Args) -> float:
+    def used(self, view: View, args: Args) -> float:
         prompt, sampled = sum(turn.prompt_tokens for turn in view.turns), sum(turn.sampled_tokens for turn in view.turns)
         return float(prompt * args["per_million_prompt"] + sampled * args["per_million_sampled"]) / 1e6
 

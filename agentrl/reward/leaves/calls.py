@@ -6,10 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar
-
-import numpy as np
 
 from agentrl.data.trajectory import Json, ToolCall
 from agentrl.reward import call_matching as assign
@@ -20,13 +18,10 @@ from agentrl.reward.call_matching import (
     MANY,
     CallRule,
     GoldCall,
-    call_key,
     declared_gold,
     equal_pairs,
     gold_calls,
-    overlap,
     parts,
-    rows_by_key,
 )
 from agentrl.reward.leaf import BY, EQUALITY, LEAVES, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
 from agentrl.reward.values import EqualityRule, UnscorableError, brief, same
@@ -62,7 +57,12 @@ class CallsSchema(Leaf):
         if not calls:
             empty = args.get("empty", 0)
             return Reading(None if empty is None else float(empty), {"calls": 0})
-        schemas = _parameters(view) if args.get("check", "schema") == "schema" else None
+        schemas: dict[str, Json] | None = None
+        if args.get("check", "schema") == "schema":
+            tools = [tool.get("function") for tool in view.trajectory.tools]
+            schemas = {tool["name"]: tool.get("parameters", {}) for tool in tools if isinstance(tool, Mapping) and "name" in tool}
+            if not schemas:
+                raise UnscorableError("the trajectory has no tool schemas")
         # By name within the episode: the key of the common cache takes a dump of the whole schema.
         validators: dict[str, Any] = {}
         errors: list[Json] = []
@@ -91,14 +91,6 @@ class CallsNone(Leaf):
         calls = view.made(args.get("by", "assistant"))
         made = [made.call.name for made in calls if names is None or made.call.name in names]
         return Reading(float(not made), {"made": brief(made)})
-
-
-def _parameters(view: View) -> dict[str, Json]:
-    tools = [tool.get("function") for tool in view.trajectory.tools]
-    found = {tool["name"]: tool.get("parameters", {}) for tool in tools if isinstance(tool, Mapping) and "name" in tool}
-    if not found:
-        raise UnscorableError("the trajectory has no tool schemas")
-    return found
 
 
 def _fault(call: ToolCall, schemas: Mapping[str, Json] | None, validators: dict[str, Any]) -> str | None:
@@ -171,25 +163,15 @@ def _optimal(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityR
     (x, y) without loss. With a tolerance equality is not transitive, so there is no hash.
     """
     sure = equal_pairs(made, gold, rule) if rule.strict else []
-    return sure, assign.pair_rest(made, gold, sure, partial(_weights, rule=rule))
+    return sure, assign.pair_rest(made, gold, sure, lambda some, others: [[_weight(a, b, rule) for b in others] for a in some])
 
 
 def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Found:
     """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
     free = assign.by_name([call.name for call in made])
-    same_as = rows_by_key(made, rule) if rule.strict else {}
-    equal: assign.Pairs = []
     pairs: assign.Pairs = []
     for j, wanted in enumerate(gold):
         rows = free.get(wanted.name, [])
-        # An equal call has the most weight that there is, and the first of them is found by hash.
-        like = same_as.get(call_key(wanted.name, wanted.arguments, rule), []) if same_as else []
-        while like and like[-1] not in rows:
-            like.pop()
-        if like:
-            equal.append((like[-1], j))
-            rows.remove(like.pop())
-            continue
         best, taken, most = 0.0, -1, 1.0 + len(wanted.arguments)
         for i in rows:
             here = _weight(made[i], wanted, rule)
@@ -200,19 +182,7 @@ def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRu
         if taken >= 0:
             pairs.append((taken, j))
             rows.remove(taken)
-    return equal, pairs
-
-
-def _weights(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> assign.Weights:
-    if len(made) * len(gold) < MANY:
-        return [[_weight(call, wanted, rule) for wanted in gold] for call in made]
-    given = [call.arguments or {} for call in made]
-    both = overlap(given, gold, lambda key, value, call: same(value, call.arguments[key], rule), rule if rule.strict else None)
-    own, wanted = (np.array([float(len(item)) for item in items]) for items in (given, [call.arguments for call in gold]))
-    either = own[:, None] + wanted - both.shared
-    names = np.where(either > 0, both.shared / np.maximum(either, 1.0), 1.0)
-    names[[call.arguments is None for call in made]] = 0.0
-    return names + both.fitting  # type: ignore[no-any-return]
+    return [], pairs
 
 
 def _weight(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> float:
@@ -303,7 +273,12 @@ class CallsMatch(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         gold = self._gold(view, args["expect"], args.get("declared"))
-        made = _calls_from_data(args["made"], view) if "made" in args else view.made(self.by)
+        made = view.made(self.by)
+        if "made" in args:  # calls that are data (an answer's, say), as if they had been made; null for none
+            items = args["made"] or []
+            if not isinstance(items, list) or not all(isinstance(x, dict) and isinstance(x.get("name"), str) for x in items):
+                raise UnscorableError(f"made must be a list of calls, not {brief(args['made'], 80)!r}")
+            made = [Made(view.trajectory.turns[-1], ToolCall(x["name"], x.get("arguments")), None) for x in items]
         if self.credit == "toolrl":
             return grade_calls([item.call for item in made], gold, self.rule.values, self.assign)
         if (language := args.get("language", "python")) not in self.rules:
@@ -317,7 +292,15 @@ class CallsMatch(Leaf):
             # A sum of quotients may end just below 1.
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
         shares = _shares(view, made, pairs, credits, size) if size and self.spreads(self.args) else None
-        return Reading(value, _evidence(made, gold, pairs, credits), shares)
+        paired_made, paired_gold = {i for i, _ in pairs}, {j for _, j in pairs}
+        evidence = {
+            "made": len(made),
+            "expected": len(gold),
+            "pairs": [[i, j, round(credit, 6)] for (i, j), credit in zip(pairs, credits, strict=True)],
+            "missing": [call.name[:100] for j, call in enumerate(gold) if j not in paired_gold],
+            "extra": [item.call.name[:100] for i, item in enumerate(made) if i not in paired_made],
+        }
+        return Reading(value, evidence, shares)
 
     def _gold(self, view: View, expect: Json, functions: Json = None) -> list[GoldCall]:
         """The gold calls, read once for all parts of an episode that share them."""
@@ -361,14 +344,6 @@ class CallsMatch(Leaf):
         return assign.pair_rest(calls, gold, [], lambda some, wanted: [[full(a, b) for b in wanted] for a in some]), match
 
 
-def _calls_from_data(value: Json, view: View) -> Sequence[Made]:
-    """Calls that are data (an answer's, say) as if they had been made: [{"name", "arguments"}, ...], or null for none."""
-    items = value or []
-    if not isinstance(items, list) or not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in items):
-        raise UnscorableError(f"made must be a list of calls, not {brief(value, 80)!r}")
-    return [Made(view.trajectory.turns[-1], ToolCall(item["name"], item.get("arguments")), None) for item in items]
-
-
 Credit = Callable[[int, int], float]
 
 
@@ -404,14 +379,3 @@ def _shares(view: View, made: Sequence[Made], pairs: assign.Pairs, credits: Sequ
             turn = max(made[i].turn.index, view.turns[0].index)
             shares[turn] = shares.get(turn, 0.0) + credit / size
     return shares
-
-
-def _evidence(made: Sequence[Made], gold: Sequence[GoldCall], pairs: assign.Pairs, credits: Sequence[float]) -> dict[str, Any]:
-    paired_made, paired_gold = {i for i, _ in pairs}, {j for _, j in pairs}
-    return {
-        "made": len(made),
-        "expected": len(gold),
-        "pairs": [[i, j, round(credit, 6)] for (i, j), credit in zip(pairs, credits, strict=True)],
-        "missing": [call.name[:100] for j, call in enumerate(gold) if j not in paired_gold],
-        "extra": [item.call.name[:100] for i, item in enumerate(made) if i not in paired_made],
-    }

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
-from agentrl.data.trajectory import Json, Message, StopReason, ToolCall, Trajectory, Turn
+from agentrl.data.trajectory import Json, Message, StopReason, ToolCall, Trajectory
 from agentrl.reward.call_matching import gold_calls
 from agentrl.reward.leaf import BY, EQUALITY, LEAVES, Args, Context, Leaf, Reading, View, need_replay_env, object_schema, or_ref
 from agentrl.reward.leaves.answer import texts_found, wanted_texts
@@ -67,26 +67,20 @@ def gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
             record = replace(record, user_calls=[])  # those of the gold are made in their place
         opening = _answer(record, -1, [message for message in record.messages[: view.course.opening] if message.role == "user"])
         texts = _texts(record, view.course)[: len(rounds)] if by_round else [RoundTexts()]
-        played = context.replays.gold(
-            context.replay_env,
-            record,
-            rounds,
-            lambda: _gold_rounds(rounds, texts),
-            lambda repeats: (opening, *_user_side(texts, repeats)),
-        )
+
+        def user_side(repeats: bool) -> tuple[Any, ...]:
+            """The opening, then in turn the texts inside of a round and the one at its end, to the last round's calls. Of a user
+            that repeats itself without what the policy said."""
+            side: list[Any] = [opening]
+            for said in texts:
+                side.append(tuple(text.answer if repeats else text for text in said.inside))
+                side.append(said.end.answer if said.end is not None and repeats else said.end)
+            return tuple(side[:-1])
+
+        played = context.replays.gold(context.replay_env, record, rounds, lambda: _gold_rounds(rounds, texts), user_side)
         view.memo[key] = (gold, played)  # with what it is a replay of, so that its id stays its own
     found: Replay = view.memo[key][1]
     return found.end(view.round if by_round else 0)
-
-
-def _user_side(rounds: Sequence[RoundTexts], repeats: bool) -> list[Any]:
-    """Messages from the first round's calls to the last's: in turn the texts inside of a round, and the one at its end. Of a
-    user that repeats itself without what the policy said."""
-    side: list[Any] = []
-    for texts in rounds:
-        side.append(tuple(text.answer if repeats else text for text in texts.inside))
-        side.append(texts.end.answer if texts.end is not None and repeats else texts.end)
-    return side[:-1]
 
 
 def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[list[RoundTurns], UnscorableError | None]:
@@ -109,26 +103,20 @@ def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[l
 
 def _made_rounds(record: Trajectory, course: EpisodeRounds) -> list[RoundTurns]:
     """The record's own rounds. An environment changes nothing of the calls that it gets."""
+    turns = list(record.turns)
+    if turns and record.stop is not StopReason.DONE:
+        # Of an episode that was cut only the last calls that got an answer: another may have used up the time, and would again.
+        last = turns.pop()
+        known = {result.call_id for result in last.results}
+        calls = tuple(call for call in last.message.tool_calls if call.id in known)
+        if calls or not last.message.tool_calls:
+            turns.append(replace(last, message=replace(last.message, tool_calls=calls)))
     found = []
-    turns = _answered_turns(record)
     for number in range(course.rounds[-1] + 1 if course.rounds else 0):
         said = [turn.message for turn, place in zip(turns, course.rounds, strict=False) if place == number]
         text = said.pop() if said and not said[-1].tool_calls else None
         found.append(RoundTurns(said, text))
     return found
-
-
-def _answered_turns(record: Trajectory) -> Sequence[Turn]:
-    """The turns; of the last one of an episode that was cut only the calls that got an answer: another may have used up the time,
-    and would again."""
-    turns = record.turns
-    if not turns or record.stop is StopReason.DONE:
-        return turns
-    last, known = turns[-1], {result.call_id for result in turns[-1].results}
-    calls = tuple(call for call in last.message.tool_calls if call.id in known)
-    if len(calls) == len(last.message.tool_calls):
-        return turns
-    return [*turns[:-1], *([replace(last, message=replace(last.message, tool_calls=calls))] if calls else [])]
 
 
 class Text(NamedTuple):
@@ -251,7 +239,8 @@ class StateMatch(Leaf):
 
 def _by_hash(found: FrozenState, wanted: FrozenState) -> Reading:
     try:
-        own, gold = found.digests(wanted)
+        gold = wanted.digest
+        own = gold if found.same(wanted) else found.digest
     except (ValueError, TypeError) as error:
         raise UnscorableError(f"a state is not a JSON value: {error}") from error
     return Reading(float(own == gold), {"state": own[:16], "gold": gold[:16]})
