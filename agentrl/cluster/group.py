@@ -13,23 +13,15 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from agentrl.cluster.worker import (
-    Call,
-    Mesh,
-    Shipment,
-    Strategy,
-    Worker,
-    call_shape,
-    positional,
-    resolve,
-)
+from agentrl.cluster.worker import Mesh, Shipment, Strategy, Worker, resolve
 from agentrl.data.packing import partition
 from agentrl.data.rows import concat, is_batch, lengths, select
 from agentrl.utils.errors import CheckpointError, ConfigError, DispatchError
@@ -42,24 +34,16 @@ if TYPE_CHECKING:
 # Results of the ranks, collected
 
 
-METRIC_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "sum": sum,
-    "mean": lambda values: sum(values) / len(values),
-    "max": max,
-    "min": min,
-}
-
-
-def reduced_metrics(label: str, parts: Sequence[Any], how: Mapping[str, str]) -> dict[str, float]:
-    """One dict from the ranks' dicts, key by key, over the ranks that report the key."""
+def mean_metrics(label: str, parts: Sequence[Any]) -> dict[str, float]:
+    """One dict from the ranks' dicts: the mean of each key over the ranks that report it."""
     values: dict[str, list[float]] = {}
     for part in parts:
         if not isinstance(part, Mapping):
             raise DispatchError(f"{label}: collect='metrics' needs a dict from each rank, got {type(part).__name__}")
         for key, value in part.items():
             values.setdefault(key, []).append(float(value))
-    # Not over all ranks: one that got no rows reports nothing, and a 0 in its name would pull means and minima down.
-    return {key: METRIC_REDUCTIONS[how.get(key, "mean")](items) for key, items in values.items()}
+    # Not over all ranks: one that got no rows reports nothing, and a 0 in its name would pull means down.
+    return {key: sum(items) / len(items) for key, items in values.items()}
 
 
 def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> TensorDict:
@@ -75,87 +59,86 @@ def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) 
         raise DispatchError(f"{label}: collect='source' needs one result per row; ranks got {given}, returned {got}")
     whole = concat(parts)
     order = np.argsort(np.concatenate(list(rows)), kind="stable")
-    # One rank, or rows split contiguously: saves a copy of the whole batch.
+    # One rank, or rows that lie in order: saves a copy of the whole batch.
     return whole if np.array_equal(order, np.arange(len(order))) else select(whole, order)
 
 
 # Rows over ranks
 
 
+def batch_of(label: str, args: tuple[Any, ...]) -> TensorDict:
+    """The batch of a call, its first argument. Raises DispatchError for another, and for none."""
+    if not args:
+        raise DispatchError(f"{label}: no argument is given for the batch, which comes first")
+    if not is_batch(args[0]):
+        raise DispatchError(f"{label}: the first argument must be a TensorDict, it is a {type(args[0]).__name__}")
+    batch: TensorDict = args[0]
+    return batch
+
+
 @dataclass(frozen=True)
 class Shard(Strategy):
-    """Each rank along a mesh axis gets its rows of the first argument, a TensorDict; all others go to every rank.
+    """Each rank along the mesh axis "dp" gets its rows of the first argument, a TensorDict; all others go to every rank.
 
-    Any number of rows over any number of ranks is legal: a rank may get zero rows. Ranks that share a
-    coordinate of `mesh` (for example tensor-parallel peers) get the same rows; results are taken from
-    one of them.
+    Any number of rows over any number of ranks is legal: a rank may get zero rows. Ranks that share a coordinate of "dp" (for
+    example tensor-parallel peers) get the same rows; results are taken from one of them.
 
-    - `balance`: None splits contiguously into nearly equal row counts; "tokens" balances the tokens of the rows;
-      "column" takes the rank from the batch's row column `dp_rank` (-1: the row goes to no rank; not allowed if
-      `collect` is "source").
+    - `balance`: "tokens" balances the tokens of the rows; "column" takes the rank from the batch's row column `dp_rank` (-1: the
+      row goes to no rank; not allowed if `collect` is "source").
     - `stays`: columns that no worker reads and that are therefore not sent.
-    - `collect`: "source" puts the ranks' rows, one entry per row, back into the driver's row order; "metrics"
-      reduces dicts of numbers to one, key by key, by `metrics` ("sum", "mean", "max", "min"; by default "mean"),
-      and lists of such dicts to one list, place by place.
+    - `collect`: "source" puts the ranks' rows, one entry per row, back into the driver's row order; "metrics" reduces dicts of
+      numbers to one of their means, key by key, and lists of such dicts to one list, place by place.
     """
 
-    mesh: str = "dp"
     collect: Literal["source", "metrics"] = "source"
-    balance: Literal["tokens", "column"] | None = None
-    metrics: Mapping[str, str] = field(default_factory=dict, hash=False)
+    balance: Literal["tokens", "column"] = "tokens"
     stays: tuple[str, ...] = ()
 
     def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
-        if not positional(parameters):
+        first = next(iter(parameters), None)
+        if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD:
             raise DispatchError(f"{label}: Shard() passes a TensorDict, the method has no parameter for it")
-        first = parameters[0]
         declared = "" if first.annotation is inspect.Parameter.empty else str(first.annotation)
         if declared and not any(word in declared for word in ("TensorDict", "Any", "object")):
             raise DispatchError(f"{label}: Shard() passes a TensorDict as {first.name!r}, which is declared as {declared}")
         if returns in (None, "None"):
             raise DispatchError(f"{label}: Shard(collect={self.collect!r}) needs a result, the method returns None")
-        if self.collect not in ("source", "metrics"):
-            raise DispatchError(f"{label}: unknown collect {self.collect!r}")
-        if self.balance not in (None, "tokens", "column"):
-            raise DispatchError(f"{label}: unknown balance {self.balance!r}")
-        wrong = {key: how for key, how in self.metrics.items() if how not in METRIC_REDUCTIONS}
-        if wrong:
-            raise DispatchError(f"{label}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}")
+        for name, value, known in (
+            ("collect", self.collect, ("source", "metrics")),
+            ("balance", self.balance, ("tokens", "column")),
+        ):
+            if value not in known:
+                raise DispatchError(f"{label}: unknown {name} {value!r}")
 
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        name = call.names[0]
-        batch, rest = call.take(name)
-        if not is_batch(batch):
-            raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
-        shards, ranks = self._shards(call.label, batch, mesh.size(self.mesh)), list(range(mesh.world_size))
+    def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
+        batch = batch_of(label, args)
+        shards, ranks = self._shards(label, batch, mesh.size("dp")), list(range(mesh.world_size))
         # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
-        rows = {rank: shards[mesh.index(rank, self.mesh)] for rank in ranks}
-        return Shipment(rest.args, rest.kwargs, ranks, name, batch.exclude(*self.stays) if self.stays else batch, rows)
+        rows = {rank: shards[mesh.index(rank, "dp")] for rank in ranks}
+        return Shipment(args[1:], kwargs, ranks, batch.exclude(*self.stays) if self.stays else batch, rows)
 
     def _shards(self, label: str, batch: TensorDict, count: int) -> list[np.ndarray]:
-        if self.balance == "column":
-            if "dp_rank" not in batch.keys():  # noqa: SIM118 - `in` of a batch asks for an item
-                raise DispatchError(f"{label}: the batch has no column dp_rank. Cut it into minibatches first (cut_update)")
-            owner = np.asarray(batch.get("dp_rank"))
-            least = 0 if self.collect == "source" else -1
-            if len(owner) and (owner.min() < least or owner.max() >= count):
-                wrong = owner.max() if owner.max() >= count else owner.min()
-                raise DispatchError(f"{label}: column dp_rank names rank {wrong}, the axis has {count}")
-            return [np.flatnonzero(owner == rank) for rank in range(count)]
         if self.balance == "tokens":
             tokens = lengths(batch).numpy().astype(np.float64)
             # Sorted: adjacent rows are then copied as one span, and results come back nearly in order.
             return [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, count)]
-        return list(np.array_split(np.arange(len(batch), dtype=np.int64), count))
+        if "dp_rank" not in batch.keys():  # noqa: SIM118 - `in` of a batch asks for an item
+            raise DispatchError(f"{label}: the batch has no column dp_rank. Cut it into minibatches first (cut_update)")
+        owner = np.asarray(batch.get("dp_rank"))
+        least = 0 if self.collect == "source" else -1
+        if len(owner) and (owner.min() < least or owner.max() >= count):
+            wrong = owner.max() if owner.max() >= count else owner.min()
+            raise DispatchError(f"{label}: column dp_rank names rank {wrong}, the axis has {count}")
+        return [np.flatnonzero(owner == rank) for rank in range(count)]
 
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
-        sources = mesh.sources(self.mesh)
+        sources = mesh.sources("dp")
         parts = [results[rank] for rank in sources]
         if self.collect == "source":
             return restore_order(label, parts, [shipment.rows[rank] for rank in sources])
         if all(isinstance(part, list) for part in parts):
-            return [reduced_metrics(label, each, self.metrics) for each in zip(*parts, strict=True)]
-        return reduced_metrics(label, parts, self.metrics)
+            return [mean_metrics(label, each) for each in zip(*parts, strict=True)]
+        return mean_metrics(label, parts)
 
 
 # Calls under way
@@ -266,9 +249,7 @@ class WorkerGroup(Generic[W]):
 
     def _split(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Strategy, Shipment]:
         name, strategy = resolve(self.cls, method)
-        names = tuple(positional(call_shape(method)[0]))
-        call = Call(self._label(name), names, args, dict(kwargs))
-        return name, strategy, strategy.scatter(call, self.mesh)
+        return name, strategy, strategy.scatter(self._label(name), args, kwargs, self.mesh)
 
 
 # Folders that the driver and a group's processes must share: proven with files, never assumed because the paths are equal.
@@ -276,8 +257,8 @@ class WorkerGroup(Generic[W]):
 # before a run    `check_shared`: each side writes a token and looks for the other's
 # after a save    `check_arrived`: the driver has every file that a process of the group sees
 #
-# NFS may answer from its cache for some seconds. Opening a folder makes a client ask the server again, so every look here
-# lists the folder again.
+# NFS may answer from its cache for some seconds. Opening a folder or a file makes a client ask the server again, which a stat of
+# a cached entry does not.
 
 PATIENCE = 5.0
 """Seconds until what another machine wrote must be seen."""
@@ -304,8 +285,7 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
         (folder / token).write_text(token)
         answers = await group.in_processes(answer_token, str(folder), token, PATIENCE)
         for rank, (place, file, fault) in enumerate(answers):
-            seen = partial(lambda name: name in _names(folder), file)
-            if not fault and not await in_thread("files", seen_in_time, seen, PATIENCE):
+            if not fault and await in_thread("files", missing_in_time, folder, {file: len(token)}, PATIENCE):
                 fault = "this process does not see the file that the group's process wrote"
             if fault:
                 raise ConfigError(
@@ -323,7 +303,7 @@ def answer_token(folder: str, token: str, patience: float) -> tuple[str, str, st
     name of that file, and the problem of the folder there, or ""."""
     # A random name: with one name for all ranks, a single one that shares the folder would answer for the others.
     place, own = this_place(), f"{token}-{secrets.token_hex(8)}"
-    if not seen_in_time(lambda: token in _names(Path(folder)), patience):
+    if missing_in_time(Path(folder), {token: len(token)}, patience):
         return place, own, "the group's process does not see the file that this one wrote"
     try:
         (Path(folder) / own).write_text(token)
@@ -336,8 +316,7 @@ async def check_arrived(group: WorkerGroup[Any], folder: Path, what: str) -> Non
     """Raise CheckpointError if a process of `group` sees a file in `folder` that the driver does not, or another size of it:
     then it wrote to a disk of its own. `what`: the written thing, for the message."""
     for rank, (place, files) in enumerate(await group.in_processes(files_in, str(folder))):
-        missing = await in_thread("files", _not_arrived, folder, files)
-        if missing:
+        if missing := await in_thread("files", missing_in_time, folder, files, PATIENCE):
             raise CheckpointError(
                 f"{what}: {missing[0]} ({len(missing)} of {len(files)} files), which rank {rank} of the group "
                 f"{group.name!r} has on {place}, is not in {folder} on {this_place()}: all nodes must share that folder "
@@ -347,43 +326,27 @@ async def check_arrived(group: WorkerGroup[Any], folder: Path, what: str) -> Non
 
 def files_in(folder: str) -> tuple[str, dict[str, int]]:
     """This process's machine, and the bytes of each file below a folder as it sees them; none if the folder is missing."""
-    return this_place(), _sizes(Path(folder))
+    sizes = {str(path.relative_to(folder)): _size(path) for path in sorted(Path(folder).rglob("*"))}
+    return this_place(), {name: size for name, size in sizes.items() if size is not None}
 
 
-def seen_in_time(look: Callable[[], bool], patience: float) -> bool:
-    """Return True if `look` is true within `patience` seconds."""
+def missing_in_time(folder: Path, files: Mapping[str, int], patience: float) -> list[str]:
+    """Those of `files` that are not in `folder` with their bytes within `patience` seconds."""
     deadline = time.monotonic() + patience
-    while not look():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(POLL)
-    return True
-
-
-def _not_arrived(folder: Path, files: dict[str, int]) -> list[str]:
-    """Those of `files` that are not in `folder` with their sizes in time."""
-
-    def missing() -> list[str]:
-        here = _sizes(folder)
+    while True:
+        for parent in {(folder / name).parent for name in files}:
+            with suppress(OSError):  # not there, or not yet
+                os.listdir(parent)  # noqa: PTH208 - for its effect on a cache
         # Sizes too: a name may be there before all of its bytes are.
-        return sorted(name for name, size in files.items() if here.get(name) != size)
+        missing = sorted(name for name, size in files.items() if _size(folder / name) != size)
+        if not missing or time.monotonic() >= deadline:
+            return missing
+        time.sleep(POLL)
 
-    return [] if seen_in_time(lambda: not missing(), PATIENCE) else missing()
 
-
-def _names(folder: Path) -> set[str]:
+def _size(path: Path) -> int | None:
     try:
-        return {path.name for path in folder.iterdir()}
-    except OSError:  # not there, or not yet
-        return set()
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for path in sorted(folder.rglob("*")):
-        try:
-            with path.open("rb") as file:  # opening asks the server, which a stat of a cached entry does not
-                sizes[str(path.relative_to(folder))] = os.fstat(file.fileno()).st_size
-        except OSError:  # a folder, or a temporary file that is gone again
-            continue
-    return sizes
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError:  # a folder, or a file that is not there
+        return None

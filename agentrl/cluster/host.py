@@ -201,28 +201,19 @@ class Host:
         except Exception as error:
             raise failure(f"process {os.getpid()} on {self.location()[0]}", error) from None
 
-    def call(
-        self,
-        role: str,
-        method: str,
-        common: bytes | PackedCall,
-        parameter: str | None,
-        rows: np.ndarray | None,
-        *parts: Any,
-    ) -> Any:
-        """Run one method: `common` holds the arguments of all ranks; `parameter` gets the `rows` of the batch that `parts`
-        join to."""
+    def call(self, role: str, method: str, common: bytes | PackedCall, rows: np.ndarray | None, *parts: Any) -> Any:
+        """Run one method: `common` holds the arguments of all ranks; before them come the `rows` of the batch that `parts` join
+        to, if there are parts."""
         worker = self._roles[role]
         try:
             # Unpickled here rather than by Ray, so that a class which this process cannot import fails as an error of this
             # call.
             data, buffers = (common, ()) if isinstance(common, bytes) else (common.data, common.buffers)
             args, kwargs = pickle.loads(data, buffers=buffers)
-            kwargs = {key: from_wire(value) for key, value in kwargs.items()}
-            if parameter is not None:
-                kwargs[parameter] = pick_rows(parts, rows)
+            args, kwargs = [from_wire(value) for value in args], {key: from_wire(value) for key, value in kwargs.items()}
+            batch = [pick_rows(parts, rows)] if parts else []
             with record_call(worker, method):
-                return to_wire(getattr(worker, method)(*[from_wire(value) for value in args], **kwargs))
+                return to_wire(getattr(worker, method)(*batch, *args, **kwargs))
         except Exception as error:
             label = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
             raise failure(label, error) from None

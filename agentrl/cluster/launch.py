@@ -55,14 +55,12 @@ class InlineBackend(Backend):
 
     def one(self, method: str, shipment: Shipment, rank: int) -> Any:
         """Run one rank's part. A UserError is raised as it is, any other exception as a WorkerError."""
-        kwargs = dict(shipment.kwargs)
-        if shipment.parameter is not None and shipment.batch is not None:
-            # A copy even of all rows, as with Ray: the method may write into it.
-            kwargs[shipment.parameter] = select(shipment.batch, shipment.rows[rank])
+        # A copy even of all rows, as with Ray: the method may write into it.
+        rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
         own_threads(self._workers[rank].threads)  # this thread may be another one than that of the last call
         try:
             with record_call(self._workers[rank], method):
-                return getattr(self._workers[rank], method)(*shipment.args, **kwargs)
+                return getattr(self._workers[rank], method)(*rows, *shipment.args, **shipment.kwargs)
         except UserError:
             raise
         except Exception as error:
@@ -81,14 +79,13 @@ def launch(
     name: str | None = None,
     mesh: Mapping[str, int] | None = None,
     num_cpus: float = 1.0,
-    num_gpus: float = 0.0,
     startup_timeout: float = 180.0,
     call_timeout: float | None = None,
     on: WorkerGroup[Any] | None = None,
 ) -> WorkerGroup[W]:
     """A group of `world_size` workers of class `cls`, ready to be called.
 
-    `mesh` names the axes of the ranks (default {"dp": world_size}). `num_cpus` and `num_gpus` are what each worker requests from
+    `mesh` names the axes of the ranks (default {"dp": world_size}). `num_cpus` are the CPU slots that each worker requests from
     Ray. `on` colocates the role in the processes of another group, rank by rank. `call_timeout` (seconds) bounds every call.
     Ray must be running (`agentrl.cluster.ray_cluster.start_ray`).
 
@@ -110,7 +107,7 @@ def launch(
         if role in hosts.roles:
             raise DispatchError(f"group {role!r}: the processes of {on.name!r} already hold a role of that name")
     else:
-        hosts = Hosts(role, [{"num_cpus": num_cpus, "num_gpus": num_gpus}] * world_size, startup_timeout)
+        hosts = Hosts(role, [{"num_cpus": num_cpus, "num_gpus": 0.0}] * world_size, startup_timeout)
     try:
         hosts.create(role, cls, grid)
     except AgentrlError:

@@ -302,10 +302,8 @@ class RayBackend(Backend):
             raise WorkerDiedError(self._loss_of(method))
         common = pack_arguments(shipment.args, shipment.kwargs)
         parts = [] if shipment.batch is None else COLUMNS.put(shipment.batch)
-        handles, name, rows = self.hosts.handles, shipment.parameter, shipment.rows
-        calls = {
-            rank: handles[rank].call.remote(self.role, method, common, name, rows.get(rank), *parts) for rank in shipment.ranks
-        }
+        handles, rows = self.hosts.handles, shipment.rows
+        calls = {rank: handles[rank].call.remote(self.role, method, common, rows.get(rank), *parts) for rank in shipment.ranks}
         return RayPending(self, method, calls)
 
     def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending:

@@ -85,47 +85,18 @@ class Mesh:
 class Shipment:
     """One call to the ranks `ranks`.
 
-    `args` and `kwargs` are the same for all. If a batch is dispatched by rows, it is the argument of `parameter`, of which
-    rank r gets the rows `rows[r]`.
+    `args` and `kwargs` are the same for all. If a batch is dispatched by rows, it comes before `args`, and rank r gets its rows
+    `rows[r]`.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     ranks: list[int]
-    parameter: str | None = None
     batch: TensorDict | None = None
     rows: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 # Dispatch strategies
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a method: `label` names it in messages, `names` are its positional parameters."""
-
-    label: str
-    names: tuple[str, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def take(self, name: str) -> tuple[Any, Call]:
-        """The value given for parameter `name`, and the call without it.
-
-        Arguments after it become keyword arguments. Raises DispatchError if it was not given.
-        """
-        if len(self.args) > len(self.names):
-            given = len(self.args)
-            raise DispatchError(f"{self.label} takes {list(self.names)}, it was given {given} arguments")
-        if name in self.kwargs:
-            rest = {key: value for key, value in self.kwargs.items() if key != name}
-            return self.kwargs[name], Call(self.label, self.names, self.args, rest)
-        at = self.names.index(name)
-        if at >= len(self.args):
-            raise DispatchError(f"{self.label}: no argument given for {name!r}")
-        # Not strict: the last parameters may be left to their defaults.
-        after = dict(zip(self.names[at + 1 :], self.args[at + 1 :], strict=False))
-        return self.args[at], Call(self.label, self.names, self.args[:at], {**after, **self.kwargs})
 
 
 @dataclass(frozen=True)
@@ -137,31 +108,20 @@ class Strategy(ABC):
         return None
 
     @abstractmethod
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        """Split one call. Raises DispatchError if its arguments do not fit."""
+    def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
+        """Split one call; `label` names the method in messages. Raises DispatchError if its arguments do not fit."""
 
     @abstractmethod
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         """One result from the ranks' results."""
 
 
-def call_shape(function: Any) -> tuple[list[inspect.Parameter], Any]:
-    """A method's parameters without `self`, and its return annotation."""
-    signature = inspect.signature(function)
-    return list(signature.parameters.values())[1:], signature.return_annotation
-
-
-def positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
-    """Names of the parameters that take a value by position or by name."""
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-
-
 @dataclass(frozen=True)
 class Broadcast(Strategy):
     """The same arguments for every rank; `run` waits for all and returns rank 0's result."""
 
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        return Shipment(call.args, call.kwargs, list(range(mesh.world_size)))
+    def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
+        return Shipment(args, kwargs, list(range(mesh.world_size)))
 
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         return results[0]
@@ -252,10 +212,10 @@ def check_method(cls: type, name: str, method: Any, strategy: Strategy) -> None:
         raise DispatchError(f"{label} must be a plain method, it is a {type(method).__name__}")
     if any(test(method) for test in _NOT_PLAIN):
         raise DispatchError(f"{label} must be a plain method: a worker runs one call at a time and returns a value")
-    if not inspect.signature(method).parameters:
+    signature = inspect.signature(method)
+    if not signature.parameters:
         raise DispatchError(f"{label} has no parameter `self`")
-    parameters, returns = call_shape(method)
-    strategy.check(label, parameters, returns)
+    strategy.check(label, list(signature.parameters.values())[1:], signature.return_annotation)
 
 
 _NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentrl.cluster.group import Shard
-from agentrl.cluster.worker import Call, Mesh, Shipment
+from agentrl.cluster.group import Shard, batch_of
+from agentrl.cluster.worker import Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, KlConfig
-from agentrl.data.rows import TRUNCATED, Ragged, is_batch, is_ragged, row_counts, row_ids, spread
+from agentrl.data.rows import TRUNCATED, Ragged, is_ragged, row_counts, row_ids, spread
 from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins
 from agentrl.trainer.algorithms.base import Denominators, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, Selection, kl_estimate, selection_of
@@ -212,17 +212,12 @@ MINIBATCHES = Shard(collect="metrics", balance="column", stays=DRIVER_ONLY)
 class RowsShard(Shard):
     """For one forward pass over all rows: balanced by tokens, with shared tokens counted once."""
 
-    balance: Literal["tokens", "column"] | None = "tokens"
     stays: tuple[str, ...] = DRIVER_ONLY
 
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        name = call.names[0]
-        batch, rest = call.take(name)
-        if not is_batch(batch):
-            raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
-        view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
-        by_column = Shard(mesh=self.mesh, balance="column", stays=self.stays)
-        return by_column.scatter(Call(call.label, call.names, (view.batch, *rest.args), rest.kwargs), mesh)
+    def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
+        batch = batch_of(label, args)
+        view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size("dp"))
+        return Shard(balance="column", stays=self.stays).scatter(label, (view.batch, *args[1:]), kwargs, mesh)
 
 
 def norm_length(algorithm: AlgorithmConfig) -> int | None:

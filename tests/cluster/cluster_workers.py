@@ -25,9 +25,8 @@ class Plain(Worker):
         "where": Broadcast(),
         "first": Broadcast(),
         "double": Shard(),
-        "double_balanced": Shard(balance="tokens"),
         "double_column": Shard(balance="column"),
-        "count": Shard(collect="metrics", metrics={"rows": "sum", "most": "max", "least": "min"}),
+        "count": Shard(collect="metrics"),
         "names": Shard(collect="metrics", stays=("half", "absent")),
         "count_column": Shard(collect="metrics", balance="column"),
         "apply": Shard(),
@@ -53,14 +52,11 @@ class Plain(Worker):
         batch.set("rank", torch.full((len(batch),), self.rank))
         return batch.update({"twice": batch.get("token_ids") * 2})
 
-    def double_balanced(self, batch: TensorDict) -> TensorDict:
-        return self.double(batch)
-
     def double_column(self, batch: TensorDict) -> TensorDict:
         return self.double(batch)
 
     def count(self, batch: TensorDict) -> dict[str, float]:
-        return {"rows": len(batch), "most": self.rank, "least": self.rank, "mean": self.rank}
+        return {"rows": len(batch), "mean": self.rank, **({"zero": self.rank} if self.rank == 0 else {})}
 
     def names(self, batch: TensorDict) -> dict[str, float]:
         return dict.fromkeys(batch.keys(), 1.0)
@@ -114,7 +110,7 @@ class Plain(Worker):
 class Summing(Worker):
     """Enters collectives."""
 
-    dispatch_table: ClassVar[dict[str, Strategy]] = {"total": Broadcast(), "gathered": Shard(mesh="dp")}
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"total": Broadcast(), "gathered": Shard()}
 
     def total(self, value: float) -> float:
         self.init_process_group(timeout=60)

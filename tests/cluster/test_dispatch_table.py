@@ -44,7 +44,8 @@ async def later(self: Worker) -> int:
         ({"update": Shard()}, plain, "the method has no parameter for it"),
         ({"update": Shard()}, counts, "'count', which is declared as"),
         ({"update": Shard()}, silent, "needs a result, the method returns None"),
-        ({"update": Shard(collect="metrics", metrics={"loss": "median"})}, measured, "unknown metric reductions"),
+        ({"update": Shard(collect="median")}, measured, "unknown collect 'median'"),
+        ({"update": Shard(balance="rows")}, measured, "unknown balance 'rows'"),
         ({"update": Broadcast()}, later, "must be a plain method: a worker runs one call"),
         ({"update": Broadcast()}, staticmethod(plain), "static"),
     ],
@@ -86,7 +87,7 @@ def test_a_method_of_another_class_is_refused():
         group.run(Summing.total, 1.0)
     with pytest.raises(DispatchError, match="must be a TensorDict"):
         group.run(Plain.double, 3)
-    with pytest.raises(DispatchError, match="no argument given for 'batch'"):
+    with pytest.raises(DispatchError, match="no argument is given for the batch"):
         group.run(Plain.double)  # type: ignore[call-arg]
 
 

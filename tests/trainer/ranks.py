@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import agentrl.trainer.train_engine
-from agentrl.cluster.worker import Call, Mesh, WorkerContext
+from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -171,7 +171,7 @@ def join(children: list[int]) -> None:
 def mine(worker: type[Actor | Critic], batch: Any, algorithm: AlgorithmConfig, context: WorkerContext) -> Any:
     """This rank's rows of an update, as the learner cuts it and the dispatch table shards it."""
     cut = cut_update(batch, algorithm, context.mesh.size("dp"), step=1, policy=worker is Actor)
-    shipment = worker.dispatch_table["update"].scatter(Call("ranks", ("batch",), (cut,), {}), context.mesh)
+    shipment = worker.dispatch_table["update"].scatter("ranks", (cut,), {}, context.mesh)
     return select(shipment.batch, shipment.rows[context.rank])
 
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from agentrl.cluster.worker import Call, Mesh, WorkerContext
+from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.contrib.moe.routers import Routers, RouterWatch, load_metrics
 from agentrl.data.expert_routing import FREE
@@ -80,7 +80,7 @@ def logprobs(actor: Any, batch: TensorDict) -> Tensor:
 
 def mine(method: str, batch: TensorDict) -> TensorDict:
     """What the dispatch table gives the only rank."""
-    shipment = Actor.dispatch_table[method].scatter(Call("one", ("batch",), (batch,), {}), CONTEXT.mesh)
+    shipment = Actor.dispatch_table[method].scatter("one", (batch,), {}, CONTEXT.mesh)
     return select(shipment.batch, shipment.rows[0])
 
 

@@ -386,7 +386,7 @@ async def test_every_and_episodes_say_what_is_exported(monkeypatch: pytest.Monke
 class Summer(Worker):
     """Computes on a batch."""
 
-    dispatch_table: ClassVar[dict[str, Strategy]] = {"total": Shard(collect="metrics"), "name": Broadcast()}
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"total": Shard("metrics", "column"), "name": Broadcast()}
 
     def total(self, batch: TensorDict) -> dict[str, float]:
         for _ in range(400):
@@ -406,7 +406,7 @@ async def test_torch_says_what_ranks_record(tmp_path: Path) -> None:
         tracing = made(config, group)
         await tracing.begin(1)
         for _ in range(3):
-            await group.arun(Summer.total, TensorDict({"x": torch.ones(4, 2)}, [4]))
+            await group.arun(Summer.total, TensorDict({"x": torch.ones(4, 2), "dp_rank": torch.zeros(4)}, [4]))
         assert await group.arun(Summer.name) == "summer"
         await tracing.end()
         tracing.close()
