@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import UnionType
@@ -106,22 +106,18 @@ def section_at(path: Sequence[str]) -> type[BaseModel] | None:
         if field is None:
             # After `env`, the name of an entry.
             section = section if section is EnvConfig and len(path) - len(rest) == 2 else None
-        elif (named := named_sections_of(field.annotation) or _listed_section(field.annotation)) is not None:
-            section = named if rest else None
-            rest = rest[1:]
+            continue
+        kind = field.annotation
+        if (each := section_of(get_args(kind)[-1]) if get_origin(kind) in (dict, list) else None) is not None:
+            section, rest = each if rest else None, rest[1:]  # of each name, or of each item
         else:
-            section = section_of(field.annotation)
+            section = section_of(kind)
     return section
 
 
 def named_sections_of(annotation: Any) -> type[BaseModel] | None:
     """The section that a table of the user's names holds under each: `dict[str, PoolConfig]`; else None."""
     return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
-
-
-def _listed_section(annotation: Any) -> type[BaseModel] | None:
-    """The section that each item of a list is: `list[TrackerConfig]`; else None."""
-    return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
 def takes_none(annotation: Any) -> bool:
@@ -245,7 +241,7 @@ def json_schema(names: Mapping[str, Sequence[str]] | None = None) -> dict[str, A
     """The schema of a config file before it is joined to its base: nothing is required, `false` unsets what may be unset, `[env]`
     is one environment, a list, or parts of a base's list by name. `names`: the registered names that a key takes, offered but
     not demanded, since a plug-in may bring others."""
-    schema = _loosen_schema(TrainConfig.model_json_schema())
+    schema = _rewrite(TrainConfig.model_json_schema(), _relax)
     schema["properties"] = {"base": BASE, **schema["properties"]}
     env = schema["properties"]["env"]
     given, unset = env["anyOf"]
@@ -256,18 +252,21 @@ def json_schema(names: Mapping[str, Sequence[str]] | None = None) -> dict[str, A
     return {"$schema": DIALECT, "title": "A config of agentrl", **schema}
 
 
-def _loosen_schema(part: Any) -> Any:
-    """A schema in which nothing is required, what may be null may be false instead, and no title repeats a key."""
+def _rewrite(part: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy of a schema, with `change` applied to each of its tables from the inside out."""
     if isinstance(part, list):
-        return [_loosen_schema(inner) for inner in part]
-    if not isinstance(part, dict):
-        return part
+        return [_rewrite(inner, change) for inner in part]
+    return change({key: _rewrite(inner, change) for key, inner in part.items()}) if isinstance(part, dict) else part
+
+
+def _relax(part: dict[str, Any]) -> dict[str, Any]:
+    """Nothing is required, what may be null may be false instead, no title repeats a key, and no default is null."""
     if part.get("type") == "null":
         return {"const": False}
-    kept = {key: value for key, value in part.items() if not (key == "required" or (key == "title" and isinstance(value, str)))}
-    if kept.get("default", 0) is None:
-        del kept["default"]  # TOML has no null
-    return {key: _loosen_schema(value) for key, value in kept.items()}
+    dropped = {"required"} | {"title" for title in [part.get("title")] if isinstance(title, str)}
+    if part.get("default", 0) is None:
+        dropped.add("default")  # TOML has no null
+    return {key: value for key, value in part.items() if key not in dropped}
 
 
 def _offer(schema: dict[str, Any], key: str, known: Sequence[str]) -> None:
@@ -278,22 +277,15 @@ def _offer(schema: dict[str, Any], key: str, known: Sequence[str]) -> None:
     inside = schema if section is TrainConfig else schema["$defs"][section.__name__]
     described = inside["properties"][last]
     offered = {"anyOf": [{"enum": list(known)}, {"type": "string"}]}
-    text = str(described)
-    if "#/$defs/Choice" in text:
+    if "#/$defs/Choice" in str(described):
         choice = schema["$defs"]["Choice"]
-        table = {**choice, "properties": {**choice["properties"], "name": {**choice["properties"]["name"], **offered}}}
-        table["properties"]["name"].pop("type", None)
-        inside["properties"][last] = _replace_choices(described, table)
+        name = {**{word: value for word, value in choice["properties"]["name"].items() if word != "type"}, **offered}
+        table = {**choice, "properties": {**choice["properties"], "name": name}}
+
+        def replace_choice(part: dict[str, Any]) -> dict[str, Any]:
+            refers = part.get("$ref") == "#/$defs/Choice"
+            return {**table, **{word: value for word, value in part.items() if word != "$ref"}} if refers else part
+
+        inside["properties"][last] = _rewrite(described, replace_choice)
     elif described.get("type") == "string":
         inside["properties"][last] = {**{word: value for word, value in described.items() if word != "type"}, **offered}
-
-
-def _replace_choices(part: Any, table: Mapping[str, Any]) -> Any:
-    """The description with the table in place of its references to a Choice."""
-    if isinstance(part, list):
-        return [_replace_choices(inner, table) for inner in part]
-    if not isinstance(part, dict):
-        return part
-    if part.get("$ref") == "#/$defs/Choice":
-        return {**table, **{word: value for word, value in part.items() if word != "$ref"}}
-    return {key: _replace_choices(value, table) for key, value in part.items()}

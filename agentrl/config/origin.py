@@ -124,8 +124,7 @@ def to_toml(config: TrainConfig, origins: Origins | None = None) -> str:
     is said of where values are from.
 
     Raises ConfigError for a value that TOML does not have, such as a None inside `params`."""
-    given = origins or Origins()
-    return "\n".join([HEAD, "", *ConfigText(lambda keys: given.of(keys)).section(config)]) + "\n"
+    return "\n".join([HEAD, "", *ConfigText((origins or Origins()).of).section(config)]) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +155,13 @@ class ConfigText:
                 lines = list(self.section(part, inside, (*keys, name, *([] if place is None else [place]))))
                 # A section that is off unless it is there says something without a key, too: [model.init].
                 kept = isinstance(place, int) or type(section).model_fields[name].default is None
-                yield from self._title_lines(part, ".".join(map(bare, inside)), isinstance(place, int), lines, kept)
-
-    def _title_lines(self, section: BaseModel, title: str, listed: bool, lines: list[str], kept: bool) -> Iterator[str]:
-        if not lines and not kept:
-            return
-        yield ""
-        yield from _comment(_first_sentence(type(section).__doc__ or "")) if self.meanings else ()
-        yield f"[[{title}]]" if listed else f"[{title}]"
-        yield from lines
+                if not lines and not kept:
+                    continue
+                title = ".".join(map(bare, inside))
+                yield ""
+                yield from _comment(_first_sentence(type(part).__doc__ or "")) if self.meanings else ()
+                yield f"[[{title}]]" if isinstance(place, int) else f"[{title}]"
+                yield from lines
 
     def _key(self, section: BaseModel, keys: Keys) -> Iterator[str]:
         """The meaning and `key = value  # unit; origin`. A key unset by default is one comment; one that is unset and has another

@@ -110,28 +110,25 @@ def check_solvable(start: RunStart) -> list[str]:
     """
     for env in start.config.envs if start.purpose == "train" else ():
         with name_entry_in_errors(start.config, env) as one:
-            _check_share(survey_of(one), one.health.max_unsolvable)
+            bad = [part for part in survey_of(one).parts if part.share > one.health.max_unsolvable]
+            if not bad:
+                continue
+            needs = [need for part in bad for need in part.needs if need.over]
+            most: dict[str, tuple[int, int]] = {}
+            for need in needs:
+                for key, needed, given in need.over:
+                    most[key] = max(most.get(key, (0, given)), (needed, given))
+            raise ConfigError(
+                "; ".join(f"{part.share:.0%} of the tasks of {part.name}" for part in bad)
+                + f" ({len(needs)} of {sum(len(part.needs) for part in bad)} that were played) have no room for their gold "
+                + "solution: "
+                + "; ".join(str(need) for need in needs[:NAMED])
+                + (f"; and {len(needs) - NAMED} more" if len(needs) > NAMED else "")
+                + ". Set "
+                + ", ".join(f"{key} to at least {needed:,}" for key, (needed, _) in most.items())
+                + ", make tasks shorter (env.params), or start all the same with health.max_unsolvable = 1"
+            )
     return []
-
-
-def _check_share(survey: Survey, most_unsolvable: float) -> None:
-    bad = [part for part in survey.parts if part.share > most_unsolvable]
-    if not bad:
-        return
-    needs = [need for part in bad for need in part.needs if need.over]
-    most: dict[str, tuple[int, int]] = {}
-    for need in needs:
-        for key, needed, given in need.over:
-            most[key] = max(most.get(key, (0, given)), (needed, given))
-    raise ConfigError(
-        "; ".join(f"{part.share:.0%} of the tasks of {part.name}" for part in bad)
-        + f" ({len(needs)} of {sum(len(part.needs) for part in bad)} that were played) have no room for their gold solution: "
-        + "; ".join(str(need) for need in needs[:NAMED])
-        + (f"; and {len(needs) - NAMED} more" if len(needs) > NAMED else "")
-        + ". Set "
-        + ", ".join(f"{key} to at least {needed:,}" for key, (needed, _) in most.items())
-        + ", make tasks shorter (env.params), or start all the same with health.max_unsolvable = 1"
-    )
 
 
 @RUN_CHECKS.register("survey_lines", traits={"start"})
@@ -149,110 +146,85 @@ def survey_of(one: TrainConfig) -> Survey:
     if key not in _surveys:
         while len(_surveys) >= 16:
             _surveys.pop(next(iter(_surveys)))
-        _surveys[key] = _Surveyor(one).survey()
+        _surveys[key] = _survey(one, EnvRef.of(one))
     return _surveys[key]
 
 
-class _Surveyor:
-    """Plays gold solutions of a config's only environment, and compares them with the limits of an episode."""
-
-    def __init__(self, one: TrainConfig) -> None:
-        self._one, self._ref = one, EnvRef.of(one)
-
-    def survey(self) -> Survey:
-        """Play for a few seconds; what cannot be played says why."""
-        one, called = self._one, self._one.envs[0].called
-        if why := self._reason_to_skip():
-            return Survey(called, {}, [], skipped=why)
-        limits = self._limits()
-        renderer, began = renderer_of(one.model, tokenizer_of(one.model)), time.monotonic()
-        limit = one.rollout.env_timeout + one.rollout.episode_timeout
-        try:
-            parts = in_daemon_thread(
-                lambda: asyncio.run(self._play(renderer, limits, began + SOLVABLE_SECONDS)), limit + SOLVABLE_SECONDS
-            )
-        except NotImplementedError:
-            return Survey(called, {}, [], skipped="it has no gold solutions")
-        except Exception as fault:  # the environment's own code; where gold is played for its score, its check names the fault
-            return Survey(called, {}, [], skipped=f"its gold cannot be played: {type(fault).__name__}: {fault}")
-        if not any(part.needs for part in parts):
-            why = next((why for part in parts for why in part.unplayed.values()), "there was no time for one")
-            return Survey(called, {}, [], skipped=f"its gold cannot be played: {why}")
-        return Survey(called, limits, parts, time.monotonic() - began)
-
-    def _reason_to_skip(self) -> str:
-        one = self._one
-        if os.environ.get(OFF) == "0":
-            return f"{OFF} = 0"
-        if one.envs[0].url is not None:
-            return f"the environment is at {one.envs[0].url}"
-        if one.agent is not None:
-            return "an agent plays, which renders its own prompts"
-        if one.model.path is not None and "messages" in engine_of(one).traits:
-            return "the engine takes messages, so nothing is known of its tokens"
-        return ""
-
-    def _limits(self) -> dict[str, int]:
-        """Limits of an episode, by config key. With a context policy the model's context is no limit: history is rewritten."""
-        rollout = self._one.rollout
-        found = {
-            "rollout.max_turns": rollout.max_turns,
-            "rollout.max_turn_tokens": rollout.max_turn_tokens,
-            "rollout.max_episode_tokens": rollout.max_episode_tokens,
-        }
-        if not isinstance(make_context_policy(rollout.context), Stop):
-            return found
-        maker = maker_of(engine_name(self._one), self._one)
-        return {**found, "the context": maker.context(model_length(self._one.model))}
-
-    async def _play(self, renderer: Renderer, limits: dict[str, int], until: float) -> list[TaskKind]:
-        """In turn of each kind of tasks, so that each has some when the time is over. Raises NotImplementedError without gold."""
-        parts, todo, opened = [], [], list[ToolEnv]()
-        for name, ref, split, seeds in self._kinds():
-            env = without_chance(ref).build()
-            opened.append(env)
-            chosen = seeds_in(env, split, seeds)
-            parts.append(part := TaskKind(name, len(chosen)))
-            todo.append([(part, env, split, seed) for seed in chosen])
-        try:
-            for task in filter(None, chain.from_iterable(zip_longest(*todo))):
-                if time.monotonic() > until:
-                    break
-                part, env, split, seed = task
-                try:
-                    part.needs.append(need_of(await gold_transcript(env, renderer, seed, split), limits))
-                except NotImplementedError:
-                    raise
-                except Exception as fault:  # of one task: the others say what there is room for
-                    part.unplayed[f"{split} {seed}"] = f"{type(fault).__name__}: {fault}"
-        finally:
-            for env in opened:
-                await env.aclose()
-        return parts
-
-    def _kinds(self) -> list[tuple[str, EnvRef, str, Sequence[int]]]:
-        """The tasks of an environment's run: in words, the environment with its parameters, the split, and the seeds of the first
-        tasks. Of training for each `params` of the sampler (none with a weight of 0 throughout), and the held-out ones."""
-        one, sampler = self._one, make_sampler(self._one.rollout.sampler)
-        fresh = [fresh_seed(one.seed, index) for index in range(TASKS)]
-        variants = list(sampler.variants()) if trained_at_all(one.envs[0].weight) else []
-        named = [
-            ", ".join(f"{key} = {value}" for key, value in params.items()) if len(variants) > 1 else "training"
-            for params in variants
-        ]
-        drawn = [(name, self._ref.with_params(params), "train", fresh) for name, params in zip(named, variants, strict=True)]
-        return [*drawn, ("held-out", self._ref, one.eval.split, range(min(one.eval.tasks, TASKS)))]
+def _survey(one: TrainConfig, ref: EnvRef) -> Survey:
+    """Play gold solutions for a few seconds; what cannot be played says why."""
+    called, rollout, why = one.envs[0].called, one.rollout, ""
+    if os.environ.get(OFF) == "0":
+        why = f"{OFF} = 0"
+    elif one.envs[0].url is not None:
+        why = f"the environment is at {one.envs[0].url}"
+    elif one.agent is not None:
+        why = "an agent plays, which renders its own prompts"
+    elif one.model.path is not None and "messages" in engine_of(one).traits:
+        why = "the engine takes messages, so nothing is known of its tokens"
+    if why:
+        return Survey(called, {}, [], skipped=why)
+    limits = {f"rollout.{key}": getattr(rollout, key) for key in ("max_turns", "max_turn_tokens", "max_episode_tokens")}
+    if isinstance(make_context_policy(rollout.context), Stop):  # with another policy history is rewritten
+        limits["the context"] = maker_of(engine_name(one), one).context(model_length(one.model))
+    renderer, began = renderer_of(one.model, tokenizer_of(one.model)), time.monotonic()
+    try:
+        parts = in_daemon_thread(
+            lambda: asyncio.run(_play(_kinds(one, ref), renderer, limits, began + SOLVABLE_SECONDS)),
+            rollout.env_timeout + rollout.episode_timeout + SOLVABLE_SECONDS,
+        )
+    except NotImplementedError:
+        return Survey(called, {}, [], skipped="it has no gold solutions")
+    except Exception as fault:  # the environment's own code; where gold is played for its score, its check names the fault
+        return Survey(called, {}, [], skipped=f"its gold cannot be played: {type(fault).__name__}: {fault}")
+    if not any(part.needs for part in parts):
+        why = next((why for part in parts for why in part.unplayed.values()), "there was no time for one")
+        return Survey(called, {}, [], skipped=f"its gold cannot be played: {why}")
+    return Survey(called, limits, parts, time.monotonic() - began)
 
 
-def seeds_in(env: ToolEnv, split: str, seeds: Sequence[int]) -> Sequence[int]:
-    """The seeds as tasks of a split that may have an end: as many of its tasks, spread over it."""
-    count = env.task_count(split)
-    if count is None:
-        return seeds
-    return [int(at) for at in np.linspace(0, count - 1, min(count, len(seeds)))] if count else []
+Kind = tuple[str, EnvRef, str, Sequence[int]]
+"""Tasks of a run: in words, the environment with its parameters, the split, and the seeds of the first tasks."""
 
 
-def need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:
+def _kinds(one: TrainConfig, ref: EnvRef) -> list[Kind]:
+    """The tasks of training for each `params` of the sampler (none with a weight of 0 throughout), and the held-out ones."""
+    fresh = [fresh_seed(one.seed, index) for index in range(TASKS)]
+    variants = list(make_sampler(one.rollout.sampler).variants()) if trained_at_all(one.envs[0].weight) else []
+    kinds: list[Kind] = []
+    for params in variants:
+        name = ", ".join(f"{key} = {value}" for key, value in params.items()) if len(variants) > 1 else "training"
+        kinds.append((name, ref.with_params(params), "train", fresh))
+    return [*kinds, ("held-out", ref, one.eval.split, range(min(one.eval.tasks, TASKS)))]
+
+
+async def _play(kinds: list[Kind], renderer: Renderer, limits: dict[str, int], until: float) -> list[TaskKind]:
+    """In turn of each kind of tasks, so that each has some when the time is over. Raises NotImplementedError without gold."""
+    parts, todo, opened = [], [], list[ToolEnv]()
+    for name, ref, split, seeds in kinds:
+        env = without_chance(ref).build()
+        opened.append(env)
+        if (count := env.task_count(split)) is not None:  # as many of its tasks, spread over it
+            seeds = [int(at) for at in np.linspace(0, count - 1, min(count, len(seeds)))] if count else []
+        parts.append(part := TaskKind(name, len(seeds)))
+        todo.append([(part, env, split, seed) for seed in seeds])
+    try:
+        for task in filter(None, chain.from_iterable(zip_longest(*todo))):
+            if time.monotonic() > until:
+                break
+            part, env, split, seed = task
+            try:
+                part.needs.append(_need_of(await gold_transcript(env, renderer, seed, split), limits))
+            except NotImplementedError:
+                raise
+            except Exception as fault:  # of one task: the others say what there is room for
+                part.unplayed[f"{split} {seed}"] = f"{type(fault).__name__}: {fault}"
+    finally:
+        for env in opened:
+            await env.aclose()
+    return parts
+
+
+def _need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:
     """Needs of an episode with these very turns, against its limits."""
     turns = [int(np.bincount(ledger.turns[ledger.sampled]).max()) for ledger in played.ledgers if ledger.sampled_tokens]
     needs = {
