@@ -285,7 +285,8 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
         (folder / token).write_text(token)
         answers = await group.in_processes(answer_token, str(folder), token, PATIENCE)
         for rank, (place, file, fault) in enumerate(answers):
-            if not fault and await in_thread("files", missing_in_time, folder, {file: len(token)}, PATIENCE):
+            unseen = [] if fault else await in_thread("files", missing_in_time, folder, {file: len(token)}, PATIENCE)
+            if unseen:
                 fault = "this process does not see the file that the group's process wrote"
             if fault:
                 raise ConfigError(
