@@ -34,8 +34,6 @@ IMAGES = "images"
 """The column with the images of each row (a tuple of agentrl.data.images.Image), in batches with images."""
 TRUNCATED = "truncated"
 """The bool column of rows whose episode a budget of turns, tokens or time ended."""
-DUMMY_ROW = -1
-"""The row number of the one-token dummy that stands in for a micro-batch without rows."""
 
 
 @dataclass(frozen=True)
@@ -92,26 +90,23 @@ class Ragged:
 
     def with_tokens(self, **columns: torch.Tensor) -> Ragged:
         """The view with these flat token columns [T, ...] added or replaced."""
-        return self._with({name: nested_tensor(values, self.offsets) for name, values in columns.items()})
-
-    def with_rows(self, **columns: torch.Tensor) -> Ragged:
-        """The view with these row columns [N, ...] added or replaced."""
-        return self._with(columns)
+        return self.with_rows(**{name: nested_tensor(values, self.offsets) for name, values in columns.items()})
 
     def with_wide(self, **values: Any) -> Ragged:
         """The view with these batch-wide values added or replaced."""
-        return self._with({name: wide(value, len(self)) for name, value in values.items()})
+        return self.with_rows(**{name: wide(value, len(self)) for name, value in values.items()})
 
-    def without(self, name: str) -> Ragged:
-        """The view without one column."""
-        return Ragged(self.batch.exclude(name), self.offsets, self.lengths)
-
-    def _with(self, columns: Mapping[str, Any]) -> Ragged:
+    def with_rows(self, **columns: Any) -> Ragged:
+        """The view with these row columns [N, ...] added or replaced."""
         # A shallow copy: the columns are shared, so it costs nothing, and whoever holds the old view sees no change.
         out: TensorDict = self.batch.copy()
         for name, column in columns.items():
             out.set(name, column)
         return Ragged(out, self.offsets, self.lengths)
+
+    def without(self, name: str) -> Ragged:
+        """The view without one column."""
+        return Ragged(self.batch.exclude(name), self.offsets, self.lengths)
 
 
 def nested_tensor(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -134,12 +129,6 @@ def offsets_of(column: torch.Tensor) -> torch.Tensor:
 def ragged_column(batch: TensorDict) -> torch.Tensor | None:
     """The first ragged column (the one whose offsets are the batch's), or None."""
     return next((value for value in batch.values() if is_ragged(value)), None)
-
-
-def columns(batch: TensorDict) -> list[tuple[str, Any]]:
-    """Names and columns; non-tensors as NonTensorStack (per sample) or NonTensorData (batch-wide)."""
-    names: list[str] = list(batch.keys())
-    return [(name, batch.get(name)) for name in names]
 
 
 def lengths(batch: TensorDict) -> torch.Tensor:
@@ -172,11 +161,6 @@ def gather_runs(values: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.
     return torch.cat([values[start:stop] for start, stop in runs])
 
 
-def pick(values: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Rows of a dense column in fresh storage."""
-    return values[torch.from_numpy(rows)]
-
-
 def select(batch: TensorDict, rows: Rows) -> TensorDict:
     """The rows `rows` (any order, repeats allowed) of `batch`, in fresh storage.
 
@@ -185,35 +169,7 @@ def select(batch: TensorDict, rows: Rows) -> TensorDict:
     index = row_index(rows)
     if len(index) and (index.min() < 0 or index.max() >= len(batch)):
         raise IndexError(f"rows {int(index.min())}..{int(index.max())} requested from a batch of {len(batch)} rows")
-    column = ragged_column(batch)
-    offsets = None if column is None else offsets_of(column).numpy()
-    # Spans of adjacent rows, not an index per token: at 8 bytes per token that would be larger than any column it gathers.
-    runs = [] if offsets is None else token_runs(index, offsets)
-    # One offsets tensor for all columns: nested tensors combine only if they share the same object.
-    fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
-    if offsets is not None:
-        torch.cumsum(torch.from_numpy(np.diff(offsets)[index]), 0, out=fresh[1:])
-    out: dict[str, Any] = {}
-    for key, value in columns(batch):
-        if is_ragged(value):
-            out[key] = nested_tensor(gather_runs(value.values(), runs), fresh)
-        elif isinstance(value, torch.Tensor):
-            out[key] = pick(value, index)
-        else:
-            out[key] = _select_other(value, index)
-    return build(out, len(index))
-
-
-def _select_other(value: Any, rows: np.ndarray) -> Any:
-    """Rows of a per-sample non-tensor; a batch-wide one is passed on."""
-    from tensordict import NonTensorData, NonTensorStack
-
-    if isinstance(value, NonTensorStack):
-        items = value.tolist()
-        return items_column([items[i] for i in rows.tolist()])
-    if isinstance(value, NonTensorData):
-        return wide(value.data, len(rows))
-    raise TypeError(f"a batch column holds tensors or non-tensors, not {type(value).__name__}")
+    return deserialize(serialize(batch), index)
 
 
 def items_column(items: Sequence[Any]) -> Any:
@@ -247,6 +203,8 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
 
     Raises ValueError for an empty list and KeyError if the batches differ in their columns.
     """
+    from tensordict import NonTensorData
+
     if not batches:
         raise ValueError("concat needs at least one batch")
     keys = list(batches[0].keys())
@@ -263,64 +221,39 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
             out[key] = nested_tensor(torch.cat([value.values() for value in values]), offsets)
         elif isinstance(values[0], torch.Tensor):
             out[key] = torch.cat(values)
+        elif isinstance(values[0], NonTensorData):
+            out[key] = wide(values[0].data, rows)  # a batch-wide value is of the whole batch, hence equal in all of its pieces
         else:
-            out[key] = _concat_other(values, rows)
+            out[key] = items_column([item for value in values for item in value.tolist()])
     return build(out, rows)
-
-
-def _concat_other(values: Sequence[Any], rows: int) -> Any:
-    from tensordict import NonTensorData
-
-    if isinstance(values[0], NonTensorData):
-        # A batch-wide value is of the whole batch, hence equal in all of its pieces.
-        return wide(values[0].data, rows)
-    return items_column([item for value in values for item in value.tolist()])
 
 
 def pack(view: Ragged, rows: Rows) -> TensorDict:
     """The rows `rows` of a batch, end to end: T tokens in N sequences. `batch_size` is [].
 
     Every ragged column becomes [T], every dense row column [N]. Added: `position_ids` int64 [T]
-    (restart at 0 in each sequence), `cu_seqlens` int32 [N + 1], `segments` int64 [T] (the sequence,
-    0..N-1), `rows` int64 [N] (row numbers in `view`). Non-tensor columns are left out.
+    (restart at 0 in each sequence) and `cu_seqlens` int32 [N + 1]. Non-tensor columns are left out.
 
-    With no rows the result is a dummy: T = N = 1, `rows` [-1], `sampled` False and zeros elsewhere, because a
+    With no rows the result is a dummy: T = N = 1, `sampled` False and zeros elsewhere, because a
     model cannot take zero tokens, and every rank must run the same number of micro-batches.
     """
     index = row_index(rows)
     if ragged_column(view.batch) is None:
         raise ValueError("pack needs a batch with at least one ragged column")
-    if len(index) == 0:
-        return _dummy(view.batch)
-    counts = torch.from_numpy(view.lengths[index])
+    counts = torch.from_numpy(view.lengths[index]) if len(index) else torch.ones(1, dtype=torch.int64)
     ends = torch.cumsum(counts, 0)
-    total = int(ends[-1])
-    out: dict[str, Any] = {}
     runs = token_runs(index, view.offsets.numpy())
-    for key, value in columns(view.batch):
-        if is_ragged(value):
-            out[key] = gather_runs(value.values(), runs)
-        elif isinstance(value, torch.Tensor):
-            out[key] = pick(value, index)
-    starts = torch.repeat_interleave(ends - counts, counts)
-    out["position_ids"] = torch.arange(total) - starts
+    out: dict[str, Any] = {}
+    for key, value in view.batch.items():
+        if isinstance(value, torch.Tensor):
+            flat = value.values() if is_ragged(value) else value
+            if len(index) == 0:
+                out[key] = torch.zeros(1, *flat.shape[1:], dtype=flat.dtype)
+            else:
+                out[key] = gather_runs(flat, runs) if is_ragged(value) else flat[torch.from_numpy(index)]
+    out["position_ids"] = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)
     # int32 is what the attention kernels take.
     out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
-    out["segments"] = torch.repeat_interleave(torch.arange(len(index)), counts)
-    out["rows"] = torch.from_numpy(index)
-    return build(out, None)
-
-
-def _dummy(batch: TensorDict) -> TensorDict:
-    out: dict[str, Any] = {}
-    for key, value in columns(batch):
-        if isinstance(value, torch.Tensor):
-            like = value.values() if is_ragged(value) else value
-            out[key] = torch.zeros(1, *like.shape[1:], dtype=like.dtype)
-    out["position_ids"] = torch.zeros(1, dtype=torch.int64)
-    out["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)
-    out["segments"] = torch.zeros(1, dtype=torch.int64)
-    out["rows"] = torch.tensor([DUMMY_ROW])
     return build(out, None)
 
 
@@ -391,7 +324,7 @@ def serialize(batch: TensorDict) -> SerializedBatch:
     column = ragged_column(batch)
     offsets = None if column is None else offsets_of(column)
     serialized = SerializedBatch(len(batch), None if offsets is None else offsets.cpu().numpy(), {}, {}, {}, {}, {})
-    for key, value in columns(batch):
+    for key, value in batch.items():
         if isinstance(value, torch.Tensor):
             serialized.dtypes[key] = value.dtype
         if is_ragged(value):
@@ -421,7 +354,7 @@ def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
         for key, values in serialized.ragged.items():
             out[key] = nested_tensor(gather_runs(_to_torch(values, serialized.dtypes[key]), runs), fresh)
     for key, values in serialized.dense.items():
-        out[key] = pick(_to_torch(values, serialized.dtypes[key]), index)
+        out[key] = _to_torch(values, serialized.dtypes[key])[torch.from_numpy(index)]
     for key, items in serialized.items.items():
         out[key] = items_column([items[i] for i in index.tolist()])
     for key, value in serialized.wide.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,12 +50,6 @@ class SharedPack:
     position_ids: torch.Tensor
     spans: torch.Tensor
     at: torch.Tensor
-    trees: tuple[Tree, ...]
-
-    @property
-    def ratio(self) -> float:
-        """Plain tokens per computed token."""
-        return len(self.at) / max(1, len(self.token_ids))
 
 
 def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]:
@@ -116,12 +110,9 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else most
 
 
-def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> SharedPack:
+def share(view: Ragged, rows: Rows, trees: Sequence[Tree]) -> SharedPack:
     """The shared layout of the rows `rows` of a batch (at least one row; see SharedPack)."""
     index = row_index(rows)
-    if len(index) == 0:
-        raise ValueError("a shared layout needs at least one row; use pack for a dummy")
-    chosen = tuple(find_trees(view, rows) if trees is None else trees)
     tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
     counts = view.lengths[index]
     plain = np.concatenate(([0], np.cumsum(counts)))
@@ -142,7 +133,7 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> Shar
         spans.append((*prefix, begin, total))
         return begin
 
-    for tree in chosen:
+    for tree in trees:
         start = total
         if tree.prefix:
             append(int(index[tree.rows[0]]), 0, tree.prefix, (start, start))
@@ -156,7 +147,6 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> Shar
         torch.from_numpy(np.concatenate(positions)),
         torch.tensor(spans, dtype=torch.int64).reshape(-1, 4),
         torch.from_numpy(at),
-        chosen,
     )
 
 
@@ -169,12 +159,6 @@ ORIGIN, FRESH = "origin", 0
 def origins(view: Ragged) -> np.ndarray:
     """The origin of each row, int64 [N]."""
     return view.numbers(ORIGIN) if ORIGIN in view else np.full(len(view), FRESH)
-
-
-def fresh_only(view: Ragged, rows: np.ndarray) -> np.ndarray:
-    """Those of `rows` that were played for this update."""
-    found: np.ndarray = rows[origins(view)[rows] == FRESH]
-    return found
 
 
 # Where and when each row of a batch is computed: in which minibatch, on which rank, and in which micro-batch.
@@ -207,24 +191,8 @@ def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: i
     Episodes that were added to those of this update are dealt out evenly to the parts, which the others are cut into as
     without them: they change neither the number of optimizer steps nor what else is in one.
     """
-    if ORIGIN in view:
-        return _with_added(view, algorithm, seed, step)
-    return _cut(view, np.arange(len(view)), algorithm, seed, step)
-
-
-def _with_added(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
-    fresh = origins(view) == FRESH
-    parts = _cut(view, np.flatnonzero(fresh), algorithm, seed, step)
-    rows = np.flatnonzero(~fresh)
-    # "kept": all episodes of a group that were added are in one minibatch.
-    unit = np.unique(view.numbers("group")[rows] if algorithm.groups == "kept" else view.episode[rows], return_inverse=True)[1]
-    count = int(unit.max()) + 1 if len(unit) else 0
-    order = np.random.default_rng([seed, step, ADDED]).permutation(count)
-    dealt = [rows[np.isin(unit, order[number :: len(parts)])] for number in range(len(parts))]
-    return [np.concatenate(pair) for pair in zip(parts, dealt, strict=True)]
-
-
-def _cut(view: Ragged, among: np.ndarray, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
+    origin = origins(view)
+    among = np.flatnonzero(origin == FRESH)
     episode = view.episode[among]  # fresh rows come first, so that their episodes are numbered from 0 without a gap
     count = int(episode.max()) + 1 if len(episode) else 0
     groups = None
@@ -234,8 +202,17 @@ def _cut(view: Ragged, among: np.ndarray, algorithm: AlgorithmConfig, seed: int,
     # By episode, not by row: aggregation and counts are per episode, so all its rows belong to one optimizer step.
     order = np.argsort(episode, kind="stable")
     rows = np.split(among[order], np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
-    parts = shuffle_parts(count, algorithm.minibatch, seed, step, groups)
-    return [np.concatenate([rows[number] for number in part]) for part in parts]
+    cut = shuffle_parts(count, algorithm.minibatch, seed, step, groups)
+    parts = [np.concatenate([rows[number] for number in part]) for part in cut]
+    added = np.flatnonzero(origin != FRESH)
+    if not len(added):
+        return parts
+    # "kept": all episodes of a group that were added are in one minibatch.
+    names = view.numbers("group") if algorithm.groups == "kept" else view.episode
+    unit = np.unique(names[added], return_inverse=True)[1]
+    order = np.random.default_rng([seed, step, ADDED]).permutation(int(unit.max()) + 1)
+    dealt = [added[np.isin(unit, order[number :: len(parts)])] for number in range(len(parts))]
+    return [np.concatenate(pair) for pair in zip(parts, dealt, strict=True)]
 
 
 def shuffle_parts(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
@@ -303,7 +280,10 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
         if len(rows) == 0:
             continue
         columns["minibatch"][rows] = number
-        made = plan_ranks(view.lengths[rows], ranks, *trees_among(view, rows), None if keep is None else keep[rows])
+        trees, cost = None, FREE
+        if "tree" in view:
+            trees, cost = (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["tree_cost"])
+        made = plan_ranks(view.lengths[rows], ranks, trees, cost, None if keep is None else keep[rows])
         for rank, members in enumerate(made.ranks):
             columns["dp_rank"][rows[members]] = rank
         columns["together"][rows], columns["prefix"][rows] = made.together, made.prefix
@@ -314,14 +294,13 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Rows of each rank, the columns `together` and `prefix` of all rows, the number of tokens that the slowest rank
-    computes (`load`), and its load without sharing as a multiple of that (`ratio`; 1.0: nothing is shared)."""
+    """Rows of each rank, the columns `together` and `prefix` of all rows, and the number of tokens that the slowest rank
+    computes (`load`)."""
 
     ranks: list[np.ndarray]
     together: np.ndarray
     prefix: np.ndarray
     load: float
-    ratio: float
 
 
 def plan_ranks(
@@ -344,7 +323,7 @@ def plan_ranks(
     apart = np.full(len(tokens), -1, dtype=np.int64) if keep is None else keep
     plain, plain_load = _spread(tokens, ranks, apart, nothing, keep)
     if trees is None:
-        return RankPlan(plain, apart, nothing, plain_load, 1.0)
+        return RankPlan(plain, apart, nothing, plain_load)
     tree, prefix = trees
     # Trees with at least two rows here: if a tree is cut over minibatches, a part of one row shares nothing.
     count = np.bincount(tree[tree >= 0], minlength=1)
@@ -352,11 +331,11 @@ def plan_ranks(
     together, prefix = np.where(used, tree, -1), np.where(used, prefix, 0)
     shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
     if plain_load <= shared_load + tree_cost * max(own_cost(together[rows]) for rows in shared):
-        return RankPlan(plain, apart, nothing, plain_load, 1.0)
+        return RankPlan(plain, apart, nothing, plain_load)
     if keep is not None:
         # Rows of a kept group without a tree still stay with their group, under a number that no tree has.
         together = np.where(together >= 0, together, together.max() + 1 + keep)
-    return RankPlan(shared, together, prefix, shared_load, plain_load / max(shared_load, 1.0))
+    return RankPlan(shared, together, prefix, shared_load)
 
 
 def own_cost(together: np.ndarray) -> float:
@@ -396,33 +375,18 @@ def _spread(
     return [np.flatnonzero(owner[unit] == rank) for rank in range(ranks)], max(loads)
 
 
-def trees_among(view: Ragged, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray] | None, float]:
-    """The trees of `rows` as `plan_ranks` takes them, and the weight of their own cost; None without trees."""
-    if "tree" not in view:
-        return None, FREE
-    return (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["tree_cost"])
-
-
 def token_ratio(view: Ragged) -> float:
     """Plain tokens of a batch per token that remains if every tree computes its prefix once."""
-    trees, _ = trees_among(view, np.arange(len(view)))
-    if trees is None:
+    if "tree" not in view:
         return 1.0
-    unit = group_units(view.lengths, trees[0], np.inf, trees[1])
-    return float(view.lengths.sum() / unit_sums(unit, view.lengths, trees[1]).sum())
+    tree, prefix = view.numbers("tree"), view.numbers("tree_prefix")
+    unit = group_units(view.lengths, tree, np.inf, prefix)
+    return float(view.lengths.sum() / unit_sums(unit, view.lengths, prefix).sum())
 
 
-class AllRanks(Protocol):
-    """An object that can reduce over all data-parallel ranks (an engine), and knows whether rows may share a pass."""
-
-    @property
-    def packs(self) -> bool: ...
-
-    def reduce(self, values: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor: ...
-
-
-def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, ranks: AllRanks) -> list[list[list[int]]]:
-    """On a worker: micro-batches of each part of its rows: `[part][micro]` -> row numbers; equally many on all ranks.
+def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, engine: Any) -> list[list[list[int]]]:
+    """On a worker: micro-batches of each part of its rows: `[part][micro]` -> row numbers; equally many on all ranks. `engine`
+    (a BaseEngine) reduces over them, and says whether rows may share a pass.
 
     An empty list is a dummy: a rank with fewer micro-batches than another must still take part in each of the collectives.
     The cap counts the tokens that are computed: a shared prefix once. If the engine does not pack, each row is a
@@ -430,11 +394,11 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, rank
     of any rank is longer than `cap` tokens.
     """
     # Reduced before it is checked: if only one rank raised, the others would hang in their next collective.
-    longest = ranks.reduce(torch.tensor([int(view.lengths.max()) if len(view) else 0]), "max")
+    longest = engine.reduce(torch.tensor([int(view.lengths.max()) if len(view) else 0]), "max")
     check_cap(longest.numpy(), cap)
     bins: list[list[list[int]]] = []
     for part in parts:
-        if not ranks.packs:
+        if not engine.packs:
             bins.append([[int(row)] for row in part[np.argsort(-view.lengths[part], kind="stable")]])
             continue
         together = prefix = None
@@ -443,7 +407,7 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, rank
         # For one rank: each row has its rank by now, and moving it would take another exchange.
         made = micro_batches(view.lengths[part], cap, groups=together, prefix=prefix)
         bins.append([part[micro].tolist() for micro in made])
-    counts = ranks.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
+    counts = engine.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
     return [micros + [[]] * (int(most) - len(micros)) for micros, most in zip(bins, counts, strict=True)]
 
 

@@ -80,29 +80,8 @@ def numbers(values: Sequence[float], kind: type[np.generic]) -> npt.NDArray[Any]
     return out
 
 
-def version_numbers(values: Sequence[int]) -> npt.NDArray[np.int32]:
-    """`numbers` for versions, fast if all are equal, as they usually are: weights seldom change while a turn is sampled."""
-    if isinstance(values, list) and values and values.count(values[0]) == len(values):
-        return np.repeat(numbers(values[:1], np.int32), len(values))
-    return numbers(values, np.int32)
-
-
 def equal(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
     return one is other if one is None or other is None else np.array_equal(one, other)
-
-
-def pack_columns(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """A ledger's columns as `TokenLedger.packed` describes them."""
-    versions, turns = columns["versions"], columns["turns"]
-    cuts = np.flatnonzero((versions[1:] != versions[:-1]) | (turns[1:] != turns[:-1])) + 1
-    # An empty ledger has no run: position 0 is outside of its columns.
-    starts = np.concatenate(([0], cuts)) if len(versions) else cuts
-    counts = np.diff(np.append(starts, len(versions)))
-    return {
-        "token_ids": _encode_array(columns["token_ids"]),
-        "logprobs": _encode_array(columns["logprobs"][columns["sampled"]]),
-        "spans": [list(span) for span in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(), strict=True)],
-    }
 
 
 def unpack_columns(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
@@ -128,12 +107,6 @@ def packed_experts(experts: npt.NDArray[Any] | None) -> dict[str, Any]:
         return {}
     kind = "<i2" if experts.dtype == np.int16 else "|u1"
     return {"experts": _encode_array(experts), "experts_shape": list(experts.shape), "experts_type": kind}
-
-
-def unpacked_experts(row: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Inverse of `packed_experts`. Raises ValueError if the shape is not that of the numbers."""
-    experts = _decode_array(row["experts"], row["experts_type"]).reshape(row["experts_shape"])
-    return experts.astype(experts.dtype.newbyteorder("="), copy=False)
 
 
 def _encode_array(column: npt.NDArray[Any]) -> str:
@@ -247,7 +220,10 @@ class TokenLedger:
         n = len(token_ids)
         if len(logprobs) != n or len(versions) != n:
             raise ValueError(f"columns differ in length: {n} ids, {len(logprobs)} logprobs, {len(versions)} versions")
-        found, weights = numbers(logprobs, np.float32), version_numbers(versions)
+        found = numbers(logprobs, np.float32)
+        # Fast if all are equal, as they usually are: weights seldom change while a turn is sampled.
+        same = isinstance(versions, list) and n > 0 and versions.count(versions[0]) == n
+        weights = np.repeat(numbers(versions[:1], np.int32), n) if same else numbers(versions, np.int32)
         if n and int(weights.min()) < 0:
             raise ValueError("a sampled token needs the version (>= 0) of the weights that sampled it")
         check_finite(found, "sampled token")
@@ -348,9 +324,18 @@ class TokenLedger:
         numbers. `spans`: [tokens, turn, version] of each run of tokens with equal turn and version, in order;
         version -1 is context. With `experts`: these as base64 too, their shape, and their numpy type.
         """
-        images = {"images": [image.sha256 for image in self.images]} if self.images else {}
-        packed = pack_columns({name: self._column(name) for name in KINDS})
-        return {**packed, **packed_experts(self.experts), **images}
+        versions, turns = self.versions, self.turns
+        cuts = np.flatnonzero((versions[1:] != versions[:-1]) | (turns[1:] != turns[:-1])) + 1
+        # An empty ledger has no run: position 0 is outside of its columns.
+        starts = np.concatenate(([0], cuts)) if len(versions) else cuts
+        counts = np.diff(np.append(starts, len(versions)))
+        return {
+            "token_ids": _encode_array(self.token_ids),
+            "logprobs": _encode_array(self.logprobs[self.sampled]),
+            "spans": [list(run) for run in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(), strict=True)],
+            **packed_experts(self.experts),
+            **({"images": [image.sha256 for image in self.images]} if self.images else {}),
+        }
 
     def json_chunks(self) -> Iterator[str]:
         """`packed` as JSON text, piece by piece: the long parts are base64, which needs no escaping, so they are not copied."""
@@ -376,6 +361,7 @@ class TokenLedger:
         check_finite(found["logprobs"], "token")
         ledger._append(lengths["token_ids"], found)
         if "experts" in row:
-            ledger.add_experts(0, unpacked_experts(row))
+            experts = _decode_array(row["experts"], row["experts_type"]).reshape(row["experts_shape"])
+            ledger.add_experts(0, experts.astype(experts.dtype.newbyteorder("="), copy=False))
         ledger.images = tuple((images or {})[sha256] for sha256 in row.get("images", ()))
         return ledger

@@ -267,27 +267,13 @@ class Trajectory:
                 yield turn, call, answers.get(call.id)
 
     def to_json(self) -> dict[str, Json]:
-        """A JSON object, its ledgers as `TokenLedger.packed`; `from_json` is the inverse."""
-        return {
-            **self._record(),
-            "task": asdict(self.task),
-            **{name: [asdict(item, dict_factory=_referring) for item in getattr(self, name)] for name in ("messages", "turns")},
-            **({"user_calls": [asdict(made, dict_factory=_referring) for made in self.user_calls]} if self.user_calls else {}),
-            "ledgers": [ledger.to_packed_json() for ledger in self.ledgers],
-        }
+        """A JSON object, its ledgers as `TokenLedger.to_packed_json`; `from_json` is the inverse."""
+        row: dict[str, Json] = json.loads("".join(self.json_chunks()))
+        return row
 
     def json_chunks(self) -> Iterator[str]:
         """`to_json` as JSON text, piece by piece, so that a writer needs no more memory than one ledger column. The first piece
         is all before the ledgers."""
-        yield json_text(self._record(), default=_fields)[:-1] + ', "ledgers": ['
-        for place, ledger in enumerate(self.ledgers):
-            if place:
-                yield ", "
-            yield from ledger.json_chunks()
-        yield "]}"
-
-    def _record(self) -> dict[str, Json]:
-        """All fields except the ledgers; their values are not converted yet (see `_fields`)."""
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ledgers"}
         row["stop"] = self.stop.value
         for name in ("agent", "horizon", "parent"):
@@ -298,7 +284,12 @@ class Trajectory:
                 del row[name]
         if images := self.images:
             row["images"] = {sha256: asdict(image) for sha256, image in images.items()}
-        return row
+        yield json_text(row, default=_fields)[:-1] + ', "ledgers": ['
+        for place, ledger in enumerate(self.ledgers):
+            if place:
+                yield ", "
+            yield from ledger.json_chunks()
+        yield "]}"
 
     @classmethod
     def from_json(cls, row: Mapping[str, Json]) -> Trajectory:
@@ -321,18 +312,14 @@ class Trajectory:
 
 
 def _fields(item: object) -> dict[str, Json]:
-    """The fields of a nested dataclass, for `json.dumps`: `asdict` copies recursively, which takes longer than all the rest."""
-    if isinstance(item, Task | Message | ToolCall | Turn | ToolResult | UserCall):
-        return _referring([(name, getattr(item, name)) for name in item.__dataclass_fields__])
-    raise TypeError(f"Object of type {type(item).__name__} is not JSON serializable")
+    """The fields of a nested dataclass, for `json.dumps`: `asdict` copies recursively, which takes longer than all the rest.
 
-
-def _referring(pairs: list[tuple[str, Any]]) -> dict[str, Json]:
-    """Fields with images as their digests: a record has each image once, however often it is in it. Without images: without the
-    field."""
-    row = dict(pairs)
+    Images are their digests, since a record has each image once, however often it is in it; without images: without the field."""
+    if not isinstance(item, Task | Message | ToolCall | Turn | ToolResult | UserCall):
+        raise TypeError(f"Object of type {type(item).__name__} is not JSON serializable")
+    row = {name: getattr(item, name) for name in item.__dataclass_fields__}
     if images := row.pop("images", None):
-        row["images"] = [image.sha256 if isinstance(image, Image) else image["sha256"] for image in images]
+        row["images"] = [image.sha256 for image in images]
     return row
 
 
@@ -392,13 +379,8 @@ class Group:
 
     def to_json(self) -> dict[str, Json]:
         """A JSON object; `from_json` is the inverse."""
-        return {
-            "index": self.index,
-            "task_seed": self.task_seed,
-            "env": self.env,
-            "trajectories": [member.to_json() for member in self.trajectories],
-            "baseline": None if self.baseline is None else self.baseline.to_json(),
-        }
+        row: dict[str, Json] = json.loads("".join(self.json_chunks()))
+        return row
 
     def json_chunks(self) -> Iterator[str]:
         """`to_json` as JSON text, chunk by chunk; see `Trajectory.json_chunks`."""
@@ -455,17 +437,13 @@ def reward_spots(trajectory: Trajectory, terminal: float | None, turns: Mapping[
         if terminal != 0.0 or turns:
             raise ValueError("no turn of the trajectory was sampled, so no token can carry its reward")
         return []
+    placed = [(next((turn for turn in sampled if turn.index >= index), sampled[-1]), amount) for index, amount in turns.items()]
     spots: dict[tuple[int, int], float] = {}
-    for index, amount in turns.items():
-        _add(spots, trajectory, next((turn for turn in sampled if turn.index >= index), sampled[-1]), amount)
-    _add(spots, trajectory, sampled[-1], terminal)
+    for turn, amount in [*placed, (sampled[-1], terminal)]:
+        place = f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}"
+        if turn.ledger >= len(trajectory.ledgers) or turn.end >= len(trajectory.ledgers[turn.ledger]):
+            raise ValueError(f"{place}, which does not exist")
+        if not trajectory.ledgers[turn.ledger].sampled[turn.end]:
+            raise ValueError(f"{place}: not a sampled token")
+        spots[turn.ledger, turn.end] = spots.get((turn.ledger, turn.end), 0.0) + amount
     return [(ledger, token, amount) for (ledger, token), amount in spots.items()]
-
-
-def _add(spots: dict[tuple[int, int], float], trajectory: Trajectory, turn: Turn, amount: float) -> None:
-    if turn.ledger >= len(trajectory.ledgers) or turn.end >= len(trajectory.ledgers[turn.ledger]):
-        raise ValueError(f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}, which does not exist")
-    if not trajectory.ledgers[turn.ledger].sampled[turn.end]:
-        raise ValueError(f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}: not a sampled token")
-    place = (turn.ledger, turn.end)
-    spots[place] = spots.get(place, 0.0) + amount

@@ -5,7 +5,7 @@ Its end of a publish, supervised steps, and the role."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -17,7 +17,7 @@ from agentrl.cluster.worker import Broadcast, Strategy, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
 from agentrl.data.rows import Ragged
 from agentrl.data.schedule import plan_micro_batches
-from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, Sender, Silent, Stream, make_sender
+from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent, Stream, make_sender
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, counts_of, minibatches
 from agentrl.trainer.optim import optim_of, rate, sft_optim
@@ -30,7 +30,6 @@ from agentrl.trainer.update import (
     Steps,
     UpdateSettings,
     add_gradients,
-    check_algorithm,
     compute_logprobs,
     update_policy,
 )
@@ -49,7 +48,6 @@ class WeightSource:
     def __init__(self, engine: BaseEngine, rank: int) -> None:
         self._engine, self._rank = engine, rank
         self._sender: Sender | None = None
-        self._tensors: Iterator[Named] | None = None
         self._stream: Stream | None = None
         self._saving: Saving | None = None
 
@@ -72,34 +70,30 @@ class WeightSource:
 
     def attached(self) -> None:
         """Called when all receivers have attached."""
-        self._ready().attached()
+        self._channel().attached()
 
     def send(self, first: bool) -> Bucket | None:
         """The next bucket; None at the end. `first` starts a new stream, whatever the state of the previous one."""
         if first:
-            self._abandon()
+            self._stream = None  # dropping the generator in it reshards its current layer
             held = self._engine.tensors()
-            self._tensors = held if self._saving is None else self._saving.tensors(held)
-            self._stream = Stream(self._tensors)
+            self._stream = Stream(held if self._saving is None else self._saving.tensors(held))
         if self._stream is None:
             return None
-        bucket = self._ready().send(self._stream)
+        bucket = self._channel().send(self._stream)
         # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
         if self._stream.done and bucket is None:
-            self._abandon()
+            self._stream = None
         return bucket
 
     def close(self) -> None:
         """Free the channel; idempotent."""
-        self._abandon()
+        self._stream = None
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
-    def _abandon(self) -> None:
-        self._stream = self._tensors = None  # dropping the generator reshards its current layer
-
-    def _ready(self) -> Sender:
+    def _channel(self) -> Sender:
         if self._sender is None:
             raise ConfigError("no route for weights is open: call open_route first")
         return self._sender
@@ -218,7 +212,6 @@ class Actor(TrainedRole):
         `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (an adaptive coefficient).
         """
         engine = self._ready()
-        check_algorithm(algorithm)
         factor = self._set_rate()
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
         # Greedy sampling (temperature 0) has no distribution to train: its logprobs are those at temperature 1.
@@ -248,7 +241,6 @@ class Actor(TrainedRole):
         """The gradients of minibatch `part` of a batch from `cut_update` with the same arguments, added to those that wait for
         `optim_step` (`add_gradients`). Returns its metrics; nothing is changed yet."""
         engine = self._ready()
-        check_algorithm(algorithm)
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
         settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
         given = engine, Ragged.of(batch), algorithm, settings, part, self._waiting
@@ -317,19 +309,17 @@ class Actor(TrainedRole):
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
         """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError
         if this machine cannot serve the route."""
-        if self._source is None:
-            self._source = WeightSource(self._ready(), self.rank)
         # Asked each time, and not taken from the group's rendezvous: the engine's processes may be on other nodes than the
         # group, and on nodes that joined the cluster later.
-        return self._source.open(route, cfg, receivers, reachable_address(), saved)
+        return self._weights().open(route, cfg, receivers, reachable_address(), saved)
 
     def route_attached(self) -> None:
         """Called when all receivers have attached to what `open_route` offered."""
-        self._sending().attached()
+        self._weights().attached()
 
     def next_bucket(self, first: bool) -> Bucket | None:
         """Send the next bucket of weights, or the `first` one of a new publish; None after the last."""
-        return self._sending().send(first)
+        return self._weights().send(first)
 
     def close_route(self) -> None:
         """Free the channel; idempotent."""
@@ -347,7 +337,7 @@ class Actor(TrainedRole):
         """Write a folder that plain transformers and vLLM can load."""
         self._ready().export(Path(folder))
 
-    def _sending(self) -> WeightSource:
+    def _weights(self) -> WeightSource:
         if self._source is None:
-            raise ConfigError("no route for weights is open: call open_route first")
+            self._source = WeightSource(self._ready(), self.rank)
         return self._source

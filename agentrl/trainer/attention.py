@@ -1,7 +1,7 @@
 """Attention over packed rows: no padding reaches the model, and no row sees another.
 
-FlashAttention over packed rows, attention over shared prefixes, the attention function itself, and
-row boundaries for recurrent layers and short convolutions."""
+Blocks of rows of similar length, FlashAttention over packed rows, attention over shared prefixes, the attention
+function itself, and row boundaries for recurrent layers and short convolutions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,146 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentrl.data.rows import on_device
-from agentrl.engines.exact_attention import NOT_GIVEN, AttentionForm, NotGiven, attention_form
-from agentrl.trainer.attention_blocks import Block, attend, attend_into, row_blocks, same_width, similar, suffix_blocks
+from agentrl.engines.exact_attention import NOT_GIVEN, AttentionForm, NotGiven, attention_form, exact_attention
 from agentrl.trainer.parallel import Ulysses, layout
 from agentrl.utils.errors import ModelError
+
+# Blocks: rows of similar length, padded to one width, and the suffixes of a shared prefix behind it. Prefixes are computed as
+# plain causal rows; all suffixes of one prefix in one call, each over [prefix; itself], without a mask over all tokens.
+
+WASTE = 1.25
+"""The most cells of a block of rows, padding included, as a multiple of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of similar length, computed in one call: `gather` [n * width] maps a cell of the padded block to its token
+    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that are not padding,
+    `tokens` [tokens] the positions of their results, and `exact` says that no cell is padding.
+
+    Of suffixes, `prefix` [first, last) are the tokens that each of them also sees, and `mask` bool [width, prefix + width] is the
+    causal mask after them."""
+
+    rows: int
+    width: int
+    gather: Tensor
+    cells: Tensor
+    tokens: Tensor
+    exact: bool
+    prefix: tuple[int, int] = (0, 0)
+    mask: Tensor | None = None
+
+    def pad(self, tensor: Tensor) -> Tensor:
+        """[T, ...] -> [rows, width, ...]: the block's tokens, each row's last one repeated up to the width."""
+        return tensor.index_select(0, self.gather).view(self.rows, self.width, *tensor.shape[1:])
+
+    def unpad(self, cells: Tensor) -> Tensor:
+        """[rows, width, ...] -> [tokens, ...]."""
+        flat = cells.flatten(0, 1)
+        return flat if self.exact else flat.index_select(0, self.cells)
+
+
+def row_block(starts: Tensor, stops: Tensor, device: torch.device, prefix: tuple[int, int] = (0, 0)) -> Block:
+    """The block of the rows [start, stop), or of the suffixes of a prefix."""
+    width, before = int((stops - starts).max()), prefix[1] - prefix[0]
+    positions = starts[:, None] + torch.arange(width)
+    valid = (positions < stops[:, None]).reshape(-1)
+    # Padding cells repeat the row's last token, so that they hold finite values; their results are dropped.
+    gather = torch.minimum(positions, stops[:, None] - 1).reshape(-1)
+    cells = valid.nonzero().squeeze(1)
+    at, used, tokens = (on_device(part, device) for part in (gather, cells, gather[cells]))
+    # Query i sees the whole prefix and the first i + 1 tokens of its own suffix; padding comes after those, so is never seen.
+    mask = on_device(torch.ones(width, before + width, dtype=torch.bool).tril(before), device) if before else None
+    return Block(len(starts), width, at, used, tokens, bool(valid.all()), prefix, mask)
+
+
+def row_blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block, ...]:
+    """The rows [start, stop) in blocks with little padding."""
+    # On the host, because block sizes become shapes: reading them from a GPU would synchronize with it for each block.
+    starts, stops = starts.cpu(), stops.cpu()
+    return tuple(row_block(starts[rows], stops[rows], device) for rows in similar((stops - starts).tolist()))
+
+
+def suffix_blocks(spans: Tensor, device: torch.device | None = None) -> list[Block]:
+    """The spans of a SharedPack grouped by prefix: a span without a prefix is a block of its own."""
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for first, last, start, stop in spans.tolist():
+        groups.setdefault((first, last) if last > first else (start, start), []).append((start, stop))
+    place = device or torch.device("cpu")
+    return [row_block(*torch.tensor(suffixes).unbind(1), place, prefix) for prefix, suffixes in groups.items()]
+
+
+def similar(lengths: list[int]) -> list[list[int]]:
+    """Rows grouped, in order of length, into blocks with little padding."""
+    # Longest first: a block is then as wide as its first row, so each further row's padding is known when it is considered.
+    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
+    groups: list[list[int]] = []
+    used = 0
+    for row in order:
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= WASTE * (used + lengths[row]):
+            groups[-1].append(row)
+            used += lengths[row]
+        else:
+            groups.append([row])
+            used = lengths[row]
+    return [sorted(group) for group in groups]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -> Tensor:
+    """[T, H, D], [T, G, D], [T, G, E] -> [tokens of the block, H, E]."""
+    first, last = block.prefix
+    # Of a prefix longer than the window no suffix sees the beginning.
+    seen = first if form.window is None else max(first, last - form.window + 1)
+    # An exact block of all tokens has them in their order.
+    whole = block.exact and len(q) == len(block.gather)
+
+    def cells(tensor: Tensor) -> Tensor:
+        own = tensor.view(block.rows, block.width, *tensor.shape[1:]) if whole else block.pad(tensor)
+        return own.transpose(1, 2)
+
+    def with_prefix(tensor: Tensor) -> Tensor:
+        prefix = tensor[seen:last].transpose(0, 1)[None].expand(block.rows, -1, -1, -1)
+        return torch.cat([prefix, cells(tensor)], dim=2) if first < last else cells(tensor)
+
+    query, key, value = cells(q), with_prefix(k), with_prefix(v)
+    if form.plain_up_to(last - first + block.width):
+        out = fused_attention(query, key, value, scale=form.scale, attn_mask=block.mask, is_causal=block.mask is None)
+    else:
+        out = exact_attention(query, key, value, form)
+    return block.unpad(out.transpose(1, 2))
+
+
+def attend_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], form: AttentionForm) -> Tensor:
+    """A copy of `out` [T, H, E] with the attention of these blocks' tokens written in their places."""
+    parts = [attend(q, k, v, block, form) for block in blocks]
+    # One index_copy for all blocks: each call allocates a whole new `out`.
+    return out.index_copy(0, torch.cat([block.tokens for block in blocks]), torch.cat(parts))
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """torch's attention of `query` [n, H, W, D], `key` [n, G, K, D] and `value` [n, G, K, E]: [n, H, W, E]."""
+    heads, wide = query.shape[1], value.shape[-1]
+    # Of the kernels behind this call only the one for half precision on GPUs, and that without a mask, reads each key head once
+    # for its whole group of query heads; all others would fall back to the slow one that keeps every score.
+    grouped = query.is_cuda and query.dtype != torch.float32 and options.get("attn_mask") is None and heads != key.shape[1]
+    if heads != key.shape[1] and not grouped:
+        key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
+    query, key, value = same_width(query, key, value)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)[..., :wide]
+
+
+def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads with zeros after their features, so that those of keys and values are equally wide, as kernels want them
+    (latent attention has wider keys): neither scores nor the first features of a result change."""
+    more = query.shape[-1] - value.shape[-1]
+    if not more:  # a pad by nothing copies
+        return query, key, value
+    return F.pad(query, (0, max(0, -more))), F.pad(key, (0, max(0, -more))), F.pad(value, (0, max(0, more)))
+
 
 # FlashAttention
 
@@ -101,18 +234,10 @@ def _kernel(cu: Tensor, longest: int, scale: float, back: int, grouped: dict[str
     """The two passes of torch's kernel as the operators that `varlen_attn` is made of, which alone give and take lse."""
     rows: dict[str, Any] = {"cu_seq_q": cu, "cu_seq_k": cu, "max_q": longest, "max_k": longest}
     seen: dict[str, Any] = {"is_causal": back == -1, "scale": scale, "window_size": [back, 0]}
-
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        found = torch.ops.torch_attn._varlen_attn(q, k, v, **rows, **seen, **grouped)
-        return found[0], found[1]
-
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
-        op = torch.ops.torch_attn._varlen_attn_backward
-        found: tuple[Tensor, Tensor, Tensor] = op(grad, q, k, v, out, lse, **rows, **seen, rng_state=state)
-        return found
-
-    return Kernel(forward, backward)
+    state = torch.zeros(2, dtype=torch.uint64, device=cu.device)  # of a dropout that there is not
+    forward = partial(torch.ops.torch_attn._varlen_attn, **rows, **seen, **grouped)
+    backward = partial(torch.ops.torch_attn._varlen_attn_backward, **rows, **seen, rng_state=state)
+    return Kernel(lambda q, k, v: forward(q, k, v)[:2], backward)
 
 
 # Shared prefixes
@@ -247,7 +372,14 @@ class PackedSequences:
                 ends = [end for first, last in rows for end in (*range(first + chunk, last, chunk), last)]
                 self._cut[chunk] = packed_rows(torch.tensor([0, *ends]), device)
             else:
-                self._cut[chunk] = packed_trees(_cut_spans(self.spans.tolist(), chunk), chunk, device)
+                # The first run after a prefix sees the prefix's last, unfinished run.
+                found = []
+                for first, last, start, stop in self.spans.tolist():
+                    over = (last - first) % chunk
+                    edges = [start, *range(start + chunk - over, stop, chunk), stop]
+                    for at, (begin, end) in enumerate(pairwise(edges)):
+                        found.append([last - over, last, begin, end] if at == 0 and over else [begin, begin, begin, end])
+                self._cut[chunk] = packed_trees(torch.tensor(found, dtype=torch.int64), chunk, device)
         return self._cut[chunk]
 
 
@@ -280,17 +412,6 @@ def pad_sequences(packed: PackedSequences, missing: int) -> PackedSequences:
         return packed_trees(spans, packed.longest, packed.cu_seqlens.device)
     offsets = packed.cu_seqlens.to(torch.int64)
     return packed_rows(torch.cat([offsets, offsets[-1:] + missing]) if missing else offsets)
-
-
-def _cut_spans(spans: list[list[int]], chunk: int) -> Tensor:
-    """Spans of the runs of `chunk` tokens: the first run after a prefix sees the prefix's last, unfinished run."""
-    found = []
-    for first, last, start, stop in spans:
-        over = (last - first) % chunk
-        edges = [start, *range(start + chunk - over, stop, chunk), stop]
-        for at, (begin, end) in enumerate(pairwise(edges)):
-            found.append([last - over, last, begin, end] if at == 0 and over else [begin, begin, begin, end])
-    return torch.tensor(found, dtype=torch.int64)
 
 
 def packed_attention(
@@ -341,33 +462,24 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
     """[T, H, D], [T, G, D], [T, G, E] -> [T, H, E]."""
     # The varlen kernel needs half precision on a GPU and supports neither a prefix that several rows share nor a cap.
     half = q.dtype in (torch.bfloat16, torch.float16)
-    wide = max(q.shape[2], v.shape[2])
-    if q.is_cuda and half and packed.spans is None and form.cap is None and varlen_takes(wide):
-        return _attend_varlen(q, k, v, packed, form)
+    if q.is_cuda and half and packed.spans is None and form.cap is None and varlen_takes(max(q.shape[2], v.shape[2])):
+        return varlen_attention(q, k, v, packed.cu_seqlens, packed.longest, form)
     return _blockwise(q, k, v, packed, form)
-
-
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
-    return varlen_attention(q, k, v, packed.cu_seqlens, packed.longest, form)
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
     """Right-padded blocks under a causal mask: a real token never attends to the padding after it."""
+    wide, heads = v.shape[2], q.shape[1]
     if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
         return attend(q, k, v, packed.blocks[0], form)
     if packed.parts is not None and form.plain_up_to(packed.longest):
-        return _attend_shared(q, k, v, packed.parts, form)
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
+        if k.shape[1] != heads:
+            k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
+        return shared_attention(*same_width(q, k, v), packed.parts, form.scale)[..., :wide]
+    out = q.new_zeros(*q.shape[:2], wide)
     for block in packed.blocks:
         out = attend_into(out, q, k, v, [block], form)
     return attend_into(out, q, k, v, packed.suffixes, form) if packed.suffixes else out
-
-
-def _attend_shared(q: Tensor, k: Tensor, v: Tensor, parts: Spans, form: AttentionForm) -> Tensor:
-    wide, heads = v.shape[2], q.shape[1]
-    if k.shape[1] != heads:
-        k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
-    return shared_attention(*same_width(q, k, v), parts, form.scale)[..., :wide]
 
 
 def register_packed_attention() -> None:
@@ -392,15 +504,18 @@ def mixers_of(backbone: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model that mix tokens and do not do it through the attention function, by name: those that take a state
     or have a convolution over tokens, the innermost ones."""
     parts = dict(backbone.named_modules())
-    attends = {name for name, part in parts.items() if INTERFACE in _names(part)}
-    mixing = {name for name, part in parts.items() if _mixes(part)} - attends
-    outer = {name.rpartition(".")[0] for name in attends | mixing}
-    while any(outer):  # and what those are in
-        above = {name.rpartition(".")[0] for name in outer if name}
-        if above <= outer:
-            break
-        outer |= above
-    # A block around a mixer in one layer and around an MLP in another mixes nothing itself.
+    attends, mixing = set[str](), set[str]()
+    for name, part in parts.items():
+        forward = type(part).forward
+        if INTERFACE in getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()):
+            attends.add(name)
+        elif not isinstance(part, nn.ModuleList):
+            convolves = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in part.children())
+            if convolves or STATE & set(inspect.signature(forward).parameters):
+                mixing.add(name)
+    # And all that those are in. A block around a mixer in one layer and around an MLP in another mixes nothing itself.
+    outer = {name[:at] for name in attends | mixing for at, sign in enumerate(name) if sign == "."}
+    outer |= {""} if attends | mixing else set()
     around = {type(parts[name]) for name in outer}
     return {name: parts[name] for name in parts if name in mixing - outer and type(parts[name]) not in around}
 
@@ -414,18 +529,6 @@ def keep_rows_apart(backbone: nn.Module) -> list[str]:
     return list(found)
 
 
-def _mixes(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList):
-        return False
-    convolves = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
-    return convolves or bool(STATE & set(inspect.signature(type(module).forward).parameters))
-
-
-def _names(module: nn.Module) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return () if code is None else tuple(code.co_names)
-
-
 @torch.compiler.disable  # blocks differ from one micro-batch to the next
 def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The module's results on the tokens of the layout, each row by itself."""
@@ -436,15 +539,12 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # The hidden states are the first argument that is a tensor [1, T, ...].
     tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 2).shape[1]
     if group is not None:
-        args, kwargs = _each((args, kwargs), tokens, partial(gather_tokens, group=group))
+        gather: Callable[..., Tensor] = _Gathered.apply
+        args, kwargs = _each((args, kwargs), tokens, lambda own: gather(own, group))
         tokens *= group.size
     blocks, results = mixer_blocks(packed), list[Any]()
     for block in blocks:
-
-        def pad_to_block(tensor: Tensor, block: Block = block) -> Tensor:
-            return block.pad(tensor[0])
-
-        inner, named = _each((args, kwargs), tokens, pad_to_block)
+        inner, named = _each((args, kwargs), tokens, lambda tensor, block=block: block.pad(tensor[0]))
         results.append(forward(*inner, **named))
     out = _join_blocks(results, blocks, tokens)
     return out if group is None else _each(out, tokens, lambda t: t[:, group.slice_of(tokens)])
@@ -511,9 +611,3 @@ class _Gathered(torch.autograd.Function):
         out = torch.empty_like(parts[0])
         dist.reduce_scatter(out, parts, group=ctx.group.group)
         return out[None], None
-
-
-def gather_tokens(own: Tensor, group: Ulysses) -> Tensor:
-    """All tokens of the group, given this rank's."""
-    call: Callable[..., Tensor] = _Gathered.apply
-    return call(own, group)

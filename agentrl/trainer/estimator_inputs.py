@@ -13,12 +13,13 @@ import torch
 
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.data.rows import Ragged, select
-from agentrl.data.trajectory import Group, Trajectory
+from agentrl.data.trajectory import Group
 from agentrl.reward import Scorer
 from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, check_output
-from agentrl.trainer.minibatch import episode_sums, reward_penalty
+from agentrl.trainer.algorithms.losses import kl_estimate
+from agentrl.trainer.minibatch import episode_sums, kl_kind, proximal_of
 from agentrl.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def with_advantages(
     rewards, reward = view.tokens("rewards"), view.row("reward")
     metrics: dict[str, float] = {}
     if "ref_logprobs" in view and algorithm.kl.where == "reward":
-        kl = reward_penalty(view, algorithm.kl)
+        # Of the proximal policy to the reference: R_t = r_t - coef (log pi_old - log pi_ref) with k1.
+        kl = kl_estimate(kl_kind(algorithm.kl), proximal_of(view), view.tokens("ref_logprobs")) * mask
         metrics["kl_reward"] = float(kl.sum() / mask.sum().clamp(min=1))
         rewards = rewards - kl_coef * kl
         reward = reward - kl_coef * episode_sums(kl, view)
@@ -82,24 +84,30 @@ def with_estimator_inputs(
 
     `baseline` float32 [N], the reward of the group's greedy episode, 0 for an estimator that reads none; `terms` float32 [N, K],
     the values of nodes of the reward spec, NaN if one could not be scored, and after the last that the estimator reads. With
-    `own` also `estimator` int64 [N], the number of the row's estimator in `numbered`. If there are branches, `parent` and
+    `own` also `estimator` int64 [N]: 0 for `advantage`, then the numbers of `own`. If there are branches, `parent` and
     `branch_turn` int64 [N], as in `AdvantageInput`."""
     row = batch.get("trajectory")
     out: TensorDict = batch.copy()
-    choices, members = number_estimators(advantage, own), [(group, member) for group in groups for member in group.scored()]
+    choices, members = [advantage, *own.values()], [(group, member) for group in groups for member in group.scored()]
     which = [list(own).index(group.env) + 1 if group.env in own else 0 for group, _ in members]
     needs = [ADVANTAGES.entry(choice.name).needs for choice in choices]
     if own:
         out["estimator"] = torch.tensor(which, dtype=torch.int64)[row]
     if any("baseline" in words for words in needs):
-        baseline = [_greedy(group) if "baseline" in needs[n] else 0.0 for n, (group, _) in zip(which, members, strict=True)]
+        baseline = []
+        for number, (group, _) in zip(which, members, strict=True):
+            greedy = group.baseline.reward if group.baseline is not None else None
+            if greedy is None and "baseline" in needs[number]:
+                raise ConfigError(f"algorithm.advantage: group {group.index} has no scored greedy episode for a baseline")
+            baseline.append(greedy if greedy is not None and "baseline" in needs[number] else 0.0)
         out["baseline"] = torch.tensor(baseline)[row]
     if any("terms" in words for words in needs):
         names: list[list[str]] = [
             list(choice.args["terms"]) if "terms" in w else [] for choice, w in zip(choices, needs, strict=True)
         ]
         most = max(map(len, names))
-        terms = [_terms(m, names[n]) + [math.nan] * (most - len(names[n])) for n, (_, m) in zip(which, members, strict=True)]
+        values = [[m.metrics.get(name) for name in names[n]] for n, (_, m) in zip(which, members, strict=True)]
+        terms = [[math.nan if v is None else v for v in (row + [None] * most)[:most]] for row in values]
         out["terms"] = torch.tensor(terms).reshape(len(terms), most)[row]
     if any(member.parent is not None for _, member in members):
         out["parent"] = torch.tensor([-1 if m.parent is None else m.parent for _, m in members], dtype=torch.int64)[row]
@@ -111,7 +119,7 @@ def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, 
     """Each estimator's output for its rows, which the column `estimator` of `view` tells; with `returns` if there are values."""
     found = torch.zeros(len(given.mask), dtype=given.reward.dtype)
     returns = None if given.values is None else torch.zeros_like(found)
-    for number, choice in enumerate(number_estimators(advantage, own)):
+    for number, choice in enumerate([advantage, *own.values()]):
         rows = view.row("estimator") == number
         if not bool(rows.any()):
             continue
@@ -127,13 +135,8 @@ def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, 
 
 def critic_rows(batch: TensorDict, advantage: Choice, own: Mapping[str, Choice]) -> TensorDict:
     """The rows that a critic learns from: those of estimators that read its values."""
-    reads = torch.tensor(["values" in ADVANTAGES.entry(choice.name).needs for choice in number_estimators(advantage, own)])
+    reads = torch.tensor(["values" in ADVANTAGES.entry(choice.name).needs for choice in (advantage, *own.values())])
     return batch if bool(reads.all()) else select(batch, torch.nonzero(reads[batch.get("estimator")]).reshape(-1))
-
-
-def number_estimators(advantage: Choice, own: Mapping[str, Choice]) -> list[Choice]:
-    """The estimators of a run: the one that environments share, then those that are an environment's own."""
-    return [advantage, *own.values()]
 
 
 def needs_greedy(advantage: Choice) -> bool:
@@ -163,14 +166,3 @@ def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
         if name not in known:
             hint = did_you_mean(name, known, f"its ids: {', '.join(known) or 'none'}")
             raise ConfigError(f"algorithm.advantage.args.terms: reward spec {scorer.name!r} has no node with id {name!r}; {hint}")
-
-
-def _greedy(group: Group) -> float:
-    if group.baseline is None or group.baseline.reward is None:
-        raise ConfigError(f"algorithm.advantage: group {group.index} has no scored greedy episode for a baseline")
-    return group.baseline.reward
-
-
-def _terms(member: Trajectory, names: Sequence[str]) -> list[float]:
-    values = [member.metrics.get(name) for name in names]
-    return [math.nan if value is None else value for value in values]

@@ -15,7 +15,6 @@ import torch
 from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.launch import launch
 from agentrl.cluster.placement import has_gpus
-from agentrl.cluster.worker import Worker
 from agentrl.config.envs import (
     alone,
     longest_sample,
@@ -89,11 +88,6 @@ def check_entropy(algorithm: AlgorithmConfig) -> None:
             f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
             f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"
         )
-
-
-def with_coefficient(algorithm: AlgorithmConfig, coef: float) -> AlgorithmConfig:
-    """The section with which an update is made: under a target its `entropy_bonus` is the controlled coefficient."""
-    return algorithm if algorithm.entropy_target is None else algorithm.model_copy(update={"entropy_bonus": coef})
 
 
 def adapted_entropy_coef(coef: float, measured: float, algorithm: AlgorithmConfig) -> float:
@@ -183,7 +177,6 @@ log = logging.getLogger(__name__)
 
 MAX_SKIPPED = 3
 """Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
-W = TypeVar("W", bound=Worker)
 R = TypeVar("R", Critic, Reference, RewardModel)
 
 
@@ -234,27 +227,26 @@ class Learner:
 
     async def _begin(self, role: str, cls: type[R], path: str, *more: Any, shared: Path | None = None) -> WorkerGroup[R]:
         """Start a role and load its model, which then rests. `shared`: a folder that its processes must share with the driver."""
-        group = self._start(role, cls)
+        model, cluster = self.config.model, self.config.cluster
+        if self.pools is not None and role in self.pools:
+            group = self.pools.launch(role, cls, mesh_of(model, cluster, self.pools.slots(role)))
+        else:
+            group = launch(
+                cls,
+                name=role,
+                backend=cluster.backend,
+                world_size=self.actors.world_size,
+                mesh=mesh_of(model, cluster),
+                on=self.actors if cluster.backend == "ray" else None,
+                call_timeout=cluster.call_timeout,
+            )
         if shared is not None:  # before the model is loaded, which may take minutes
             await check_shared(group, shared, "out")
-        model = self.config.model.model_copy(update={"lora": None}) if role == "teacher" else self.config.model
+        if role == "teacher":
+            model = model.model_copy(update={"lora": None})
         await group.arun(cls.init_model, path, model, self.config.optim, *more)
         await self._rest(role, group)
         return group
-
-    def _start(self, role: str, cls: type[W]) -> WorkerGroup[W]:
-        if self.pools is not None and role in self.pools:
-            return self.pools.launch(role, cls, mesh_of(self.config.model, self.config.cluster, self.pools.slots(role)))
-        cluster = self.config.cluster
-        return launch(
-            cls,
-            name=role,
-            backend=cluster.backend,
-            world_size=self.actors.world_size,
-            mesh=mesh_of(self.config.model, self.config.cluster),
-            on=self.actors if cluster.backend == "ray" else None,
-            call_timeout=cluster.call_timeout,
-        )
 
     async def _rest(self, role: str, group: WorkerGroup[Any]) -> None:
         """The end of a role's turn: it gives its memory back, if the config asks for that, before another role takes it."""
@@ -407,7 +399,9 @@ class Learner:
                 metrics = await self.update_critic(rows, step)
             await self._rest("critic", self.critics)
         if self._policy_learns(step):
-            algorithm, ranks = with_coefficient(self.algorithm, self.entropy_coef), self.actors.mesh.size("dp")
+            algorithm, ranks = self.algorithm, self.actors.mesh.size("dp")
+            if algorithm.entropy_target is not None:  # its `entropy_bonus` is then the controlled coefficient
+                algorithm = algorithm.model_copy(update={"entropy_bonus": self.entropy_coef})
             metrics |= await self.actors.arun(
                 Actor.update,
                 await in_thread("batch", cut_update, whole, algorithm, ranks, step=step, seed=seed),
@@ -442,23 +436,14 @@ class Learner:
         groups = {"actor": self.actors, "critic": self.critics, "reference": self._moving}
         return {name: group for name, group in groups.items() if group is not None}
 
-    async def save(self, folder: Path) -> None:
-        """Write the state of all roles to `folder`, for `Checkpoints.writing`."""
-        for name, group in self._kept_roles().items():
-            await group.arun(SavedRole.save, str(folder / name))
-        await in_thread("files", self._save_own, folder)
-
     async def begin_save(self, folder: Path) -> None:
-        """`save` in the background: returns when the state of all roles is copied. See `saved`."""
+        """Write the state of all roles to `folder`, for `Checkpoints.writing`; returns when it is copied. See `is_saved`."""
         for name, group in self._kept_roles().items():
             await group.arun(SavedRole.begin_save, str(folder / name))
-        await in_thread("files", self._save_own, folder)
-
-    def _save_own(self, folder: Path) -> None:
-        coefficients = {name: getattr(self, name) for name in COEFFICIENTS}
-        (folder / STATE).write_text(json_text(coefficients), encoding="utf-8")
+        coefficients = json_text({name: getattr(self, name) for name in COEFFICIENTS})
+        await in_thread("files", (folder / STATE).write_text, coefficients, "utf-8")
         for hook in self.hooks.values():
-            hook.save(folder)
+            await in_thread("files", hook.save, folder)
 
     async def is_saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete; raises the error of a role whose part failed."""
@@ -473,7 +458,7 @@ class Learner:
             await check_arrived(group, folder / name, f"the {name}'s checkpoint")
 
     async def load(self, folder: Path) -> None:
-        """Load what `save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
+        """Load what `begin_save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
         for name, group in self._kept_roles().items():
             await group.arun(SavedRole.load, str(folder / name))
         # An older checkpoint has fewer coefficients, or none, which nothing steered.

@@ -18,9 +18,9 @@ from agentrl.cluster.group import Shard, batch_of
 from agentrl.cluster.worker import Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, KlConfig
 from agentrl.data.rows import TRUNCATED, Ragged, is_ragged, row_counts, row_ids, spread
-from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins
+from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, origins
 from agentrl.trainer.algorithms.base import Denominators, check_output
-from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, Selection, kl_estimate, selection_of
+from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, Selection, selection_of
 from agentrl.utils.errors import ConfigError, DispatchError
 
 if TYPE_CHECKING:
@@ -307,12 +307,6 @@ def with_counts(view: Ragged, parts: list[np.ndarray], length: int | None = None
     return counted.with_wide(added=tuple({kind: count(rows[origin[rows] == kind]) for kind in kinds} for rows in parts))
 
 
-def added_of(view: Ragged) -> tuple[dict[int, Denominators], ...] | None:
-    """Denominators of the rows that were added to each minibatch, by origin, over all ranks; None if none were."""
-    added: tuple[dict[int, Denominators], ...] | None = view.batch["added"] if "added" in view else None
-    return added
-
-
 def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
     """Rows that can have a gradient, bool [N]: those with a trained token on which a term of the loss is not zero.
 
@@ -339,7 +333,7 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
     there. The batch itself stays as it is: rows in no minibatch are sent to no rank.
     """
     keep = teaches(view, algorithm)
-    first = fresh_only(view, parts[0]) if parts else np.zeros(0, dtype=np.int64)
+    first = parts[0][origins(view)[parts[0]] == FRESH] if parts else np.zeros(0, dtype=np.int64)
     if len(first) and not keep[first].any():
         sampled = row_counts(view.tokens("sampled"), view.offsets).numpy()[first]
         # lexsort sorts by its last key first: rows with a sampled token, and among these the shortest.
@@ -361,24 +355,21 @@ def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection |
     noise = token_noise(view, seed)
     picked = torch.zeros(len(trained), dtype=torch.bool)
     for rows in parts:
-        own = fresh_only(view, rows).tolist()
+        own = rows[origins(view)[rows] == FRESH]
         spans = [torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in own]
         every = torch.cat(spans)
         indices = every[trained[every]]
         if len(indices):
             covariance = (logprobs[indices] - logprobs[indices].mean()) * (advantages[indices] - advantages[indices].mean())
-            picked[indices[choose_tokens(covariance, noise[indices], selection)]] = True
+            # Rounded down but at least one, as in the authors' code.
+            wanted, order = max(int(selection.share * len(indices)), 1), noise[indices]
+            if selection.low is None or selection.high is None:
+                chosen = torch.from_numpy(np.lexsort((order.numpy(), -covariance.numpy()))[:wanted])
+            else:
+                inside = ((covariance > selection.low) & (covariance < selection.high)).nonzero().squeeze(1)
+                chosen = inside[order[inside].argsort(stable=True)[:wanted]]
+            picked[indices[chosen]] = True
     return view.with_tokens(picked=picked)
-
-
-def choose_tokens(covariance: Tensor, noise: Tensor, selection: Selection) -> Tensor:
-    """Indices of the picked among M tokens, int64: `share` of them, rounded down but at least one (as in the authors' code);
-    those with the largest covariance, or random ones (by `noise`) among those within the bounds."""
-    wanted = max(int(selection.share * len(covariance)), 1)
-    if selection.low is None or selection.high is None:
-        return torch.from_numpy(np.lexsort((noise.numpy(), -covariance.numpy()))[:wanted])
-    inside = ((covariance > selection.low) & (covariance < selection.high)).nonzero().squeeze(1)
-    return inside[noise[inside].argsort(stable=True)[:wanted]]
 
 
 def token_noise(view: Ragged, seed: int) -> Tensor:
@@ -420,12 +411,6 @@ def check_kl(cfg: KlConfig) -> None:
             f'algorithm.kl.kind = "{kind}" in the loss has a gradient of mean 0 (that of log pi), so it does not '
             f'restrain the policy; use {KL.that_are("idle_gradient", False)}, "{kind}+", or where = "reward"'
         )
-
-
-def reward_penalty(view: Ragged, cfg: KlConfig) -> torch.Tensor:
-    """The KL of the proximal policy to the reference (`ref_logprobs`) at each sampled token, float32 [T]; 0 on
-    the others. The penalty is `coef` times it: R_t = r_t - coef (log pi_old - log pi_ref) with k1."""
-    return kl_estimate(kl_kind(cfg), proximal_of(view), view.tokens("ref_logprobs")) * view.tokens("sampled")
 
 
 def episode_sums(column: torch.Tensor, view: Ragged) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.placement import has_gpus
-from agentrl.config.schema import ClusterConfig, RolloutConfig, TrainConfig, WeightsConfig
+from agentrl.config.schema import TrainConfig, WeightsConfig
 from agentrl.engines.weights.base import ROUTES, Bucket, MembersChangedError, WeightTarget, order
 from agentrl.rollout.engine import Engine
 from agentrl.trainer.actor import Actor
@@ -28,8 +28,21 @@ def check_weights(config: TrainConfig) -> None:
 
     Reads: weights.route, weights.lora, model.lora, sft, cluster, rollout.colocate.
     """
-    if config.weights.route != AUTO:
-        _check_route(config.rollout, config.cluster, config.weights)
+    name, colocated = config.weights.route, config.rollout.colocate
+    traits = frozenset[str]() if name == AUTO else ROUTES.entry(name).traits
+    if "cuda" in traits and not (has_gpus(config.cluster, "actor") and has_gpus(config.cluster, "rollout")):
+        raise ConfigError(
+            f'weights.route = "{name}" goes from GPU to GPU, and actors and engine do not both have some; use one of '
+            f'{ROUTES.that_are("cuda", False)}, or "auto"'
+        )
+    if "own_gpus" in traits and not colocated:
+        raise ConfigError(
+            f'weights.route = "{name}" needs rollout.colocate: without it the engine has other GPUs than the actors; use "auto"'
+        )
+    if "other_gpus" in traits and colocated:
+        raise ConfigError(
+            f'weights.route = "{name}" does not work with rollout.colocate: the engine has the GPUs of the actors; use "auto"'
+        )
     if config.weights.lora == "merged":
         return
     if config.model.lora is None:
@@ -38,24 +51,6 @@ def check_weights(config: TrainConfig) -> None:
         raise ConfigError(
             'weights.lora = "adapter" does not work with [sft]: the adapter is merged into the warmed-up model, which therefore '
             'cannot serve as its base; use weights.lora = "merged"'
-        )
-
-
-def _check_route(rollout: RolloutConfig, cluster: ClusterConfig, weights: WeightsConfig) -> None:
-    name = weights.route
-    if "cuda" in ROUTES.entry(name).traits and not (has_gpus(cluster, "actor") and has_gpus(cluster, "rollout")):
-        raise ConfigError(
-            f'weights.route = "{name}" goes from GPU to GPU, and actors and engine do not both have some; use one of '
-            f'{ROUTES.that_are("cuda", False)}, or "auto"'
-        )
-    colocated, traits = rollout.colocate, ROUTES.entry(name).traits
-    if "own_gpus" in traits and not colocated:
-        raise ConfigError(
-            f'weights.route = "{name}" needs rollout.colocate: without it the engine has other GPUs than the actors; use "auto"'
-        )
-    if "other_gpus" in traits and colocated:
-        raise ConfigError(
-            f'weights.route = "{name}" does not work with rollout.colocate: the engine has the GPUs of the actors; use "auto"'
         )
 
 
@@ -158,7 +153,9 @@ class Publisher:
         reasons: list[str] = []
         for name in order() if self._cfg.route == AUTO else (self._cfg.route,):
             try:
-                await self._open_route(name, len(members))
+                offer = await self._actors.arun(Actor.open_route, name, self._cfg, len(members), self._target.loads_saved)
+                await self._target.attach(offer)
+                await self._actors.arun(Actor.route_attached)
             except ConfigError as problem:
                 reasons.append(str(problem))
                 continue
@@ -167,11 +164,6 @@ class Publisher:
             return
         await self._actors.arun(Actor.close_route)
         raise ConfigError("; ".join(reasons))
-
-    async def _open_route(self, name: str, receivers: int) -> None:
-        offer = await self._actors.arun(Actor.open_route, name, self._cfg, receivers, self._target.loads_saved)
-        await self._target.attach(offer)
-        await self._actors.arun(Actor.route_attached)
 
     async def _buckets(self) -> AsyncGenerator[Bucket, None]:
         """The buckets in order. While the engine loads one, the actors fill the next."""

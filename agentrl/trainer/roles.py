@@ -29,7 +29,7 @@ from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, counts_of, minibat
 from agentrl.trainer.optim import critic_optim, free_cached, rate
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
-from agentrl.trainer.update import Meter, Pack, Steps, UpdateSettings, compute_logprobs, forward_columns, visit_order
+from agentrl.trainer.update import Meter, Pack, Steps, compute_logprobs, forward_columns, visit_order
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.processor import own_threads
 
@@ -165,14 +165,6 @@ def moves(algorithm: AlgorithmConfig) -> bool:
     return algorithm.kl.reference == "moving"
 
 
-def policy_called(name: str) -> BaseEngine:
-    """Policy with this `name` in this process. Raises ConfigError for an unknown name."""
-    engine = POLICIES.get(name)
-    if engine is None:
-        raise ConfigError('algorithm.kl.reference = "moving": the policy that it follows is not in the process of this rank')
-    return engine
-
-
 def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig) -> None:
     """Raise ConfigError for a moving reference that has no policy to follow in its process.
 
@@ -228,7 +220,10 @@ class Reference(SavedRole):
     def follow(self, policy: str, decay: float) -> None:
         """theta_ref <- decay theta_ref + (1 - decay) theta, with theta of the actor that is shown as `policy` (`Actor.show`).
         Raises ConfigError if it is not in this process."""
-        self._ready().approach(policy_called(policy), 1.0 - decay)
+        engine = POLICIES.get(policy)
+        if engine is None:
+            raise ConfigError('algorithm.kl.reference = "moving": the policy that it follows is not in the process of this rank')
+        self._ready().approach(engine, 1.0 - decay)
         self._updates += 1
 
 
@@ -266,65 +261,51 @@ class Critic(TrainedRole):
     def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
         """One training step on a batch from `cut_update` with `values` (old) and `returns`; metrics over all ranks.
 
-        The learning rate follows `optim.warmup` and `optim.schedule`, counted in the critic's own updates.
+        The learning rate follows `optim.warmup` and `optim.schedule`, counted in the critic's own updates. Denominators are those
+        of the policy's update, except that tokens rejected there by an off-policy correction count here. Raises NonFiniteError if
+        the weights are not finite afterwards.
         """
-        engine = self._ready()
+        engine, cfg, view = self._ready(), self._critic, Ragged.of(batch)
         factor = self._set_rate()
-        settings = UpdateSettings(1.0, self._cap, seed, step)
-        metrics = update_critic(engine, Ragged.of(batch), algorithm, self._critic, settings)
+        parts, counts = minibatches(view), counts_of(view)
+        micros = plan_micro_batches(view, parts, self._cap, engine)
+        meter, steps = Meter(), Steps(engine, view, f"critic update {step}")
+
+        def loss_of(rows: list[int], number: int) -> torch.Tensor:
+            packed = Pack(view, rows, engine.device)
+            values, returns = engine.values(packed.micro), packed.column("returns")
+            loss = value_loss(values, packed.column("values"), returns, cfg.clip)
+            # No token is rejected here: an off-policy correction is about the policy's ratio, which a value does not have.
+            mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
+            offsets, weight = on_device(packed.compact, engine.device), packed.row("episode_tokens")
+            total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number], weight)
+            meter.add("loss", total)
+            meter.add("value", values)
+            meter.add("square_error", (values - returns).square())
+            meter.add("square_return", returns.square())
+            meter.add("return", returns)
+            return total
+
+        for epoch in range(cfg.epochs):
+            for number in visit_order(len(parts), epoch, seed, step):
+                steps.take(number, micros[number], partial(loss_of, number=number))
+        steps.check()
         self._updates += 1
-        return {**metrics, "critic/lr": factor * self._lr}
-
-
-def update_critic(
-    engine: BaseEngine,
-    view: Ragged,
-    algorithm: AlgorithmConfig,
-    cfg: CriticConfig,
-    settings: UpdateSettings,
-) -> dict[str, float]:
-    """All optimizer steps of one training step; every rank calls it with its own rows.
-
-    Its denominators are those of the policy's update, except that tokens rejected there by an off-policy correction count
-    here. Raises NonFiniteError if the weights are not finite afterwards.
-    """
-    parts, counts = minibatches(view), counts_of(view)
-    micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
-    meter, steps = Meter(), Steps(engine, view, f"critic update {settings.step}")
-
-    def loss_of(rows: list[int], number: int) -> torch.Tensor:
-        packed = Pack(view, rows, engine.device)
-        values = engine.values(packed.micro)
-        returns = packed.column("returns")
-        loss = value_loss(values, packed.column("values"), returns, cfg.clip)
-        # No token is rejected here: an off-policy correction is about the policy's ratio, which a value does not have.
-        mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
-        offsets, weight = on_device(packed.compact, engine.device), packed.row("episode_tokens")
-        total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number], weight)
-        meter.add("loss", total)
-        meter.add("value", values)
-        meter.add("square_error", (values - returns).square())
-        meter.add("square_return", returns.square())
-        meter.add("return", returns)
-        return total
-
-    for epoch in range(cfg.epochs):
-        for number in visit_order(len(parts), epoch, settings):
-            steps.take(number, micros[number], partial(loss_of, number=number))
-    steps.check()
-    sums, _ = meter.totals(engine)
-    if not steps.norms:
-        return {}
-    tokens = max(sum(part.tokens for part in counts) * cfg.epochs, 1.0)
-    mean = {name: value / tokens for name, value in sums.items()}
-    # 0 if all returns are equal, and by rounding even less.
-    variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
-    return {
-        "critic/loss": sums["loss"] / len(steps.norms),
-        "critic/value": mean["value"],
-        "critic/explained_variance": 1 - mean["square_error"] / variance,
-        **{f"critic/{name}": value for name, value in steps.metrics().items()},
-    }
+        found = {"critic/lr": factor * self._lr}
+        sums, _ = meter.totals(engine)
+        if not steps.norms:
+            return found
+        tokens = max(sum(part.tokens for part in counts) * cfg.epochs, 1.0)
+        mean = {name: value / tokens for name, value in sums.items()}
+        # 0 if all returns are equal, and by rounding even less.
+        variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
+        return {
+            "critic/loss": sums["loss"] / len(steps.norms),
+            "critic/value": mean["value"],
+            "critic/explained_variance": 1 - mean["square_error"] / variance,
+            **{f"critic/{name}": value for name, value in steps.metrics().items()},
+            **found,
+        }
 
 
 # The reward model

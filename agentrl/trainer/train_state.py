@@ -47,6 +47,8 @@ _CLASSES = {(_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", 
     (_FILESYSTEM, "_StorageInfo"),
     *(("pathlib", name) for name in ("PosixPath", "WindowsPath", "PurePosixPath")),
     ("pathlib._local", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
 }
 
 
@@ -72,8 +74,19 @@ class PlainReader(FileSystemReader):
 def metadata_of(content: bytes) -> Metadata:
     """The index that torch pickled, without what only its writer uses (planner data). Raises ValueError for anything else."""
     try:
-        made = _Unpickler(io.BytesIO(content)).load()
-        return _metadata(made)
+        row = _of(_Unpickler(io.BytesIO(content)).load(), "Metadata")
+        tensors: dict[str, STORAGE_TYPES] = {
+            _check_type(str, name): _tensor(name, entry)
+            for name, entry in _check_type(dict, row.get("state_dict_metadata")).items()
+        }
+        stored = {}
+        for key, entry in _check_type(dict, row.get("storage_data")).items():
+            at = _of(key, "MetadataIndex")
+            offset, index = at.get("offset"), at.get("index")
+            offset, index = None if offset is None else _size(offset), None if index is None else _whole(index)
+            stored[MetadataIndex(_check_type(str, at.get("fqn")), offset, index)] = _storage_info(entry)
+        version = row.get("version")
+        return Metadata(tensors, storage_data=stored, version=version if isinstance(version, str) else None)
     except pickle.UnpicklingError as problem:
         raise ValueError(f".metadata: {problem}") from None
     except Exception as problem:  # a pickle can fail with any error
@@ -104,42 +117,18 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         key = (module, name)
         if key not in self._made:
-            self._made[key] = self._make(module, name)
+            if key in _CLASSES:
+                self._made[key] = type(name, (_Record,), {})
+            elif module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+                self._made[key] = found
+            else:
+                raise pickle.UnpicklingError(
+                    f"it names {module}.{name}, which no checkpoint of tensors has; nothing of it was run"
+                )
         return self._made[key]
-
-    def _make(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES:
-            return type(name, (_Record,), {})
-        if (module, name) == ("torch", "Size"):
-            return type("Size", (_Record,), {})
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return type("layout", (_Record,), {})
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of tensors has; nothing of it was run")
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it refers to something outside of itself")
-
-
-def _metadata(made: Any) -> Metadata:
-    """Raises ValueError for what no checkpoint of tensors has."""
-    row = _of(made, "Metadata")
-    tensors: dict[str, STORAGE_TYPES] = {
-        _check_type(str, name): _tensor(name, entry) for name, entry in _check_type(dict, row.get("state_dict_metadata")).items()
-    }
-    stored = {}
-    for key, entry in _check_type(dict, row.get("storage_data")).items():
-        at = _of(key, "MetadataIndex")
-        offset, index = at.get("offset"), at.get("index")
-        place = MetadataIndex(
-            _check_type(str, at.get("fqn")),
-            None if offset is None else _size(offset),
-            None if index is None else _whole(index),
-        )
-        stored[place] = _storage_info(entry)
-    version = row.get("version")
-    return Metadata(tensors, storage_data=stored, version=version if isinstance(version, str) else None)
 
 
 def _tensor(name: str, made: Any) -> TensorStorageMetadata:
@@ -147,19 +136,15 @@ def _tensor(name: str, made: Any) -> TensorStorageMetadata:
     dtype = _of(row.get("properties"), "TensorProperties").state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: no dtype")
-    size = _size(row.get("size"))
-    chunks = [_chunk(name, size, chunk) for chunk in _check_type(list, row.get("chunks"))]
+    size, chunks = _size(row.get("size")), []
+    for chunk in (_of(part, "ChunkStorageMetadata") for part in _check_type(list, row.get("chunks"))):
+        offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        if not len(offsets) == len(sizes) == len(size) or any(
+            at + n > whole for at, n, whole in zip(offsets, sizes, size, strict=True)
+        ):
+            raise ValueError(f"{name}: a part of it lies outside of it")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-
-
-def _chunk(name: str, size: torch.Size, made: Any) -> ChunkStorageMetadata:
-    row = _of(made, "ChunkStorageMetadata")
-    offsets, sizes = _size(row.get("offsets")), _size(row.get("sizes"))
-    if not len(offsets) == len(sizes) == len(size) or any(
-        at + n > whole for at, n, whole in zip(offsets, sizes, size, strict=True)
-    ):
-        raise ValueError(f"{name}: a part of it lies outside of it")
-    return ChunkStorageMetadata(offsets, sizes)
 
 
 def _storage_info(made: Any) -> _StorageInfo:
@@ -280,7 +265,10 @@ def _write_small(folder: Path, meta: dict[str, Any]) -> None:
     """Every rank's RNG, and `meta` by rank 0."""
     rank, _ = _place()
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(_rng(), folder / f"rng_{rank}.pt")
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    torch.save(state, folder / f"rng_{rank}.pt")
     if rank == 0:
         (folder / META).write_text(json_text(meta), encoding="utf-8")
 
@@ -299,21 +287,21 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             load({"state": engine.state()}, storage_reader=reader, no_dist=alone)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded into this model: {_reason(error)}") from None
+        # Of torch's error of several ranks that of the first, without its traceback.
+        failures = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else []
+        first = failures[0] if failures else error
+        reason = ": ".join([type(first).__name__, *str(first).strip().splitlines()[:1]])
+        raise CheckpointError(f"{folder}: cannot be loaded into this model: {reason}") from None
     saved = folder / f"rng_{rank}.pt"
     if saved.is_file():
         try:
-            _set_rng(torch.load(saved, weights_only=True))
+            state = torch.load(saved, weights_only=True)
+            torch.set_rng_state(state["cpu"])
+            if "cuda" in state and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda"])
         except Exception as error:  # what a damaged or hostile pickle fails with has no common class
             raise CheckpointError(f"{saved}: not a random state: {type(error).__name__}") from error
     return meta
-
-
-def _reason(error: BaseException) -> str:
-    """Line of an error, of torch's of several ranks that of the first, without its traceback."""
-    first = next((failure[0] for failure in error.failures.values()), error) if isinstance(error, CheckpointException) else error
-    lines = str(first).strip().splitlines()
-    return f"{type(first).__name__}: {lines[0]}" if lines else type(first).__name__
 
 
 def saved_tensors(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
@@ -346,16 +334,3 @@ def _place() -> tuple[int, bool]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), False
     return 0, True
-
-
-def _rng() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

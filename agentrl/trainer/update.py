@@ -28,7 +28,6 @@ from agentrl.trainer.minibatch import (
     TERMS,
     Term,
     Visits,
-    added_of,
     check_kl,
     counts_of,
     kl_kind,
@@ -74,12 +73,13 @@ class Meter:
 
     def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima over all ranks, by name. Every rank must have added the same names."""
-        return self._reduce(engine, self._sums, "sum"), self._reduce(engine, self._tops, "max")
-
-    def _reduce(self, engine: BaseEngine, values: dict[str, Tensor], how: Literal["sum", "max"]) -> dict[str, float]:
-        names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
-        joined = engine.reduce(torch.stack([values[name].cpu() for name in names]), how).tolist() if names else []
-        return dict(zip(names, joined, strict=True))
+        found: list[dict[str, float]] = []
+        hows: tuple[Literal["sum", "max"], ...] = ("sum", "max")
+        for values, how in zip((self._sums, self._tops), hows, strict=True):
+            names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
+            joined = engine.reduce(torch.stack([values[name].cpu() for name in names]), how).tolist() if names else []
+            found.append(dict(zip(names, joined, strict=True)))
+        return found[0], found[1]
 
 
 def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators, ...]) -> dict[str, float]:
@@ -185,12 +185,13 @@ def update_policy(
     the same on every rank. Raises NonFiniteError if the weights are not finite afterwards.
     """
     loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
-    parts, counts, added = minibatches(view), counts_of(view), added_of(view)
+    parts, counts = minibatches(view), counts_of(view)
+    added: tuple[dict[int, Denominators], ...] | None = view.batch["added"] if "added" in view else None
     micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
     meter, steps = Meter(), Steps(engine, view, f"update {settings.step}")
     engine.expert_load()  # of what was computed before
     for epoch in range(algorithm.epochs):
-        for number in visit_order(len(parts), epoch, settings):
+        for number in visit_order(len(parts), epoch, settings.seed, settings.step):
             seen = visits if epoch == 0 else None
             more = None if added is None else Added(algorithm, counts[number], added[number], view.batch[TERMS])
             job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, not steps.norms, seen, more)
@@ -251,12 +252,12 @@ def _mean_denominator(counts: Denominators, algorithm: AlgorithmConfig) -> float
     return counts.tokens if algorithm.aggregate == "token_mean" else counts.episodes
 
 
-def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
+def visit_order(count: int, epoch: int, seed: int, step: int) -> list[int]:
     """The order in which an epoch visits the minibatches; the first epoch takes them as they are, as they are shuffled."""
     if epoch == 0:
         return list(range(count))
     # Only the order: what a minibatch holds is fixed by the driver, since its denominators belong to it.
-    order = np.random.default_rng([settings.seed, settings.step, epoch]).permutation(count)
+    order = np.random.default_rng([seed, step, epoch]).permutation(count)
     return [int(number) for number in order]
 
 
@@ -298,7 +299,12 @@ class _Job:
         kinds = None if self.added is None else spread(piece.row(ORIGIN), given.offsets, len(given.mask))
         fresh = None if kinds is None else kinds == FRESH  # played for this update
         mask, lengths = given.mask if fresh is None else given.mask & fresh, piece.row("episode_tokens")
-        tokens = tokens + self._kl(piece, given, mask)
+        if "ref_logprobs" in self.view:  # the KL is measured whenever there is a reference
+            kl = self.algorithm.kl
+            apart = kl_estimate(kl_kind(kl), logprobs, piece.column("ref_logprobs"))
+            self.meter.add("kl_reference", apart, mask)
+            if kl.where == "loss":
+                tokens = tokens + self.settings.kl_coef * apart
         total = aggregate(tokens, mask, given.offsets, self.algorithm.aggregate, self.counts, lengths)
         if self.added is not None and kinds is not None:
             total = total + self.added.loss(kinds, given, policy, lengths)
@@ -307,15 +313,6 @@ class _Job:
         if self.visits is not None and rows:
             self.visits.add(piece.row(SOURCE), piece.compact, given.logprobs - given.behaviour_logprobs)
         return total
-
-    def _kl(self, piece: Pack, given: LossInput, mask: Tensor) -> Tensor:
-        """The KL term of each token, including its coefficient; the KL is measured whenever there is a reference."""
-        if "ref_logprobs" not in self.view:
-            return torch.zeros_like(given.logprobs)
-        kl = self.algorithm.kl
-        value = kl_estimate(kl_kind(kl), given.logprobs, piece.column("ref_logprobs"))
-        self.meter.add("kl_reference", value, mask)
-        return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
 
     def _measure(
         self, piece: Pack, given: LossInput, out: LossOutput, entropy: Tensor, total: Tensor, fresh: Tensor | None

@@ -129,10 +129,14 @@ def _head(shape: Shape, predicted: int, device: torch.device, kernels: HeadKerne
     torch.autograd.backward(logprobs.sum())
 
 
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: attention.PackedSequences, form: Any) -> torch.Tensor:
+    return attention.varlen_attention(q, k, v, packed.cu_seqlens, packed.longest, form)
+
+
 def _attention_seconds(shape: Shape, lengths: list[int], device: torch.device, way: str) -> float:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     packed = attention.packed_rows(offsets, device)
-    function = {"auto": attention._attention, "varlen": attention._attend_varlen, "blocks": attention._blockwise}[way]
+    function = {"auto": attention._attention, "varlen": _varlen, "blocks": attention._blockwise}[way]
 
     def tensor(heads: int) -> torch.Tensor:
         size = (sum(lengths), heads, shape.head_dim)

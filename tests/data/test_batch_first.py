@@ -61,10 +61,10 @@ def test_pack_select_concat_unpack():
     packed = pack(Ragged.of(batch), [1, 0])
     assert packed["position_ids"].tolist() == [*range(10), *range(10)]
     assert packed["cu_seqlens"].tolist() == [0, 10, 20] and packed["cu_seqlens"].dtype == torch.int32
-    assert packed["rows"].tolist() == [1, 0] and packed["member"].tolist() == [1, 0]
+    assert packed["member"].tolist() == [1, 0]
     into = torch.zeros(20)
     unpack(Ragged.of(batch), [1, 0], torch.arange(20.0), into)
     assert into[:10].tolist() == list(range(10, 20))
     assert concat([batch, select(batch, [])])["token_ids"].values().equal(batch["token_ids"].values())
     dummy = pack(Ragged.of(select(batch, [])), [])
-    assert dummy["token_ids"].shape == (1,) and not dummy["sampled"].any() and dummy["rows"].tolist() == [-1]
+    assert dummy["token_ids"].shape == (1,) and not dummy["sampled"].any()

@@ -1,6 +1,7 @@
 """Actors and learners in this process, over the tiny model: what a test of a whole training step begins with."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.launch import launch
@@ -29,3 +30,15 @@ def opened(tiny: str, config: TrainConfig) -> Learner:
     learner = Learner(config, actors)
     asyncio.run(learner.open(tiny))
     return learner
+
+
+def save(learner: Learner, folder: Path) -> None:
+    """A checkpoint of all roles, complete."""
+
+    async def begin_and_wait() -> None:
+        await learner.begin_save(folder)
+        async with asyncio.timeout(60):
+            while not await learner.is_saved():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(begin_and_wait())

@@ -12,7 +12,7 @@ from agentrl.data.rows import collate
 from agentrl.trainer.learner import adapted_entropy_coef, check_learner
 from agentrl.utils.errors import ConfigError
 from tests.publishing import flat
-from tests.trainer.learners import config_of, opened
+from tests.trainer.learners import config_of, opened, save
 from tests.trainer.train_batches import toy_critic, trajectories
 
 
@@ -37,7 +37,7 @@ def test_an_update_has_the_coefficient_that_the_ones_before_it_led_to(tiny: str,
     batches = [collate(trajectories(8, seed=step)) for step in range(4)]
     for step, batch in enumerate(batches):
         (tmp_path / str(step)).mkdir()
-        asyncio.run(learner.save(tmp_path / str(step)))
+        save(learner, tmp_path / str(step))
         rows.append(asyncio.run(learner.step(batch, step)))
     assert [row["entropy_coef"] for row in rows] == pytest.approx([0, 0.25, 0.5, 0.6])
     for bonus, same in ((0.5, True), (0.25, False)):

@@ -33,7 +33,7 @@ from tests.config.observed import Course
 from tests.config.test_keys_flip import made
 from tests.conftest import proof
 from tests.publishing import flat
-from tests.trainer.learners import config_of, opened, start
+from tests.trainer.learners import config_of, opened, save, start
 from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
@@ -41,7 +41,7 @@ GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
 
 def state(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
     """Everything that a checkpoint holds of actor and critic: weights, moments, counts of steps."""
-    asyncio.run(learner.save(folder))
+    save(learner, folder)
     found = {}
     for role in ("actor", "critic"):
         dcp_to_torch_save(folder / role, folder / f"{role}.pt")

@@ -24,7 +24,7 @@ from agentrl.trainer.roles import Critic
 from agentrl.utils.errors import ConfigError
 from tests.publishing import flat
 from tests.tiny import SMALL
-from tests.trainer.learners import config_of, opened
+from tests.trainer.learners import config_of, opened, save
 from tests.trainer.train_batches import make_batch, toy_critic, train_batch, trajectories
 
 
@@ -64,15 +64,7 @@ def test_critic_warm_up_leaves_the_policy(tiny: str) -> None:
     assert not torch.equal(before, flat(learner.actors))
 
 
-async def saved_in_background(learner: Learner, folder: Path) -> None:
-    await learner.begin_save(folder)
-    async with asyncio.timeout(60):
-        while not await learner.is_saved():
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path, background: bool) -> None:
+def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path) -> None:
     algorithm = GAE.model_copy(update={"kl": KlConfig(coef=0.1, target=0.01, horizon=20)})
     config = config_of(algorithm=algorithm, critic=toy_critic())
     straight, broken, resumed = (opened(tiny, config) for _ in range(3))
@@ -81,7 +73,7 @@ def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path, background: boo
         last = asyncio.run(straight.step(batches[step], step))
     for step in range(2):
         asyncio.run(broken.step(batches[step], step))
-    asyncio.run(saved_in_background(broken, tmp_path) if background else broken.save(tmp_path))
+    save(broken, tmp_path)
     asyncio.run(resumed.load(tmp_path))
     assert resumed.kl_coef == broken.kl_coef != 0.1
     for step in range(2, 4):

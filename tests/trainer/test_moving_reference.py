@@ -21,7 +21,7 @@ from agentrl.trainer.roles import Reference
 from agentrl.trainer.train_engine import check_train_engine
 from agentrl.trainer.train_state import saved_tensors
 from agentrl.utils.errors import CheckpointError, ConfigError
-from tests.trainer.learners import config_of, opened
+from tests.trainer.learners import config_of, opened, save
 from tests.trainer.train_batches import toy_critic, toy_optim, trajectories
 
 Weights = dict[str, Tensor]
@@ -38,7 +38,7 @@ def step(learner: Learner, number: int) -> dict[str, float]:
 def saved(learner: Learner, folder: Path) -> tuple[Weights, Weights]:
     """The policy and the reference of a checkpoint, in float64."""
     folder.mkdir()
-    asyncio.run(learner.save(folder))
+    save(learner, folder)
     return of(folder / "actor"), of(folder / "reference")
 
 

@@ -189,7 +189,7 @@ def test_groups_are_kept_or_split_and_trees_stay_together(
         # On the rank with the most of them, 8 tokens a tree and 4 for each of its rows.
         trees_of = [found.together[mine][found.prefix[mine] > 0].tolist() for mine in found.ranks]
         own = max(8 * len(set(mine)) + 4 * len(mine) for mine in trees_of)
-        assert found.ratio == 1.0 or found.load + tree_cost * own < plain.load
+        assert not found.prefix.any() or found.load + tree_cost * own < plain.load
         for number in set(groups[part].tolist()):
             homes = {r for r, mine in enumerate(found.ranks) if number in groups[part][mine]}
             members = int((groups == number).sum())
