@@ -42,7 +42,13 @@ def is_whole(folder: Path) -> bool:
     """True if the manifest exists and every file that it lists has the listed size."""
     try:
         files = read_manifest(folder)["files"].items()
-        return all(_within(name) and (folder / name).stat().st_size == _size(said) for name, said in files)
+        for name, said in files:
+            # Outside of the folder may be a device, which is read for ever.
+            if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+                return False
+            if (folder / name).stat().st_size != int(said["size"] if isinstance(said, dict) else said):
+                return False
+        return True
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return False
 
@@ -87,16 +93,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _within(name: str) -> bool:
-    """Return True if a file that a manifest names is in its folder: outside may be a device, which is read for ever."""
-    path = PurePath(name)
-    return not path.is_absolute() and ".." not in path.parts
-
-
-def _size(said: Any) -> int:
-    return int(said["size"] if isinstance(said, dict) else said)
 
 
 def _sums(paths: Sequence[Path]) -> list[str]:
@@ -221,7 +217,7 @@ class Checkpoints:
             if not old.with_name(old.name.removeprefix(_OLD)).exists():
                 old.rename(old.with_name(old.name.removeprefix(_OLD)))
         newest = self.newest()
-        last = -1 if newest is None else int(_NAME.fullmatch(newest.name)[2])  # type: ignore[index]
+        last = -1 if newest is None else int(newest.name.rpartition("_")[2])
         begun = self._steps(begun=True)
         for _, path in begun:
             shutil.rmtree(path, ignore_errors=True)

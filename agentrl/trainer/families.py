@@ -15,27 +15,16 @@ from torch import Tensor, nn
 from agentrl.config.envs import widest
 from agentrl.config.schema import ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.rows import Ragged, build, nested_tensor
-from agentrl.data.schedule import Tree, share
+from agentrl.data.schedule import Tree
 from agentrl.render.modality import modality_of
-from agentrl.trainer.attention import PACKED, keep_rows_apart, packed_rows, packed_trees, register_packed_attention
-from agentrl.trainer.language_model import Micro, PolicyModule, ScoreModule, ValueModule, backbone, layers_of, positions
+from agentrl.trainer.attention import PACKED, keep_rows_apart, register_packed_attention
+from agentrl.trainer.language_model import Micro, PolicyModule, ScoreModule, ValueModule, backbone, layers_of
 from agentrl.trainer.pretrained import load_model_config, model_config
 from agentrl.trainer.train_engine import TRAIN_ENGINES
+from agentrl.trainer.update import Pack
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
 
 # Rotary embeddings
-
-
-def check_lengths(longest: int, key: str, label: str, model: Any) -> None:
-    """Raise ConfigError if rows of the run, of at most `longest` tokens by `key`, may be longer than the frequencies of the model
-    at `label` stay the same for."""
-    for kind, limit in switches(model):
-        if longest > limit:
-            raise ConfigError(
-                f"{key} = {longest}: the rotary embedding of {label} (rope_type {kind!r}) has other frequencies in a pass with "
-                f"a row of more than {limit} tokens than in one without, so a row is sampled in one way and trained in another; "
-                f"set it to at most {limit}, and vllm.max_model_len too, by which vLLM chooses between them"
-            )
 
 
 def switches(model: Any) -> Iterator[tuple[str, int]]:
@@ -67,12 +56,9 @@ KEPT = 2
 
 _HIDDEN = ("hidden_size", "dim_model", "embedding_dim", "lru_width", "attention_hidden_size", "word_embed_proj_dim")
 _HEADS = (
-    "num_attention_heads",
-    "swa_num_attention_heads",
-    "linear_num_heads",
-    "num_decoder_attention_heads",
+    "num_attention_heads", "swa_num_attention_heads", "linear_num_heads", "num_decoder_attention_heads",
     "num_attention_heads_per_layer",
-)
+)  # fmt: skip
 _KEY_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num_query_groups")
 _INNER = (
     "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size",
@@ -84,14 +70,9 @@ _INNER = (
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _WINDOWS = (
-    "sliding_window",
-    "attention_window_size",
-    "sliding_window_size",
-    "local_attention",
-    "attention_chunk_size",
-    "floor_scale",
+    "sliding_window", "attention_window_size", "sliding_window_size", "local_attention", "attention_chunk_size", "floor_scale",
     "window_size",
-)
+)  # fmt: skip
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_source_positions", "context_length")
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size")
@@ -129,20 +110,10 @@ def dropouts(config: Any) -> dict[str, float]:
 def _shrink(part: Any) -> None:
     _fix(part, _VOCABULARIES, VOCABULARY)
     _fix(part, _POSITIONS, POSITIONS)
-    _set(part, _WINDOWS, lambda old: min(old, WINDOW))
-    _set(part, _CHUNKS, lambda old: min(old, WINDOW))
-    _set(part, ("index_topk",), lambda old: min(old, WINDOW))
+    _set(part, (*_WINDOWS, *_CHUNKS, "index_topk"), lambda old: min(old, WINDOW))
     for name, value in list(vars(part).items()):
-        if name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY:
+        if name.endswith("token_id") and (isinstance(value, list) or (isinstance(value, int) and value >= VOCABULARY)):
             setattr(part, name, 1)
-        if name.endswith("token_id") and isinstance(value, list):
-            setattr(part, name, 1)
-    _shrink_experts(part)
-    _shrink_heads(part)
-    _set(part, _INNER, lambda old: min(old, WIDTH))
-
-
-def _shrink_experts(part: Any) -> None:
     chosen = next((getattr(part, name) for name in _CHOSEN if isinstance(getattr(part, name, None), int)), 1)
     groups = getattr(part, "n_group", None) or getattr(part, "num_expert_group", None) or 1
     if groups > 1:
@@ -150,6 +121,8 @@ def _shrink_experts(part: Any) -> None:
         _fix(part, ("topk_group",), 1)
     _set(part, _CHOSEN, lambda old: min(old, 2))
     _set(part, _EXPERTS, lambda old: min(old, EXPERTS if chosen > 1 else EXPERTS // 2))
+    _shrink_heads(part)
+    _set(part, _INNER, lambda old: min(old, WIDTH))
 
 
 def _shrink_heads(part: Any) -> None:
@@ -213,24 +186,15 @@ def keep_layers(config: Any, count: int, every: int) -> Any:
 
 def kinds_needed(layers: list[nn.Module]) -> int:
     """Number of first layers that hold one of every kind."""
-    seen: set[str] = set()
-    last = 0
-    for number, layer in enumerate(layers):
-        kind = _kind(layer)
-        if kind not in seen:
-            seen.add(kind)
-            last = number
-    return max(last + 1, min(KEPT, len(layers)))
-
-
-def _kind(layer: nn.Module) -> str:
-    """Kind of a layer, without its number: the classes of its parts, shapes, and their flags and words."""
-    lines = []
-    for name, module in layer.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | str | None) or "window" in k or "theta" in k}
-        plain.pop("_is_hf_initialized", None)
-        lines.append(f"{name} {type(module).__name__} {sorted((k, str(v)) for k, v in plain.items())}")
-    return "\n".join(lines)
+    kinds: list[str] = []
+    for layer in layers:
+        lines = []  # its parts, without its number: their classes, flags and words
+        for name, module in layer.named_modules():
+            plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | str | None) or "window" in k or "theta" in k}
+            plain.pop("_is_hf_initialized", None)
+            lines.append(f"{name} {type(module).__name__} {sorted((k, str(v)) for k, v in plain.items())}")
+        kinds.append("\n".join(lines))
+    return max(max(map(kinds.index, kinds)) + 1, min(KEPT, len(layers)))
 
 
 def _number(part: Any, name: str) -> int | None:
@@ -325,18 +289,11 @@ class Sample:
             return Measured(0.0)
         return _compare_results(lambda: self._alone(row[: PREFIX + 2]), whole[: PREFIX + 1])
 
-    def measure_packed(self) -> Measured:
-        """All rows in one pass."""
-        return _compare_results(lambda: self._ours(PACKED, [(0, 1, 2, 3)], ()), torch.cat(self.reference))
-
-    def measure_shared(self) -> Measured:
-        """All rows in one pass, and their common beginning once."""
-        trees = (Tree((0, 1, 3), PREFIX), Tree((2,), 0))
-        return _compare_results(lambda: self._ours(PACKED, [(0, 1, 2, 3)], trees), torch.cat(self.reference))
-
-    def one_row(self, attention: str | None = None) -> Measured:
-        """Each row in a pass of its own, with an attention function of transformers, by default the one that it chooses."""
-        return _compare_results(lambda: self._ours(attention, [(0,), (1,), (2,), (3,)], ()), torch.cat(self.reference))
+    def measure(self, attention: str | None, together: bool, trees: tuple[Tree, ...] = ()) -> Measured:
+        """All rows in one pass, or each in a pass of its own. `attention`: a function of transformers, None: its
+        own choice; `trees`: common beginnings that are computed once."""
+        passes: list[tuple[int, ...]] = [(0, 1, 2, 3)] if together else [(0,), (1,), (2,), (3,)]
+        return _compare_results(lambda: self._ours(attention, passes, trees), torch.cat(self.reference))
 
     @torch.no_grad()
     def _ours(self, attention: str | None, passes: list[tuple[int, ...]], trees: tuple[Tree, ...]) -> Tensor:
@@ -362,21 +319,12 @@ class Sample:
 
 
 def micro_of(view: Ragged, rows: tuple[int, ...], trees: tuple[Tree, ...]) -> Micro:
-    """The rows as the model's input, end to end or as trees; all their tokens but the first of a row are wanted."""
-    ids, lengths = view.tokens("token_ids"), view.lengths
-    parts = [ids[int(view.offsets[row]) : int(view.offsets[row + 1])] for row in rows]
-    offsets = torch.tensor([0, *torch.tensor([len(part) for part in parts]).cumsum(0).tolist()])
-    flat, place, packed = torch.cat(parts), positions(offsets), packed_rows(offsets)
-    inner = torch.ones(len(flat), dtype=torch.bool)
-    inner[offsets[:-1]] = False
-    indices, last = inner.nonzero().squeeze(1), offsets[1:] - 1
-    before, targets = indices - 1, flat[indices]
-    if trees:
-        made = share(view, rows, trees)
-        flat, place = made.token_ids, made.position_ids
-        before, last = made.at[before], made.at[last]
-        packed = packed_trees(made.spans, int(lengths.max()), flat.device)
-    return Micro(flat, place, packed, before, targets, last)
+    """The rows as the model's input, packed as an update packs them: end to end, or as trees (of all rows). All tokens but the
+    first of a row are wanted."""
+    together, prefix = torch.full((len(view),), -1), torch.zeros(len(view), dtype=torch.int64)
+    for number, tree in enumerate(trees):
+        together[list(tree.rows)], prefix[list(tree.rows)] = number, tree.prefix
+    return Pack(view.with_rows(together=together, prefix=prefix), list(rows), torch.device("cpu")).micro
 
 
 def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
@@ -386,8 +334,9 @@ def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
     begin, *parts = torch.split(ids, [PREFIX, *ENDS, ALONE])
     rows = [torch.cat([begin, parts[0]]), torch.cat([begin, parts[1]]), parts[3], torch.cat([begin, parts[2]])]
     offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
-    group = torch.zeros(len(rows), dtype=torch.int64)
-    return rows, Ragged.of(build({"token_ids": nested_tensor(torch.cat(rows), offsets), "group": group}, len(rows)))
+    wanted = torch.ones(int(offsets[-1]), dtype=torch.bool).index_fill_(0, offsets[:-1], 0)
+    columns = {"token_ids": torch.cat(rows), "sampled": wanted}
+    return rows, Ragged.of(build({name: nested_tensor(values, offsets) for name, values in columns.items()}, len(rows)))
 
 
 def small(config: Any, kind: Kind) -> Any:
@@ -510,15 +459,28 @@ def packing_of(config: TrainConfig) -> Packing:
         longest, key = config.optim.micro_tokens, "optim.micro_tokens"
     models = models_of(config)
     for label, _, model in models:
-        check_lengths(longest, key, label, model)
+        for rope, limit in switches(model):
+            if longest > limit:
+                raise ConfigError(
+                    f"{key} = {longest}: the rotary embedding of {label} (rope_type {rope!r}) has other frequencies in a pass "
+                    f"with a row of more than {limit} tokens than in one without, so a row is sampled in one way and trained in "
+                    f"another; set it to at most {limit}, and vllm.max_model_len too, by which vLLM chooses between them"
+                )
     found = [probe_family(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models]
     wrong = [one for one in found if not one.packed.right]
+    why = "; ".join(f"with packed rows {one.name} {one.packed}" for one in wrong)
     if wrong and asked == "packed":
-        raise ModelError(f'model.packing = "packed": {_said(wrong)}; set "auto", or take another model ({RIGHT})')
+        raise ModelError(f'model.packing = "packed": {why}; set "auto", or take another model ({RIGHT})')
     if wrong or asked.startswith("one_row"):
         tried = [probe_family(model, kind, label, one_row=True) for label, kind, model in models]
-        return _one_row(config.model, config.optim, tried, _said(wrong))
-    _check_heads(config.model.sequence_parallel, models)
+        return _one_row(config.model, config.optim, tried, why)
+    for label, kind, model in models if (parts := config.model.sequence_parallel) > 1 else []:
+        heads = getattr(model.get_text_config(decoder=True), "num_attention_heads", None)
+        if kind != "score" and isinstance(heads, int) and heads % parts:
+            raise ConfigError(
+                f"model.sequence_parallel = {parts} does not divide the {heads} attention heads of {label}, which ranks that "
+                "share tokens divide among themselves"
+            )
     apart = [one for one in found if not one.shared.right]
     names = " and ".join(dict.fromkeys(one.name for one in found))
     if not apart:
@@ -528,21 +490,6 @@ def packing_of(config: TrainConfig) -> Packing:
     if config.optim.prefix_sharing == "on":
         raise ConfigError(f'optim.prefix_sharing = "on": {reason}; set "off"')
     return Packing("packed", False, f"packed, without prefix sharing: {reason}")
-
-
-def _check_heads(share: int, models: list[tuple[str, Kind, Any]]) -> None:
-    """Raise ConfigError if ranks that share tokens cannot divide the attention heads of a trained model among themselves."""
-    for label, kind, model in models if share > 1 else []:
-        heads = getattr(model.get_text_config(decoder=True), "num_attention_heads", None)
-        if kind != "score" and isinstance(heads, int) and heads % share:
-            raise ConfigError(
-                f"model.sequence_parallel = {share} does not divide the {heads} attention heads of {label}, which ranks that "
-                "share tokens divide among themselves"
-            )
-
-
-def _said(wrong: list[Probed]) -> str:
-    return "; ".join(f"with packed rows {one.name} {one.packed}" for one in wrong)
 
 
 def _one_row(cfg: ModelConfig, optim: OptimConfig, found: list[Probed], why: str) -> Packing:
@@ -583,14 +530,10 @@ def probe_family(config: Any, kind: Kind, label: str, *, one_row: bool = False) 
     any way: it is not causal, random in training, or cannot be tried."""
     key = json.dumps([config.to_dict(), kind, one_row], sort_keys=True, default=str)
     if key not in _probed:
-        _probed[key] = _probe(config, kind, f"{label}: the family {family(config)}", one_row)
+        classes = ", ".join(getattr(config, "architectures", None) or [])
+        name = f"{label}: the family {config.model_type}" + (f" ({classes})" if classes else "")
+        _probed[key] = _probe(config, kind, name, one_row)
     return _probed[key]
-
-
-def family(config: Any) -> str:
-    """The family's name, with the class of its model."""
-    kinds = ", ".join(getattr(config, "architectures", None) or [])
-    return f"{config.model_type} ({kinds})" if kinds else str(config.model_type)
 
 
 def _probe(config: Any, kind: Kind, name: str, one_row: bool) -> Probed:
@@ -609,7 +552,8 @@ def _probe(config: Any, kind: Kind, name: str, one_row: bool) -> Probed:
             f"{name} is not causal: with another end of a row, its own code's values at the beginning {ahead}, so the "
             f"sampled policy is not the trained one; take another model ({RIGHT})"
         )
-    packed, shared = sample.measure_packed(), sample.measure_shared()
-    own = sample.one_row() if one_row or not packed.right else None
-    eager = sample.one_row("eager") if own is not None else None
+    packed = sample.measure(PACKED, True)
+    shared = sample.measure(PACKED, True, (Tree((0, 1, 3), PREFIX), Tree((2,), 0)))
+    own = sample.measure(None, False) if one_row or not packed.right else None
+    eager = sample.measure("eager", False) if own is not None else None
     return Probed(name, packed, shared, own, eager)

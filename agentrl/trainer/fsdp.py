@@ -63,30 +63,7 @@ from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
 PREFIX = "hf."
 
 
-@TRAIN_ENGINES.register(
-    "fsdp2",
-    traits={
-        "lora",
-        "critic",
-        "reward_model",
-        "sft",
-        "replicas",
-        "sequence_parallel",
-        "tensor_parallel",
-        "expert_parallel",
-        "cpu_offload",
-        "offload",
-        "compile",
-        "families",
-        "shard_gradients",
-        "activation_checkpointing",
-        "moving_reference",
-        "prefix_sharing",
-        "router_replay",
-        "alone",
-        "vision",
-    },
-)
+@TRAIN_ENGINES.register("fsdp2", traits=TRAIN_ENGINES.words["traits"])  # all that there are
 class FsdpEngine(BaseEngine):
     """One rank's part of the model."""
 
@@ -173,12 +150,18 @@ class FsdpEngine(BaseEngine):
         options: dict[str, Any] = {"mp_policy": policy, "mesh": self.layout.fsdp}
         if self.cfg.offload == "always":
             options["offload_policy"] = CPUOffloadPolicy()
+
+        def expert_shards(parameter: nn.Parameter) -> Shard | None:
+            assert self.layout.experts is not None
+            place = expert_dimension(parameter.shape, self.cfg.expert_parallel, self.layout.experts["efsdp"].size())
+            return None if place is None else Shard(place)
+
         # Layers first: the call for the root takes what they leave (embeddings, head, last norm). With the root alone, the
         # whole model would be gathered at once.
         for experts in self._experts:
             assert self.layout.experts is not None
             others: dict[str, Any] = {**options, "mesh": self.layout.experts["efsdp"]}
-            fully_shard(experts, **others, shard_placement_fn=self._expert_shards)
+            fully_shard(experts, **others, shard_placement_fn=expert_shards)
         for layer in layers_of(self.module):
             fully_shard(layer, **options)
         fully_shard(self.module, **options)
@@ -186,11 +169,6 @@ class FsdpEngine(BaseEngine):
             # Both are needed for sums instead of means: gloo does not support a reduce with the divide factor alone.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-
-    def _expert_shards(self, parameter: nn.Parameter) -> Shard | None:
-        assert self.layout.experts is not None
-        place = expert_dimension(parameter.shape, self.cfg.expert_parallel, self.layout.experts["efsdp"].size())
-        return None if place is None else Shard(place)
 
     def _parts(self) -> list[FSDPModule]:
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
@@ -285,8 +263,16 @@ class FsdpEngine(BaseEngine):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.onload()
-        for name, full in self._weights_with_adapters() if self.cfg.lora is not None else self._plain():
-            yield self.hf_name(name), self._cast(name, full)
+        if self.cfg.lora is None:
+            found = self._plain()
+        else:  # the adapters are added in float32, one tensor at a time
+            held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
+            found = merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
+        for name, full in found:
+            # A buffer keeps its own type, in which the model computes with it: a router's bias in bfloat16 would choose other
+            # experts.
+            plain = name in self._buffers or not full.is_floating_point()
+            yield self.hf_name(name), full.detach().to(full.dtype if plain else self.compute_dtype)
 
     def resident(self) -> list[Tensor]:
         if self._gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
@@ -332,12 +318,6 @@ class FsdpEngine(BaseEngine):
     def saving(self) -> Saving:
         return Saving(empty_model(self.path, self.config, dtype=self.compute_dtype, attn_implementation="eager"))
 
-    def _weights_with_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights with the adapters added in float32, one tensor at a time."""
-        held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
-        assert self.cfg.lora is not None
-        return merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
-
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
         seen: set[str] = set()
@@ -347,8 +327,10 @@ class FsdpEngine(BaseEngine):
             part.unshard()
             try:
                 for name, parameter in part.named_parameters(prefix):
-                    # A parameter of a nested part is still sharded here; it is yielded with its own part.
-                    if name not in seen and not _is_sharded(parameter) and not self._left_out(name):
+                    # A parameter of a nested part is still sharded here; it is yielded with its own part. One that is split by
+                    # tensor or expert parallelism alone is a DTensor too.
+                    axes = set(parameter.device_mesh.mesh_dim_names or ("",)) if isinstance(parameter, DTensor) else set()
+                    if name not in seen and axes <= {"tp", "ep"} and not self._left_out(name):
                         seen.add(name)
                         yield name, full_tensor(parameter)
             finally:
@@ -382,7 +364,7 @@ class FsdpEngine(BaseEngine):
         return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
 
     def export(self, folder: Path) -> None:
-        tensors = self._one_by_one()
+        tensors = self.tensors()
         try:
             if not self.sharded or dist.get_rank() == 0:
                 model: dict[str, Any] = {"trust": self.cfg.trust_remote_code, "chat_template": self.cfg.chat_template}
@@ -391,31 +373,9 @@ class FsdpEngine(BaseEngine):
             for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
                 pass
 
-    def _one_by_one(self) -> Iterator[tuple[str, Tensor]]:
-        """As `tensors`, but gathered tensor by tensor: slower, and never more than one tensor is unsharded."""
-        self.onload()
-        if self.cfg.lora is not None:
-            found = self._weights_with_adapters()
-        else:
-            held = self.module.state_dict()
-            found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if not self._left_out(name))
-        for name, full in found:
-            yield self.hf_name(name), self._cast(name, full)
-
     @cached_property
     def _buffers(self) -> set[str]:
         return {name for name, _ in self.module.named_buffers()}
-
-    def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """A weight in the type of the computation. A buffer keeps its own, in which the model computes with it: a router's bias
-        in bfloat16 would choose other experts."""
-        plain = name in self._buffers or not tensor.is_floating_point()
-        return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    """Return True if FSDP2 holds a shard of it now. A parameter split by tensor or expert parallelism alone is a DTensor too."""
-    return isinstance(parameter, DTensor) and not {"tp", "ep"} >= set(parameter.device_mesh.mesh_dim_names or ("",))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Log probabilities and entropies by chunks, the head of a family, and the modules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -232,30 +232,18 @@ def head_rule(model: Any) -> HeadRule:
     # Numbers are needed, also if the caller makes everything else on the meta device (trainer/memory.py).
     with torch.device("cpu"):
         hidden, products, seen, logits = _measure_head(model, head, name)
-    before = _ratio(seen, hidden)
-    if before is None or not before > 0:
+    before = float(seen.flatten()[0] / hidden.flatten()[0])
+    if seen.shape != hidden.shape or not before > 0 or not torch.allclose(seen, before * hidden, rtol=_NEAR, atol=0.0):
         raise ModelError(f"{name}: between its last hidden states and its output embedding there is more than a scale")
-    rule = _fit_rule(products, logits) if logits.shape == products.shape else None
-    if rule is None or not rule.scale > 0:
-        raise ModelError(f"{name}: its logits are neither a scale nor a tanh cap of its output embedding's results")
-    return HeadRule(before, rule.scale, rule.cap)
-
-
-def _ratio(found: Tensor, given: Tensor) -> float | None:
-    """r if `found` = r `given`."""
-    if found.shape != given.shape:
-        return None
-    factor = float(found.flatten()[0] / given.flatten()[0])
-    return factor if torch.allclose(found, factor * given, rtol=_NEAR, atol=0.0) else None
-
-
-def _fit_rule(products: Tensor, logits: Tensor) -> HeadRule | None:
+    # The scale shows in the smallest logit, and a cap, if there is one, in the largest.
     x, y = products.flatten(), logits.flatten()
     least, most = int(x.abs().argmin()), int(x.argmax())
-    scale = float(y[least] / x[least])
-    capped = not torch.isclose(y[most], scale * x[most], rtol=_NEAR, atol=0.0)
-    rule = HeadRule(scale=scale, cap=float(y[most]) if capped else None)
-    return rule if torch.allclose(rule.logits(x), y, rtol=_NEAR, atol=0.0) else None
+    scale = float(y[least] / x[least]) if logits.shape == products.shape else 0.0
+    capped = scale > 0 and not torch.isclose(y[most], scale * x[most], rtol=_NEAR, atol=0.0)
+    rule = HeadRule(before, scale, float(y[most]) if capped else None)
+    if not scale > 0 or not torch.allclose(rule.logits(x), y, rtol=_NEAR, atol=0.0):
+        raise ModelError(f"{name}: its logits are neither a scale nor a tanh cap of its output embedding's results")
+    return rule
 
 
 def _measure_head(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -279,8 +267,12 @@ def _measure_head(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tenso
         return products.clone()
 
     with ExitStack() as stack, torch.no_grad():
-        for part in {id(part): part for part in (backbone(model), _decoder(model)) if part is not None}.values():
-            stack.enter_context(_instead(part, lambda *_, **__: States(last_hidden_state=hidden)))
+        # Some families call their decoder in place of the base model that holds it.
+        with suppress(AttributeError, NotImplementedError):
+            decoder = model.get_decoder()
+            if decoder is not model and decoder is not backbone(model):
+                stack.enter_context(_instead(decoder, lambda *_, **__: States(last_hidden_state=hidden)))
+        stack.enter_context(_instead(backbone(model), lambda *_, **__: States(last_hidden_state=hidden)))
         stack.enter_context(_instead(head, embedding))
         try:
             found = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits
@@ -295,15 +287,6 @@ def backbone(model: Any) -> Any:
     """The part of a transformers model that makes the last hidden states."""
     # `base_model` is the model itself if its prefix, as that of Llama 4's text model, names a part of a larger model.
     return getattr(model, "model", model) if model.base_model is model else model.base_model
-
-
-def _decoder(model: Any) -> Any:
-    """The part that some families call in place of the base model that holds it."""
-    try:
-        found = model.get_decoder()
-    except (AttributeError, NotImplementedError):
-        return None
-    return None if found is model else found
 
 
 @contextmanager
@@ -387,16 +370,13 @@ class ValueModule(nn.Module):
 
     def forward(self, micro: Micro) -> Tensor:
         """Values of the states in which the tokens `micro.targets` were chosen: float32 [M]."""
-        group = micro.packed.ulysses
+        group, indices = micro.packed.ulysses, micro.before
         hidden, first = backbone_states(self.hf, micro)
-        if group is None:
-            return self._read(hidden, micro.before)
-        local, counts, back = shares(micro.before, len(hidden), group)
-        return group.gather(self._read(hidden, micro.before[local] - first), counts)[back]
-
-    def _read(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        values: Tensor = self.head(hidden.index_select(0, indices)).squeeze(1).float()
-        return values
+        if group is not None:
+            local, counts, back = shares(indices, len(hidden), group)
+            indices = indices[local]
+        values: Tensor = self.head(hidden.index_select(0, indices - first)).squeeze(1).float()
+        return values if group is None else group.gather(values, counts)[back]
 
 
 class ScoreModule(nn.Module):
@@ -453,13 +433,6 @@ def share_tokens(micro: Micro, group: Ulysses) -> Micro:
         packed=replace(pad_sequences(micro.packed, missing), ulysses=group),
         experts=None if micro.experts is None else torch.cat([micro.experts, free(micro.experts, missing)]),
     )
-
-
-def positions(offsets: Tensor) -> Tensor:
-    """Position of each token in its row: int64 [T]."""
-    total = int(offsets[-1])
-    starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
-    return torch.arange(total, device=offsets.device) - starts
 
 
 Role = Literal["policy", "value", "score"]

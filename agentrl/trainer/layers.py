@@ -32,6 +32,7 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
     except ImportError as error:
         raise DependencyError("model.lora needs peft: pip install 'agentrl[peft]'") from error
     # Layers of a vision tower may have the same names.
@@ -48,7 +49,14 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # every rank must draw the same adapters
             inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
-            _draw(model)
+            # Real adapters in place of those on the meta device, where peft puts them with the model; drawn in the order in
+            # which peft draws them when it makes them itself.
+            for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+                for name, down in layer.lora_A.items():
+                    up = layer.lora_B[name]
+                    layer.lora_A[name] = nn.Linear(down.in_features, down.out_features, bias=False)
+                    layer.lora_B[name] = nn.Linear(up.in_features, up.out_features, bias=False)
+                    layer.reset_lora_parameters(name, True)
     except ValueError as error:
         raise ModelError(f"model.lora.modules = {names}: {str(error).splitlines()[0]}") from error
     finally:
@@ -71,20 +79,6 @@ def without_adapters(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def _draw(model: Any) -> None:
-    """Real adapters in place of those on the meta device, where peft puts them with the model; drawn in the order in which
-    peft draws them when it makes them itself."""
-    from peft.tuners.lora import LoraLayer
-
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer):
-            for name, down in layer.lora_A.items():
-                up = layer.lora_B[name]
-                layer.lora_A[name] = nn.Linear(down.in_features, down.out_features, bias=False)
-                layer.lora_B[name] = nn.Linear(up.in_features, up.out_features, bias=False)
-                layer.reset_lora_parameters(name, True)
 
 
 def adapter_of(held: Iterable[str], full: Callable[[str], Tensor]) -> dict[str, Tensor]:

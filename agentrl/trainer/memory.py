@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ def by_size(asked: bool | None, size: int) -> bool:
 
 # Activations
 
-COUNTED, NOTED = "agentrl_counted", "agentrl_noted"
+COUNTED = "agentrl_counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +79,23 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
     handles = [h for layer in layers for h in (layer.register_forward_pre_hook(mark), layer.register_forward_hook(mark))]
     try:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor), _CountedProducts():
-            _forward(module, _micro(tokens))
+            _forward(module, tokens)
     finally:
         for handle in handles:
             handle.remove()
     sizes = [after - before for before, after in zip(marks[1::2], marks[2::2], strict=True)]
-    width = module.get_parameter(next(name for name, _ in module.named_parameters())).element_size()
+    width = next(module.parameters()).element_size()
     model: Any = module.hf
-    hidden = int(model.config.get_text_config().hidden_size)
-    return Activations(
-        kept.total, sum(sizes), max(sizes), kept.largest, len(layers) * tokens * hidden * width, *_logits(module, tokens, width)
-    )
+    inputs = len(layers) * tokens * int(model.config.get_text_config().hidden_size) * width
+    logits = chunk = 0
+    if isinstance(module, PolicyModule):
+        # As `_ChunkedLogprobs` has them at once: the logits as computed and as float32, and p; in the backward pass also two
+        # terms of the gradient, and the float32 gradient of the output embedding with its cast.
+        weight = model.get_output_embeddings().weight
+        cells = min(CHUNK, tokens) * len(weight)
+        logits = cells * (4 * 4 + width) + (weight.numel() * (4 + width) if weight.requires_grad else 0)
+        chunk = cells * (2 * 4 + width)
+    return Activations(kept.total, sum(sizes), max(sizes), kept.largest, inputs, logits, chunk)
 
 
 class _Kept:
@@ -110,24 +115,12 @@ class _Kept:
         return tensor
 
 
-def _micro(tokens: int) -> Micro:
+def _forward(module: nn.Module, tokens: int) -> None:
+    """A pass over one row of `tokens` tokens, all of them wanted, on the meta device."""
     positions = torch.zeros(tokens, dtype=torch.int64, device="meta")
     packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, ())
-    return Micro(positions, positions, packed, positions, positions, positions[:1])
-
-
-def _forward(module: nn.Module, micro: Micro) -> Any:
-    return module(micro, 1.0, True) if isinstance(module, PolicyModule) else module(micro)
-
-
-def _logits(module: nn.Module, tokens: int, width: int) -> tuple[int, int]:
-    """`Activations.logits` and `.chunk`, as `_ChunkedLogprobs` has them at once: the logits as computed and as float32, and p;
-    in the backward pass also two terms of the gradient, and the float32 gradient of the output embedding with its cast."""
-    if not isinstance(module, PolicyModule):
-        return 0, 0
-    weight = module.hf.get_output_embeddings().weight
-    cells = min(CHUNK, tokens) * len(weight)
-    return cells * (4 * 4 + width) + (weight.numel() * (4 + width) if weight.requires_grad else 0), cells * (2 * 4 + width)
+    micro = Micro(positions, positions, packed, positions, positions, positions[:1])
+    module(micro, 1.0, True) if isinstance(module, PolicyModule) else module(micro)
 
 
 class _CountedAttention(torch.autograd.Function):
@@ -158,48 +151,22 @@ class _CountedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def heads_of(module: nn.Module) -> dict[int, tuple[int, int, int]]:
-    """(key heads, width of a key, width of a value) of each layer that attends, by its index: what the layers hand to their
-    attention function, since configs name it in many ways, and latent attention in none. `module`: on the meta device, with the
-    attention `COUNTED`."""
-    found: dict[int, tuple[int, int, int]] = {}
-
-    def note(layer: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        found[layer.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
-        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
-
-    from transformers import AttentionInterface
-
-    model: Any = module.hf
-    AttentionInterface.register(NOTED, note)
-    model.set_attn_implementation(NOTED)
-    try:
-        with torch.no_grad(), _CountedProducts():
-            _forward(module, _micro(2))
-    finally:
-        model.set_attn_implementation(COUNTED)
-    return found
-
-
 def counted_attention(grouped: bool) -> str:
     """Make the attention that is only counted known to transformers; its name. `grouped`: the kernel reads a key head once for
     all query heads of its group; else keys and values are repeated for each of them."""
     from transformers import AttentionInterface
 
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+        """[1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as packed_attention."""
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if not grouped and len(query[0]) != len(key[0]):
+            k, v = (tensor.repeat_interleave(len(query[0]) // len(key[0]), dim=1) for tensor in (k, v))
+        out: Tensor = _CountedAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return out[None], None
+
     # Without a mask function of that name transformers makes no mask; it would have to look at positions, which are not there.
-    AttentionInterface.register(COUNTED, partial(_counting_attention, grouped=grouped))
+    AttentionInterface.register(COUNTED, attend)
     return COUNTED
-
-
-def _counting_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, grouped: bool, **_: Any
-) -> tuple[Tensor, None]:
-    """[1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as packed_attention."""
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if not grouped and len(query[0]) != len(key[0]):
-        k, v = (tensor.repeat_interleave(len(query[0]) // len(key[0]), dim=1) for tensor in (k, v))
-    out: Tensor = _CountedAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
-    return out[None], None
 
 
 MASTER = 4
@@ -269,7 +236,10 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
     if cfg.offload == "always":
         # In host memory then; gathered layers, and gradients that are not sharded, are still on the device.
         own, sharded = {"host": sum(own.values()) + sharded}, 0
-    _cut(module, held)
+    # Layers get the shapes that they have on a rank: matrices are split by tensor parallelism. Embeddings stay, since the head's
+    # tokens are split and not its vocabulary; experts too, as if each rank got as many tokens as it sends.
+    for parameter in (p for layer in layers_of(module) for p in layer.parameters() if p.ndim < 3):
+        parameter.data = parameter.new_empty(held[id(parameter)].shape)
     try:
         found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype))
     except RuntimeError as error:
@@ -305,16 +275,6 @@ def shares_of(module: nn.Module, cfg: ModelConfig, ranks: int) -> Held:
     return {id(p): held.get(id(p)) or Share(tuple(p.shape), 0, alone) for p in module.parameters()}
 
 
-def _cut(module: nn.Module, held: Held) -> None:
-    """Give the layers' parameters, on the meta device, the shapes that they have on a rank, so that its activations can be
-    counted: matrices split by tensor parallelism. Embeddings stay, since the head's tokens are split and not its vocabulary;
-    experts too, as if each rank got as many tokens as it sends."""
-    for layer in layers_of(module):
-        for parameter in layer.parameters():
-            if parameter.ndim < 3:
-                parameter.data = parameter.new_empty(held[id(parameter)].shape)
-
-
 def _gathered_bytes(module: nn.Module, cfg: ModelConfig, held: Held, trained: bool) -> int:
     size = width(cfg.dtype)
     layers = [list(layer.parameters()) for layer in layers_of(module)]
@@ -336,14 +296,22 @@ def _whole(parameters: Iterable[nn.Parameter], held: Held) -> int:
 
 
 def token_bytes(module: nn.Module, dtype: str) -> int:
-    """Bytes of a token in the cache of an engine that keeps a key and a value in each layer, all as wide as the widest.
-    `module`: as `shell` makes it, in any type."""
-    found = heads_of(module)
-    if not found:
+    """Bytes of a token in the cache of an engine that keeps a key and a value in each layer, all as wide as the widest; 0 for a
+    model without attention. `module`: as `shell` makes it, in any type."""
+    model: Any = module.hf
+    text = model.config.get_text_config()
+    queries = getattr(text, "num_attention_heads", None)
+    if not queries:
         return 0
-    heads = max(heads for heads, _, _ in found.values())
-    widest = max(max(keys, values) for _, keys, values in found.values())
-    return 2 * (max(found) + 1) * heads * widest * width(dtype)
+    heads = getattr(text, "num_key_value_heads", None) or queries
+    heads = max(heads) if isinstance(heads, list) else heads  # of each layer
+
+    def size(*names: str) -> int:
+        return sum(getattr(text, name, None) or 0 for name in names)
+
+    latent = size("qk_nope_head_dim", "qk_rope_head_dim")
+    widest = max(size("head_dim"), size("global_head_dim"), size("v_head_dim"), latent) or text.hidden_size // queries
+    return 2 * text.num_hidden_layers * heads * widest * width(dtype)
 
 
 def width(dtype: str | None) -> int:

@@ -372,7 +372,17 @@ def convert_gguf(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = Path(file)
-    _check_magic(file)
+    try:
+        from gguf import GGUF_MAGIC
+
+        with file.open("rb") as opened:
+            magic = opened.read(4)
+    except ModuleNotFoundError:
+        raise DependencyError("a GGUF file is read with the package gguf: pip install 'agentrl[gguf]'") from None
+    except OSError as problem:
+        raise ModelError(f"{file}: the GGUF file cannot be read: {problem.strerror}") from problem
+    if int.from_bytes(magic, "little") != GGUF_MAGIC:
+        raise ModelError(f"{file}: not a GGUF file (it begins with {magic!r}). Give one that ends with .gguf.")
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
@@ -383,31 +393,11 @@ def convert_gguf(
         set_chat_template(tokenizer, chat_template)
     if missing := sorted(found["missing_keys"]) or sorted(found["mismatched_keys"]):
         raise ModelError(f"{file}: it lacks weights of its architecture: {', '.join(map(str, missing[:3]))}. Take another file.")
-    with full_disk_said(folder, "repeat the command"), made_or_removed(folder):
-        _without_quantization(read).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
-def _check_magic(file: Path) -> None:
-    try:
-        from gguf import GGUF_MAGIC
-    except ModuleNotFoundError:
-        raise DependencyError("a GGUF file is read with the package gguf: pip install 'agentrl[gguf]'") from None
-    try:
-        with file.open("rb") as opened:
-            magic = opened.read(4)
-    except OSError as problem:
-        raise ModelError(f"{file}: the GGUF file cannot be read: {problem.strerror}") from problem
-    if int.from_bytes(magic, "little") != GGUF_MAGIC:
-        raise ModelError(f"{file}: not a GGUF file (it begins with {magic!r}). Give one that ends with .gguf.")
-
-
-def _without_quantization(read: Any) -> Any:
-    """The same weights in a model that does not know that they were quantized: the saved config must not say so."""
-
-    del read.config.quantization_config
+    del read.config.quantization_config  # the saved config must not say that the weights were quantized
     model = empty_model(None, read.config, dtype=read.dtype)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
-    return model
+    with full_disk_said(folder, "repeat the command"), made_or_removed(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return tokenizer

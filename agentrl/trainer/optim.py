@@ -78,23 +78,17 @@ class Optimizers:
         """State tensors as `<parameter>.<entry>`; entries that do not exist yet are created as zeros."""
         tensors: dict[str, Tensor] = {}
         for part in self.parts:
+            adam = not isinstance(part, torch.optim.SGD | torch.optim.Muon)
+            moments = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) if part.defaults["momentum"] else ()
             for group in part.param_groups:
                 for parameter in group["params"]:
                     held = part.state[parameter]
                     if not held:  # torch creates them at the first step, but a load before it needs tensors to write into
-                        held.update(_fresh(part, parameter))
+                        held.update({"step": torch.zeros((), device=parameter.device)} if adam else {})
+                        held.update({name: torch.zeros_like(parameter) for name in moments})
                     name = self._names[id(parameter)]
                     tensors.update({f"{name}.{key}": value for key, value in _plain(part, parameter, held).items()})
         return tensors
-
-
-def _fresh(part: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    if isinstance(part, torch.optim.SGD):
-        return {"momentum_buffer": torch.zeros_like(parameter)} if part.defaults["momentum"] else {}
-    if isinstance(part, torch.optim.Muon):
-        return {"momentum_buffer": torch.zeros_like(parameter)}
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -326,9 +320,13 @@ class Offloaded:
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their memory, except for those that are away already."""
         there = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
-        going = {key: self._held.get(key) or (storage, _host_room(storage)) for key, storage in there.items()}
-        for storage, host in going.values():
-            host.copy_(_bytes(storage), non_blocking=True)
+        going: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        for key, storage in there.items():
+            pinned = storage.device.type == "cuda"  # only such copies run without the CPU's waiting for each
+            if (known := self._held.get(key)) is None:
+                known = storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            going[key] = known
+            going[key][1].copy_(_bytes(storage), non_blocking=True)
         _wait()
         for storage, _ in going.values():
             storage.resize_(0)
@@ -367,11 +365,6 @@ def free_cached() -> None:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be sharded."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _host_room(storage: torch.UntypedStorage) -> Tensor:
-    # Pinned, because only such copies run without the CPU's waiting for each.
-    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

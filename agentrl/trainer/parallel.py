@@ -81,18 +81,14 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchange_heads(parts, group)
+        given = parts.contiguous()
+        out = torch.empty_like(given)  # like the contiguous copy: the collective fills memory in order, whatever the strides
+        dist.all_to_all_single(out, given, group=group)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchange_heads(grads[0], ctx.group), None
-
-
-def _exchange_heads(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    given = parts.contiguous()
-    out = torch.empty_like(given)  # like the contiguous copy: the collective fills memory in order, whatever the strides
-    dist.all_to_all_single(out, given, group=group)
-    return out
+        return _all_to_all(grads[0], ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -402,7 +398,7 @@ def _check_tensor(cfg: ModelConfig, model: Any, plan: Plan) -> None:
     if not any("layers" in name for name in plan):
         raise ConfigError(f"{key}: transformers has no tensor-parallel plan for the family {family!r}; set it to 1")
     others = set(plan.values()) - STYLES
-    if others and "moe_tp_experts" in others:
+    if "moe_tp_experts" in others:
         raise ConfigError(
             f"{key}: the experts of the family {family!r} keep two matrices in one, whose parts a checkpoint cannot hold if "
             "their rows are split; give each rank whole experts: set model.expert_parallel to 2 or more"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,31 +259,6 @@ def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
 
 # The engine of a config
 
-ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {
-    "lora": ("[model.lora]", lambda config: config.model.lora is not None),
-    "critic": ("[critic]", lambda config: config.critic is not None),
-    "reward_model": ("[reward_model]", lambda config: config.reward_model is not None),
-    "sft": ("[sft]", lambda config: config.sft is not None),
-    "moving_reference": ('algorithm.kl.reference = "moving"', lambda config: config.algorithm.kl.reference == "moving"),
-    "prefix_sharing": ('optim.prefix_sharing = "on"', lambda config: config.optim.prefix_sharing == "on"),
-    "router_replay": ("rollout.router_replay", lambda config: config.rollout.router_replay),
-    "replicas": ("model.replicas > 1", lambda config: config.model.replicas > 1),
-    "sequence_parallel": ("model.sequence_parallel > 1", lambda config: config.model.sequence_parallel > 1),
-    "tensor_parallel": ("model.tensor_parallel > 1", lambda config: config.model.tensor_parallel > 1),
-    "expert_parallel": ("model.expert_parallel > 1", lambda config: config.model.expert_parallel > 1),
-    "cpu_offload": ('model.offload = "always"', lambda config: config.model.offload == "always"),
-    "offload": ('model.offload = "idle"', lambda config: config.model.offload == "idle"),
-    "compile": ("model.compile", lambda config: config.model.compile),
-    "families": ('model.packing = "one_row"', lambda config: config.model.packing.startswith("one_row")),
-    "shard_gradients": ("model.shard_gradients = true", lambda config: config.model.shard_gradients is True),
-    "activation_checkpointing": (
-        "model.activation_checkpointing = true",
-        lambda config: config.model.activation_checkpointing is True,
-    ),
-}
-"""By trait: what asks for it, in the words of a config, and whether a config does. (A run without a process group asks for
-"alone", which is given one instead; see trainer/roles.py.)"""
-
 
 def check_train_engine(config: TrainConfig) -> None:
     """Raise ConfigError for an unknown training engine and for what the chosen one cannot do, DependencyError if a package of
@@ -292,9 +267,30 @@ def check_train_engine(config: TrainConfig) -> None:
     Reads: model, critic, reward_model, sft, algorithm.kl.reference, algorithm.distillation, optim.prefix_sharing,
     rollout.router_replay, cluster.actors.
     """
-    entry = TRAIN_ENGINES.entry(config.model.engine)
-    for trait, (words, asks) in ASKED.items():
-        if trait not in entry.traits and asks(config):
+    entry, model = TRAIN_ENGINES.entry(config.model.engine), config.model
+    # By trait: what asks for it, in the words of a config, and whether this one does. (A run without a process group asks for
+    # "alone", which is given one instead; see trainer/roles.py.)
+    asked = {
+        "lora": ("[model.lora]", model.lora is not None),
+        "critic": ("[critic]", config.critic is not None),
+        "reward_model": ("[reward_model]", config.reward_model is not None),
+        "sft": ("[sft]", config.sft is not None),
+        "moving_reference": ('algorithm.kl.reference = "moving"', config.algorithm.kl.reference == "moving"),
+        "prefix_sharing": ('optim.prefix_sharing = "on"', config.optim.prefix_sharing == "on"),
+        "router_replay": ("rollout.router_replay", config.rollout.router_replay),
+        "replicas": ("model.replicas > 1", model.replicas > 1),
+        "sequence_parallel": ("model.sequence_parallel > 1", model.sequence_parallel > 1),
+        "tensor_parallel": ("model.tensor_parallel > 1", model.tensor_parallel > 1),
+        "expert_parallel": ("model.expert_parallel > 1", model.expert_parallel > 1),
+        "cpu_offload": ('model.offload = "always"', model.offload == "always"),
+        "offload": ('model.offload = "idle"', model.offload == "idle"),
+        "compile": ("model.compile", model.compile),
+        "families": ('model.packing = "one_row"', model.packing.startswith("one_row")),
+        "shard_gradients": ("model.shard_gradients = true", model.shard_gradients is True),
+        "activation_checkpointing": ("model.activation_checkpointing = true", model.activation_checkpointing is True),
+    }
+    for trait, (words, asks) in asked.items():
+        if trait not in entry.traits and asks:
             able = TRAIN_ENGINES.that_are(trait)
             raise ConfigError(f'{words}: model.engine = "{entry.name}" does not support it; engines that do: {able}')
     entry.make.check(config.model, config.cluster.actors)
@@ -415,6 +411,7 @@ class CardUsage:
 
 
 # The layout of ranks
+
 
 HOST = ("cpu",)
 """Devices whose memory is the host's."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -166,12 +167,9 @@ class WeightWriter:
         self._missing = set(expected)
         self._positions: dict[str, tuple[BinaryIO, int]] = {}  # where a tensor's bytes begin
         self._files = ExitStack()
-        groups = _group_files(expected, max_bytes)
-        count = len(groups)
-        self._names = [SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-        self._of = {name: file for file, group in zip(self._names, groups, strict=True) for name in group}
+        self._split = split_torch_state_dict_into_shards(self._expected, max_shard_size=max_bytes)
         try:
-            for file, group in zip(self._names, groups, strict=True):
+            for file, group in self._split.filename_to_tensors.items():
                 self._start(self._aside(file), group)
         except BaseException:
             self._end(publish=False)
@@ -206,7 +204,7 @@ class WeightWriter:
             if publish:
                 self._publish()
         finally:
-            for name in self._names:
+            for name in self._split.filename_to_tensors:
                 self._aside(name).unlink(missing_ok=True)
 
     def _aside(self, name: str) -> Path:
@@ -220,8 +218,7 @@ class WeightWriter:
         for name in names:
             tensor = self._expected[name]
             starts[name], end = end, end + tensor.nbytes
-            entry = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
-            header[name] = entry
+            header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         # Spaces up to a multiple of 8, so that the tensors begin aligned in a mapped file; the format allows them.
         text += b" " * (-len(text) % 8)
@@ -234,30 +231,13 @@ class WeightWriter:
         for old in self._folder.glob("model*.safetensors*"):
             if old.name in (SINGLE, INDEX) or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", old.name):
                 old.unlink()  # of an earlier export: a reader would prefer it, or take both
-        for name in self._names:
+        for name in self._split.filename_to_tensors:
             self._aside(name).replace(self._folder / name)
-        if len(self._names) == 1:
-            return
-        total = {
-            "total_parameters": sum(tensor.numel() for tensor in self._expected.values()),
-            "total_size": sum(tensor.nbytes for tensor in self._expected.values()),
-        }
-        # The index last: files that it does not name yet are not a model to any reader.
-        index = {"metadata": total, "weight_map": dict(sorted(self._of.items()))}
-        (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _group_files(expected: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
-    """The names of each file, in order: as many as fit, but at least one."""
-    groups: list[list[str]] = [[]]
-    held = 0
-    for name, tensor in expected.items():
-        if groups[-1] and held + tensor.nbytes > max_bytes:
-            groups.append([])
-            held = 0
-        groups[-1].append(name)
-        held += tensor.nbytes
-    return groups
+        if self._split.is_sharded:
+            total = {"total_parameters": sum(tensor.numel() for tensor in self._expected.values()), **self._split.metadata}
+            # The index last: files that it does not name yet are not a model to any reader.
+            index = {"metadata": total, "weight_map": dict(sorted(self._split.tensor_to_filename.items()))}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 # What files hold and lack

@@ -24,13 +24,17 @@ from agentrl.trainer.attention import (
     varlen_attention,
     varlen_takes,
 )
-from agentrl.trainer.language_model import PolicyModule, positions
+from agentrl.trainer.language_model import PolicyModule
 from agentrl.utils.errors import ModelError
 from tests.trainer.tiny_families import FAMILIES, VOCAB, micro_of, row_logprobs, tiny_model
 
 
 def offsets_for(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def places(offsets: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in offsets.diff().tolist()])
 
 
 def attend(lengths: list[int], heads: int, kv_heads: int, inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -82,7 +86,7 @@ def test_a_row_never_sees_another(tiny: str, changed: int) -> None:
         with torch.no_grad():
             out = model.model(
                 input_ids=tokens[None],
-                position_ids=positions(offsets)[None],
+                position_ids=places(offsets)[None],
                 use_cache=False,
                 packed=packed_rows(offsets),
             )
@@ -102,7 +106,7 @@ def test_control_transformers_own_attention_leaks_here(tiny: str) -> None:
     ids = torch.randint(7, 400, (22,), generator=torch.Generator().manual_seed(0))
     other = torch.cat([(ids[:9] + 1) % 400, ids[9:]])
     with torch.no_grad():
-        a, b = (model.model(input_ids=x[None], position_ids=positions(offsets)[None]).last_hidden_state[0] for x in (ids, other))
+        a, b = (model.model(input_ids=x[None], position_ids=places(offsets)[None]).last_hidden_state[0] for x in (ids, other))
     assert (a[9:] - b[9:]).abs().max() > 1e-3
 
 
