@@ -296,8 +296,9 @@ class VllmEngine(Engine, WeightTarget):
                 whole = bucket.with_aliases(expected.tied)
                 loading = self._replicas.all("receive", whole.to_plain())
                 # Both at once: a collective broadcast ends only when the driver has received its copy too.
-                copies, _ = await asyncio.gather(in_thread("weights", self._copy, whole), loading)
-                kept += copies
+                copied: list[Kept]
+                copied, _ = await asyncio.gather(in_thread("weights", self._copy, whole), loading)
+                kept += copied
             arrivals.complete()
             complete = True
         except EngineError as problem:
