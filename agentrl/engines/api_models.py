@@ -150,7 +150,7 @@ class MessageEngine(Engine):
         return None
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """One id: the answer's message. Raises EngineError if there is none."""
+        """One id: the answer's message. Raises EngineError if none comes."""
         task = asyncio.ensure_future(self._sample(token_ids, sampling))
         self.under_way.setdefault(request_key, set()).add(task)
         try:
