@@ -319,7 +319,11 @@ class Collector:
             self._tasks[index] = task
 
     def _group_ended(self, index: int, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(index) is task:  # one that ends well has taken itself out
+        if task in self._ending:  # it was given up
+            self._ending.discard(task)
+            if not task.cancelled() and task.exception() is not None:
+                log.error("%s failed while it was being cancelled", task.get_name(), exc_info=task.exception())
+        elif self._tasks.get(index) is task:  # one that ends well has taken itself out
             self._crashed.append(index)
         self._changed.set()
 
@@ -331,14 +335,8 @@ class Collector:
             task.cancel()
             # Not awaited here, since a slow teardown would hold up the others; `rest` and `close` wait for it.
             self._ending.add(task)
-            task.add_done_callback(self._end_task)
         self.tasks.forget(index)
         self._drop(index, state, reason)
-
-    def _end_task(self, task: asyncio.Task[None]) -> None:
-        self._ending.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("%s failed while it was being cancelled", task.get_name(), exc_info=task.exception())
 
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
         """Play a group; with too few scored members it is dropped, else shown, and filtered, refused, or complete."""

@@ -24,15 +24,6 @@ from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
 _NUMBERS = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The longest waits of the episodes of another process, as `Watch.oldest` has them, at the time `when`."""
-
-    waits: list[tuple[str, str, float]]
-    more: int
-    when: float = field(default_factory=time.monotonic)
-
-
 class Watch:
     """Waits of each episode. `moves` counts everything that comes back: tokens, tool calls, turns, episodes; `heard` signs of
     life of the engine alone. `cut`: the tokens that were sampled in episodes that were then cancelled, without those of a
@@ -46,7 +37,8 @@ class Watch:
         self.number = next(_NUMBERS)
         """What other processes know it by."""
         self._waits: dict[str, tuple[Callable[[], str], float]] = {}
-        self._elsewhere: dict[str, Report] = {}
+        self.elsewhere: dict[str, tuple[list[tuple[str, str, float]], int, float]] = {}
+        """By other process: the longest waits of its episodes, as `oldest` has them, and when that was."""
 
     def hear(self) -> None:
         """The engine has sampled, for whichever episode."""
@@ -78,21 +70,13 @@ class Watch:
         found = sorted(self._waits.items(), key=lambda item: item[1][1])
         return [(key, what(), now - since) for key, (what, since) in found[:most]], max(len(found) - most, 0)
 
-    def report(self, process: str, report: Report | None) -> None:
-        """Replace the reported waits of another process's episodes; None once it is gone."""
-        if report is None:
-            self._elsewhere.pop(process, None)
-        else:
-            self._elsewhere[process] = report
-
     def waiting(self, most: int = 8) -> str:
         """Waits of the episodes with their durations, longest first; "" if none waits. May be called from any thread."""
         now = time.monotonic()
         waits, more = self.oldest(most)
-        for process, report in list(self._elsewhere.items()):
-            passed = now - report.when
-            waits += [(key, f"{what} (in {process})", seconds + passed) for key, what, seconds in report.waits]
-            more += report.more
+        for process, (there, more_there, when) in list(self.elsewhere.items()):
+            waits += [(key, f"{what} (in {process})", seconds + now - when) for key, what, seconds in there]
+            more += more_there
         waits.sort(key=lambda wait: -wait[2])
         more += max(len(waits) - most, 0)
         shown = [f"episode {key} for {seconds:.0f} s on {what}" for key, what, seconds in waits[:most]]

@@ -111,10 +111,9 @@ class Parts(Protocol):
 
 @dataclass(slots=True)
 class _Watched:
-    """A watch of the driver's here: the moves that were reported to it, and the jobs that are played for it."""
+    """A watch of the driver's here, and the jobs that are played for it."""
 
     watch: Watch
-    reported: int = 0
     playing: int = 0
 
 
@@ -140,38 +139,29 @@ class WorkerCore:
     async def run(self, door: Door) -> None:
         """Connect, play requested episodes, and return once the driver says so or is gone. An error of construction goes to the
         driver, which raises it."""
-        self._channel = channel = await dial(door, self.name, {"heard": self._heard, "end": self._end})
+        self._channel = channel = await dial(door, self.name, {"end": self._end})
         channel.serves["play"] = self._play
         # The driver's death must not leave a process behind that plays for nobody.
         channel.on_lost = self._over.set
         if channel.lost.is_set():
             return
         over = asyncio.create_task(self._over.wait(), name="end of the worker")
-        if not await self._built(channel, over):
-            over.cancel()
-            await self._close()
-            return
-        channel.send("ready", pid=os.getpid())
-        self._watchdog.start()
-        beats = asyncio.create_task(self._beats(), name="beats")
-        await over
-        self._watchdog.stop()
-        beats.cancel()
-        await self._close()
-
-    async def _built(self, channel: Channel, over: asyncio.Task[Any]) -> bool:
-        """Make and start the parts. False if they cannot be, or nobody needs them any more: a started part may wait for an
-        answer of the driver, which is gone then."""
         building = asyncio.create_task(self._begin(channel), name=f"start of {self.name}")
         await asyncio.wait({building, over}, return_when=asyncio.FIRST_COMPLETED)
-        if not building.done():
-            building.cancel()
-            return False
-        problem = building.exception()
+        problem = building.exception() if building.done() else None
         if problem is not None:
             log.error("rollout %s cannot be built", self.name, exc_info=problem)
             channel.send("unfit", **fault_fields(problem))
-        return problem is None
+        elif building.done():
+            channel.send("ready", pid=os.getpid())
+            self._watchdog.start()
+            beats = asyncio.create_task(self._beats(), name="beats")
+            await over
+            self._watchdog.stop()
+            beats.cancel()
+        building.cancel()  # a started part may wait for an answer of the driver, which is gone
+        over.cancel()
+        await self._close()
 
     async def _begin(self, channel: Channel) -> None:
         self._parts = await self._build(channel)
@@ -213,12 +203,6 @@ class WorkerCore:
 
     # -- reports -----------------------------------------------------------------------------------
 
-    def _heard(self, fields: Fields) -> None:
-        """Something moved elsewhere: for who waits here, the rollout is not stuck."""
-        if (watched := self._watched.get(fields["watch"])) is not None:
-            watched.watch.moves += fields["moves"]
-            watched.reported += fields["moves"]
-
     async def _beats(self) -> None:
         due = time.monotonic()
         while True:
@@ -233,10 +217,9 @@ class WorkerCore:
         found = []
         for number, watched in list(self._watched.items()):
             watch = watched.watch
-            fresh, watched.reported = watch.moves - watched.reported, watch.moves
             waits, more = watch.oldest(MOST_WAITS)
-            cut, watch.cut = watch.cut, 0
-            found.append({"watch": number, "moves": fresh, "waits": waits, "more": more, "cut": cut})
+            found.append({"watch": number, "moves": watch.moves, "waits": waits, "more": more, "cut": watch.cut})
+            watch.moves = watch.cut = 0
             if not watched.playing:  # evaluations have a watch of their own each
                 del self._watched[number]
         return found
@@ -278,8 +261,13 @@ def serve_engine(channel: Channel, engine: Engine, owner: str) -> None:
     async def progress(keys: Sequence[str]) -> dict[str, int | None]:
         return {key: engine.progress(f"{key}@{owner}") for key in keys}
 
-    calls = {"ask": ask, "abort": abort, "stats": engine.stats, "refusals": refusals, "progress": progress}
-    channel.serves |= {f"engine.{name}": call for name, call in calls.items()}
+    channel.serves |= {
+        "engine.ask": ask,
+        "engine.abort": abort,
+        "engine.stats": engine.stats,
+        "engine.refusals": refusals,
+        "engine.progress": progress,
+    }
 
 
 class DriverEngine(Engine):

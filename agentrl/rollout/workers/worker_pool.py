@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from agentrl.data.trajectory import Trajectory
-from agentrl.rollout.deadlines import Report, Watch
+from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, Need, RequestRouter
 from agentrl.rollout.episode import score_episode
 from agentrl.rollout.player import Job, Player, RunEnv
@@ -94,7 +94,6 @@ class RemoteWorker:
         self.on_gone: Callable[[RemoteWorker], None] = lambda worker: None
         self.on_slow: Callable[[str], None] = lambda line: None
         self._watches, self._inbox = watches, Inbox(name)
-        self._known: dict[int, int] = {}
         self._channel: Channel | None = None
 
     @property
@@ -119,19 +118,15 @@ class RemoteWorker:
             self._channel.abort()
             self._channel.fail(GoneError(cause))
         for watch in list(self._watches.values()):
-            watch.report(self.name, None)
+            watch.elsewhere.pop(self.name, None)
         if not self.settled.done():
             self.settled.set_result(None)
         self.on_gone(self)
 
-    def dismiss(self) -> None:
-        """Ask it to end."""
+    async def leave(self) -> None:
+        """Ask it to end, and wait until its connection is over."""
         if self._channel is not None:
             self._channel.send("end")
-
-    async def wait_until_gone(self) -> None:
-        """Its connection is over."""
-        if self._channel is not None:
             await self._channel.lost.wait()
 
     # -- jobs --------------------------------------------------------------------------------------
@@ -140,7 +135,6 @@ class RemoteWorker:
         """The episodes of a job, played there. Raises GoneError if the worker is gone, and what playing raised there."""
         assert self._channel is not None
         self._watches[watch.number] = watch
-        self._known.setdefault(watch.number, watch.moves)
         self.running += 1
         try:
             # If cancelled, until it is torn down there, as an episode in this process is before its cancellation propagates.
@@ -173,17 +167,10 @@ class RemoteWorker:
         self.silent_s, self.lag_s = 0.0, max(self.lag_s, fields["lag"])
         self.blocked_s += fields["blocked"]
         for told in fields["watches"]:
-            number = told["watch"]
-            watch = self._watches.get(number)
-            if watch is None:
-                continue
-            elsewhere = watch.moves - self._known.get(number, watch.moves)
-            watch.moves += told["moves"]
-            watch.cut += told["cut"]
-            self._known[number] = watch.moves
-            watch.report(self.name, Report(told["waits"], told["more"]))
-            if elsewhere and self._channel is not None:
-                self._channel.send("heard", watch=number, moves=elsewhere)
+            if (watch := self._watches.get(told["watch"])) is not None:
+                watch.moves += told["moves"]
+                watch.cut += told["cut"]
+                watch.elsewhere[self.name] = told["waits"], told["more"], time.monotonic()
 
     def median_turn_s(self) -> float | None:
         """Seconds that a turn takes next to the engine's; None before there are a few episodes."""
@@ -287,9 +274,8 @@ class WorkerPool(Player):
         there = [worker for worker in workers if worker.gone is None]
         for worker in there:
             worker.draining = True  # its end is no death
-            worker.dismiss()
         async with OwnedTasks() as tasks:
-            leaving = [tasks.start(worker.wait_until_gone(), f"rollout {worker.name} leaves") for worker in there]
+            leaving = [tasks.start(worker.leave(), f"rollout {worker.name} leaves") for worker in there]
             if leaving:
                 await asyncio.wait(leaving, timeout=LEAVE_S)
         for worker in workers:
