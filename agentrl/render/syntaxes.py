@@ -20,6 +20,7 @@ from agentrl.render.tool_calls import (
     broken_call,
     broken_end,
     call_from_json,
+    closed_blocks,
     hermes_rules,
     llama_rules,
     malformed_call,
@@ -93,24 +94,19 @@ def parse_dsml(text: str) -> Parsed:
     """`<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</...>...`; a parameter says
     whether it is a string, and is JSON if not."""
 
-    def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
-        close = text.find(_BLOCK_END, start)
-        stop = len(text) if close < 0 else close + len(_BLOCK_END)
-        raw, body = text[start:stop], text[start + len(_BLOCK) : close if close >= 0 else len(text)]
-        if close < 0:
-            return [malformed_call(call_id, raw, f"no {_BLOCK_END}")], stop
+    def read(body: str, raw: str, call_id: str) -> list[ToolCall]:
         first, position = int(call_id.removeprefix("call_")), 0
         calls: list[ToolCall] = []
         while len(calls) <= MOST_CALLS and (invoke := _INVOKE.match(body, position)) is not None:
             calls.append(_invoke(invoke, f"call_{first + len(calls)}"))
             position = invoke.end()
         if len(calls) > MOST_CALLS:
-            return [*calls, too_many(raw)], stop
+            return [*calls, too_many(raw)]
         if not calls or body[position:].strip():
-            return [malformed_call(call_id, raw, "expected <invoke name=...> and nothing else")], stop
-        return calls, stop
+            return [malformed_call(call_id, raw, "expected <invoke name=...> and nothing else")]
+        return calls
 
-    return blocks(text, _BLOCK, _BLOCK_END, read)
+    return closed_blocks(text, _BLOCK, _BLOCK_END, read)
 
 
 def _invoke(invoke: re.Match[str], call_id: str) -> ToolCall:

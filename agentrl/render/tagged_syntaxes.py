@@ -18,12 +18,12 @@ from agentrl.render.tool_calls import (
     OPEN,
     ForTools,
     Parsed,
-    Parser,
     Syntax,
     argument_value,
     blocks,
     broken_call,
     check_json,
+    closed_blocks,
     malformed_call,
     number_block,
     skip_blanks,
@@ -46,50 +46,63 @@ class _Tokens:
     quote: str
 
 
-def _parser(tokens: _Tokens) -> Parser:
-    def parse(text: str) -> Parsed:
-        def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
-            name = ""
-            try:
-                head = _NAME.match(text, start + len(tokens.open))
-                if head is None:
-                    raise ValueError("expected call:NAME{")
-                name = head.group(1)
-                arguments, end = _GemmaReader(text, tokens.quote).members(head.end(), 1)
-                end = skip_blanks(text, end)
-                if not text.startswith(tokens.close, end):
-                    raise ValueError(f"expected {tokens.close} after the arguments")
-            except ValueError as problem:
-                return broken_call(text, start, (tokens.open, tokens.close), call_id, str(problem), name)
-            stop = end + len(tokens.close)
-            return [ToolCall(name, arguments, id=call_id, raw=text[start:stop])], stop
+def _parse_gemma(text: str, tokens: _Tokens) -> Parsed:
+    def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
+        name = ""
+        try:
+            head = _NAME.match(text, start + len(tokens.open))
+            if head is None:
+                raise ValueError("expected call:NAME{")
+            name = head.group(1)
+            reader = _GemmaReader(text, head.end(), tokens.quote)
+            arguments, end = reader.members(1), skip_blanks(text, reader.at)
+            if not text.startswith(tokens.close, end):
+                raise ValueError(f"expected {tokens.close} after the arguments")
+        except ValueError as problem:
+            return broken_call(text, start, (tokens.open, tokens.close), call_id, str(problem), name)
+        stop = end + len(tokens.close)
+        return [ToolCall(name, arguments, id=call_id, raw=text[start:stop])], stop
 
-        return blocks(text, tokens.open, tokens.close, read)
-
-    return parse
+    return blocks(text, tokens.open, tokens.close, read)
 
 
-class _GemmaReader:
-    """Reads values of the form at a position of `text`; every method raises ValueError for anything else."""
+class _Reader:
+    """Reads values from a position of `text`; every method raises ValueError for anything else."""
 
-    def __init__(self, text: str, quote: str) -> None:
-        self.text, self.quote, self.values = text, quote, 0
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text, self.at, self.values = text, at, 0
 
-    def value(self, at: int, depth: int) -> tuple[Json, int]:
-        text = self.text
+    def count(self, depth: int) -> None:
+        """Count a value before it is read."""
         self.values += 1
         if self.values > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES} values")
         if depth > _MAX_DEPTH:
-            raise ValueError(f"nested deeper than {_MAX_DEPTH}")
-        at = skip_blanks(text, at)
-        if text.startswith(self.quote, at):
-            return self.string(at)
-        if text.startswith("{", at):
-            return self.members(at + 1, depth + 1)
-        if text.startswith("[", at):
-            return self.items(at + 1, depth + 1)
-        bare = _BARE.match(text, at)
+            raise ValueError(f"nested too deep: more than {_MAX_DEPTH} levels")
+
+    def take(self, mark: str) -> bool:
+        """Step over blanks, and over `mark` and the blanks that follow it, if it stands here."""
+        self.at = skip_blanks(self.text, self.at)
+        if not self.text.startswith(mark, self.at):
+            return False
+        self.at = skip_blanks(self.text, self.at + len(mark))
+        return True
+
+
+class _GemmaReader(_Reader):
+    def __init__(self, text: str, at: int, quote: str) -> None:
+        super().__init__(text, at)
+        self.quote = quote
+
+    def value(self, depth: int) -> Json:
+        self.count(depth)
+        if self.take("{"):
+            return self.members(depth + 1)
+        if self.take("["):
+            return self.items(depth + 1)
+        if self.text.startswith(self.quote, self.at):
+            return self.string()
+        bare = _BARE.match(self.text, self.at)
         word = bare.group().strip() if bare else ""
         if not bare or not word:
             raise ValueError("expected a value")
@@ -99,68 +112,64 @@ class _GemmaReader:
             value, end = "", 0
         if word[end:].strip() or isinstance(value, str):
             raise ValueError(f"expected true, false, null, a number or a string between {self.quote}, got {word[:40]!r}")
-        return value, bare.end()
+        self.at = bare.end()
+        return value
 
-    def string(self, at: int) -> tuple[str, int]:
-        begin = at + len(self.quote)
+    def string(self) -> str:
+        begin = self.at + len(self.quote)
         end = self.text.find(self.quote, begin)
         if end < 0:
             raise ValueError(f"no {self.quote} at the end of a string")
-        return self.text[begin:end], end + len(self.quote)
+        self.at = end + len(self.quote)
+        return self.text[begin:end]
 
-    def members(self, at: int, depth: int) -> tuple[dict[str, Json], int]:
+    def members(self, depth: int) -> dict[str, Json]:
+        """The members of an object, whose bracket is taken."""
         found: dict[str, Json] = {}
-        at = skip_blanks(self.text, at)
-        if self.text.startswith("}", at):
-            return found, at + 1
+        if self.take("}"):
+            return found
         while True:
-            at = skip_blanks(self.text, at)
-            if self.text.startswith(self.quote, at):
-                key, at = self.string(at)
-                at = skip_blanks(self.text, at)
-                if not self.text.startswith(":", at):
+            if self.text.startswith(self.quote, self.at):
+                key = self.string()
+                if not self.take(":"):
                     raise ValueError("expected ':' after a key")
-                at += 1
             else:
-                match = _KEY.match(self.text, at)
+                match = _KEY.match(self.text, self.at)
                 if match is None:
                     raise ValueError("expected a key and ':'")
-                key, at = match.group(1).strip(), match.end()
-            found[key], at = self.value(at, depth)
-            at = skip_blanks(self.text, at)
-            if self.text.startswith("}", at):
-                return found, at + 1
-            if not self.text.startswith(",", at):
+                key, self.at = match.group(1).strip(), match.end()
+            found[key] = self.value(depth)
+            if self.take("}"):
+                return found
+            if not self.take(","):
                 raise ValueError("expected ',' or '}' after a value")
-            at += 1
 
-    def items(self, at: int, depth: int) -> tuple[list[Json], int]:
+    def items(self, depth: int) -> list[Json]:
         found: list[Json] = []
-        at = skip_blanks(self.text, at)
-        if self.text.startswith("]", at):
-            return found, at + 1
+        if self.take("]"):
+            return found
         while True:
-            item, at = self.value(at, depth)
-            found.append(item)
-            at = skip_blanks(self.text, at)
-            if self.text.startswith("]", at):
-                return found, at + 1
-            if not self.text.startswith(",", at):
+            found.append(self.value(depth))
+            if self.take("]"):
+                return found
+            if not self.take(","):
                 raise ValueError("expected ',' or ']' after an item")
-            at += 1
-
-
-_GEMMA4 = _Tokens("<|tool_call>", "<tool_call|>", '<|"|>')
-_FUNCTION_GEMMA = _Tokens("<start_function_call>", "<end_function_call>", "<escape>")
 
 
 def _syntax(name: str, tokens: _Tokens, end: str) -> Syntax:
-    seen = f"{tokens.open}call:"
-    return Syntax(name, _parser(tokens), seen=lambda call: seen in call, ends=(end,), opens=(tokens.open, tokens.close))
+    return Syntax(
+        name,
+        partial(_parse_gemma, tokens=tokens),
+        seen=lambda call: f"{tokens.open}call:" in call,
+        ends=(end,),
+        opens=(tokens.open, tokens.close),
+    )
 
 
-GEMMA = _syntax("gemma", _GEMMA4, "<|tool_response>")
-FUNCTION_GEMMA = _syntax("function_gemma", _FUNCTION_GEMMA, "<start_function_response>")
+GEMMA = _syntax("gemma", _Tokens("<|tool_call>", "<tool_call|>", '<|"|>'), "<|tool_response>")
+FUNCTION_GEMMA = _syntax(
+    "function_gemma", _Tokens("<start_function_call>", "<end_function_call>", "<escape>"), "<start_function_response>"
+)
 
 
 # GLM
@@ -171,16 +180,8 @@ _GLM_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>
 def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
     """Strings are written as they are and all else as JSON, so values are read by the tools' schemas as in `parse_qwen_xml`."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-
-    def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
-        close = text.find(CLOSE, start)
-        stop = len(text) if close < 0 else close + len(CLOSE)
-        raw = text[start:stop]
-        if close < 0:
-            return [malformed_call(call_id, raw, f"no {CLOSE}")], stop
-        return [_call(text[start + len(OPEN) : close], raw, call_id, schemas if tools else None)], stop
-
-    return blocks(text, OPEN, CLOSE, read)
+    known = schemas if tools else None
+    return closed_blocks(text, OPEN, CLOSE, lambda body, raw, call_id: [_call(body, raw, call_id, known)])
 
 
 def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None) -> ToolCall:
@@ -293,7 +294,6 @@ QWEN_XML = Syntax(
 
 _PYTHON_NAME = re.compile(r"[^\s()\[\]{},='\"<>`;]+")
 _LOOKS_LIKE_CALLS = re.compile(r"\[\s*(?!\d)[^\s()\[\]{},='\"<>`;]+\s*\(")
-_BLANK = re.compile(r"\s*")
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _STRING = re.compile(
@@ -316,27 +316,13 @@ def parse_pythonic(text: str) -> Parsed:
         if _LOOKS_LIKE_CALLS.match(body.strip()) is None:
             said.append(body)
         else:
-            calls += _calls(body.strip(), body.strip(), f"call_{len(calls)}")
+            calls += _calls(body, body.strip(), f"call_{len(calls)}")
         said.append(after)
     return ("".join(said) if calls else text).strip(), within_most(calls)
 
 
-def _parse_between(opening: str, closing: str) -> Parser:
-    def parse(text: str) -> Parsed:
-        def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
-            close = text.find(closing, start)
-            stop = len(text) if close < 0 else close + len(closing)
-            raw = text[start:stop]
-            if close < 0:
-                return [malformed_call(call_id, raw, f"no {closing}")], stop
-            return _calls(text[start + len(opening) : close].strip(), raw, call_id), stop
-
-        return blocks(text, opening, closing, read)
-
-    return parse
-
-
 def _calls(body: str, raw: str, call_id: str) -> list[ToolCall]:
+    body = body.strip()
     if len(body) > _MOST:
         return [malformed_call(call_id, raw, f"calls of {len(body)} characters; at most {_MOST} are read")]
     try:
@@ -346,30 +332,26 @@ def _calls(body: str, raw: str, call_id: str) -> list[ToolCall]:
     return number_block(calls, call_id) if calls else [malformed_call(call_id, raw, "expected a call, got an empty list")]
 
 
-class _PythonReader:
-    """Reads calls and literals of Python from `text`; every method raises ValueError for anything else."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.at, self.values = text, 0, 0
+class _PythonReader(_Reader):
+    """Reads calls and literals of Python."""
 
     def calls(self) -> list[tuple[str, dict[str, Json]]]:
         """`[f(), g()]`, or calls separated by commas or line breaks."""
-        closing = "]" if self.take("[") else ""
+        bracket = self.take("[")
         found: list[tuple[str, dict[str, Json]]] = []
-        while not self.ends(closing):
+        # The list is over if its bracket is taken, or, without one, at the end of the text (`take` has stepped over blanks).
+        while not (self.take("]") if bracket else self.at == len(self.text)):
             found.append(self.call())
             self.take(",")
         if self.at < len(self.text):
             raise self.unexpected_text("the end")
         return found
 
-    def ends(self, closing: str) -> bool:
-        """Return True if the list is over: its bracket is taken, or, without one, the text is at its end."""
-        self.blank()
-        return self.take(closing) if closing else self.at == len(self.text)
-
     def call(self) -> tuple[str, dict[str, Json]]:
-        name = self.match(_PYTHON_NAME, "the name of a function")
+        named = _PYTHON_NAME.match(self.text, self.at)
+        if named is None:
+            raise self.unexpected_text("the name of a function")
+        name, self.at = named.group(), named.end()
         self.require("(")
         arguments: dict[str, Json] = {}
         while not self.take(")"):
@@ -399,9 +381,7 @@ class _PythonReader:
         return {named.group(): self.value(1)}
 
     def value(self, depth: int) -> Json:
-        self.values += 1
-        if self.values > MOST_VALUES or depth > _MAX_DEPTH:
-            raise ValueError("nested too deep" if depth > _MAX_DEPTH else f"more than {MOST_VALUES} values")
+        self.count(depth)
         if self.take("["):
             return self.items("]", depth)[0]
         if self.take("("):
@@ -414,7 +394,11 @@ class _PythonReader:
         number = _NUMBER.match(self.text, self.at)
         if number is not None and not re.match(r"\w", self.text[number.end() : number.end() + 1]):
             self.at = number.end()
-            return _number(number.group())
+            digits = number.group().replace("_", "")
+            try:
+                return int(digits)
+            except ValueError:
+                return float(digits)  # `check_json` refuses infinities
         word = _WORD.match(self.text, self.at)
         if word is None or word.group() not in _WORDS:
             raise self.unexpected_text("a string in quotes, a number, True, False, None, a list or a dict")
@@ -453,47 +437,16 @@ class _PythonReader:
         while (found := _STRING.match(self.text, self.at)) is not None:
             inner = next(part for part in found.group("d3", "s3", "d", "s") if part is not None)
             parts.append(inner if found.group("prefix") in ("r", "R") else _unescape_text(inner))
-            self.at = found.end()
-            self.blank()
+            self.at = skip_blanks(self.text, found.end())
         return "".join(parts)
-
-    def blank(self) -> None:
-        found = _BLANK.match(self.text, self.at)
-        self.at = found.end() if found else self.at
-
-    def take(self, mark: str) -> bool:
-        """Step over `mark`, if it stands here after blanks; then over the blanks that follow it, too."""
-        self.blank()
-        if not self.text.startswith(mark, self.at):
-            return False
-        self.at += len(mark)
-        self.blank()
-        return True
 
     def require(self, mark: str) -> None:
         if not self.take(mark):
             raise self.unexpected_text(repr(mark))
 
-    def match(self, pattern: re.Pattern[str], expected: str) -> str:
-        self.blank()
-        found = pattern.match(self.text, self.at)
-        if found is None:
-            raise self.unexpected_text(expected)
-        self.at = found.end()
-        return found.group()
-
     def unexpected_text(self, expected: str) -> ValueError:
         rest = self.text[self.at : self.at + 20]
         return ValueError(f"expected {expected}, got {rest!r}" if rest else f"expected {expected}, but the text ends")
-
-
-def _number(text: str) -> Json:
-    digits = text.replace("_", "")
-    try:
-        value: int | float = int(digits)
-    except ValueError:
-        value = float(digits)
-    return value  # `check_json` refuses infinities
 
 
 def _unescape_text(inner: str) -> str:
@@ -513,27 +466,30 @@ _SAFE = {"\n": "\\n", "\r": "\\r", '"': '\\"', "\x00": "\\x00"}
 
 
 def _write(calls: Sequence[ToolCall]) -> str:
-    return "[" + ", ".join(_write_value(call) for call in calls) + "]"
-
-
-def _write_value(call: ToolCall) -> str:
-    return f"{call.name}({', '.join(_argument(key, value) for key, value in (call.arguments or {}).items())})"
-
-
-def _argument(key: str, value: Json) -> str:
-    plain = key.isidentifier() or keyword.iskeyword(key)
-    return f"{key}={value!r}" if plain else f"**{ {key: value}!r}"
+    written = []
+    for call in calls:
+        arguments = [
+            f"{key}={value!r}" if key.isidentifier() or keyword.iskeyword(key) else f"**{ {key: value}!r}"
+            for key, value in (call.arguments or {}).items()
+        ]
+        written.append(f"{call.name}({', '.join(arguments)})")
+    return f"[{', '.join(written)}]"
 
 
 _LFM, _LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 _OLMO, _OLMO_END = "<function_calls>", "</function_calls>"
 LFM2 = Syntax(
     "lfm2",
-    _parse_between(_LFM, _LFM_END),
+    lambda text: closed_blocks(text, _LFM, _LFM_END, _calls),
     seen=lambda call: _LFM in call,
     write=lambda calls: _LFM + _write(calls) + _LFM_END,
     asked=lambda prompt: "<|tool_list_start|>" in prompt,
     opens=(_LFM, _LFM_END),
 )
-OLMO = Syntax("olmo", _parse_between(_OLMO, _OLMO_END), seen=lambda call: _OLMO in call and "(" in call, opens=(_OLMO, _OLMO_END))
+OLMO = Syntax(
+    "olmo",
+    lambda text: closed_blocks(text, _OLMO, _OLMO_END, _calls),
+    seen=lambda call: _OLMO in call and "(" in call,
+    opens=(_OLMO, _OLMO_END),
+)
 PYTHONIC = Syntax("pythonic", parse_pythonic, seen=lambda call: _LOOKS_LIKE_CALLS.search(call) is not None, write=_write)

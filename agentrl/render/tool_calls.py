@@ -200,6 +200,19 @@ def blocks(
     return "".join(prose).strip(), within_most(calls)
 
 
+def closed_blocks(text: str, opening: str, closing: str, read: Callable[[str, str, str], list[ToolCall]]) -> Parsed:
+    """`blocks` that end at the next `closing` mark, and are malformed without one; `read(body, raw, call_id)` reads one."""
+
+    def read_block(start: int, call_id: str) -> tuple[list[ToolCall], int]:
+        close = text.find(closing, start)
+        stop = len(text) if close < 0 else close + len(closing)
+        if close < 0:
+            return [malformed_call(call_id, text[start:stop], f"no {closing}")], stop
+        return read(text[start + len(opening) : close], text[start:stop], call_id), stop
+
+    return blocks(text, opening, closing, read_block)
+
+
 def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "arguments") -> ToolCall:
     """A `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` set if it is not one."""
     if not isinstance(value, dict):
