@@ -52,7 +52,9 @@ def function_ref(function: Callable[..., Any], name: str) -> FunctionRef:
 @asynccontextmanager
 async def child_for(name: str, place: FunctionRef) -> AsyncIterator[Child]:
     """A child that has imported the function already, so that its start does not count as the tool's time."""
-    child = _idle_child()
+    child = None
+    while _idle and child is None:  # one that has ended meanwhile (killed for memory, say) must not fail the next call
+        child = found if (found := _idle.pop()).runs() else None
     if child is None:
         child = await TOOLS.call(name, Child)
     try:
@@ -61,15 +63,6 @@ async def child_for(name: str, place: FunctionRef) -> AsyncIterator[Child]:
     finally:
         if child.lives:  # a child whose call was abandoned has been killed
             _idle.append(child)
-
-
-def _idle_child() -> Child | None:
-    """An idle child that still runs; one that has ended meanwhile (killed for memory, say) must not fail the next call."""
-    while _idle:
-        child = _idle.pop()
-        if child.runs():
-            return child
-    return None
 
 
 class Child:

@@ -52,28 +52,6 @@ def hint_text(word: object, known: Iterable[object], *, show: Callable[[str], st
     return f"; {hint}" if hint else ""
 
 
-def known_word(word: str, known: Iterable[str], where: str) -> str:
-    """`word`, which is one of `known`. Raises ConfigError with its place `where` ("tau2: domain") and near names, or all known
-    ones."""
-    names = list(known)
-    if word not in names:
-        raise ConfigError(f"{where} = {word!r}; {did_you_mean(word, names, 'known: ' + ', '.join(names))}")
-    return word
-
-
-def members(names: Iterable[str], groups: Mapping[str, Iterable[str]], where: str) -> tuple[str, ...]:
-    """Members of the named groups, each once, in the order of `names` (one thing may be a group of itself). Raises ConfigError
-    as `known_word`."""
-    return tuple(dict.fromkeys(one for name in names for one in groups[known_word(name, groups, where)]))
-
-
-def within(number: int, least: int, most: int, where: str) -> int:
-    """`number`, if least <= number <= most. Raises ConfigError with `where` it stands and the range."""
-    if not least <= number <= most:
-        raise ConfigError(f"{where} = {number!r}; expected a number within {least}..{most}")
-    return number
-
-
 def raised_text(problem: BaseException, made: Any) -> str:
     """Problem that a user's function or class raised, as words: its kind, its text, and its FILE:LINE."""
     return f"raised {type(problem).__name__}: {problem} ({place_of(made, problem)})"

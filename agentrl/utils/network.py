@@ -45,8 +45,14 @@ def strict_json(data: bytes | bytearray | str, containers: int = CONTAINERS, dep
         raise ValueError("not UTF-8") from None
     except RecursionError:
         raise ValueError(f"lists and objects in more than {depth} of each other") from None
-    _check_depth(found, depth)
-    return found
+    # By level, so that this cannot itself run out of stack.
+    level = [found]
+    for _ in range(depth + 1):
+        inside = (one.values() if isinstance(one, dict) else one if isinstance(one, list) else () for one in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if not level:
+            return found
+    raise ValueError(f"lists and objects in more than {depth} of each other")
 
 
 def _no_number(name: str) -> None:
@@ -58,17 +64,6 @@ def _finite(text: str) -> float:
     if value - value != 0:
         raise ValueError(f"{text[:40]} is larger than a number can be")
     return value
-
-
-def _check_depth(value: Any, depth: int) -> None:
-    """By level, so that it cannot itself run out of stack."""
-    level = [value]
-    for _ in range(depth + 1):
-        inside = (one.values() if isinstance(one, dict) else one if isinstance(one, list) else () for one in level)
-        level = [item for items in inside for item in items if isinstance(item, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"lists and objects in more than {depth} of each other")
 
 
 def is_loopback(host: str) -> bool:

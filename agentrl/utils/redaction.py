@@ -239,8 +239,11 @@ def guard_process(config: Any = None) -> None:
         sys.stdout, sys.stderr = (cast(Any, _Stream(stream)) for stream in (sys.stdout, sys.stderr))
 
 
-def _open_closed() -> None:
-    """Open what a shell has closed (`>&-`): else the next file that is opened is what programs take for their output."""
+@contextmanager
+def guarded_output() -> Iterator[None]:
+    """Redact logs and prints meanwhile."""
+    guard_logs()
+    # Open what a shell has closed (`>&-`): else the next file that is opened is what programs take for their output.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -248,13 +251,6 @@ def _open_closed() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
-
-
-@contextmanager
-def guarded_output() -> Iterator[None]:
-    """Redact logs and prints meanwhile."""
-    guard_logs()
-    _open_closed()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(Any, _Stream(stream)) for stream in before)
     try:

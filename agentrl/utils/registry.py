@@ -158,8 +158,7 @@ class Registry(Mapping[str, T]):
         Raises ConfigError for an unknown name, an unknown argument, a missing one, a value of the wrong type or range, and
         for numbers `low` >= `high` (given or default).
         """
-        make = self.entry(name).make
-        return bind(f"{self.kind} {name!r}", make, self._parameters(make), args)
+        return bind(f"{self.kind} {name!r}", self.entry(name).make, self.parameters(name), args)
 
     def build(self, name: str, args: Mapping[str, Any], *given: Any, kind: type[Any]) -> Any:
         """Call the component with what the caller passes and a config's arguments. Raises ConfigError as `bind` does, and if a
@@ -182,16 +181,13 @@ class Registry(Mapping[str, T]):
     def arguments(self, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of the name's call: the defaults, overridden by `args`. Raises ConfigError as `bind` does."""
         bound: partial[Any] = self.bind(name, args)  # type: ignore[assignment]
-        known = self._parameters(self.entry(name).make)
+        known = self.parameters(name)
         return {key: bound.keywords.get(key, parameter.default) for key, parameter in known.items()}
 
     def parameters(self, name: str) -> dict[str, inspect.Parameter]:
         """The arguments that a config may give to the name, in order. Raises ConfigError as `entry` does."""
-        return self._parameters(self.entry(name).make)
-
-    def _parameters(self, make: T) -> dict[str, inspect.Parameter]:
         named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        rest = list(inspect.signature(make).parameters.items())[self.given :]
+        rest = list(inspect.signature(self.entry(name).make).parameters.items())[self.given :]
         return {key: parameter for key, parameter in rest if parameter.kind in named}
 
     # -- where names are ---------------------------------------------------------------------------

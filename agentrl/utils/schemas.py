@@ -292,7 +292,18 @@ def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | No
     points nowhere. `anchors`: the parts by anchor, if they are known; else they are looked for."""
     name = unquote(reference.removeprefix("#"))
     if name and not name.startswith("/"):
-        return next(_find_anchors(name, root), None) if anchors is None else anchors.get(name)
+        if anchors is not None:
+            return anchors.get(name)
+        rest = [root]
+        while rest:
+            part = rest.pop()
+            if isinstance(part, Mapping):
+                if name in (part.get("$anchor"), part.get("$dynamicAnchor")):
+                    return part
+                rest += part.values()
+            elif isinstance(part, list | tuple):
+                rest += part
+        return None
     found = root
     for part in name.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -303,18 +314,6 @@ def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | No
         else:
             return None
     return found
-
-
-def _find_anchors(name: str, root: Any) -> Iterator[Any]:
-    rest = [root]
-    while rest:
-        part = rest.pop()
-        if isinstance(part, Mapping):
-            if name in (part.get("$anchor"), part.get("$dynamicAnchor")):
-                yield part
-            rest += part.values()
-        elif isinstance(part, list | tuple):
-            rest += part
 
 
 def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[int, str], Any]) -> None:

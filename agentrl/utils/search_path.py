@@ -51,7 +51,11 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
     """
     if not (callable(value) or isinstance(value, Mapping)):
         raise ConfigError(f"give: value = {value!r:.80}; expected a class, a function, or a reward spec as a dict")
-    name = name or next((known for known, one in _TABLE.items() if one.value is value), None) or _name_of(value)
+    name = name or next((known for known, one in _TABLE.items() if one.value is value), None)
+    if not name and isinstance(value, Mapping):
+        name = str(value.get("name", ""))
+    elif not name:
+        name = str(getattr(value, "__name__", "") or getattr(getattr(value, "func", None), "__name__", ""))
     if not name or name.startswith(PREFIX) or name == "<lambda>":
         raise ConfigError(f"{value!r:.80}: it needs a name to be called by: agentrl.give(value, 'name')")
     before = _TABLE.get(name)
@@ -159,22 +163,12 @@ def _source(value: Any) -> str | None:
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):  # of a class in a notebook: its functions have a source, it has not
-        parts = [_function_of(part) for part in vars(value).values()] if isinstance(value, type) else []
+        parts = list(vars(value).values()) if isinstance(value, type) else []
     try:
-        return "\n".join(inspect.getsource(part) for part in parts if part is not None) or None
+        inside = [getattr(part, "__func__", getattr(part, "function", part)) for part in parts]
+        return "\n".join(inspect.getsource(part) for part in inside if inspect.isfunction(part)) or None
     except (OSError, TypeError):
         return None
-
-
-def _function_of(part: Any) -> Callable[..., Any] | None:
-    part = getattr(part, "__func__", getattr(part, "function", part))
-    return part if inspect.isfunction(part) else None
-
-
-def _name_of(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return str(value.get("name", ""))
-    return str(getattr(value, "__name__", "") or getattr(getattr(value, "func", None), "__name__", ""))
 
 
 # The shelves: folders with `envs/`, `tools/`, `rewards/`, `configs/` and `plugins/` in them, and how their files are loaded.
@@ -188,11 +182,6 @@ PRIVATE = "_agentrl_shelf_"
 
 SHIPPED = "AGENTRL_SHIPPED"
 """Set on the workers of a cluster: the driver's folders whose shelves were copied to AGENTRL_PATH, in order."""
-
-
-def user_folder() -> Path:
-    """Folder of a user's own state, apart from runs (the installed suites): AGENTRL_HOME, by default ~/.agentrl."""
-    return Path(os.environ.get("AGENTRL_HOME") or "~/.agentrl").expanduser()
 
 
 def here(path: str) -> Path:

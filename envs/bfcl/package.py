@@ -15,10 +15,9 @@ from typing import Any, Self
 
 from agentrl.contrib.suites.benchmarks import import_in_place
 from agentrl.contrib.suites.measures import ngrams
-from agentrl.contrib.suites.suite import SuiteTask
+from agentrl.contrib.suites.suite import SuiteTask, members, user_folder
 from agentrl.data.trajectory import Json, Task
-from agentrl.utils.errors import ConfigError, EnvError, members
-from agentrl.utils.search_path import user_folder
+from agentrl.utils.errors import ConfigError, EnvError
 
 from .calls import public_methods, read_call
 

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.contrib.suites.benchmarks import message_of, pass_hat_table
-from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
+from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask, known_word
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall
 from agentrl.env.official import OfficialRow, Played
 from agentrl.env.users import UserModel
-from agentrl.utils.errors import known_word
 
 from .domains import NAMES, Domain, domain, load_tasks, text_constant
 from .sides import AskedUser, two_sided_turns

@@ -59,7 +59,7 @@ CASES: dict[str, list[str]] = {
     # Without the cache the last digits do not depend on which requests share a step.
     "workers": ["cluster.backend=ray", "rollout.workers=2", "engine_args={cache=false}"],
 }
-SAMPLERS = {
+SAMPLERS = {  # the first two are of agentrl.contrib.curricula
     "predicted": "{ranges={calls=[2,6]}}",
     "by_progress": "{buckets=[{calls=2},{calls=5}],window=4}",
     "success_weighted": "{buckets=[{calls=2},{calls=5}]}",

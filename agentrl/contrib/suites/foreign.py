@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.contrib.suites import foreign_main
-from agentrl.contrib.suites.suite import SuiteEnv
+from agentrl.contrib.suites.suite import SuiteEnv, within
 from agentrl.data.trajectory import Json
-from agentrl.utils.errors import ConfigError, EnvError, within
+from agentrl.utils.errors import ConfigError, EnvError
 from agentrl.utils.parsing import read_json
 from agentrl.utils.threads import TOOLS, after_fork, fork_safe
 

@@ -25,8 +25,35 @@ from agentrl.env.official import WHOLE, Benchmark
 from agentrl.utils.errors import ConfigError, TaskDataError, did_you_mean
 from agentrl.utils.files import atomic_write, file_sha256
 from agentrl.utils.parsing import read_json
-from agentrl.utils.search_path import user_folder
 from agentrl.utils.threads import fork_safe
+
+
+def known_word(word: str, known: Iterable[str], where: str) -> str:
+    """`word`, which is one of `known`. Raises ConfigError with its place `where` ("tau2: domain") and near names, or all known
+    ones."""
+    names = list(known)
+    if word not in names:
+        raise ConfigError(f"{where} = {word!r}; {did_you_mean(word, names, 'known: ' + ', '.join(names))}")
+    return word
+
+
+def members(names: Iterable[str], groups: Mapping[str, Iterable[str]], where: str) -> tuple[str, ...]:
+    """Members of the named groups, each once, in the order of `names` (one thing may be a group of itself). Raises ConfigError
+    as `known_word`."""
+    return tuple(dict.fromkeys(one for name in names for one in groups[known_word(name, groups, where)]))
+
+
+def within(number: int, least: int, most: int, where: str) -> int:
+    """`number`, if least <= number <= most. Raises ConfigError with `where` it stands and the range."""
+    if not least <= number <= most:
+        raise ConfigError(f"{where} = {number!r}; expected a number within {least}..{most}")
+    return number
+
+
+def user_folder() -> Path:
+    """Folder of a user's own state, apart from runs (the installed suites): AGENTRL_HOME, by default ~/.agentrl."""
+    return Path(os.environ.get("AGENTRL_HOME") or "~/.agentrl").expanduser()
+
 
 # Where a suite's source is on this machine: a benchmark's checkout or package, and the record of its installation.
 #

@@ -17,11 +17,11 @@ import pytest
 
 from agentrl.contrib.suites.benchmarks import calling, groups, message_of, pass_hat_table, published_tool
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
-from agentrl.contrib.suites.suite import found_version, require_files
+from agentrl.contrib.suites.suite import found_version, known_word, members, require_files, within
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import find_env
 from agentrl.env.official import Played
-from agentrl.utils.errors import ConfigError, known_word, members, within
+from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
 
 ROOT = Path(__file__).resolve().parents[3]

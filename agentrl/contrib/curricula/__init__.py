@@ -1,0 +1,1 @@
+"""Samplers that follow the progress of buckets of tasks, or predict success from parameters."""
