@@ -389,8 +389,8 @@ class RunningEpisode:
     async def _prompt(
         self, generation: Generation, message: Message, earlier: list[Message], fresh: Sequence[Message]
     ) -> tuple[bool, list[int]]:
-        """Whether another ledger must begin once `fresh` follows the sampled turn, the last of `earlier`; and what the model is
-        shown next: the whole prompt if so, else the suffix."""
+        """The ids that the model gets once `fresh` follows the sampled turn, the last of `earlier`: True and the whole prompt if
+        another ledger must begin, else False and the suffix."""
         fork = not self.renderer.keeps(message, fresh, earlier[:-1], self.begun)
         if fork:
             return True, await self._start([*earlier, *fresh])

@@ -441,7 +441,7 @@ class LoopWatchdog:
                 still *= 10
 
     def _count(self, seconds: float, looks: _Looks) -> None:
-        """Count a block, and tell of a place that was not told of before."""
+        """Count a block, and name its place the first time."""
         if self._over.is_set() or seconds < self.limit:
             return
         block = looks.block(seconds)
