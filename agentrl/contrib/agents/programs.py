@@ -177,7 +177,7 @@ class Command(Program):
                 stdout, stderr = (redact(stream.text(brief.key)) for stream in (process.stdout, process.stderr))
                 record |= {"exit_code": code, "stdout": stdout, "stderr": stderr}
         failure = None if code == 0 else f"exit code {code}{_tail(stderr or stdout)}"
-        return Outcome(stdout.strip() or None, failure, record)
+        return Outcome(stdout.strip() or None, failure)
 
     def _variables(self, brief: Brief, folder: Path) -> dict[str, str]:
         own = {name: os.environ[name] for name in self._passed if name in os.environ}
@@ -233,15 +233,15 @@ class Function(Program):
         except asyncio.CancelledError:
             if task is not None and task.cancelling():
                 raise
-            return Outcome(None, "it was cancelled from inside", record)
+            return Outcome(None, "it was cancelled from inside")
         except KeyboardInterrupt:
             raise
         except BaseException as fault:  # somebody else's code may raise anything, which must not stop the run
             record["error"] = text_of(f"{type(fault).__name__}: {fault}", brief.key)
-            return Outcome(None, record["error"][:_SHOWN], record)
+            return Outcome(None, record["error"][:_SHOWN])
         if answer is not None and not isinstance(answer, str):
-            return Outcome(None, f"it returned {type(answer).__name__}, expected text or None", record)
-        return Outcome(None if answer is None else text_of(answer, brief.key), None, record)
+            return Outcome(None, f"it returned {type(answer).__name__}, expected text or None")
+        return Outcome(None if answer is None else text_of(answer, brief.key), None)
 
 
 class Remote(Program):
@@ -265,23 +265,23 @@ class Remote(Program):
                 data = await _read_limited(answer)
         except httpx.HTTPError as fault:
             why = f"{type(fault).__name__}: {fault}{through_proxy(resolve_references(self._url, 'agent.url'))}"
-            return Outcome(None, text_of(f"{self._url}: {why}", brief.key), record)
+            return Outcome(None, text_of(f"{self._url}: {why}", brief.key))
         record["status"] = answer.status_code
         if data is None:
-            return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes", record)
+            return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes")
         words = text_of(data.decode(errors="replace"), brief.key)
         record["body"] = words[:_SHOWN]
         if answer.is_error:
             proxied = through_proxy(resolve_references(self._url, "agent.url"))
-            return Outcome(None, f"{self._url}: HTTP {answer.status_code}{proxied}{_tail(words)}", record)
+            return Outcome(None, f"{self._url}: HTTP {answer.status_code}{proxied}{_tail(words)}")
         try:
             body = read_json(data)
         except (ValueError, RecursionError):
             body = None
         output = body.get("answer") if isinstance(body, dict) else None
         if not isinstance(body, dict) or not isinstance(output, str | None):
-            return Outcome(None, f'{self._url}: expected a JSON object (with "answer": text), got {words[:200]!r}', record)
-        return Outcome(None if output is None else text_of(output, brief.key), None, record)
+            return Outcome(None, f'{self._url}: expected a JSON object (with "answer": text), got {words[:200]!r}')
+        return Outcome(None if output is None else text_of(output, brief.key), None)
 
     async def close(self) -> None:
         if self._client is not None:

@@ -85,11 +85,10 @@ class Brief:
 @dataclass(slots=True)
 class Outcome:
     """End of an agent's program. `output`: what it gives as its answer, None if nothing; `failure`: why it counts as failed,
-    None if it ended as it should; `record`: for the trajectory."""
+    None if it ended as it should."""
 
     output: str | None = None
     failure: str | None = None
-    record: dict[str, Json] = field(default_factory=dict)
 
 
 MASK = "[key]"

@@ -29,8 +29,9 @@ def test_the_key_that_an_agent_tells_is_in_none_of_its_words(fails: bool) -> Non
     """A program that prints it, a function that answers it or raises it."""
     code = "import os, sys; k = os.environ['OPENAI_API_KEY']; print('out', k); print('err', k, file=sys.stderr)"
     command = [sys.executable, "-S", "-c", f"{code}; sys.exit({int(fails)})"]
-    by_command = asyncio.run(Command(AgentConfig(command=command)).run(brief(), None, {}))  # type: ignore[arg-type]
-    assert (by_command.record["stdout"], by_command.record["stderr"]) == ("out [key]\n", "err [key]\n")
+    record: dict[str, Any] = {}
+    by_command = asyncio.run(Command(AgentConfig(command=command)).run(brief(), None, record))  # type: ignore[arg-type]
+    assert (record["stdout"], record["stderr"]) == ("out [key]\n", "err [key]\n")
     assert by_command.output == "out [key]" and by_command.failure == ("exit code 1: err [key]" if fails else None)
 
     async def tells(episode: Episode) -> str:
