@@ -32,10 +32,6 @@ class Scored:
     task: TaskKey
     reward: float
 
-    def load(self) -> Trajectory:
-        """The episode. Raises BadRowError if the row is of another shape."""
-        return episode_of(row_at(self.place))
-
 
 def episode_of(row: Mapping[str, Any]) -> Trajectory:
     """The episode that a row is. Raises BadRowError."""
@@ -259,7 +255,7 @@ class Preparation:
             self._chats(row, writer, table=place.offset < 0)
 
     def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
-        self._add(writer, str(episodes[0].task), [self._ledgers(one.place, one.load()) for one in episodes])
+        self._add(writer, str(episodes[0].task), [self._ledgers(one.place, episode_of(row_at(one.place))) for one in episodes])
 
     def _chats(self, row: Mapping[str, Any], writer: RowWriter, *, table: bool) -> None:
         keys = {key for key, value in row.items() if value is not None}

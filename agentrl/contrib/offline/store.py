@@ -68,15 +68,12 @@ def _of_path(path: Path) -> list[Path]:
         return found
     if (path / "trajectories.jsonl").is_file():  # an evaluation or a rollout
         return [path / "trajectories.jsonl"]
-    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not _is_hidden(file.relative_to(path)))
+    # Not those that are hidden, or in a hidden folder: caches and what version control keeps.
+    files = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    found = sorted(file for file in files if file.suffix in SUFFIXES)
     if not found:
         raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
     return found
-
-
-def _is_hidden(file: Path) -> bool:
-    """Return True if it is hidden, or in a hidden folder: caches and what version control keeps."""
-    return any(part.startswith(".") for part in file.parts)
 
 
 def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:

@@ -40,7 +40,10 @@ class GymTextEnv(ToolEnv):
         action space that is neither Discrete nor Text."""
         super().__init__(**base)
         self.make, self.make_args, self.rules = make, dict(make_args or {}), rules
-        self.inner = self._new()
+        try:
+            self.inner = gymnasium.make(make, **self.make_args)
+        except gymnasium.error.Error as problem:
+            raise CatalogError(f"gymnasium.make({make!r}): {problem}") from problem
         self.first = ""
         self.names = _action_names(self.inner.action_space, actions, make)
         self.total, self.steps, self.ending = 0.0, 0, ""
@@ -51,12 +54,6 @@ class GymTextEnv(ToolEnv):
         made = Tool.from_schema("act", "take one action", parameters, _act)
         # As a method the tool is bound to the environment that it is called on, so that a fork acts on itself.
         self.toolbox.add(replace(made, method=True).with_options(parallel=False))
-
-    def _new(self) -> gymnasium.Env[Any, Any]:
-        try:
-            return gymnasium.make(self.make, **self.make_args)
-        except gymnasium.error.Error as problem:
-            raise CatalogError(f"gymnasium.make({self.make!r}): {problem}") from problem
 
     def make_task(self, rng_seed: int, split: str) -> Task:
         """Even seeds of the inner environment are for training, odd ones are held out."""
