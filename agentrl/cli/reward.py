@@ -332,9 +332,10 @@ def _options(args: argparse.Namespace) -> _Options:
     params = [
         (name.removeprefix("env.params."), _json_or_text(value)) for name, value in _pairs(args.param, "--param", "calls=4")
     ]
-    if args.env is None and (spec := getattr(args, "spec", None)) is not None:
+    for spec in [getattr(args, name, None) for name in ("spec", "spec_a", "spec_b")]:
         with suppress(UserError):  # a spec that is named by its environment is that one's own
-            args.env = spec if find_env(spec).reward is not None else None
+            if args.env is None and spec is not None and find_env(spec).reward is not None:
+                args.env = spec
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
     models = tuple(_pairs(args.judge_model, "--judge-model", "strict=Qwen/Qwen3-0.6B"))

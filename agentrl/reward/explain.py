@@ -149,8 +149,9 @@ def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None],
 
 
 def _ranks(values: Sequence[float | None]) -> list[int | None]:
-    scored = sorted((value for value in values if value is not None), reverse=True)
-    return [None if value is None else scored.index(value) + 1 for value in values]
+    near = [None if value is None else round(value, 9) for value in values]  # what differs by rounding is a tie
+    scored = sorted((value for value in near if value is not None), reverse=True)
+    return [None if value is None else scored.index(value) + 1 for value in near]
 
 
 # Stored episodes

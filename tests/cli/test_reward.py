@@ -270,6 +270,24 @@ def test_diff(tmp_path, capsys):
     assert "0 of 3 episodes change rank" in capsys.readouterr().out
 
 
+def test_a_difference_by_rounding_is_no_rank(tmp_path, capsys):
+    """0.1 + 0.2 is above 0.3 as doubles; whole weights give the same values without a difference."""
+    said = [leaf("text.contains", {"expect": word}) for word in "abc"]
+    tenths, whole = (
+        {"op": "sum", "of": [{**one, "weight": w * by} for one, w in zip(said, (0.3, 0.1, 0.2), strict=True)]} for by in (1, 10)
+    )
+    specs = [write(tmp_path / f"{n}.json", spec(root)) for n, root in enumerate((tenths, {**whole, "scale": [0, 0.1]}))]
+    file = record(tmp_path / "t.jsonl", episode("a"), episode("b c"))
+    assert agentrl("diff", *specs, file, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["changed"], found["values"]) == ([], [])
+
+
+def test_an_environment_s_own_spec_is_replayed_on_it_in_each_command(tmp_path):
+    for argv in (["score", "key_value", "t"], ["diff", "key_value", "x.json", "t"], ["diff", "x.json", "key_value", "t"]):
+        assert command._options(build_parser().parse_args(["reward", *argv])).env == "key_value"
+
+
 def test_diff_of_one_episode_a_task_says_what_changes_in_value_and_success(tmp_path, capsys):
     """There are no ranks: by the answer they are worth 1, 1, 0, by what four turns cost 3/4, 2/4, 3/4."""
     turns = [["7"], [[call("get", key="a")], "7"], ["8"]]
