@@ -428,7 +428,9 @@ class GroupRank(GroupNode):
     example: ClassVar[dict[str, Any]] = {"of": {"use": "cost.turns", "args": {"max": 10}}}
 
     def compare(self, own: float, others: Sequence[float]) -> float:
-        return sum((value < own) + (value == own) / 2 for value in others) / len(others)
+        ties = sum(1 for value in others if abs(value - own) < 1e-9)  # also what a rounding error keeps apart
+        below = sum(1 for value in others if value <= own - 1e-9)
+        return (below + ties / 2) / len(others)
 
 
 class GroupZscore(GroupNode):

@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from agentrl.data.trajectory import Group, Trajectory
 
 # Facts of a group
 
 
 def alike(group: Group) -> bool:
-    """Return True if all scored members, and the greedy episode if there is one, have the same reward (zero variance)."""
-    return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
+    """Return True if all scored members, and the greedy episode if there is one, have the same reward (zero variance),
+    as the trainer's float32 have it: a sum of terms that is off by a rounding error teaches nothing."""
+    with np.errstate(over="ignore"):
+        rewards = [np.float32(t.reward) for t in [*group.scored(), *([group.baseline] if group.baseline else [])]]
+    return len(set(rewards)) == 1
 
 
 def unscored_cause(trajectory: Trajectory) -> str:

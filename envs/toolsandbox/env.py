@@ -11,13 +11,13 @@ from typing import Any
 
 from agentrl.contrib.suites.benchmarks import calling, groups, mean_row, message_of, published_tool
 from agentrl.contrib.suites.foreign import ForeignSuite
-from agentrl.contrib.suites.suite import SuiteTask
+from agentrl.contrib.suites.suite import SuiteTask, within
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, Tool, ToolCall
 from agentrl.env.official import OfficialRow, Played
 from agentrl.env.users import ScriptedUser, UserModel
-from agentrl.utils.errors import ToolError, within
+from agentrl.utils.errors import ToolError
 
 from .together import CallsTogether
 

@@ -492,6 +492,9 @@ def test_group_rank():
     of = {"of": leaf("cost.turns", {"max": 10})}
     assert group_values("group.rank", of, turns_used(1, 2, 2, 4)) == [0, 0.5, 0.5, 1]
     assert group_values("group.rank", of, turns_used(3)) == [None]
+    # 0.1 + 0.2 is above 0.3 as doubles: a tie all the same.
+    of = {"op": "sum", "of": [leaf("text.contains", {"expect": w}, weight=p) for w, p in (("a", 0.3), ("b", 0.1), ("c", 0.2))]}
+    assert group_values("group.rank", {"of": of}, [episode("a"), episode("b c"), episode("c")]) == [0.75, 0.75, 0]
 
 
 def test_group_zscore():

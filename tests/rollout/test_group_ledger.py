@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
-from agentrl.rollout.group_ledger import GroupLedger, GroupState
+from agentrl.rollout.group_ledger import GroupLedger, GroupState, alike
 from tests.conftest import examples
 
 
@@ -26,6 +26,17 @@ def group_of(index: int, *members: list[list[int]]) -> Group:
         Trajectory("x", Task("t", 0), ledgers=[ledger_of(versions) for versions in ledgers], reward=1.0) for ledgers in members
     ]
     return Group(index, index, episodes)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "same"), [((0.3, 0.1 + 0.2), True), ((0.3, 0.3001), False), ((1e39, 1e39), True), ((0.0, 0.0, 0.5), False)]
+)
+def test_rewards_that_differ_by_rounding_teach_nothing(rewards: tuple[float, ...], same: bool) -> None:
+    """float32, as the trainer has them, has one number for 0.3 and for 0.1 + 0.2."""
+    group = group_of(0, *[[[0]]] * len(rewards))
+    for member, reward in zip(group.trajectories, rewards, strict=True):
+        member.reward = reward
+    assert alike(group) is same
 
 
 @settings(max_examples=examples(100), deadline=None)
