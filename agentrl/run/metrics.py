@@ -75,6 +75,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         _episodes("response_length/max", "tokens", "most sampled tokens of an episode"),
         _episodes("response_length/cut", "share", "share of the turns that a token limit cut"),
         _episodes("truncated", "share", "share of the episodes that a budget of turns, tokens or time ended"),
+        _episodes("forks", "share", "share of the later turns whose prompt does not continue the last: another ledger begins"),
         _episodes("tool_calls", "calls", "tool calls per episode, mean over all episodes"),
         _episodes("tool_error_rate", "share", "share of the answered tool calls that were errors, over all calls together"),
         _episodes("repetition", "share", "share of the 4-grams of a turn (16 tokens or more) that it had before"),

@@ -186,6 +186,8 @@ def _lengths(episodes: Sequence[Trajectory]) -> Row:
     """Sampled tokens and turns; an episode that was cut before its first token counts with 0."""
     tokens, turns = [t.sampled_tokens for t in episodes], [len(t.turns) for t in episodes]
     ends = [turn.finish for t in episodes for turn in t.turns]
+    later = sum(max(number - 1, 0) for number in turns)
+    forks = sum(max(len(t.ledgers) - 1 - len(t.rewrites), 0) for t in episodes)
     count = max(len(episodes), 1)
     return {
         "tokens": sum(tokens),
@@ -195,6 +197,7 @@ def _lengths(episodes: Sequence[Trajectory]) -> Row:
         "response_length/max": max(tokens, default=0),
         "response_length/cut": ends.count("length") / len(ends) if ends else None,
         "truncated": sum(t.truncated for t in episodes) / count,
+        "forks": forks / later if later else None,
     }
 
 

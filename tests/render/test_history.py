@@ -11,8 +11,9 @@ from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.warm_start import transcript
+from agentrl.run.outcomes import episode_values
 from tests.players import Script
-from tests.render.families import IM, QWEN3, QWEN25
+from tests.render.families import FAMILIES, IM, MISTRAL, QWEN3, QWEN25
 from tests.render.render_tokenizers import build_tokenizer
 
 CALL = ToolCall("get", {"key": "a"}, id="abcdefghi")
@@ -186,3 +187,18 @@ def test_a_transcript_of_the_teacher_forks_as_an_episode_does():
     assert tokenizer.decode(trajectory.ledgers[0].ids()).count("<think>") == 2  # the call's and the answer's
     for ledger in trajectory.ledgers[1:]:
         assert "so\n</think>" not in tokenizer.decode(ledger.ids())
+
+
+def test_text_next_to_calls_that_a_template_drops_is_counted_as_prompts_that_begin_anew():
+    """Mistral's shows a call without the text next to it: each such turn but the last is followed by a new ledger."""
+    _, tokens, bos, eos, *_ = FAMILIES["mistral"]
+    tokenizer = build_tokenizer(tokens, MISTRAL, bos=bos, eos=eos)
+    renderer = make_renderer(tokenizer)
+    call = renderer.assistant(Message("assistant", "", (CALL,)))
+    talks = tokenizer("I look.", add_special_tokens=False)["input_ids"] + call
+    for turns, ledgers, share in (([call, call, call], 1, 0.0), ([talks, call, call], 2, 0.5), ([talks, talks, talks], 3, 1.0)):
+        spec, limits = EpisodeSpec(1, "train", 1, 0, key="a"), Limits(3, 99, 999, 60.0, 60.0, 2000)
+        scorer = compile_spec(load_spec({"agentrl_reward": 1, "name": "none", "root": {"use": "episode.stopped"}}))
+        found = asyncio.run(run_episode(Talk(), Policy(Script(turns), renderer), spec, limits, scorer))
+        assert (len(found.turns), len(found.ledgers)) == (3, ledgers)
+        assert episode_values([found], {}, trained=True)["forks"] == share

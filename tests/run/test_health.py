@@ -65,6 +65,13 @@ def test_after_five_updates_that_teach_nothing_the_run_says_so_once_and_why() ->
     assert len(said) == 2 and "in the last 5 updates" in said[1]
 
 
+def test_prompts_that_begin_anew_are_told_with_cause_and_cost() -> None:
+    assert followed([update(step, forks=0.4) for step in range(1, 9)]) == ([], None)
+    (said,), verdict = followed([update(step, forks=0.75) for step in range(1, 9)])
+    assert "prompts begin anew, from update 1" in said and "forks is 0.75" in said and verdict is None
+    assert "text next to calls" in said and "computed again" in said and "model.chat_template" in said
+
+
 def test_a_run_that_has_learned_and_has_nothing_left_to_learn_is_done() -> None:
     learned = [update(step, success=0.1 * step) for step in range(1, 6)]
     for end in (1.0, 0.97):  # all groups are alike, each for itself: a policy that is sure
