@@ -162,7 +162,7 @@ def run_lint(args: argparse.Namespace) -> int:
 
 def run_explain(args: argparse.Namespace) -> int:
     """Print the evidence of one episode."""
-    from agentrl.reward.explain import explain_text
+    from agentrl.reward.explain import explain_text, show_value
 
     with _options(args).asking(_spec(args.spec)) as scorer:
         trajectory, others = _episodes(args.trajectory, args.row, scorer.compares)
@@ -177,7 +177,7 @@ def run_explain(args: argparse.Namespace) -> int:
         }
         say(json_text({**content, "evidence": score.evidence}, indent=2))
     else:
-        recorded = f"recorded reward {_show_value(trajectory.reward)}"
+        recorded = f"recorded reward {show_value(trajectory.reward)}"
         episode = f"{trajectory.task.id}, member {trajectory.member}, {_count(len(trajectory.turns), 'turn')}"
         say(f"{episode}, stopped: {trajectory.stop.value}, {recorded}")
         say(explain_text(score))
@@ -210,7 +210,7 @@ def run_score(args: argparse.Namespace) -> int:
 
 def run_diff(args: argparse.Namespace) -> int:
     """Compare two specs on the same episodes."""
-    from agentrl.reward.explain import alone, changed_ranks, changed_values, parse_row, read_lines
+    from agentrl.reward.explain import alone, changed_ranks, changed_values, parse_row, read_lines, show_value
 
     a, b = _score_rows(args, args.spec_a, args.spec_b), _score_rows(args, args.spec_b, args.spec_a)
     lines = read_lines(args.trajectories)
@@ -228,12 +228,12 @@ def run_diff(args: argparse.Namespace) -> int:
     for change in changes:
         say(
             f"row {lines[change.row][0]} (task {change.task}, member {change.member}): "
-            f"{_show_value(change.value_a)} -> {_show_value(change.value_b)}, "
+            f"{show_value(change.value_a)} -> {show_value(change.value_b)}, "
             f"rank {change.rank_a or 'none'} -> {change.rank_b or 'none'}"
         )
     ranked = {change.row for change in changes}
     for row, x, y in [item for item in values if item[0] not in ranked][:SHOWN]:
-        say(f"row {lines[row][0]} (task {trajectories[row].task.id}): {_show_value(x)} -> {_show_value(y)}")
+        say(f"row {lines[row][0]} (task {trajectories[row].task.id}): {show_value(x)} -> {show_value(y)}")
     say(f"{len(changes)} of {len(lines)} episodes change rank within their task")
     say(f"{len(values)} of {len(lines)} episodes change value ({_mean(a)} -> {_mean(b)}), {len(verdicts)} change success")
     if single:
@@ -426,7 +426,3 @@ def _positive(text: str) -> int:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _show_value(value: float | None) -> str:
-    return "unscored" if value is None else f"{value:.4g}"

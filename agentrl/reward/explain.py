@@ -25,7 +25,7 @@ _BELOW = ("of", "if", "then", "else", "parts")
 def explain_text(score: Score) -> str:
     """The evidence of a score as an indented tree, one node per line."""
     evidence = score.evidence
-    lines = [f"{evidence['spec']}: {_value(score.value)}"]
+    lines = [f"{evidence['spec']}: {show_value(score.value)}"]
     if "unscored" in evidence:
         lines.append(f"  {evidence['unscored']}")
     if "root" in evidence:
@@ -37,8 +37,8 @@ def explain_text(score: Score) -> str:
         if "node" in decided:
             lines.extend(_node(decided["node"], "  ", ""))
     if score.turns:
-        shares = ", ".join(f"turn {turn}: {_value(amount)}" for turn, amount in score.turns.items())
-        lines.append(f"emitted at turns: {shares}; at the end: {_value(score.terminal)}")
+        shares = ", ".join(f"turn {turn}: {show_value(amount)}" for turn, amount in score.turns.items())
+        lines.append(f"emitted at turns: {shares}; at the end: {show_value(score.terminal)}")
     if evidence.get("metrics"):
         lines.append("metrics (measured, not rewarded):")
         for item in evidence["metrics"]:
@@ -61,7 +61,7 @@ def reasons(evidence: Json) -> Iterator[str]:
 def _node(evidence: Mapping[str, Json], indent: str, role: str) -> Iterator[str]:
     name = f" [{evidence['id']}]" if "id" in evidence else ""
     weight = f" x {evidence['weight']:g}" if "weight" in evidence else ""
-    value = "skipped" if "skipped" in evidence else _value(evidence.get("value"))
+    value = "skipped" if "skipped" in evidence else show_value(evidence.get("value"))
     head = f"{indent}{role}{value:>8}{weight}"
     yield f"{head}  {evidence.get('node', '?')}{name}  {_why(evidence)}".rstrip()
     for key in _BELOW:
@@ -89,7 +89,7 @@ def _short(value: Json) -> str:
     return text if len(text) <= 160 else text[:160] + "..."
 
 
-def _value(value: float | None) -> str:
+def show_value(value: float | None) -> str:
     return "unscored" if value is None else f"{value:.4g}"
 
 
@@ -150,8 +150,7 @@ def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None],
 
 def _ranks(values: Sequence[float | None]) -> list[int | None]:
     near = [None if value is None else round(value, 9) for value in values]  # what differs by rounding is a tie
-    scored = sorted((value for value in near if value is not None), reverse=True)
-    return [None if value is None else scored.index(value) + 1 for value in near]
+    return [None if value is None else 1 + sum(other is not None and other > value for other in near) for value in near]
 
 
 # Stored episodes

@@ -288,7 +288,7 @@ SIGNS = (
         "prompts begin anew", "forks", lambda now, start: now >= 0.5,
         "the chat template writes earlier turns otherwise (without their reasoning, or their text next to calls), or an agent's "
         "program does: each such turn is a row of its own, and its whole prompt is computed again, in sampling and in training",
-        "Set model.chat_template to one that keeps what was said (docs/templates.md), or ask for calls without text.",
+        "Set model.chat_template to one that keeps the whole text (docs/templates.md), or ask for calls without text.",
     ),
     Sign(
         "thin baselines", "thin_groups", lambda now, start: now >= 0.25,

@@ -162,17 +162,10 @@ class Api:
             evaluations = self._once(db, (ident, "evaluations"), lambda: queries.evaluations(db))
         steps = []
         for file in one.run.files:
-            found = known.get(file.name)
-            steps.append(
-                {
-                    "file": file.name,
-                    "phase": file.phase,
-                    "step": file.step,
-                    "episodes": None if found is None else found["rows"] - found["damaged"],
-                    "damaged": 0 if found is None else found["damaged"],
-                    "problem": None if found is None else found["problem"],
-                }
-            )
+            counts = {"episodes": None, "damaged": 0, "problem": None}
+            if (found := known.get(file.name)) is not None:
+                counts = {"episodes": found["rows"] - found["damaged"], "damaged": found["damaged"], "problem": found["problem"]}
+            steps.append({"file": file.name, "phase": file.phase, "step": file.step, **counts})
         fresh = RunRecord(one.run.path)
         summary = None if row["status"] == "damaged" else fresh.summary
         with suppress(ValueError):

@@ -12,8 +12,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from importlib.resources import files
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from agentrl.contrib.toolkit.http_server import patient
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
+ELSEWHERE = {(b"sec-fetch-site", b"cross-site"), (b"sec-fetch-site", b"same-site")}
+"""Headers by which a browser says that another site asks: it could not read the answer, but could make environments run."""
 NAMES = {"127.0.0.1", "localhost", "[::1]"}
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
@@ -96,7 +97,7 @@ def guard_app(app: Any) -> Any:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or not _loopback(hosts[0]):
             await _json(403, {"error": f"the viewer answers on {HOST} and localhost only"})(scope, receive, sent)
-        elif scope["path"].startswith("/api") and _from_elsewhere(scope["headers"]):
+        elif scope["path"].startswith("/api") and ELSEWHERE & {*scope["headers"]}:
             await _json(403, {"error": "the viewer's data is for its own page only"})(scope, receive, sent)
         elif scope["method"] not in ("GET", "HEAD"):
             await _json(405, {"error": "the viewer only reads: GET"})(scope, receive, sent)
@@ -111,11 +112,6 @@ def _loopback(host: str) -> bool:
     if not colon or host.endswith("]"):
         name, port = host, ""
     return name.lower() in NAMES and (not port or port.isdigit())
-
-
-def _from_elsewhere(headers: Any) -> bool:
-    """Return True if a browser says that another site asks: it could not read the answer, but could make environments run."""
-    return any(name == b"sec-fetch-site" and value in (b"cross-site", b"same-site") for name, value in headers)
 
 
 def _answering(ask: Callable[[Any, Asked], Any]) -> Any:
@@ -164,16 +160,8 @@ def _asset(request: Request) -> Response:
 
 def assets() -> dict[str, bytes]:
     """The page's files by name. Only files of this list are ever served, so that no path leads out of it."""
-    found: dict[str, bytes] = {}
-    open_folders = [("", files("agentrl.contrib.view") / "assets")]
-    while open_folders:
-        at, folder = open_folders.pop()
-        for item in folder.iterdir():
-            if item.is_dir():
-                open_folders.append((f"{at}{item.name}/", item))
-            elif PurePosixPath(item.name).suffix in KINDS:
-                found[f"{at}{item.name}"] = item.read_bytes()
-    return found
+    root = Path(__file__).with_name("assets")
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.suffix in KINDS}
 
 
 def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = True) -> None:
