@@ -15,7 +15,7 @@ from agentrl.config import to_toml
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
 from agentrl.trainer.pretrained import init_model
-from tests.env.test_mcp import SERVER
+from tests.contrib.mcp.test_mcp import SERVER
 from tests.rollout.loopback import Loopback, solve
 
 TASKS = ["health.preflight=false", "env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]

@@ -17,7 +17,7 @@ from agentrl.data.images import Image
 from agentrl.data.trajectory import Message
 from agentrl.env import Task, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
-from tests.env.test_mcp import answer, env_with, serving
+from tests.contrib.mcp.test_mcp import answer, env_with, serving
 from tests.env.toyenvs import call
 
 SERVE = ["-m", "agentrl.cli.main", "env", "serve", "key_value", "calls=2", "--mcp", "--seed", "3"]
