@@ -345,7 +345,7 @@ class Course:
                 ledger=ledger, collect=collect, trained=trained, metrics=lambda: {"tokens_sampled": 0}, ahead=str, watch=Watch()
             ),
             watchdog=SimpleNamespace(read=dict),
-            callbacks=SimpleNamespace(step=self.waited("on_step", None)),
+            callbacks=SimpleNamespace(call=self.waited("on_step", None)),
             tracing=None,
             rest=self.waited("rest", None),
             learner=SimpleNamespace(step=self.waited("update", {}), tokens=None, sharing="off", hooks={}),

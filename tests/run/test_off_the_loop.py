@@ -128,7 +128,7 @@ def session(tmp_path: Path, steps: int) -> Any:
         config=config, envs=(), folder=folder, display=display, collector=Steps(groups), saver=Saver(folder), publish=nothing,
         engine=SimpleNamespace(stats=nothing), learner=SimpleNamespace(step=nothing, tokens=None, hooks={}),
         player=SimpleNamespace(metrics=dict), services={},
-        watchdog=LoopWatchdog(0.0), callbacks=SimpleNamespace(step=nothing),
+        watchdog=LoopWatchdog(0.0), callbacks=SimpleNamespace(call=nothing),
         tracing=None,
     )  # fmt: skip
 
