@@ -203,7 +203,6 @@ async def evaluated() -> None:
             pairs=[],
             split="heldout",
             purpose="rollout",
-            temperature=lambda *_: None,
             note=Path(folder) / "note",
         )
         display: Any = SimpleNamespace(step=lambda *a: None, warn=print)

@@ -224,7 +224,6 @@ def test_a_rollout_names_what_blocks_its_loop(limit: float, lines: int, tmp_path
     parts = SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str)
     session: Any = SimpleNamespace(start=nothing, parts=parts)
     request: Any = SimpleNamespace(out=tmp_path, pairs=[], split="heldout", purpose="rollout", note=tmp_path / "note.json")
-    request.temperature = lambda *_: None
     display: Any = SimpleNamespace(warn=said.append, doing=lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(rollout, "run_tasks", blocking)
     monkeypatch.setattr(rollout, "SLOW_LOOP", limit)

@@ -134,16 +134,17 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
 
     config = check_request(config, request)
     from agentrl.run.display import Display
-    from agentrl.run.evaluate import run_rollout
+    from agentrl.run.evaluate import RolloutJob
     from agentrl.run.provenance import model_note
 
     with Display() as display:
         if (note := model_note(request.model, config)) is not None:
             display.warn(note)
-        outcome = run_loop(run_rollout(config, request, display))
-        if outcome.interrupted:
-            return say_interrupted(display.say, request, len(outcome.episodes))
-        unscored = sum(trajectory.reward is None for trajectory in outcome.episodes.values())
+        job = RolloutJob(config, request, display)
+        run_loop(job.run())
+        if job.interrupted:
+            return say_interrupted(display.say, request, len(job.episodes))
+        unscored = sum(trajectory.reward is None for trajectory in job.episodes.values())
         note = f" ({unscored} of them unscored: the same command runs them again)" if unscored else ""
         display.say(f"{len(request.pairs)} episodes{note}: {request.out / 'trajectories.jsonl'}")
     return 0
@@ -246,17 +247,18 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
 
 def _play(plan: Plan, display: Any, every: bool) -> int:
     from agentrl.run.compare import print_official
-    from agentrl.run.evaluate import print_report, print_reports, run_eval, run_evals, unscored_cause
+    from agentrl.run.evaluate import RolloutJob, print_report, print_reports, run_evals, unscored_cause
 
     if len(plan.requests) > 1:
-        report, outcome, last = run_loop(run_evals(plan.config, plan.requests, display, plan.about))
+        report, job = run_loop(run_evals(plan.config, plan.requests, display, plan.about))
         reports = {} if report is None else report["envs"]
     else:
-        (last,) = plan.requests.values()
-        report, outcome = run_loop(run_eval(plan.config, last, display, about=plan.about))
+        (request,) = plan.requests.values()
+        job = RolloutJob(plan.config, request, display)
+        report = run_loop(job.evaluate(plan.about))
         reports = {} if report is None else {"": report}
     if report is None:
-        return say_interrupted(display.say, last, len(outcome.episodes))
+        return say_interrupted(display.say, job.request, len(job.episodes))
     if len(plan.requests) > 1:
         print_reports(reports, report["success"], display.console)
     else:
@@ -266,7 +268,7 @@ def _play(plan: Plan, display: Any, every: bool) -> int:
     unscored, episodes = (sum(one[key] for one in reports.values()) for key in ("unscored", "episodes"))
     if unscored <= MOSTLY * episodes:
         return 0
-    why = unscored_cause(outcome.episodes.values()) or f"{unscored} episodes are unscored"
+    why = unscored_cause(job.episodes.values()) or f"{unscored} episodes are unscored"
     display.say(f"agentrl: the evaluation failed: {why}. Fix that; the same command then runs the missing episodes")
     return 1
 

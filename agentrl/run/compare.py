@@ -19,6 +19,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.env.official import WHOLE, Benchmark, mean_with_interval, played_of
 from agentrl.run.digests import suite_env
 from agentrl.run.outcomes import label_of, order
+from agentrl.run.reader import RunRecord
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.parsing import read_json
 from agentrl.utils.terminal import cell, folding
@@ -157,9 +158,7 @@ def read_results(folder: Path) -> dict[str, Results]:
         raise ConfigError(f"{folder}: not a folder of an evaluation (neither it nor its folders have an eval.json)")
     label, found = folder.absolute().name, {}  # which the default --out takes from the model
     for part in parts:
-        file = part / "trajectories.jsonl"
-        lines = file.read_text().splitlines() if file.is_file() else []
-        episodes = [Trajectory.from_json(read_json(line)) for line in lines]
+        episodes = list(RunRecord(part).episodes())
         if not episodes:
             raise ConfigError(f"{part}: the evaluation has no episodes yet")
         members: dict[str, list[Trajectory]] = defaultdict(list)

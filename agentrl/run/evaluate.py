@@ -19,7 +19,7 @@ from rich.console import Console
 
 from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop_ray, while_ray_lives
 from agentrl.cluster.ray_parent import error_told, tell, unsaid
-from agentrl.config import EvalConfig, RolloutConfig, TrainConfig
+from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, each, eval_weights, one_temperature, the_env
 from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory
@@ -243,6 +243,7 @@ class EvalSession:
 Pair = tuple[int, int]
 
 LATER = "the same command runs the missing episodes"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,61 +266,10 @@ class RolloutRequest:
         """(task, member) of every episode, in order."""
         return [(task, member) for task in self.chosen or range(self.tasks) for member in range(self.samples)]
 
-    def temperature(self, rollout: RolloutConfig, evaluation: EvalConfig) -> float:
-        """The sampling temperature; an evaluation has its own."""
-        return evaluation.temperature if self.purpose == "eval" else one_temperature(rollout, "a rollout")
-
     @property
     def note(self) -> Path:
         """The file that says what the episodes in `out` are."""
         return self.out / f"{self.purpose}.json"
-
-
-async def run_rollout(
-    config: TrainConfig, request: RolloutRequest, display: Display, shared: EvalSession | None = None
-) -> RolloutJob:
-    """Run the missing episodes of the only environment of `config`. Ctrl-C ends it early: finished episodes stay, and the same
-    command continues. `shared`: parts of several environments, which the caller closes; by default its own are made.
-
-    Raises ConfigError if `out` holds something else, WorkerDiedError if a process or Ray is lost.
-    """
-    share_the_lock()
-    config = dated_as(config, request)
-    interrupt = Interrupt(display.say)
-    interrupt.install()  # the start of Ray and of the engine is to be ended too
-    for note in suite_notes(config):
-        display.warn(note)
-    job = RolloutJob(config, request, display)
-    session = shared or EvalSession(config, job.temperature)
-    missing = [pair for pair in request.pairs if pair not in job.episodes]
-    display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
-    if missing:
-        claiming = claiming_engine(request.model)  # a script is not sampled
-        if api_name(request.model) is not None or claiming is None or "messages" not in claiming.traits:
-            section = "eval" if request.purpose == "eval" else "rollout"
-            limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
-            more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
-            greedy = " (greedy)" if job.temperature == 0 else ""
-            display.say(f"[{request.purpose}] {section}.temperature = {job.temperature:g}{greedy}{''.join(more)}")
-        if computes := computation_line(config, trains=False):
-            display.say(computes)
-    try:
-        if missing:
-            tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
-            with last_words(unsaid(LATER)):
-                await while_ray_lives(job.play(session, missing))
-    except WorkerDiedError as error:
-        raise WorkerDiedError(f"{error}; {LATER}") from error
-    except asyncio.CancelledError:
-        if not interrupt.requested:
-            raise
-        job.interrupted = True
-    finally:
-        if session is not shared:
-            await session.close()
-    # In the order of tasks, so that equal runs leave equal files.
-    atomic_write(job.file, "".join(_line(job.episodes[pair]) for pair in sorted(job.episodes)))
-    return job
 
 
 def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
@@ -331,17 +281,73 @@ def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
 
 
 class RolloutJob:
-    """Plays the missing episodes of a request; a config with one environment says how.
+    """Plays the missing episodes of a request in the only environment of `config`.
 
-    `episodes`: those that are there, by (task, member); `interrupted`: more were asked for."""
+    `shared`: parts of several environments, which the caller closes; by default its own are made. `episodes`: those that are
+    there, by (task, member); `interrupted`: more were asked for."""
 
-    def __init__(self, config: TrainConfig, request: RolloutRequest, display: Display) -> None:
-        """Raises ConfigError if `request.out` holds something else."""
-        self.config, self.request, self.display = config, request, display
-        self.temperature = request.temperature(config.rollout, config.eval)
+    def __init__(self, config: TrainConfig, request: RolloutRequest, display: Display, shared: EvalSession | None = None) -> None:
+        self.config, self.request, self.display, self.shared = dated_as(config, request), request, display, shared
+        evaluates = request.purpose == "eval"  # with a temperature of its own
+        self.temperature = config.eval.temperature if evaluates else one_temperature(config.rollout, "a rollout")
         self.file = request.out / "trajectories.jsonl"
-        self.episodes = self._resume()
+        self.episodes: dict[Pair, Trajectory] = {}
         self.interrupted = False
+
+    async def run(self) -> None:
+        """Run the missing episodes. Ctrl-C ends it early: finished episodes stay, and the same command continues.
+
+        Raises ConfigError if `out` holds something else, WorkerDiedError if a process or Ray is lost.
+        """
+        share_the_lock()
+        config, request, display = self.config, self.request, self.display
+        interrupt = Interrupt(display.say)
+        interrupt.install()  # the start of Ray and of the engine is to be ended too
+        for note in suite_notes(config):
+            display.warn(note)
+        self.episodes = self._resume()
+        session = self.shared or EvalSession(config, self.temperature)
+        missing = [pair for pair in request.pairs if pair not in self.episodes]
+        display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
+        if missing:
+            claiming = claiming_engine(request.model)  # a script is not sampled
+            if api_name(request.model) is not None or claiming is None or "messages" not in claiming.traits:
+                section = "eval" if request.purpose == "eval" else "rollout"
+                limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
+                more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
+                greedy = " (greedy)" if self.temperature == 0 else ""
+                display.say(f"[{request.purpose}] {section}.temperature = {self.temperature:g}{greedy}{''.join(more)}")
+            if computes := computation_line(config, trains=False):
+                display.say(computes)
+        try:
+            if missing:
+                tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
+                with last_words(unsaid(LATER)):
+                    await while_ray_lives(self.play(session, missing))
+        except WorkerDiedError as error:
+            raise WorkerDiedError(f"{error}; {LATER}") from error
+        except asyncio.CancelledError:
+            if not interrupt.requested:
+                raise
+            self.interrupted = True
+        finally:
+            if session is not self.shared:
+                await session.close()
+        # In the order of tasks, so that equal runs leave equal files.
+        atomic_write(self.file, "".join(_line(self.episodes[pair]) for pair in sorted(self.episodes)))
+
+    async def evaluate(self, about: Mapping[str, Any] = NOTHING) -> dict[str, Any] | None:
+        """Run the missing episodes; returns the report of the evaluation, also written to `out`, or None after Ctrl-C. Of a suite
+        it has the benchmark's own table, too ("official"). `about`: further entries. Raises as `run`."""
+        await self.run()
+        if self.interrupted:
+            return None
+        request, episodes = self.request, [self.episodes[pair] for pair in self.request.pairs]
+        found = official([self.config], {self.config.envs[0].called: episodes}, request.split)
+        own = {"official": found} if found else {}
+        report = {**make_report(episodes, request.samples), "model": request.model, **about, **own}
+        _write_report(request.out / "report.json", report)
+        return report
 
     async def play(self, session: EvalSession, missing: list[Pair]) -> None:
         """Play the episodes; each is in the file and in `episodes` once it ends."""
@@ -413,37 +419,12 @@ def _write_report(file: Path, report: Mapping[str, Any]) -> None:
 
 # Evaluation
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-async def run_eval(
-    config: TrainConfig,
-    request: RolloutRequest,
-    display: Display,
-    shared: EvalSession | None = None,
-    about: Mapping[str, Any] = NOTHING,
-) -> tuple[dict[str, Any] | None, RolloutJob]:
-    """Run the missing episodes of the evaluation. Returns its report, also written to `request.out` (None after Ctrl-C), and
-    the episodes. Of a suite the report has the benchmark's own table, too ("official"). `shared`: as in `run_rollout`; `about`:
-    what the report says next to the numbers. Raises ConfigError if `request.out` has an evaluation of something else.
-    """
-    outcome = await run_rollout(config, request, display, shared)
-    if outcome.interrupted:
-        return None, outcome
-    episodes = [outcome.episodes[pair] for pair in request.pairs]
-    found = official([config], {config.envs[0].called: episodes}, request.split)
-    own = {"official": found} if found else {}
-    report = {**make_report(episodes, request.samples), "model": request.model, **about, **own}
-    _write_report(request.out / "report.json", report)
-    return report, outcome
-
 
 async def run_evals(
     config: TrainConfig, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] = NOTHING
-) -> tuple[dict[str, Any] | None, RolloutJob, RolloutRequest]:
+) -> tuple[dict[str, Any] | None, RolloutJob]:
     """The evaluations of several environments, one after the other with one engine, by their names: `requests`, each in a folder
-    of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last outcome with its
-    request.
+    of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last job.
     """
     config = dated_as(config, next(iter(requests.values())))
     envs = {env.called: env for env in config.envs}
@@ -454,10 +435,11 @@ async def run_evals(
     try:
         for name, request in requests.items():
             display.say(f"[{name}] {request.tasks} tasks of {envs[name].id}")
-            report, outcome = await run_eval(alone(config, envs[name]), request, display, shared)
+            job = RolloutJob(alone(config, envs[name]), request, display, shared)
+            report = await job.evaluate()
             if report is None:
-                return None, outcome, request
-            reports[name], episodes[name] = report, [outcome.episodes[pair] for pair in request.pairs]
+                return None, job
+            reports[name], episodes[name] = report, [job.episodes[pair] for pair in request.pairs]
     finally:
         await shared.close()
     found = official(each(config), episodes, request.split)
@@ -469,7 +451,7 @@ async def run_evals(
         success = float(sum(weight * rate["mean"] for weight, rate in rates) / sum(weight for weight, _ in rates))
     whole = {"success": success, "model": request.model, **about, **own, "envs": reports}
     _write_report(request.out.parent / "report.json", whole)
-    return whole, outcome, request
+    return whole, job
 
 
 def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:

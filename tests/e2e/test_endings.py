@@ -326,7 +326,8 @@ def check_end(place: Place, before: set[str], said: str, own: str) -> None:
         assert set(json.loads(told.read_text())) <= {
             "RunDriver.train",
             "RunDriver._attempt",
-            "run_rollout",
+            "RolloutJob.run",
+            "RolloutJob.evaluate",
             "RolloutJob.play",
         }, told.read_text()
 

@@ -25,7 +25,7 @@ from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import engine_name, maker_of
-from agentrl.run.evaluate import RolloutRequest, run_rollout
+from agentrl.run.evaluate import RolloutJob, RolloutRequest
 from agentrl.trainer.pretrained import init_model, load_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError, EnvError
 from tests.contrib.preflight.preflighted import preflight
@@ -112,10 +112,11 @@ async def test_our_own_server_over_the_embedded_engine_is_a_peer(tmp_path: Path,
         table = {"env": {"id": "key_value"}, "model": {"path": "api:openai/policy"}}
         config = config_from(table, [f"api.base={access.openai_url}", "rollout.max_turn_tokens=12", "rollout.max_turns=3"])
         request = RolloutRequest("rollout", "api:openai/policy", 3, 2, "heldout", tmp_path / "out")
-        outcome = await run_rollout(config, request, Display())
+        job = RolloutJob(config, request, Display())
+        await job.run()
         ledgers = (await server.take("s")).ledgers
     await engine.close()
-    episodes = list(outcome.episodes.values())
+    episodes = list(job.episodes.values())
     assert len(episodes) == 6 and all(episode.reward is not None for episode in episodes)
     counted = sum(turn.sampled_tokens for episode in episodes for turn in episode.turns)
     assert counted == sum(int(ledger.sampled.sum()) for ledger in ledgers) > 0

@@ -25,7 +25,7 @@ from agentrl.run.compare import suite_choice, suite_tasks
 from agentrl.run.config_file import open_folder
 from agentrl.run.display import Display
 from agentrl.run.driver import execute
-from agentrl.run.evaluate import RolloutRequest, check_request, run_eval, run_rollout, unscored_cause
+from agentrl.run.evaluate import RolloutJob, RolloutRequest, check_request, unscored_cause
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.provenance import Provenance, model_of, run_folder
@@ -161,12 +161,14 @@ async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | 
         request = replace(request, out=Path(folder if out is None else out))
         checked = await in_thread("load", check_request, config, request)
         display = Display(console(quiet=True) if quiet else None)
+        job = RolloutJob(checked, request, display)
+        report: dict[str, Any] | None = {}
         if request.purpose == "eval":
-            report, outcome = await run_eval(checked, request, display)
+            report = await job.evaluate()
         else:
-            report, outcome = {}, await run_rollout(checked, request, display)
+            await job.run()
     assert report is not None
-    episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
+    episodes = [job.episodes[pair] for pair in request.pairs if pair in job.episodes]
     # A policy that raised, or a reward function that scored no episode, is a fault of its code, and no outage.
     own = is_given(request.model)
     faults = [t.error for t in episodes if own and t.error is not None and t.error.startswith(f"policy {request.model}")]
