@@ -1,6 +1,6 @@
 """Trackers: where the metrics of a run go in addition to metrics.jsonl.
 
-The contract and its registry, the thread of a tracker, samples of episodes, then `jsonl` and `tensorboard`."""
+The contract and its registry, the thread of a tracker, samples of episodes, then `tensorboard`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import logging
 import shlex
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,11 +18,9 @@ from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import Choice, TrainConfig
-from agentrl.config.identity import without_secrets
 from agentrl.config.schema import ProfileConfig, PrometheusConfig, TracesConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.run.folder import RunFolder
-from agentrl.utils.parsing import json_text
 from agentrl.utils.redaction import resolve_references
 from agentrl.utils.registry import Registry
 
@@ -324,45 +321,6 @@ def sampled_rows(trajectories: Sequence[Trajectory], most: int = EPISODES) -> li
             }
         )
     return rows
-
-
-# jsonl
-
-
-@TRACKERS.register("jsonl")
-class EventLines(Tracker):
-    """`path` is in the run folder, or whole. Each line has `event` (start, row, rewind, episodes, picture, end), `run` and
-    `time`, seconds since 1970; after a `rewind`, rows of later steps come again, and the last of them counts."""
-
-    def __init__(self, run: TrackedRun, *, path: str = "events.jsonl") -> None:
-        self._run = run
-        self._path = run.folder.path / path
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a", encoding="utf-8")
-        self._write("start", resumed=run.resumed, config=without_secrets(run.config))
-
-    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
-        self._write("row", phase=phase, step=step, values=dict(values))
-
-    def rewind(self, step: int) -> None:
-        self._write("rewind", step=step)
-
-    def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
-        self._write("episodes", phase=phase, step=step, episodes=[dict(row) for row in rows])
-
-    def picture(self, name: str, path: Path) -> None:
-        self._write("picture", name=name, path=str(path))
-
-    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
-        self._write("end", status=status, summary=dict(summary))
-        self._file.close()
-
-    def look(self) -> str:
-        return f"tail {self._path}"
-
-    def _write(self, event: str, **fields: Any) -> None:
-        self._file.write(json_text({"event": event, "run": self._run.name, "time": time.time(), **fields}) + "\n")
-        self._file.flush()
 
 
 # tensorboard
