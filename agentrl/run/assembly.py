@@ -173,21 +173,17 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
     if modality is not None:
         begin, pad, end = tokenizer.convert_ids_to_tokens(modality.around)
         pictures = Placeholders(begin, pad, end, modality.tokens)
-    return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer), pictures, config.date)
-
-
-def _parser(name: str, tokenizer: Any) -> Parser | ForTools | Syntax | None:
-    if name == "auto":
-        return None
+    name = config.tool_parser
+    parser: Parser | ForTools | Syntax | None = None if name == "auto" else SYNTAXES.get(name)
     if name.startswith(VLLM_PARSER):
         from agentrl.engines.vllm.tool_parsers import vllm_parser_for_tools
 
-        return vllm_parser_for_tools(name.removeprefix(VLLM_PARSER), tokenizer)
-    if name not in SYNTAXES:
+        parser = vllm_parser_for_tools(name.removeprefix(VLLM_PARSER), tokenizer)
+    elif parser is None and name != "auto":
         hint = did_you_mean(name, SYNTAXES, f"a parser of vLLM is written '{VLLM_PARSER}{name}'")
         known = ", ".join(map(repr, SYNTAXES))
         raise ConfigError(f"model.tool_parser = {name!r}: expected 'auto', {known} or '{VLLM_PARSER}NAME'; {hint}")
-    return SYNTAXES[name]
+    return make_renderer(tokenizer, parser, pictures, config.date)
 
 
 def make_policy(config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None) -> Policy:

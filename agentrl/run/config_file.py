@@ -71,12 +71,9 @@ def find_config_file(name: str) -> Path:
         return Path(find_config(name))
     except CatalogError as error:
         if name and path.is_dir():
-            inside = path / "config.toml"  # of a run, which is what it was to be and what it has learned
-            hint = (
-                f"; its config: {shlex.quote(str(inside))}; to go on with it: --resume"
-                if inside.is_file()
-                else "; name a TOML file"
-            )
+            inside, hint = path / "config.toml", "; name a TOML file"
+            if inside.is_file():  # of a run, which is what it was to be and what it has learned
+                hint = f"; its config: {shlex.quote(str(inside))}; to go on with it: --resume"
             raise CatalogError(f"{name}: a folder{hint}") from None
         if path.suffix == ".toml":
             return path  # load_config says which file is missing and what is near it

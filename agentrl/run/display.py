@@ -107,14 +107,6 @@ def plain_step(shown: Shown, now: float) -> str:
     return f"[{shown.phase}] {shown.done}/{shown.total}  " + "  ".join([*_said(shown), *details, f"ETA {shown.eta(now)}"])
 
 
-def plain_doing(shown: Shown, now: float) -> str:
-    """The line of current activities; "" without any."""
-    if not shown.doing:
-        return ""
-    where = f" {shown.done}/{shown.total}" if shown.total > 1 else ""
-    return f"[{shown.phase}]{where}  {_doing(shown, now)}"
-
-
 def frame(shown: Shown, now: float, width: int) -> Text:
     """The live display: at most 4 + DETAIL_LINES lines, none wider than `width`."""
     # Phase, bar, count, time and ETA; a narrow terminal has no bar, and then no time.
@@ -287,12 +279,10 @@ class Display:
 
     def show_evaluation(self, step: int, success: float | None) -> None:
         """A held-out evaluation after `step` updates."""
-        if success is None:
-            return
-        shown = self._shown
-        shown.held = (success, step)
-        if shown.best_held is None or success > shown.best_held[0]:
-            shown.best_held = shown.held
+        if success is not None:
+            shown, held = self._shown, (success, step)
+            shown.held = held
+            shown.best_held = held if shown.best_held is None or success > shown.best_held[0] else shown.best_held
 
     def engine(self, what: str) -> None:
         """The engine's activity, for the frame; "": nothing that matters."""
@@ -321,7 +311,8 @@ class Display:
             return
         if now - max(self._printed, shown.doing[-1].began) >= self._pause:
             self._printed, self._pause = now, min(2 * self._pause, _PLAIN_MOST_S)
-            self.say(plain_doing(shown, now))
+            where = f" {shown.done}/{shown.total}" if shown.total > 1 else ""
+            self.say(f"[{shown.phase}]{where}  {_doing(shown, now)}")
 
     def _beats(self) -> None:
         while not self._over.wait(_BEAT_S):

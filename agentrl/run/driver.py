@@ -128,21 +128,13 @@ def execute(
     raise_gc_threshold()
     share_the_lock()
     outcome = RunOutcome(only_warm_start=only_warm_start, restarts=restarts)
-    log_file = _log_to(folder)
+    trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
     with (
         full_disk_said(folder.path, f"continue with: {_resume_command(config.data, folder)}"),
         lock_folder(folder.path),
-        log_file,
+        _log_to(folder),
         Display() as display,
-        RunLog(
-            folder,
-            display,
-            makers(config.trackers, TrackedRun(folder, config, resumed)),
-            resumed,
-            Health(config, display.warn),
-            config.prometheus,
-            config.keep,
-        ) as run_log,
+        RunLog(folder, display, trackers, resumed, Health(config, display.warn), config.prometheus, config.keep) as run_log,
     ):
         config = folder.with_date(config)
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
@@ -169,23 +161,15 @@ def execute(
                 run_loop(run.train())
         except (asyncio.CancelledError, KeyboardInterrupt):
             outcome.status = "interrupted"
-        except NothingScoredError as error:
-            outcome.status, outcome.error = MOSTLY_UNSCORED, f"{type(error).__name__}: {error}"
-            raise
-        except AgentrlError as error:
-            outcome.error = f"{type(error).__name__}: {error}"
-            if isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
-                then = "\n" if "\n" in str(error) else "; "  # below a table
-                raise type(error)(f"{error}{then}continue with: {run.resume_command()}") from error
-            raise
-        except OSError as error:
-            outcome.error = f"{type(error).__name__}: {error}"
-            if error.errno not in FULL:
-                log.exception("the run failed")
-            raise
         except BaseException as error:
             outcome.error = f"{type(error).__name__}: {error}"
-            log.exception("the run failed")
+            if isinstance(error, NothingScoredError):
+                outcome.status = MOSTLY_UNSCORED
+            elif isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
+                then = "\n" if "\n" in str(error) else "; "  # below a table
+                raise type(error)(f"{error}{then}continue with: {run.resume_command()}") from error
+            elif not isinstance(error, AgentrlError) and not (isinstance(error, OSError) and error.errno in FULL):
+                log.exception("the run failed")
             raise
         finally:
             with put_off(display.say):
@@ -322,33 +306,8 @@ class RunDriver:
             if config.data is None:
                 draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
         with _unless_failed(outcome, "summary.json is not written"):
-            folder.write_summary(summary := self.summary(rows))
+            folder.write_summary(summary := _summary(config, rows, outcome))
             run_log.end(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
-
-    def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Content of summary.json."""
-        config, outcome = self.config, self.outcome
-        updates = [row for row in rows if row["phase"] == "train"]
-        success = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
-        return {
-            "name": config.name,
-            "status": outcome.status,
-            "error": outcome.error,
-            **({"cause": outcome.cause} if outcome.cause is not None else {}),
-            **({"findings": outcome.findings} if outcome.findings else {}),
-            "engine": outcome.engine,
-            "seed": config.seed,
-            "steps": updates[-1]["step"] if updates else 0,
-            "success_before": success.get("before"),
-            "success_after": success.get("after"),
-            **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
-            **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
-            "tokens": sum(row["tokens"] for row in updates),
-            **thrown_away(updates),
-            "seconds": round(time.monotonic() - outcome.started, 1),
-            "restarts": outcome.restarts,
-            **(RUN_KINDS[DATA](config).summary(rows) if config.data is not None else {}),
-        }
 
     def say_end(self) -> None:
         """Show how the run ended, and what to do next."""
@@ -420,6 +379,30 @@ def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
                 raise
             outcome.status, outcome.error, outcome.full = "failed", f"{what}: {problem}", problem
         log.warning("%s: %s", what, problem)
+
+
+def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcome) -> dict[str, Any]:
+    updates = [row for row in rows if row["phase"] == "train"]
+    success = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
+    return {
+        "name": config.name,
+        "status": outcome.status,
+        "error": outcome.error,
+        **({"cause": outcome.cause} if outcome.cause is not None else {}),
+        **({"findings": outcome.findings} if outcome.findings else {}),
+        "engine": outcome.engine,
+        "seed": config.seed,
+        "steps": updates[-1]["step"] if updates else 0,
+        "success_before": success.get("before"),
+        "success_after": success.get("after"),
+        **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
+        **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
+        "tokens": sum(row["tokens"] for row in updates),
+        **thrown_away(updates),
+        "seconds": round(time.monotonic() - outcome.started, 1),
+        "restarts": outcome.restarts,
+        **(RUN_KINDS[DATA](config).summary(rows) if config.data is not None else {}),
+    }
 
 
 def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from agentrl.cluster.ray_parent import has_parent, stop_signals
@@ -21,14 +21,10 @@ BLOCKED = 1.0
 """Seconds in which the event loop has to learn of a signal; else what blocks it is left, if there is no step to finish."""
 
 
-def ended_as_interrupted() -> AbstractContextManager[None]:
-    """Inside, every stop signal does what Ctrl-C does, KeyboardInterrupt, so that half-made files are removed."""
-    return _handling(signal.default_int_handler)
-
-
 @contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, `handler` gets the stop signals. Only in the main thread: others have none."""
+def ended_as_interrupted(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> Iterator[None]:
+    """Inside, `handler` gets the stop signals; by default each does what Ctrl-C does, KeyboardInterrupt, so that half-made files
+    are removed. Only in the main thread: others have none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -67,7 +63,7 @@ def put_off(say: Callable[[str], None]) -> Iterator[None]:
         told = True
         say("interrupted: the run has stopped, its summary is being written (Ctrl-C again leaves that)")
 
-    with _handling(tell):
+    with ended_as_interrupted(tell):
         yield
 
 
@@ -120,16 +116,17 @@ class Interrupt:
             return
         self._unheard = True
         self._end_start()
-        look = threading.Timer(BLOCKED, self._again, (number,))
+
+        def again() -> None:
+            """Have a blocked main thread, and no other, leave what it is in: a call of Ray's, say, which looks for signals."""
+            if self._unheard:
+                self._blocked, main = True, threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, number)
+
+        look = threading.Timer(BLOCKED, again)
         look.daemon = True
         look.start()
-
-    def _again(self, number: int) -> None:
-        """Have a blocked main thread, and no other, leave what it is in: a call of Ray's, say, which looks for signals."""
-        if self._unheard:
-            self._blocked, main = True, threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, number)
 
     def _end_start(self) -> None:
         if not self.requested:

@@ -7,7 +7,7 @@ import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PHASES = {"before": "before", "eval": "eval", "step": "train", "after": "after"}
 """The first part of a trajectory file's name -> the phase in metrics.jsonl."""
-_NAME = re.compile(r"([a-z]+)_(\d+)")
+_NAME = re.compile(r"([a-z]+)_(\d+)\.jsonl")
 _ORDER = {"before": 0, "train": 1, "eval": 2, "rollout": 2, "after": 3}
 LIVE_S = 120.0
 """A run without a final word is taken to be going on for this many seconds after its last sign of life, or four of its steps if
@@ -155,13 +155,11 @@ class RunRecord:
         if kind is not None:
             path = self.path / "trajectories.jsonl"
             return [EpisodeFile("trajectories", path, kind, 0)] if path.is_file() else []
-        found, folder = [], self.folder.trajectories
+        folder = self.folder.trajectories
         with _name_damaged(folder):
             paths = list(folder.iterdir()) if folder.exists() else []
-        for path in paths:
-            named = _NAME.fullmatch(path.stem)
-            if path.suffix == ".jsonl" and named is not None and named[1] in PHASES:
-                found.append(EpisodeFile(path.stem, path, PHASES[named[1]], int(named[2])))
+        names = [(path, named) for path in paths if (named := _NAME.fullmatch(path.name)) and named[1] in PHASES]
+        found = [EpisodeFile(path.stem, path, PHASES[named[1]], int(named[2])) for path, named in names]
         return sorted(found, key=lambda file: (file.step, _ORDER[file.phase], file.name))
 
     @checks_arguments
@@ -282,10 +280,8 @@ def _tail(path: Path, most: int = 65536) -> list[dict[str, Any]]:
         return []
     rows = []
     for line in lines[0 if size <= most else 1 : -1]:
-        try:
+        with suppress(ValueError):
             rows.append(read_json(line))
-        except ValueError:
-            continue
     return [row for row in rows if isinstance(row, dict)]
 
 

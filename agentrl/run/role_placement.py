@@ -50,17 +50,13 @@ if TYPE_CHECKING:
 class RunRoles:
     """Roles of a run, with the places that their processes take on the cluster's nodes.
 
-    `engine`: the processes of the run's engine, None for one in the driver; `side`: engines of services that have processes."""
+    `engine`: the processes of the run's engine, None for one in the driver; `side`: engines of services that have processes.
+    `names`: the roles that have processes, as `cluster.roles` names them; `with_pool`: those that have a pool."""
 
     def __init__(self, config: TrainConfig, engine: str) -> None:
         self.config, self.cluster, self.engine_name = config, config.cluster, engine
         self.engine = maker_of(engine, config).processes()
         self.side = RunServices(config).processes()
-
-    @property
-    def names(self) -> list[str]:
-        """The roles of this run that have processes, by their names in `cluster.roles`."""
-        config = self.config
         present = {
             "actor": True,
             "rollout": self.engine is not None,
@@ -70,12 +66,11 @@ class RunRoles:
             "teacher": config.algorithm.distillation is not None,
             **{one.role: True for one, _ in self.side},
         }
-        return [role for role, used in present.items() if used]
-
-    @property
-    def with_pool(self) -> list[str]:
-        """The roles that have a pool."""
-        return [role for role in self.names if role in {str(name) for name in self.cluster.roles}]
+        self.names = [role for role, used in present.items() if used]
+        self.with_pool = [role for role in self.names if role in {str(name) for name in self.cluster.roles}]
+        # With `rollout.colocate`, an engine that has processes of its own uses the actors' GPUs.
+        shares = config.rollout.colocate and self.engine is not None and self.cluster.backend == "ray"
+        self.beside = {"rollout": "actor"} if shares else dict[str, str]()
 
     @property
     def without_pool(self) -> dict[str, Unpooled]:
@@ -101,12 +96,6 @@ class RunRoles:
         """The names of the engines that have their own processes, for a message."""
         return " or ".join(f'"{one.name}"' for one in ENGINES.own() if one.make(self.config).processes() is not None)
 
-    @property
-    def beside(self) -> dict[str, str]:
-        """With `rollout.colocate`, an engine that has processes of its own uses the actors' GPUs: {"rollout": "actor"}."""
-        shares = self.config.rollout.colocate and self.engine is not None and self.cluster.backend == "ray"
-        return {"rollout": "actor"} if shares else {}
-
     def check_room(self) -> None:
         """Raise ResourceError, with a table, if the cluster's nodes have no room for the run's pools and its processes with GPUs,
         even when nothing else runs there."""
@@ -114,20 +103,18 @@ class RunRoles:
         if self.cluster.backend == "ray" and (pools or unpooled):
             assign(dict(pools.values()), list(unpooled.values()), nodes_of(self.cluster, "actor"))
 
-    def slots(self) -> float:
-        """CPU slots of the processes of a training run, other than rollout workers."""
-        pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
-        taken = sum(node_need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
-        taken += sum(one.cpus * one.count for one in unpooled.values())
-        # Without GPUs too each actor takes a slot of its own.
-        return taken + (0 if "actor" in {*pools, *unpooled} else self.cluster.actors)
-
     def check_worker_room(self, trains: bool) -> None:
         """Raise ResourceError if the nodes have too few CPU slots for `rollout.workers` next to the run's other processes;
         `trains`: whether there are any."""
         workers = workers_apart(self.config)
         slots = sum(node.cpus for node in nodes_of(self.cluster, "actor"))
-        taken = self.slots() if trains else 0.0
+        taken = 0.0
+        if trains:
+            pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
+            taken = sum(node_need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
+            taken += sum(one.cpus * one.count for one in unpooled.values())
+            # Without GPUs too each actor takes a slot of its own.
+            taken += 0 if "actor" in {*pools, *unpooled} else self.cluster.actors
         if workers * WORKER_CPUS > slots - taken:
             raise ResourceError(
                 f"rollout.workers = {workers}: each takes {WORKER_CPUS:g} CPU slots, and of {slots:g} the run's other processes "

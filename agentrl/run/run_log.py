@@ -4,7 +4,6 @@ Rows of updates and evaluations, the health of a run by its rows, and the log.""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import Counter, deque
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config.envs import own_advantages
 from agentrl.config.schema import CriticConfig, HealthConfig, KeepConfig, PrometheusConfig, RolloutConfig, TrainConfig
@@ -22,50 +21,13 @@ from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
 from agentrl.run.outcomes import Kinds, Row, by_env, episode_values, group_values
 from agentrl.run.reader import token_lines
-from agentrl.run.session import Session
+from agentrl.run.session import Session, Writes
 from agentrl.run.trackers import FLUSH_S, LIVE_METRICS, Outlet, Status, Tracker, sampled_rows
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.utils.errors import NothingScoredError
-from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
     from agentrl.trainer.minibatch import TrainedTokens
-
-
-# Large files
-
-P = ParamSpec("P")
-
-
-class Writes:
-    """Writes in order, one at a time, in a thread. At most one is in progress, so the memory they hold is bounded.
-
-    A write that fails raises at the next `begin`, `check` or `wait`, and only once.
-    """
-
-    def __init__(self) -> None:
-        self._last: asyncio.Task[object] | None = None
-
-    async def begin(self, write: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Start `write(*args, **kwargs)` after the previous one is done."""
-        await self.wait()
-        self._last = asyncio.create_task(in_thread("files", write, *args, **kwargs), name="write")
-
-    async def check(self) -> None:
-        """Raise the error of a failed write, without waiting for one in progress."""
-        if self._last is not None and self._last.done():
-            await self.wait()
-
-    async def wait(self) -> None:
-        """Wait until nothing is being written."""
-        if self._last is not None:
-            last = self._last
-            try:
-                # Shielded: cancelling the caller must not lose a file that is half written.
-                await asyncio.shield(last)
-            finally:
-                if last.done():
-                    self._last = None
 
 
 # Rows
@@ -353,20 +315,27 @@ class Health:
 
     def __init__(self, config: TrainConfig, warn: Callable[[str], None]) -> None:
         self._config, self._warn = config, warn
-        self._updates, self._watches = self._updates_of(()), self._watch_signs()
         self._said: set[str] = set()
         self._fault: str | None = None
-        self._faults: Callable[[], str | None] = lambda: None
+        self.begin(0, (), lambda: None)
 
     def begin(self, step: int, rows: Iterable[HealthRow], fault: Callable[[], str | None]) -> None:
         """Updates begin after `step`, with these rows before them; those after it are forgotten, as they are done again. `fault`:
         why the first episode of theirs was unscored, once there was one."""
+        config, most = self._config, self._config.health.idle_updates
         before = [row for row in rows if row["phase"] == "train" and row["step"] <= step]
-        self._updates, self._watches = self._updates_of(before), self._watch_signs()
+        self._updates, self._faults = self._updates_of(before), fault
+        # Signs of episodes are looked for in each environment, if there are several.
+        names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
+        self._watches = [
+            SignWatch(one, one.first(config), most, scope)
+            for one in SIGNS
+            if one.applies(config)
+            for scope in (names if one.per_env else [""])
+        ]
         for row in before:
             for watch in self._watches:
                 watch.add(row)
-        self._faults = fault
 
     @property
     def findings(self) -> list[dict[str, Any]]:
@@ -425,17 +394,6 @@ class Health:
 
     def _updates_of(self, rows: Iterable[HealthRow]) -> Updates:
         return Updates(self._config.critic, self._config.health.idle_updates, rows)
-
-    def _watch_signs(self) -> list[SignWatch]:
-        """The signs to look for; those of episodes in each environment, if there are several."""
-        config, most = self._config, self._config.health.idle_updates
-        names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
-        return [
-            SignWatch(one, one.first(config), most, scope)
-            for one in SIGNS
-            if one.applies(config)
-            for scope in (names if one.per_env else [""])
-        ]
 
 
 def finding_text(one: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from agentrl.cluster.group import WorkerGroup, check_shared
 from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
@@ -59,9 +59,41 @@ _NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recurs
 """Errors of reading a file of another shape."""
 POLL = 0.05
 _NAMED = 5
+P = ParamSpec("P")
 
 
-class Saver:
+class Writes:
+    """Writes in order, one at a time. At most one is in progress, so the memory they hold is bounded.
+
+    A write that fails raises at the next `begin`, `check` or `wait`, and only once.
+    """
+
+    def __init__(self) -> None:
+        self._last: asyncio.Task[object] | None = None
+
+    async def begin(self, write: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Start `write(*args, **kwargs)` in a thread, after the previous one is done."""
+        await self.wait()
+        self._last = asyncio.create_task(in_thread("files", write, *args, **kwargs), name="write")
+
+    async def check(self) -> None:
+        """Raise the error of a failed write, without waiting for one in progress."""
+        if self._last is not None and self._last.done():
+            await self.wait()
+
+    async def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._last is not None:
+            last = self._last
+            try:
+                # Shielded: cancelling the caller must not lose a file that is half written.
+                await asyncio.shield(last)
+            finally:
+                if last.done():
+                    self._last = None
+
+
+class Saver(Writes):
     """Saves and loads a run's checkpoints; at most one is being written.
 
     A checkpoint holds model, optimizer, schedule and RNG of the training roles, and the driver's group
@@ -81,7 +113,7 @@ class Saver:
         self._config, self._folder, self._learner, self._collector, self._say = config, folder, learner, collector, say
         cfg = config.checkpoint
         self._checkpoints = Checkpoints(folder.checkpoints, cfg.keep, cfg.keep_best)
-        self._writing: asyncio.Task[None] | None = None
+        super().__init__()
 
     @in_span("checkpoint")
     async def save(self, evaluated: Evaluation | None = None) -> None:
@@ -108,7 +140,7 @@ class Saver:
             writing = asyncio.create_task(self._finish(step, aside, self._score(evaluated)), name=f"checkpoint {step}")
         written = partial(note, "checkpoint", f"write checkpoint {step}", since, track="checkpoints", place=place)
         writing.add_done_callback(lambda _: written())
-        self._writing = writing
+        self._last = writing
         if not self._config.checkpoint.asynchronous:
             await self.wait()
 
@@ -121,23 +153,11 @@ class Saver:
             await self.wait()
         return step
 
-    async def wait(self) -> None:
-        """Wait until nothing is being written. Raises the error if writing failed."""
-        if self._writing is not None:
-            # Forgotten before it is awaited, so that its error is raised once and not again by the next save.
-            writing, self._writing = self._writing, None
-            await writing
-
-    async def check(self) -> None:
-        """Raise the error of a failed background save, without waiting for one in progress."""
-        if self._writing is not None and self._writing.done():
-            await self.wait()
-
     async def close(self) -> None:
         """Cancel a save that is not finished; it is lost."""
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+        if self._last is not None:
+            self._last.cancel()
+            await asyncio.gather(self._last, return_exceptions=True)
 
     async def rate(self, evaluated: Evaluation) -> None:
         """Record the evaluation of the ledger's version, whose checkpoint exists already."""

@@ -155,8 +155,10 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
     found: dict[str, Evaluation] = {}
     await session.publish()
     for env, own in _taking_part(session):
-        tasks, greedy = [(index, 0) for index in range(own.gate_tasks)], {"split": "train", "temperature": 0.0}
-        episodes = await play_tasks(session, env.called, tasks, params=own.gate_params, on_episode=ended, watch=watch, **greedy)
+        tasks, params = [(index, 0) for index in range(own.gate_tasks)], own.gate_params
+        episodes = await play_tasks(
+            session, env.called, tasks, split="train", params=params, temperature=0.0, on_episode=ended, watch=watch
+        )
         found[env.called] = summarize(episodes)
         success = found[env.called].success
         of = f" in {env.called}" if len(config.envs) > 1 else ""

@@ -35,6 +35,7 @@ from agentrl.run.session import (
     open_session,
     play_tasks,
     republish_to_new_replicas,
+    warmed_up,
 )
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
@@ -212,8 +213,9 @@ class LivePolicy:
         seeds = [(number - FIRST) % pool for number in numbers] if isinstance(tasks, int) else [int(seed) for seed in tasks]
         numbers = numbers or [next(self._numbers) for _ in seeds]
         pairs, drawn = [(seed, member) for seed in seeds for member in range(size)], derive(config.seed, "play", call)
-        options = {"split": split, "params": params, "temperature": temperature}
-        episodes = await play_tasks(self._session, part.name, pairs, seed=drawn, **options)
+        episodes = await play_tasks(
+            self._session, part.name, pairs, seed=drawn, split=split, params=params, temperature=temperature
+        )
         groups = []
         for place, (number, seed) in enumerate(zip(numbers, seeds, strict=True)):
             members = episodes[place * size : (place + 1) * size]
@@ -243,10 +245,10 @@ class LivePolicy:
 
     def _part(self, env: str | None) -> RunEnv:
         envs = self._session.envs
-        if env is None and len(envs) == 1:
-            return envs[0]
         if env is None:
-            raise ConfigError(f"policy: the session has several environments ({', '.join(e.name for e in envs)}); name one")
+            if len(envs) > 1:
+                raise ConfigError(f"policy: the session has several environments ({', '.join(e.name for e in envs)}); name one")
+            return envs[0]
         try:
             return envs[entry_of([{"name": part.name} for part in envs], env)]
         except ConfigError as problem:
@@ -353,7 +355,7 @@ async def session(
     try:
         if made.rollout.colocate:
             await session.publisher.sleep()
-        if made.sft is not None and not (place.warm_start / "config.json").is_file():
+        if made.sft is not None and not warmed_up(place):
             await warm_start(session, run_log, Interrupt(display.say))
         await session.begin()
     except BaseException:
