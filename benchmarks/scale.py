@@ -30,7 +30,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from agentrl.cluster.ray_group import COLUMNS
-from agentrl.cluster.worker import Call, Mesh
+from agentrl.cluster.worker import Mesh
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.data.rows import Ragged
 from agentrl.data.token_ledger import TokenLedger
@@ -139,7 +139,7 @@ def shipped(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool
     """Split a call over `ranks` workers, and put its columns where they read them. Returns references that keep them there."""
     strategy = Actor.dispatch_table[method.__name__]
     mesh = Mesh.of({"dp": ranks, "sp": 1}, ranks)
-    shipment = strategy.scatter(Call("benchmark", ("batch",), (batch,), {}), mesh)
+    shipment = strategy.scatter("benchmark", (batch,), {}, mesh)
     assert isinstance(shipment.batch, TensorDict)
     return COLUMNS.put(shipment.batch) if ray else [shipment]
 

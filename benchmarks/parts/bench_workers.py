@@ -17,7 +17,7 @@ class Taker(Worker):
     collective = False
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "nothing": Broadcast(),
-        "take": Shard(collect="metrics", balance="tokens", metrics={"tokens": "sum"}),
+        "take": Shard(collect="metrics"),
     }
 
     def nothing(self) -> None:
