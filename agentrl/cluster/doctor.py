@@ -15,13 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from agentrl.cluster.machine import (
     LOOPBACK,
     NETWORK_FILE_SYSTEMS,
     check_ray_folder,
     file_system,
     network_fault,
-    network_interfaces,
     own_address,
     ray_folder,
 )
@@ -126,7 +127,7 @@ def check_network() -> Iterator[MachineFinding]:
     else:
         advice = "a run on this node alone is pinned to loopback; a run on several nodes will not work"
         yield MachineFinding("own address", "warn", fault, advice)
-    present = network_interfaces()
+    present = sorted(psutil.net_if_addrs())
     for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = os.environ.get(key)
         if wanted and not any(name.startswith(wanted.lstrip("=^")) for name in present):

@@ -15,24 +15,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
+
 from agentrl.utils.errors import DispatchError, ResourceError
 from agentrl.utils.network import bind_at
 
 NETWORK_FILE_SYSTEMS = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "lustre",
-        "ceph",
-        "fuse.sshfs",
-        "gpfs",
-        "beegfs",
-        "glusterfs",
-        "9p",
-        "afs",
-    }
+    ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.sshfs", "gpfs", "beegfs", "glusterfs", "9p", "afs")
 )
 LONGEST_RAY_FOLDER = 40
 """Ray puts Unix sockets under its folder; a socket's path has at most 107 bytes; Ray needs about 65 of them."""
@@ -46,17 +35,10 @@ def usable_gpus() -> int:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds `path` (as in /proc/mounts); "" if unknown."""
-    mounts = Path("/proc/mounts")
-    if not mounts.exists():
-        return ""
-    wanted, best, kind = str(path.resolve()), "", ""
-    for line in mounts.read_text().splitlines():
-        _, mounted_at, mounted_kind, *_ = line.split()
-        inside = wanted == mounted_at or wanted.startswith(mounted_at.rstrip("/") + "/")
-        if inside and len(mounted_at) >= len(best):  # of two mounts on one path, the later one hides the other
-            best, kind = mounted_at, mounted_kind
-    return kind
+    """The type of the file system that holds `path`; "" if unknown."""
+    mounts = [one for one in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(one.mountpoint)]
+    # The innermost; of two mounts on one path, the later one hides the other.
+    return "" if not mounts else str(sorted(mounts, key=lambda one: len(one.mountpoint))[-1].fstype)
 
 
 def ray_folder() -> str | None:
@@ -98,12 +80,6 @@ def _owner(path: Path) -> str:
         return f"user {path.stat().st_uid}"
 
 
-def network_interfaces() -> list[str]:
-    """Names of the network interfaces."""
-    folder = Path("/sys/class/net")
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
 # Addresses
 
 LOOPBACK_ADDRESS = "127.0.0.1"
@@ -121,8 +97,6 @@ def reachable_address() -> str:
 
 def interface_of(address: str) -> str | None:
     """The name of this machine's network interface that has an IPv4 address; None if none has it."""
-    import psutil
-
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
             return str(name)

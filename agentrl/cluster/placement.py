@@ -125,17 +125,14 @@ def _search(
     return False
 
 
-def table(
-    pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], others: Mapping[str, tuple[int, float, float]] | None = None
-) -> str:
-    """A table of what every pool needs on each of its nodes and what each node of the cluster has. `others`: processes without
-    a pool, as their number and the CPU slots and GPUs of each."""
+def table(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], unpooled: Sequence[Unpooled] = ()) -> str:
+    """A table of what every pool needs on each of its nodes, what processes without a pool need, and what each node of the
+    cluster has."""
     rows = [("demand", "nodes", "processes per node", "CPU slots per node", "GPUs per node")]
     for name, pool in pools.items():
         cpus, gpus = node_need(pool)
         rows.append((f"pool {name}", str(pool.nodes), str(pool.per_node), f"{cpus:g}", f"{gpus:g}"))
-    for name, (count, cpus, gpus) in (others or {}).items():
-        rows.append((name, "any", f"{count} in all", f"{cpus:g} each", f"{gpus:g} each"))
+    rows += [(one.key, "any", f"{one.count} in all", f"{one.cpus:g} each", f"{one.gpus:g} each") for one in unpooled]
     rows.append(("supply", "", "", "CPU slots", "GPUs"))
     rows += [(f"node {node.name}", "", "", f"{node.cpus:g}", f"{node.gpus:g}") for node in nodes]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -203,7 +200,7 @@ def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes:
     if found is None:
         raise ResourceError(
             f"the run's processes do not fit the cluster: {_spread_obstacle(pools, unpooled, nodes)}\n"
-            + table(pools, nodes, demands(unpooled))
+            + table(pools, nodes, unpooled)
         )
     order = [node.name for node in nodes]
     for one in unpooled:
@@ -262,11 +259,6 @@ def keys_of_roles(
     keys = {role: name for role, (name, _) in pools.items()} | {role: one.key for role, one in unpooled.items()}
     # Last, because a role beside another is in that one's pool, whatever it is.
     return keys | {role: keys[other] for role, other in beside.items()}
-
-
-def demands(unpooled: Sequence[Unpooled]) -> dict[str, tuple[int, float, float]]:
-    """The processes for `pool.table`."""
-    return {one.key: (one.count, one.cpus, one.gpus) for one in unpooled}
 
 
 def _on_few_nodes(wanted: Sequence[Unpooled], left: Mapping[str, list[float]]) -> dict[str, dict[str, int]] | None:
@@ -505,7 +497,7 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
     names = sorted([*pools, *(one.key for one in unpooled)])
     raise ResourceError(
         f"{names} could not be reserved within {timeout:g} s; others use the cluster (free: {free})\n"
-        + table(pools, nodes, demands(unpooled))
+        + table(pools, nodes, unpooled)
     )
 
 

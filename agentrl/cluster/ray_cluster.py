@@ -50,30 +50,19 @@ def shelf_roots() -> list[Path]:
     return [Path.cwd(), *(Path(item).resolve() for item in given if item)]
 
 
-def shipped_roots() -> list[tuple[str, Path]]:
-    """Folders of the user that contain a shelf, each with the name that its copy gets."""
-    numbered = [(f"shelf{number}", root) for number, root in enumerate(shelf_roots())]
-    return [(name, root) for name, root in numbered if any((root / shelf).is_dir() for shelf in SHELVES)]
-
-
-def stage_shelves(into: Path) -> str:
-    """Copy every shelf of the user into `into`, one folder per root; returns AGENTRL_PATH relative to it.
-
-    Ray sends that folder to the workers as their working directory.
-    """
-    for name, root in shipped_roots():
-        for shelf in (root / shelf for shelf in SHELVES if (root / shelf).is_dir()):
-            ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git")
-            shutil.copytree(shelf, into / name / shelf.name, ignore=ignored)
-    return os.pathsep.join(name for name, _ in shipped_roots())
-
-
 def shipped_env(staged: Path) -> dict[str, str]:
-    """Stage the shelves and return the workers' environment variables for them: where the copies are, and of which
-    folders of the driver they are copies, so that an `EnvRef` finds the copy of its file and never the driver's path; and
-    where the driver has the files of benchmarks, which are not copied."""
-    path = stage_shelves(staged)
-    roots = os.pathsep.join(str(root) for _, root in shipped_roots())
+    """Copy every shelf of the user into `staged`, one folder per root, which Ray sends to the workers as their working directory.
+
+    Returns the workers' environment variables: where the copies are, and of which folders of the driver they are copies, so that
+    an `EnvRef` finds the copy of its file and never the driver's path; and where the driver has the files of benchmarks, which
+    are not copied."""
+    copied: dict[str, str] = {}
+    for number, root in enumerate(shelf_roots()):
+        for shelf in (root / shelf for shelf in SHELVES if (root / shelf).is_dir()):
+            copied[f"shelf{number}"] = str(root)
+            ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git")
+            shutil.copytree(shelf, staged / f"shelf{number}" / shelf.name, ignore=ignored)
+    path, roots = os.pathsep.join(copied), os.pathsep.join(copied.values())
     return {"AGENTRL_PATH": path, SHIPPED: roots, DRIVER_SOURCES: json.dumps(known_sources())}
 
 
@@ -193,11 +182,6 @@ def vitals(since: float = 0.0) -> dict[str, psutil.Process]:
     return found
 
 
-def gone(vital: Mapping[str, psutil.Process]) -> str:
-    """Ended processes among them, in words for users; "" if none has."""
-    return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in vital.items() if _has_ended(process))
-
-
 def _has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -292,14 +276,12 @@ def worker_env() -> dict[str, str]:
     }
 
 
-def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> bool:
+def start_ray(cluster: ClusterConfig, *, object_store_bytes: int | None = None) -> bool:
     """Start a local Ray, or join the cluster at `cluster.address`: True. If Ray is already running, it is used as it is: False,
     unless this process only asked it for its nodes (`join_to_ask`): the caller owns that connection, and stops it.
 
     An empty RAY_ADDRESS is removed first (Ray would take it for an address). On a joined cluster the user's
-    shelves are sent to the workers. `need_cpus`: CPU slots that all groups of the run need together.
-
-    Raises ResourceError if the cluster has fewer, does not start or cannot be reached.
+    shelves are sent to the workers. Raises ResourceError if the cluster does not start or cannot be reached.
     """
     if os.environ.get("RAY_ADDRESS") == "":
         del os.environ["RAY_ADDRESS"]
@@ -315,18 +297,12 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
             tell(ray="the raylet of this machine, or the cluster's GCS,")
             with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
-                _init(address, _join(address, Path(staged)))
+                # Ray packs and uploads the folder while it connects.
+                env = {**worker_env(), **shipped_env(Path(staged))}
+                _init(address, {"address": address, "runtime_env": {"env_vars": env, "working_dir": staged}})
         else:
             own_token()
             _start_local(cluster.startup_timeout, object_store_bytes)
-    have = ray.cluster_resources().get("CPU", 0.0)
-    if need_cpus > have:
-        if started_here:
-            stop_ray()
-        raise ResourceError(
-            f"the run needs {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
-            'vllm.replicas, or set cluster.backend = "inline"'
-        )
     return started_here
 
 
@@ -388,11 +364,6 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     tell(ray=" or ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in _own.vital.items()))
 
 
-def has_own_ray() -> bool:
-    """Return True if this process has started a local Ray."""
-    return _own is not None
-
-
 _starting = False
 """True while Ray starts its processes."""
 
@@ -415,7 +386,8 @@ this Ray does not know is left alone."""
 
 def ray_gone() -> str:
     """Lost processes among those that this process's local Ray cannot do without; "" if nothing, or if it has none."""
-    return gone(_own.vital) if _own is not None else ""
+    vital = {} if _own is None else _own.vital
+    return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in vital.items() if _has_ended(process))
 
 
 def abandon_ray() -> None:
@@ -511,7 +483,7 @@ def _job() -> Any:
 
     class Job(JobConfig):
         def _serialize(self) -> Any:
-            if self._py_driver_sys_path:  # empty where the workers have a folder of their own (`_join`)
+            if self._py_driver_sys_path:  # empty where the workers have a folder of their own (`start_ray`)
                 # agentrl's folder too: an editable install may be found by a finder, which Python asks after all of these. The
                 # working directory is for modules that only a worker imports.
                 folders = [*sys.path, str(Path(agentrl.__file__).parents[1]), os.curdir]
@@ -578,12 +550,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _join(address: str, staged: Path) -> dict[str, Any]:
-    """Options to join a cluster. Ray packs and uploads the staged folder while it connects; it can be deleted afterwards."""
-    env = {**worker_env(), **shipped_env(staged)}
-    return {"address": address, "runtime_env": {"env_vars": env, "working_dir": str(staged)}}
 
 
 def stop_ray() -> None:
@@ -674,7 +640,7 @@ async def while_ray_lives(work: Coroutine[Any, Any, T]) -> T:
     if (error := task.exception()) is not None:
         mistake = isinstance(error, UserError) and not isinstance(error, ResourceError)
         until = time.monotonic() + (0 if mistake else SETTLE)
-        while has_own_ray() and not ray_gone() and time.monotonic() < until:
+        while _own is not None and not ray_gone() and time.monotonic() < until:
             await asyncio.sleep(LOOK / 10)
         if lost := ray_gone():
             raise await _given_up(task, lost)

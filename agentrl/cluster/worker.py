@@ -6,6 +6,7 @@ method declares, and the contract. Imports no torch: processes that get no batch
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,10 +43,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        product = 1
-        for _, size in self.axes:
-            product *= size
-        return product
+        return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`. Raises DispatchError for an unknown axis."""
@@ -70,12 +68,8 @@ class Mesh:
     def sources(self, axis: str) -> list[int]:
         """One rank for each coordinate of `axis`: the one whose other coordinates are all 0."""
         self.size(axis)
-        ranks: list[int] = []
-        for rank in range(self.world_size):
-            at = self.coordinates(rank)
-            if all(value == 0 for name, value in at.items() if name != axis):
-                ranks.append(rank)
-        return ranks
+        at = {rank: self.coordinates(rank) for rank in range(self.world_size)}
+        return [rank for rank, own in at.items() if not any(value for name, value in own.items() if name != axis)]
 
 
 # Arguments of a call, as they are shipped

@@ -104,7 +104,7 @@ def test_shelves_are_staged_without_caches(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path / "one")
     monkeypatch.setenv("AGENTRL_PATH", str(tmp_path / "two"))
     (tmp_path / "out").mkdir()
-    assert shipping.stage_shelves(tmp_path / "out") == "shelf0:shelf1"
+    assert shipping.shipped_env(tmp_path / "out")["AGENTRL_PATH"] == "shelf0:shelf1"
     staged = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*"))
     assert staged == [
         "shelf0",

@@ -69,15 +69,18 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_vital_process_counts_as_gone_once_it_is_a_zombie(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_vital_process_counts_as_gone_once_it_is_a_zombie(
+    monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
+) -> None:
     vital = {"raylet": psutil.Process(sleeper.pid), "gcs_server": psutil.Process()}
-    assert ray_vitals.gone(vital) == ""
+    monkeypatch.setattr(ray_vitals, "_own", SimpleNamespace(vital=vital))
+    assert ray_vitals.ray_gone() == ""
     sleeper.kill()
     while psutil.Process(sleeper.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert ray_vitals.gone(vital) == f"its raylet (pid {sleeper.pid})"
+    assert ray_vitals.ray_gone() == f"its raylet (pid {sleeper.pid})"
     sleeper.wait()
-    assert ray_vitals.gone(vital) == f"its raylet (pid {sleeper.pid})"
+    assert ray_vitals.ray_gone() == f"its raylet (pid {sleeper.pid})"
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str], monkeypat
     assert await ray_life.while_ray_lives(asyncio.sleep(0.05, "result")) == "result"
     with pytest.raises(EngineError, match="its own"):
         await ray_life.while_ray_lives(fails())
-    monkeypatch.setattr(ray_life, "has_own_ray", lambda: True)
+    monkeypatch.setattr(ray_life, "_own", SimpleNamespace(vital={}))
     monkeypatch.setattr(ray_life, "SETTLE", 0.2)
     for error, seconds in ((EngineError("its own"), 0.2), (ConfigError("a mistake"), 0.0)):
         began = time.monotonic()
@@ -125,7 +128,7 @@ async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkey
     lost = ""
     monkeypatch.setattr(ray_life, "ray_gone", lambda: lost)
     monkeypatch.setattr(ray_life, "END_S", 0.2)
-    monkeypatch.setattr(ray_life, "has_own_ray", lambda: True)
+    monkeypatch.setattr(ray_life, "_own", SimpleNamespace(vital={}))
 
     def lose() -> None:
         nonlocal lost
