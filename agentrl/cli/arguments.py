@@ -34,22 +34,27 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (?P<word>--?[\w-]+)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
-def seed_argument(text: str) -> int:
-    """A seed as an option takes it: a whole number of at least 0."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
-    return number
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option: a whole number of at least `least`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return number
+
+    return read
 
 
 class Parser(argparse.ArgumentParser):
-    """Its subcommands are parsed by the same class; `parser` of what it returns is the innermost one that took part."""
+    """Its subcommands are parsed by the same class, epilogs keep their lines, and `parser` of what it returns is the innermost
+    one that took part."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **kwargs})
         self.set_defaults(parser=self)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from agentrl.cli.arguments import COMMANDS
+from agentrl.config.keys import all_keys
+from agentrl.run.registries import written_names
 from agentrl.utils.search_path import shelves
 from agentrl.utils.terminal import say
 
@@ -22,56 +25,57 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
     for action in _actions(parser):
         several = str(action.metavar).startswith("CONFIG")  # configs, each with its overrides
-        if (found := (configs, overrides) if several else COMPLETERS.get(action.dest)) is not None:
-            action.completer = _of(found)  # type: ignore[attr-defined]
+        if found := (configs, overrides) if several else COMPLETERS.get(action.dest):
+            action.completer = partial(_offer, found)  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser)
 
 
-def configs(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+def _offer(completers: Sequence[Completer], prefix: str, **_: object) -> list[str]:
+    words = (word for one in completers for word in one(prefix))
+    return [word for word in dict.fromkeys(words) if word.startswith(prefix)]
+
+
+def configs(prefix: str) -> Iterator[str]:
     """Names of packaged configs, and TOML files and run folders that begin with the prefix."""
     yield from (path.stem for shelf in shelves() for path in sorted(shelf.glob("configs/*.toml")))
     yield from paths(prefix, ".toml")
 
 
-def environments(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+def environments(prefix: str) -> Iterator[str]:
     """Short names of the environments on the shelves."""
     yield from (path.parent.name for shelf in shelves() for path in sorted(shelf.glob("envs/*/env.py")))
 
 
-def runs(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+def runs(prefix: str) -> Iterator[str]:
     """Folders of runs: those in `runs`, and those below the folder that is being typed."""
     folder = prefix.rpartition("/")[0] or "runs"
     found = sorted(Path(folder).glob("*/config.toml"), key=lambda path: -path.stat().st_mtime)
     yield from (str(path.parent) for path in found[:MOST])
 
 
-def models(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+def models(prefix: str) -> Iterator[str]:
     """Models that runs have written, and folders."""
-    for run in runs("", args):
+    for run in runs(""):
         yield from (str(path) for name in ("final", "warm_start") if (path := Path(run) / name).is_dir())
     yield from paths(prefix, "/")
 
 
-def keys(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+def keys(prefix: str) -> Iterator[str]:
     """Sections and keys of the config."""
-    from agentrl.config.keys import all_keys
-
     yield from (key.name for key in all_keys())
 
 
-def overrides(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+def overrides(prefix: str) -> Iterator[str]:
     """`section.` and `key=` as far as one word goes, `key=value` of the values that a key has, and both of them behind `~`."""
-    from agentrl.config.keys import all_keys
-
     sign = "~" if prefix.startswith("~") else ""
     typed, equals, _ = prefix.removeprefix(sign).partition("=")
     if equals:
         yield from (f"{typed}={value}" for value in values(typed))
         return
-    assigned = [key for key in all_keys() if sign or not key.section]
     # Of a component its name is assigned.
-    ends = ("" if sign or key.type != "table of name and args" else ".name" for key in assigned)
-    names = [name for key, end in zip(assigned, ends, strict=True) if (name := key.name + end).startswith(typed)]
+    assigned = {key.name: ".name" if key.type == "table of name and args" else "" for key in all_keys() if not key.section}
+    names = [key.name for key in all_keys()] if sign else [name + end for name, end in assigned.items()]
+    names = [name for name in names if name.startswith(typed)]
     heads = {name.split(".")[0] for name in names}
     end = "" if sign else "="
     if "." in typed or len(heads) == 1:
@@ -82,9 +86,6 @@ def overrides(prefix: str, args: argparse.Namespace) -> Iterator[str]:
 
 def values(key: str) -> list[str]:
     """The values that a key has, as one writes them; none if they cannot be listed."""
-    from agentrl.config.keys import all_keys
-    from agentrl.run.registries import written_names
-
     owner = key.removesuffix(".name")
     kind = next((one.type for one in all_keys() if one.name == owner), "")
     if kind == "boolean":
@@ -112,25 +113,17 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(below)
 
 
-Completer = Callable[[str, argparse.Namespace], Iterator[str]]
+Completer = Callable[[str], Iterator[str]]
 COMPLETERS: dict[str, tuple[Completer, ...]] = {
     "config": (configs,),
     "overrides": (overrides,),
     "env": (environments, overrides),
     "key": (keys,),
     "model": (models,),
-    "tests": (lambda prefix, args: paths(prefix, ".py"),),
+    "tests": (lambda prefix: paths(prefix, ".py"),),
     **dict.fromkeys(("resume", "run_folder", "folder", "folders", "runs"), (runs,)),
 }
 """What completes an argument, by its name."""
-
-
-def _of(completers: tuple[Completer, ...]) -> Callable[..., list[str]]:
-    def found(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-        words = (word for one in completers for word in one(prefix, parsed_args))
-        return [word for word in dict.fromkeys(words) if word.startswith(prefix)]
-
-    return found
 
 
 # agentrl completion

@@ -43,26 +43,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Explain keys, show and compare configs, print a schema for editors."""
     parser.epilog = CONFIG_EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    docs = actions.add_parser("docs", help="what keys mean, with type, default and unit", epilog=CONFIG_EPILOG, **_RAW)
+    docs = actions.add_parser("docs", help="what keys mean, with type, default and unit", epilog=CONFIG_EPILOG)
     docs.add_argument("key", nargs="?", help="a key or a section, for example rollout.groups (default: all)")
     docs.add_argument("--json", action="store_true", help="one JSON array")
     docs.set_defaults(run=run_docs)
-    show = actions.add_parser("show", help="the resolved config", epilog=CONFIG_EPILOG, **_RAW)
+    show = actions.add_parser("show", help="the resolved config", epilog=CONFIG_EPILOG)
     show.add_argument("config", help=CONFIG)
     show.add_argument("overrides", nargs="*", metavar="a.b=c", help="as for train; ~a.b unsets a key")
     show.add_argument("--origin", action="store_true", help="say of each value where it is from")
     show.add_argument("--given", action="store_true", help="only what a file or an override sets")
     show.add_argument("--json", action="store_true", help="one JSON object: key -> value (with --origin: value and origin)")
     show.set_defaults(run=run_show)
-    diff = actions.add_parser("diff", help="keys in which two configs differ", epilog=CONFIG_EPILOG, **_RAW)
+    diff = actions.add_parser("diff", help="keys in which two configs differ", epilog=CONFIG_EPILOG)
     diff.add_argument("overrides", nargs="+", metavar="CONFIG [a.b=c ...]", help=f"one or two of: {CONFIG}; each with overrides")
     diff.add_argument("--json", action="store_true", help="one JSON object: key -> [first value, second value]")
     diff.set_defaults(run=run_diff)
-    schema = actions.add_parser("schema", help="JSON Schema of a config file", epilog=CONFIG_EPILOG, **_RAW)
+    schema = actions.add_parser("schema", help="JSON Schema of a config file", epilog=CONFIG_EPILOG)
     schema.set_defaults(run=run_schema)
-
-
-_RAW: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def run_docs(args: argparse.Namespace) -> int:

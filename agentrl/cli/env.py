@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, seed_argument, short_help
+from agentrl.cli.arguments import COMMANDS, short_help, whole_number
 from agentrl.utils.errors import ConfigError, UserError
 from agentrl.utils.terminal import say
 
@@ -82,7 +82,6 @@ ENV_EPILOG = """examples:
 
 ENV_ACTION = "env "
 """Prefix in `COMMANDS` of actions of `agentrl env`."""
-RAW = argparse.RawDescriptionHelpFormatter
 PARAMS = 'a=b: parameters of the environment, values in TOML (a bare word is a string); tool sets: tools.sets=["notes"]'
 
 
@@ -105,7 +104,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     new.set_defaults(run=run_new)
     _add_check(actions.add_parser("check", help="does it fulfill the contract? exit code 1 if it does not"))
     play = with_env(actions.add_parser("play", help="be the agent, in the terminal"))
-    play.add_argument("--seed", type=seed_argument, default=0, help="which task (default 0)")
+    play.add_argument("--seed", type=whole_number(0), default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")
     play.add_argument(
         "--model-user", action="store_true", help="the environment's own user, a model say; without it that of the gold solution"
@@ -113,9 +112,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     play.set_defaults(run=run_play)
     for name in COMMANDS:
         if name.startswith(ENV_ACTION):
-            COMMANDS[name](
-                actions.add_parser(name.removeprefix(ENV_ACTION), help=short_help(COMMANDS[name]), formatter_class=RAW)
-            )
+            COMMANDS[name](actions.add_parser(name.removeprefix(ENV_ACTION), help=short_help(COMMANDS[name])))
 
 
 def with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, seed_argument, with_parent
+from agentrl.cli.arguments import COMMANDS, whole_number, with_parent
 from agentrl.run.config_file import is_override
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.event_loop import run_loop
@@ -56,11 +56,11 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, fold
     who.add_argument(
         "--policy", dest="model", action="append" if models else "store", type=_policy, metavar="NAME", help=scripted
     )
-    parser.add_argument("-n", "--tasks", type=int, help=f"tasks (default {tasks})")
-    parser.add_argument("-k", "--samples", type=int, help="episodes per task (default 1)")
-    parser.add_argument("--seed", type=seed_argument, help="seed of the sampling; the tasks stay the same (default 0)")
+    parser.add_argument("-n", "--tasks", type=whole_number(1), help=f"tasks (default {tasks})")
+    parser.add_argument("-k", "--samples", type=whole_number(1), help="episodes per task (default 1)")
+    parser.add_argument("--seed", type=whole_number(0), help="seed of the sampling; the tasks stay the same (default 0)")
     parser.add_argument("--split", help=f"split of the tasks (default {split})")
-    parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes at the same time (default 256)")
+    parser.add_argument("--max-concurrent", type=whole_number(1), metavar="N", help="episodes at the same time (default 256)")
     parser.add_argument("--out", help=f"folder of the results (default {folder}/ENV/MODEL)")
     parser.set_defaults(defaults={"tasks": tasks, "samples": 1, "split": split, "folder": folder})
 
@@ -85,7 +85,6 @@ def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]
         raise ConfigError("an environment is needed, for example: agentrl rollout key_value --model runs/quickstart/final")
     if args.model is None:
         raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
-    check_counts(args)
     base: dict[str, Any] = {"name": "rollout", "env": {"id": args.env}, "model": {"path": args.model}}
     overrides = overrides_of(args, args.overrides)
     config = config_from(base, overrides)
@@ -96,31 +95,21 @@ def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]
     return config, RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out)
 
 
-def parameters_as_overrides(words: Sequence[str]) -> list[str]:
-    """Overrides of the config; a word `a=b` that names no section is a parameter of the environment, as for `agentrl env`."""
+def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Overrides of the config: those on the command line, and those of options that stand for a key. A word `a=b` that names no
+    section is a parameter of the environment, as for `agentrl env`."""
     from agentrl.config.schema import TrainConfig
 
-    def is_parameter(word: str) -> bool:
-        key = word.partition("=")[0].removeprefix("~")
-        return "." not in key and key not in TrainConfig.model_fields and key != "base"
-
-    return [f"env.params.{word}" if is_parameter(word) and not word.startswith("~") else word for word in words]
-
-
-def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Overrides of the config: those on the command line, and those of options that stand for a key."""
-    overrides = parameters_as_overrides(words)
+    overrides = []
+    for word in words:
+        key = word.partition("=")[0]
+        known = "." in key or key in TrainConfig.model_fields or key == "base" or word.startswith("~")
+        overrides.append(word if known else f"env.params.{word}")
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
     if args.max_concurrent is not None:
         overrides.append(f"rollout.max_episodes={args.max_concurrent}")
     return overrides
-
-
-def check_counts(args: argparse.Namespace) -> None:
-    """Raise ConfigError for fewer than one task, or episode a task."""
-    if any(vars(args)[option] is not None and vars(args)[option] < 1 for option in ("tasks", "samples")):
-        raise ConfigError("-n and -k must be at least 1")
 
 
 def run_rollout(args: argparse.Namespace) -> int:
@@ -304,7 +293,6 @@ def _side_by_side(folders: Sequence[Path], console: Console) -> dict[str, Any]:
 
 def read_plans(args: argparse.Namespace) -> list[Plan]:
     """An evaluation for each model that the options name. Raises ConfigError, CatalogError or CheckpointError."""
-    check_counts(args)
     if args.run_folder is None and args.checkpoint:
         raise ConfigError("--checkpoint names a model of a run: give --run RUN")
     from agentrl.run.provenance import run_folder

@@ -38,12 +38,7 @@ EPILOG = """examples:
 
 def build_parser() -> Parser:
     """The whole command line."""
-    parser = Parser(
-        prog="agentrl",
-        description="Reinforcement learning for tool-calling agents.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="agentrl", description="Reinforcement learning for tool-calling agents.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in sorted(COMMANDS, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)):
@@ -53,18 +48,17 @@ def build_parser() -> Parser:
 
 def _add_command(commands: Any, name: str) -> None:
     """Add a command to the subparsers. A plug-in's command that fails to load refuses to run; all others still work."""
-    options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     module = "a plug-in"
     try:
         add_arguments = COMMANDS[name]
         module = add_arguments.__module__
-        add_arguments(commands.add_parser(name, help=short_help(add_arguments), **options))
+        add_arguments(commands.add_parser(name, help=short_help(add_arguments)))
     except Exception as error:
         if module.startswith("agentrl."):
             raise
         problem = UserError(f"command {name}: its plug-in does not load: {type(error).__name__}: {error}. Fix or remove its file")
         commands.choices.pop(name, None)
-        parser = commands.add_parser(name, help="(its plug-in does not load)", **options)
+        parser = commands.add_parser(name, help="(its plug-in does not load)")
         parser.set_defaults(run=partial(_refuse, problem))
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.arguments import COMMANDS, seed_argument
+from agentrl.cli.arguments import COMMANDS, whole_number
 from agentrl.config.schema import InitModelConfig
 from agentrl.run.config_file import add_config, read_config
 from agentrl.utils.terminal import say
@@ -87,7 +87,7 @@ def add_init_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights of --from (default float32)"
     )
     parser.add_argument("--chat-template", metavar="NAME", help="as model.chat_template: hermes, chatml, ..., or a file")
-    parser.add_argument("--seed", type=seed_argument, default=0, help="of the random weights (default 0)")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="of the random weights (default 0)")
     defaults = InitModelConfig()
     for name, field in InitModelConfig.model_fields.items():
         value = getattr(defaults, name)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, seed_argument
+from agentrl.cli.arguments import COMMANDS, whole_number
 from agentrl.utils.errors import CatalogError, UserError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.terminal import console as safe_console
@@ -51,34 +51,33 @@ needs --env; one with a judge asks the model that it names, at --judge-url if gi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Check, explain and apply reward specs."""
     parser.epilog = EPILOG
-    raw = argparse.RawDescriptionHelpFormatter
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
-    lint = parts.add_parser("lint", help="find mistakes in a spec", epilog=EPILOG, formatter_class=raw)
+    lint = parts.add_parser("lint", help="find mistakes in a spec", epilog=EPILOG)
     lint.add_argument("spec")
-    lint.add_argument("-n", "--tasks", type=_positive, help="tasks to probe (default 59, or as many as 30 s allow)")
-    lint.add_argument("--seed", type=seed_argument, default=0, help="seed of the first task (default 0)")
+    lint.add_argument("-n", "--tasks", type=whole_number(1), help="tasks to probe (default 59, or as many as 30 s allow)")
+    lint.add_argument("--seed", type=whole_number(0), default=0, help="seed of the first task (default 0)")
     lint.add_argument(
         "--ask-judge", action="store_true", help="with --env: ask its judge, as --judge-url does; else it is left out"
     )
     lint.set_defaults(run=run_lint)
-    explain = parts.add_parser("explain", help="why an episode got its score", epilog=EPILOG, formatter_class=raw)
+    explain = parts.add_parser("explain", help="why an episode got its score", epilog=EPILOG)
     explain.add_argument("spec")
     explain.add_argument("trajectory", type=Path, help="a JSON or JSONL file")
-    explain.add_argument("--row", type=_positive, default=1, help="which row of a JSONL file (from 1)")
+    explain.add_argument("--row", type=whole_number(1), default=1, help="which row of a JSONL file (from 1)")
     explain.set_defaults(run=run_explain)
-    score = parts.add_parser("score", help="rescore recorded episodes", epilog=EPILOG, formatter_class=raw)
+    score = parts.add_parser("score", help="rescore recorded episodes", epilog=EPILOG)
     score.add_argument("spec")
     score.add_argument("trajectories", type=Path, help="a JSONL file")
     score.add_argument("--out", type=Path, help="write the scores to this file instead of standard output")
     score.set_defaults(run=run_score)
-    diff = parts.add_parser("diff", help="which episodes change rank, value or success", epilog=EPILOG, formatter_class=raw)
+    diff = parts.add_parser("diff", help="which episodes change rank, value or success", epilog=EPILOG)
     diff.add_argument("spec_a")
     diff.add_argument("spec_b")
     diff.add_argument("trajectories", type=Path, help="a JSONL file")
     diff.set_defaults(run=run_diff)
-    leaves = parts.add_parser("leaves", help="the leaf kinds, each with formula and example", formatter_class=raw)
+    leaves = parts.add_parser("leaves", help="the leaf kinds, each with formula and example")
     leaves.set_defaults(run=run_leaves)
-    schema = parts.add_parser("schema", help="the grammar as JSON Schema, for an editor", epilog=EPILOG, formatter_class=raw)
+    schema = parts.add_parser("schema", help="the grammar as JSON Schema, for an editor", epilog=EPILOG)
     schema.add_argument("--out", type=Path, help="write it to this file instead of standard output")
     schema.set_defaults(run=run_schema)
     for part in (lint, explain, score, diff):
@@ -86,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for part in (lint, explain, diff):
         part.add_argument("--json", action="store_true", help="print JSON")
     for part in (score, diff):
-        part.add_argument("--workers", type=_positive, default=1, help="processes (default 1)")
+        part.add_argument("--workers", type=whole_number(1), default=1, help="processes (default 1)")
 
 
 def _add_context(part: argparse.ArgumentParser) -> None:
@@ -105,7 +104,7 @@ def _add_context(part: argparse.ArgumentParser) -> None:
         help='the model of "engine:NAME", sampled in this process',
     )
     part.add_argument("--judge-cache", help="folder in which verdicts are cached")
-    part.add_argument("--judge-calls", type=_positive, default=1000, help="limit on calls to the judge (default 1000)")
+    part.add_argument("--judge-calls", type=whole_number(1), default=1000, help="limit on calls to the judge (default 1000)")
     part.add_argument("--judge-usd", type=float, help="limit on the judge's cost in US dollars")
 
 
@@ -415,13 +414,6 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(name, total=total)
         yield lambda count: progress.advance(bar, count)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _count(number: int, what: str) -> str:

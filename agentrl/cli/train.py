@@ -74,12 +74,14 @@ def run_train(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     if args.dry_run:
         return _run(args, 0)
-    return with_parent(args, partial(_run, args), partial(_resume_drive, args))
+    return with_parent(args, partial(_run, args), partial(_again, args, partial(_run, args)))
 
 
-def _resume_drive(args: argparse.Namespace, run: str) -> Drive:
-    args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
-    return partial(_run, args)
+def _again(args: argparse.Namespace, work: Drive, run: str) -> Drive:
+    """Continuation of a run that Ray has ended; its options are in its config."""
+    given = ("config", "data", "loss", "min_reward", "success", "per_task")
+    vars(args).update(dict.fromkeys(given), resume=run, overrides=[], overwrite=False)
+    return work
 
 
 def _run(args: argparse.Namespace, restarts: int) -> int:
@@ -233,7 +235,7 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_sft(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    return with_parent(args, partial(_run_sft, args), partial(_again, args))
+    return with_parent(args, partial(_run_sft, args), partial(_again, args, partial(_resume, args, warm_start=True)))
 
 
 def _run_sft(args: argparse.Namespace, restarts: int) -> int:
@@ -245,13 +247,6 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
     return _begin(args, config, restarts, only_warm_start=True)
-
-
-def _again(args: argparse.Namespace, run: str) -> Drive:
-    """Continuation of a run that Ray has ended: on data, or with the warm start alone."""
-    args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
-    args.data = args.loss = args.min_reward = args.success = args.per_task = None  # they are in the run's config
-    return partial(_resume, args, warm_start=True)
 
 
 def _options_as_overrides(args: argparse.Namespace) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pty
 import select
@@ -10,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,6 @@ from agentrl.run.registries import REGISTRIES, registry_of, written_names
 from agentrl.utils.registry import _packaged_entries
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTHING = argparse.Namespace()
 PROOFS = os.environ.get("AGENTRL_PROOFS") == "1"
 
 
@@ -48,25 +47,25 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_an_override_is_completed(typed: str, offered: set[str]) -> None:
-    assert set(complete._of((complete.overrides,))(typed, NOTHING)) == offered
+    assert set(complete._offer((complete.overrides,), typed)) == offered
 
 
 def test_without_a_letter_sections_are_offered_and_not_two_hundred_keys() -> None:
-    found = list(complete.overrides("", NOTHING))
+    found = list(complete.overrides(""))
     assert {"rollout.", "model.", "steps=", "name="} <= set(found) and len(found) < 40
 
 
 def test_configs_environments_and_runs_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = complete._of((complete.configs,))
-    assert offered("quick", NOTHING) == ["quickstart"] and "configs/ppo.toml" in offered("configs/p", NOTHING)
-    assert complete._of((complete.environments,))("key_", NOTHING) == ["key_value"]
+    offered = partial(complete._offer, (complete.configs,))
+    assert offered("quick") == ["quickstart"] and "configs/ppo.toml" in offered("configs/p")
+    assert complete._offer((complete.environments,), "key_") == ["key_value"]
     for name in ("a", "b"):
         (tmp_path / "runs" / name / "final").mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").write_text("")
     (tmp_path / "runs" / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert sorted(complete._of((complete.runs,))("runs/", NOTHING)) == ["runs/a", "runs/b"]
-    assert "runs/a/final" in complete._of((complete.models,))("runs/a", NOTHING)
+    assert sorted(complete._offer((complete.runs,), "runs/")) == ["runs/a", "runs/b"]
+    assert "runs/a/final" in complete._offer((complete.models,), "runs/a")
 
 
 def test_names_are_read_off_the_source_as_the_registries_have_them() -> None:

@@ -46,6 +46,15 @@ def test_a_seed_below_0_is_refused_by_its_option(capsys: pytest.CaptureFixture[s
     assert "argument --seed: expected a whole number of at least 0, got '-1'" in text and "Traceback" not in text
 
 
+@pytest.mark.parametrize("option", ("-n/--tasks", "-k/--samples", "--max-concurrent"))
+@pytest.mark.parametrize("command", ("rollout", "eval"))
+def test_fewer_than_one_task_episode_or_place_is_refused_by_its_option(
+    capsys: pytest.CaptureFixture[str], command: str, option: str
+) -> None:
+    text = said(capsys, command, "key_value", "--policy", "gold", option.partition("/")[0], "0", code=2)
+    assert f"argument {option}: expected a whole number of at least 1, got '0'" in text
+
+
 def test_what_may_be_left_out_is_not_named_as_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "env", "play", code=2).rstrip().endswith("the following arguments are required: env")
     assert said(capsys, "config", "show", code=2).rstrip().endswith("the following arguments are required: config")

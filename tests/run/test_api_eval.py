@@ -308,7 +308,6 @@ def test_retry_after_is_seconds_or_a_date() -> None:
         (["rollout", "key_value"], ["--model is needed"]),
         (["rollout"], ["an environment is needed"]),
         (["rollout", "--model", "api:openai/x", "key_valeu", "rollout.max_turns=2"], ["key_valeu", "key_value"]),
-        (["rollout", "key_value", "--model", "api:openai/x", "-n", "0"], ["at least 1"]),
         (["rollout", "rollout.max_turns=2", "--model", "api:openai/x"], ["an environment is needed"]),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from agentrl.cli.arguments import COMMANDS, seed_argument
+from agentrl.cli.arguments import COMMANDS, whole_number
 from agentrl.cli.env import reference, with_env
 from agentrl.utils.errors import UserError
 from agentrl.utils.terminal import say
@@ -37,7 +37,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"its episodes, to train against (env.url) and for OpenEnv's clients (default port {PORT}); with --mcp: over HTTP "
         "on 127.0.0.1 instead of stdio",
     )
-    parser.add_argument("--seed", type=seed_argument, default=0, help="with --mcp: which task (default 0)")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="with --mcp: which task (default 0)")
     parser.add_argument("--split", default="train", help="with --mcp: the task's split (default train)")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: only this machine)")
     parser.add_argument("--port", type=int, help="the port (0: a free one)")
