@@ -30,6 +30,7 @@ from agentrl.trainer.update import (
     Steps,
     UpdateSettings,
     add_gradients,
+    check_algorithm,
     compute_logprobs,
     update_policy,
 )
@@ -212,6 +213,7 @@ class Actor(TrainedRole):
         `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (an adaptive coefficient).
         """
         engine = self._ready()
+        check_algorithm(algorithm)
         factor = self._set_rate()
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
         # Greedy sampling (temperature 0) has no distribution to train: its logprobs are those at temperature 1.
@@ -241,6 +243,7 @@ class Actor(TrainedRole):
         """The gradients of minibatch `part` of a batch from `cut_update` with the same arguments, added to those that wait for
         `optim_step` (`add_gradients`). Returns its metrics; nothing is changed yet."""
         engine = self._ready()
+        check_algorithm(algorithm)
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
         settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
         given = engine, Ragged.of(batch), algorithm, settings, part, self._waiting

@@ -133,7 +133,7 @@ def test_a_resume_goes_on_with_it_to_the_digit(tiny: str, tmp_path: Path) -> Non
     assert all(gap(*pair) == 0 for pair in zip(saved(whole, tmp_path / "4"), saved(resumed, tmp_path / "r"), strict=True))
     plain = opened(tiny, config_of(algorithm=section(kl=KlConfig(coef=0.1))))
     (tmp_path / "plain").mkdir()
-    asyncio.run(plain.save(tmp_path / "plain"))
+    save(plain, tmp_path / "plain")
     assert not (tmp_path / "plain/reference").exists()  # one that stands still is loaded from where it stood
     with pytest.raises(CheckpointError, match="plain/reference"):
         asyncio.run(resumed.load(tmp_path / "plain"))
