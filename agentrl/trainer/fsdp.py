@@ -263,16 +263,8 @@ class FsdpEngine(BaseEngine):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.onload()
-        if self.cfg.lora is None:
-            found = self._plain()
-        else:  # the adapters are added in float32, one tensor at a time
-            held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
-            found = merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
-        for name, full in found:
-            # A buffer keeps its own type, in which the model computes with it: a router's bias in bfloat16 would choose other
-            # experts.
-            plain = name in self._buffers or not full.is_floating_point()
-            yield self.hf_name(name), full.detach().to(full.dtype if plain else self.compute_dtype)
+        for name, full in self._weights_with_adapters() if self.cfg.lora is not None else self._plain():
+            yield self.hf_name(name), self._cast(name, full)
 
     def resident(self) -> list[Tensor]:
         if self._gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
@@ -317,6 +309,12 @@ class FsdpEngine(BaseEngine):
 
     def saving(self) -> Saving:
         return Saving(empty_model(self.path, self.config, dtype=self.compute_dtype, attn_implementation="eager"))
+
+    def _weights_with_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights with the adapters added in float32, one tensor at a time."""
+        held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
+        assert self.cfg.lora is not None
+        return merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
@@ -364,7 +362,7 @@ class FsdpEngine(BaseEngine):
         return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
 
     def export(self, folder: Path) -> None:
-        tensors = self.tensors()
+        tensors = self._one_by_one()
         try:
             if not self.sharded or dist.get_rank() == 0:
                 model: dict[str, Any] = {"trust": self.cfg.trust_remote_code, "chat_template": self.cfg.chat_template}
@@ -373,9 +371,26 @@ class FsdpEngine(BaseEngine):
             for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
                 pass
 
+    def _one_by_one(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, but gathered tensor by tensor: slower, and never more than one tensor is unsharded."""
+        self.onload()
+        if self.cfg.lora is not None:
+            found = self._weights_with_adapters()
+        else:
+            held = self.module.state_dict()
+            found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if not self._left_out(name))
+        for name, full in found:
+            yield self.hf_name(name), self._cast(name, full)
+
     @cached_property
     def _buffers(self) -> set[str]:
         return {name for name, _ in self.module.named_buffers()}
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """A weight in the type of the computation. A buffer keeps its own, in which the model computes with it: a router's bias
+        in bfloat16 would choose other experts."""
+        plain = name in self._buffers or not tensor.is_floating_point()
+        return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
