@@ -165,7 +165,8 @@ def registries() -> list[Registry[Any]]:
         "agentrl.cluster.doctor", "agentrl.reward.leaf", "agentrl.run.trackers", "agentrl.trainer.update_hooks",
         "agentrl.trainer.algorithms.advantages", "agentrl.data.expert_routing", "agentrl.render.modality",
         "agentrl.run.checks", "agentrl.run.checks.env_checks", "agentrl.env.wrappers",
-        "agentrl.trainer.algorithms.losses", "agentrl.trainer.train_engine",
+        "agentrl.trainer.algorithms.losses", "agentrl.trainer.train_engine", "agentrl.trainer.families",
+        "agentrl.trainer.parallel",
     ]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}
     declared = sum(

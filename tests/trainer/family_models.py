@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.trainer.families import perturb
 from agentrl.trainer.pretrained import VOCABULARY, packaged_tokenizer
 
 SIZES: dict[str, Any] = {
@@ -57,6 +57,15 @@ MIXED: dict[str, dict[str, Any]] = {
 def config_of(family: str) -> Any:
     """The config of a tiny model of the family."""
     return AutoConfig.for_model(family, **{**SIZES, **MIXED[family]})
+
+
+@torch.no_grad()
+def perturb(model: torch.nn.Module) -> None:
+    for tensor in model.parameters():
+        if tensor.dim() < 2:
+            tensor.add_(0.3 * torch.randn_like(tensor))
+        else:
+            tensor.normal_(0.0, 1.3 / math.sqrt(tensor[0].numel() if tensor.dim() != 3 else tensor.shape[-1]))
 
 
 def model_of(family: str, attention: str = "eager", seed: int = 0) -> Any:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.contrib.families.probe import PREFIX, cut, micro_of, rows_of
 from agentrl.data.schedule import Tree
 from agentrl.trainer.attention import PACKED, keep_rows_apart, mixers_of, register_packed_attention
-from agentrl.trainer.families import PREFIX, micro_of, rows_of
 from agentrl.trainer.language_model import PolicyModule
 from agentrl.trainer.parallel import same_when_recomputed
 from tests.trainer.family_models import MIXED, model_of
@@ -79,8 +79,6 @@ def test_rows_packed_with_a_shared_prefix_and_computed_again_are_rows_alone(fami
 def test_attention_and_what_surrounds_mixers_stay_packed() -> None:
     """A row of a block of Nemotron-H may be an MLP; attention reads the layout itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from agentrl.trainer.families import cut
 
     config = cut(AutoConfig.for_model("nemotron_h"))
     with torch.device("meta"):

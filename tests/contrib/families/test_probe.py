@@ -13,21 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
+from agentrl.contrib.families import probe
+from agentrl.contrib.families.probe import Sample, cut, keep_layers, kinds_needed, small
 from agentrl.trainer import attention as mixers
 from agentrl.trainer import families as choice
-from agentrl.trainer import families as probe
 from agentrl.trainer import language_model as logprobs
 from agentrl.trainer.attention import Block
-from agentrl.trainer.families import (
-    Measured,
-    Sample,
-    cut,
-    keep_layers,
-    kinds_needed,
-    packing_of,
-    small,
-    with_packing,
-)
+from agentrl.trainer.families import Measured, packing_of, with_packing
 from agentrl.trainer.language_model import layers_of
 from agentrl.trainer.parallel import layout
 from agentrl.utils.errors import ConfigError, ModelError
@@ -172,7 +164,7 @@ def test_critic_and_reward_model_are_tried_with_what_is_on_top_of_them(tmp_path:
             asked.append((config.model_type, kind))
             super().__init__(config, kind)
 
-    monkeypatch.setattr(choice, "Sample", Noted)
+    monkeypatch.setattr(probe, "Sample", Noted)
     small_llama = {
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -226,3 +218,12 @@ def test_layers_are_cut_with_their_lists() -> None:
 def test_no_layout_is_left_behind(tmp_path: Path) -> None:
     packing_of(run_of("lfm2", tmp_path))
     assert layout() is None
+
+
+def test_without_the_probe_well_known_families_are_packed_and_others_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "PROBE", "none")
+    assert packing_of(run_of("lfm2", tmp_path)).way == "packed"
+    with pytest.raises(ModelError, match=r"qwen3_next.* cannot be tried: agentrl.contrib.families is missing. Install it"):
+        packing_of(run_of("qwen3_next", tmp_path))

@@ -1,0 +1,1 @@
+"""A probe of model families: which ways of computing rows are right."""
