@@ -159,8 +159,8 @@ TOGETHER = {file: name for name, files in (("ray", RAY), ("clients", CLIENTS), (
 
 LONGEST = [
     *RAY, "tests/shelf/test_mcp_env.py", "tests/e2e/test_unlit_paths.py", *CLIENTS, "tests/trainer/test_keys.py",
-    "tests/trainer/test_split.py", "tests/trainer/test_ranks.py", "tests/trainer/test_finite.py", "tests/rollout/test_blame.py",
-    "tests/e2e/test_new_env.py", "tests/trainer/test_dropping.py", "tests/trainer/test_kernels.py",
+    "tests/contrib/split/test_split.py", "tests/trainer/test_ranks.py", "tests/trainer/test_finite.py",
+    "tests/rollout/test_blame.py", "tests/e2e/test_new_env.py", "tests/trainer/test_dropping.py", "tests/trainer/test_kernels.py",
     "tests/trainer/test_learner.py", "tests/e2e/test_success.py", "tests/env/test_env_check.py",
     "tests/contrib/suites/test_bfcl.py",
     "tests/shelf/test_workspace.py", "tests/test_contributing.py", "tests/trainer/test_prefix_training.py",

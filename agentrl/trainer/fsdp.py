@@ -41,7 +41,7 @@ from agentrl.trainer.layers import (
 from agentrl.trainer.memory import RoleMemory, by_size, count
 from agentrl.trainer.model_folder import Loader, save_model
 from agentrl.trainer.optim import Offloaded, by_mesh, local
-from agentrl.trainer.parallel import Ulysses, check_plans, expert_dimension, same_when_recomputed, split
+from agentrl.trainer.parallel import Ulysses, same_when_recomputed, split_code
 from agentrl.trainer.pretrained import empty_model, load_model_config, meta_model
 from agentrl.trainer.train_engine import (
     TRAIN_ENGINES,
@@ -109,7 +109,7 @@ class FsdpEngine(BaseEngine):
         text = model.config.get_text_config()
         self.tied = bool(getattr(text, "tie_word_embeddings", model.config.tie_word_embeddings))
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
-            check_plans(cfg, model, world)
+            split_code().check(cfg, model, world)
         if not cfg.compile:  # compiled layers have their routers inside
             self.routing = router_code().trained(model, self.layout.ulysses) if TOPK in ROUTERS else None
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
@@ -126,7 +126,7 @@ class FsdpEngine(BaseEngine):
         self._experts = []
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
             experts = self.layout.experts
-            self._experts = split(model, self.layout.tp, None if experts is None else experts["ep"])
+            self._experts = split_code().split(model, self.layout.tp, None if experts is None else experts["ep"])
         if self.layout.tp is not None and isinstance(self.module, PolicyModule):
             self.module.tensor = Ulysses(self.layout.tp.get_group())
         if cfg.compile:
@@ -153,7 +153,8 @@ class FsdpEngine(BaseEngine):
 
         def expert_shards(parameter: nn.Parameter) -> Shard | None:
             assert self.layout.experts is not None
-            place = expert_dimension(parameter.shape, self.cfg.expert_parallel, self.layout.experts["efsdp"].size())
+            shards = self.layout.experts["efsdp"].size()
+            place = split_code().expert_dimension(parameter.shape, self.cfg.expert_parallel, shards)
             return None if place is None else Shard(place)
 
         # Layers first: the call for the root takes what they leave (embeddings, head, last norm). With the root alone, the
@@ -292,7 +293,7 @@ class FsdpEngine(BaseEngine):
             raise ConfigError("model.replicas does not work with model.expert_parallel, which has a mesh of its own for experts")
         if parallel:
             check_divides(cfg, ranks)
-            check_plans(cfg, meta_model(cfg), ranks)
+            split_code().check(cfg, meta_model(cfg), ranks)
 
     @classmethod
     def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:

@@ -16,7 +16,7 @@ from agentrl.trainer.attention import PackedSequences
 from agentrl.trainer.language_model import CHUNK, MODULES, Micro, PolicyModule, Role, layers_of
 from agentrl.trainer.layers import inject
 from agentrl.trainer.optim import state_bytes
-from agentrl.trainer.parallel import Share, shares
+from agentrl.trainer.parallel import Share, split_code
 from agentrl.trainer.pretrained import meta_model
 from agentrl.utils.errors import ModelError
 
@@ -268,9 +268,11 @@ Held = dict[int, Share]
 
 def shares_of(module: nn.Module, cfg: ModelConfig, ranks: int) -> Held:
     """Each rank's share of each parameter of a role's module; parameters outside the model are sharded by FSDP2 alone."""
-    model: Any = module.hf
-    named = dict(model.named_parameters())
-    held = {id(named[name]): share for name, share in shares(model, cfg, ranks).items()}
+    held: Held = {}
+    if cfg.tensor_parallel * cfg.expert_parallel > 1:
+        model: Any = module.hf
+        named = dict(model.named_parameters())
+        held = {id(named[name]): share for name, share in split_code().shares(model, cfg, ranks).items()}
     alone = ranks // cfg.replicas // cfg.tensor_parallel
     return {id(p): held.get(id(p)) or Share(tuple(p.shape), 0, alone) for p in module.parameters()}
 

@@ -12,13 +12,13 @@ import torch
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
+from agentrl.contrib.split.plans import EXPERT_FAMILIES, FAMILIES
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.memory import count, shell
-from agentrl.trainer.parallel import EXPERT_FAMILIES, FAMILIES
 from tests.conftest import PROOFS, proof
+from tests.contrib.split.split_ranks import CASES, SHORT, Case
 from tests.e2e.runs import run_script
 from tests.publishing import weights_of
-from tests.trainer.split_ranks import CASES, SHORT, Case
 
 from tests.trainer.train_batches import toy_optim  # isort: skip
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import ModelConfig
+from agentrl.contrib.split.plans import EXPERT_FAMILIES
 from agentrl.data.rows import Ragged
 from agentrl.trainer.fsdp import FsdpEngine
-from agentrl.trainer.parallel import EXPERT_FAMILIES
 from agentrl.trainer.update import Pack
 from tests.tiny_families import EXPERTS, build_family
 from tests.trainer.ranks import forked, join
