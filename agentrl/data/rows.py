@@ -133,10 +133,7 @@ def ragged_column(batch: TensorDict) -> torch.Tensor | None:
 
 def lengths(batch: TensorDict) -> torch.Tensor:
     """Tokens of each row, int64 [N]; ones if the batch has no ragged column."""
-    column = ragged_column(batch)
-    if column is None:
-        return torch.ones(len(batch), dtype=torch.int64)
-    return offsets_of(column).diff()
+    return Ragged.of(batch).offsets.diff()
 
 
 def row_index(rows: Rows) -> np.ndarray:

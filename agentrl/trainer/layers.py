@@ -23,7 +23,7 @@ ROUTERS = ("router", "gate", "shared_expert_gate")
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 
-def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
+def inject(model: Any, cfg: LoraSection) -> None:
     """Add adapters to the linear layers that `cfg.modules` names (by default all but head and routers), but for those of a vision
     tower, and freeze everything else.
 
@@ -47,7 +47,7 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
     model.config = {"model_type": "custom"}
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # every rank must draw the same adapters
+            torch.manual_seed(0)  # every rank must draw the same adapters
             inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
             # Real adapters in place of those on the meta device, where peft puts them with the model; drawn in the order in
             # which peft draws them when it makes them itself.

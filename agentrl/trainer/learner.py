@@ -41,7 +41,6 @@ from agentrl.trainer.minibatch import (
     broken_rows,
     cut_update,
     describe_broken,
-    recomputed_ratios,
 )
 from agentrl.trainer.optim import check_optims
 from agentrl.trainer.pretrained import named_anywhere
@@ -53,7 +52,6 @@ from agentrl.trainer.roles import (
     SavedRole,
     check_moving,
     last_rows,
-    moves,
     with_scores,
 )
 from agentrl.trainer.train_engine import mesh_of, rests, separate_reference, shares_prefixes
@@ -221,7 +219,7 @@ class Learner:
             self.teachers = await self._begin("teacher", Reference, named_anywhere(taught.path))
         if separate_reference(config.model, config.algorithm):
             self.references = await self._begin("reference", Reference, path, shared=folder)
-            if moves(config.algorithm):
+            if config.algorithm.kl.reference == "moving":
                 self._moving = self.references
                 await self.actors.arun(Actor.show, self._name)
 
@@ -328,7 +326,7 @@ class Learner:
     def _trained_tokens(self, view: Ragged) -> TrainedTokens:
         """Statistics of the step's trained tokens; ratios of the rows that the actor visited, on whichever rank."""
         if self.algorithm.proximal == "recompute":
-            return TrainedTokens.of(view, recomputed_ratios(view))
+            return TrainedTokens.of(view, None)
         seen = self.actors.run_all(Actor.take_visits)
         return TrainedTokens.of(view, {row: values for found in seen for row, values in found.items()})
 

@@ -64,29 +64,22 @@ class TrainedTokens:
     log_ratios: Mapping[int, npt.NDArray[np.float16]]
 
     @classmethod
-    def of(cls, view: Ragged, log_ratios: Mapping[int, npt.NDArray[np.float16]]) -> TrainedTokens:
-        """From a batch with advantages."""
-        return cls(_cuts(view), view.tokens("advantages")[view.tokens("sampled")].float().numpy(), log_ratios)
+    def of(cls, view: Ragged, log_ratios: LogRatios | None) -> TrainedTokens:
+        """From a batch with advantages. Without `log_ratios` they are those of every row, from the proximal policy that was
+        computed before the update."""
+        mask = view.tokens("sampled")
+        # Nothing is made as long as the batch: of hundreds of millions of tokens, a running sum would take gigabytes.
+        counts = np.add.reduceat(mask.numpy(), view.offsets[:-1].numpy(), dtype=np.int64)  # no row is empty
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        if log_ratios is None:
+            values = (view.tokens("old_logprobs") - view.tokens("logprobs"))[mask].float().numpy().astype(np.float16)
+            log_ratios = dict(enumerate(np.split(values, offsets[1:-1])))
+        return cls(offsets, view.tokens("advantages")[mask].float().numpy(), log_ratios)
 
     def row(self, number: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float16] | None]:
         """Advantages and log ratios of a row's sampled tokens."""
         start, stop = self.offsets[number : number + 2].tolist()
         return self.advantages[start:stop], self.log_ratios.get(number)
-
-
-def recomputed_ratios(view: Ragged) -> LogRatios:
-    """The log ratios of every row, from the proximal policy that was computed before the update."""
-    mask = view.tokens("sampled")
-    values = (view.tokens("old_logprobs") - view.tokens("logprobs"))[mask].float().numpy().astype(np.float16)
-    cuts = _cuts(view).tolist()
-    return {row: values[cuts[row] : cuts[row + 1]] for row in range(len(view))}
-
-
-def _cuts(view: Ragged) -> npt.NDArray[np.int64]:
-    """Offsets [N + 1] of the rows' sampled tokens. Nothing is made as long as the batch: of hundreds of millions of tokens, a
-    running sum would take gigabytes."""
-    counts = np.add.reduceat(view.tokens("sampled").numpy(), view.offsets[:-1].numpy(), dtype=np.int64)  # no row is empty
-    return np.concatenate(([0], np.cumsum(counts)))
 
 
 # Rows that are added to an update

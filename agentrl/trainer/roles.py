@@ -160,17 +160,12 @@ POLICIES: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
 """The policies of this process that may be followed, by name."""
 
 
-def moves(algorithm: AlgorithmConfig) -> bool:
-    """Return True if the reference of the KL penalty is an average of the policies so far."""
-    return algorithm.kl.reference == "moving"
-
-
 def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig) -> None:
     """Raise ConfigError for a moving reference that has no policy to follow in its process.
 
     Reads: algorithm.kl, model.lora, model.offload, cluster.
     """
-    if not moves(algorithm):
+    if algorithm.kl.reference != "moving":
         check_unread("algorithm.kl", algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
         return
     key = 'algorithm.kl.reference = "moving"'

@@ -87,16 +87,14 @@ def join_rows(view: Ragged, added: Sequence[tuple[Term, TensorDict]], sharing: M
     asked about them; experts that nobody recorded are free."""
     fresh = view.batch.select(*(name for name in _TRAINED if name in view))
     fresh[ORIGIN] = torch.full((len(fresh),), FRESH)
-    rows = [_like(rows, fresh, number) for number, (_, rows) in enumerate(added, FRESH + 1)]
-    return with_trees(Ragged.of(concat([fresh, *rows])), sharing).with_wide(**{TERMS: tuple(term for term, _ in added)})
-
-
-def _like(rows: TensorDict, fresh: TensorDict, origin: int) -> TensorDict:
-    offsets, count = offsets_of(rows["token_ids"]), len(rows)
-    nothing = nested_tensor(torch.zeros(int(offsets[-1])), offsets)
-    columns = {ORIGIN: torch.full((count,), origin), "old_logprobs": rows["logprobs"], SOURCE: torch.full((count,), -1)}
-    columns[TRUNCATED] = torch.zeros(count, dtype=torch.bool)  # what is added is never masked
-    if "experts" in fresh.keys():  # noqa: SIM118 - `in` of a batch asks for an item
-        columns["experts"] = nested_tensor(free(fresh["experts"].values()[:0], int(offsets[-1])), offsets)
-    columns |= dict(rows.items())
-    return build({name: columns.get(name, nothing) for name in fresh.keys()}, count)  # noqa: SIM118
+    joined = [fresh]
+    for number, (_, rows) in enumerate(added, FRESH + 1):
+        offsets, count = offsets_of(rows["token_ids"]), len(rows)
+        nothing = nested_tensor(torch.zeros(int(offsets[-1])), offsets)
+        columns = {ORIGIN: torch.full((count,), number), "old_logprobs": rows["logprobs"], SOURCE: torch.full((count,), -1)}
+        columns[TRUNCATED] = torch.zeros(count, dtype=torch.bool)  # what is added is never masked
+        if "experts" in fresh.keys():  # noqa: SIM118 - `in` of a batch asks for an item
+            columns["experts"] = nested_tensor(free(fresh["experts"].values()[:0], int(offsets[-1])), offsets)
+        columns |= dict(rows.items())
+        joined.append(build({name: columns.get(name, nothing) for name in fresh.keys()}, count))  # noqa: SIM118
+    return with_trees(Ragged.of(concat(joined)), sharing).with_wide(**{TERMS: tuple(term for term, _ in added)})

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import (
-    AdvantageInput,
-    AdvantageOutput,
-    Denominators,
-    LossInput,
-    LossOutput,
-    Mode,
-    aggregate,
-)
-from agentrl.trainer.algorithms.losses import POLICY_LOSSES, kl_estimate, value_loss
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 
 advantages = ADVANTAGES.bind
 """`advantages(name, args)`: the estimator with its arguments bound. Raises ConfigError for an unknown name or argument."""
@@ -20,17 +12,5 @@ policy_loss = POLICY_LOSSES.bind
 """`policy_loss(name, args)`: the same of a policy loss."""
 
 __all__ = [
-    "ADVANTAGES",
-    "POLICY_LOSSES",
-    "AdvantageInput",
-    "AdvantageOutput",
-    "Denominators",
-    "LossInput",
-    "LossOutput",
-    "Mode",
-    "advantages",
-    "aggregate",
-    "kl_estimate",
-    "policy_loss",
-    "value_loss",
-]
+    "ADVANTAGES", "POLICY_LOSSES", "AdvantageInput", "AdvantageOutput", "LossInput", "LossOutput", "advantages", "policy_loss",
+]  # fmt: skip
