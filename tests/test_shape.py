@@ -164,7 +164,7 @@ def registries() -> list[Registry[Any]]:
         "agentrl.rollout.player", "agentrl.rollout.samplers", "agentrl.run.callbacks", "agentrl.run.driver",
         "agentrl.cluster.doctor", "agentrl.reward.leaf", "agentrl.run.trackers", "agentrl.trainer.update_hooks",
         "agentrl.trainer.algorithms.advantages", "agentrl.data.expert_routing", "agentrl.render.modality",
-        "agentrl.run.checks", "agentrl.run.checks.env_checks", "agentrl.env.wrappers",
+        "agentrl.run.checks", "agentrl.run.checks.env_checks", "agentrl.env.wrappers", "agentrl.reward.call_matching",
         "agentrl.trainer.algorithms.losses", "agentrl.trainer.train_engine", "agentrl.trainer.families",
         "agentrl.trainer.parallel",
     ]  # fmt: skip

@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.data.trajectory import Json, ToolCall
-from agentrl.reward import bfcl
 from agentrl.reward.values import LITERAL, EqualityRule, UnscorableError, brief, equality_key, same
+from agentrl.utils.registry import Registry
 
 # Expected calls
 
-FORMS = ("literal", "sets", "bfcl")
 _NONE = frozenset[str]()
 _PLAIN = frozenset({str, int, float})
 _OBJECT = (dict, Mapping)  # dict first: a check against an abstract class alone costs five times as much
 ARGUMENTS = ("exact", "subset", "superset", "names", "ignore")
 
+CALL_FORMS: Registry[type[CallForm]] = Registry("reward.form", "CALL_FORMS", "agentrl.reward")
+"""Forms of expected calls, by `form` of the leaf calls.match."""
+
 
 class GoldCall(NamedTuple):
-    """One expected call. In the forms `sets` and `bfcl` each argument has a list of allowed values,
-    and `optional` names the arguments that may be omitted. `schema`: the function's declared parameters, None if unknown.
+    """One expected call. In forms that list values each argument has a list of allowed ones, and `optional` names the
+    arguments that may be omitted. `schema`: the function's declared parameters, None if unknown.
     `by`: who is to make it, "assistant" or "user", None if the gold does not say. `compare`: the arguments that count, or None
     for all."""
 
@@ -37,31 +39,61 @@ class GoldCall(NamedTuple):
     compare: tuple[str, ...] | None = None
 
 
-def gold_calls(value: Json, form: str) -> list[GoldCall]:
-    """Read gold calls. Raises UnscorableError if they have another shape.
+@CALL_FORMS.register("literal")
+class CallForm:
+    """Expected calls as {"name", "arguments"}, with the values themselves; the base class of other forms."""
 
-    `literal` and `sets`: [{"name", "arguments"}, ...]; `bfcl`: [{name: {argument: [allowed, ...]}}, ...],
-    in which "" among the allowed values makes an argument optional (also with `sets`). In the first two a call may have `by`
-    ("assistant" or "user": who makes it) and `compare` (the names of the arguments that count).
-    """
+    shape: ClassVar[str] = '{"name", "arguments"}'
+    lists: ClassVar[bool] = False
+    """An argument has a list of allowed values, in which "" says that it may be left out."""
+    strings: ClassVar[str] = "exact"
+    """The normalizer of texts, if the leaf names none."""
+    languages: ClassVar[tuple[str, ...]] = ()
+    """Languages whose types a function's declaration may use; none if declarations are not looked at."""
+
+    @staticmethod
+    def read(item: Mapping[str, Json]) -> tuple[Any, Any, Any, Any] | None:
+        """Name, arguments, `by` ("assistant" or "user": who makes the call) and `compare` (the arguments that count)."""
+        if "name" in item and ("arguments" in item or item.keys() <= {"name", "by", "compare"}):
+            return item["name"], item.get("arguments", {}), item.get("by"), item.get("compare")
+        return None  # the arguments stand under another name
+
+    @staticmethod
+    def value_fits(made: Json, gold: Json, declared: Json, rule: CallRule) -> bool:
+        """Return True if the value of an argument is right; `declared`: its JSON Schema, None if unknown."""
+        return same(made, gold, rule.values)
+
+    @staticmethod
+    def arguments_fit(made: Mapping[str, Json], gold: GoldCall, rule: CallRule) -> bool:
+        """Return True if all arguments are right, for a form with `languages`."""
+        raise NotImplementedError
+
+
+@CALL_FORMS.register("sets")
+class AllowedValues(CallForm):
+    """The same with a list of allowed values for each argument."""
+
+    lists = True
+
+    @staticmethod
+    def value_fits(made: Json, gold: Json, declared: Json, rule: CallRule) -> bool:
+        return any(same(made, allowed, rule.values) for allowed in gold)
+
+
+def gold_calls(value: Json, form: type[CallForm] = CallForm) -> list[GoldCall]:
+    """Read gold calls: a list of calls as `form` reads them. Raises UnscorableError if they have another shape."""
     if not isinstance(value, (list, tuple)):
         raise UnscorableError(f"expected calls must be a list, not {brief(value, 80)!r}")
     return [_gold_call(item, form, index) for index, item in enumerate(value)]
 
 
-def _gold_call(item: Json, form: str, index: int) -> GoldCall:
-    if form == "bfcl" and isinstance(item, _OBJECT) and len(item) == 1:
-        name, arguments = next(iter(item.items()))
-    elif form != "bfcl" and isinstance(item, _OBJECT) and "name" in item and (
-        "arguments" in item or item.keys() <= {"name", "by", "compare"}  # else they stand under another name
-    ):  # fmt: skip
-        name, arguments = item["name"], item.get("arguments", {})
-    else:
-        wanted = "{name: {argument: [values]}}" if form == "bfcl" else '{"name", "arguments"}'
-        raise UnscorableError(f"expected call {index} must be {wanted}, not {brief(item, 80)!r}")
+def _gold_call(item: Json, form: type[CallForm], index: int) -> GoldCall:
+    read = form.read(item) if isinstance(item, _OBJECT) else None
+    if read is None:
+        raise UnscorableError(f"expected call {index} must be {form.shape}, not {brief(item, 80)!r}")
+    name, arguments, by, compare = read
     if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
         raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
-    by, compare = (None, None) if form == "bfcl" else (item.get("by"), item.get("compare"))
     if by not in (None, "assistant", "user"):
         raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")
     if compare is not None:
@@ -70,7 +102,7 @@ def _gold_call(item: Json, form: str, index: int) -> GoldCall:
                 f"expected call {index}: compare must be a list of arguments' names, not {brief(compare, 80)!r}"
             )
         compare = tuple(compare)
-    if form == "literal":
+    if not form.lists:
         return GoldCall(name, arguments, _NONE, None, by, compare)
     optional = _NONE
     for key, allowed in arguments.items():
@@ -98,20 +130,15 @@ def declared_gold(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> 
 class CallRule:
     """Rule by which a made call matches an expected one."""
 
-    form: str = "literal"
+    form: type[CallForm] = CallForm
     arguments: str = "exact"
     values: EqualityRule = LITERAL
     language: str = "python"
 
     def value_fits(self, key: str, made: Json, call: GoldCall) -> bool:
         """Return True if one argument's value matches."""
-        gold = call.arguments[key]
-        if self.form == "literal":
-            return same(made, gold, self.values)
-        if self.form == "bfcl":
-            schema = (call.schema or {}).get("properties", {}).get(key)
-            return bfcl.value_fits(made, gold, schema, self.values.normalize, self.language)
-        return any(same(made, allowed, self.values) for allowed in gold)
+        declared = None if call.schema is None else call.schema.get("properties", {}).get(key)
+        return self.form.value_fits(made, call.arguments[key], declared, self)
 
     def full(self, made: ToolCall, gold: GoldCall) -> bool:
         """Return True if a made call fully matches an expected one."""
@@ -123,8 +150,8 @@ class CallRule:
         if gold.compare is not None:
             return len(self._alike(arguments, gold)) == len(gold.compare)
         wanted = gold.arguments
-        if self.form == "bfcl" and self.arguments == "exact":
-            return bfcl.arguments_fit(arguments, wanted, gold.schema, self.values.normalize, self.language)
+        if self.form.languages and self.arguments == "exact":
+            return self.form.arguments_fit(arguments, gold, self)
         if arguments.keys() != wanted.keys():
             if self.arguments != "superset" and any(key not in wanted for key in arguments):
                 return False
@@ -132,7 +159,7 @@ class CallRule:
                 return False
         if self.arguments == "names":
             return True
-        literal = self.form == "literal"
+        literal = self.form is CallForm
         for key, value in arguments.items():
             # The same text or number fits without a closer look.
             if literal and key in wanted and type(value) in _PLAIN and type(value) is type(wanted[key]) and value == wanted[key]:
@@ -260,33 +287,6 @@ def in_order(weights: Weights) -> Pairs:
     return pairs
 
 
-def prefix(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
-    """Equal positions from the start, up to but excluding the first pair that is not a full match."""
-    pairs: Pairs = []
-    for i in range(min(n, m)):
-        if weight(i, i) < 1.0 - _EPS:
-            break
-        pairs.append((i, i))
-    return pairs
-
-
-def greedy_pairs(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
-    """Each column in turn takes the first free row that fully matches it (weight 1); choices are never revised.
-
-    `choices[j]` are the rows that column j may take. The Berkeley leaderboard pairs parallel calls in this
-    way, which can miss an existing full matching.
-    """
-    taken: set[int] = set()
-    pairs: Pairs = []
-    for j, rows in enumerate(choices):
-        for i in rows:
-            if i not in taken and weight(i, j) >= 1.0 - _EPS:
-                pairs.append((i, j))
-                taken.add(i)
-                break
-    return sorted(pairs)
-
-
 # Equal calls by hash
 
 BlockWeights = Callable[[Sequence[ToolCall], Sequence[GoldCall]], Weights]
@@ -373,7 +373,7 @@ def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) ->
         values, wanted = [given[i][key] for i in rows], [gold[j].arguments[key] for j in columns]
         if rule.arguments == "names":
             fitting[here] += 1.0
-        elif rule.form == "literal" and rule.values.strict:
+        elif rule.form is CallForm and rule.values.strict:
             numbers: dict[Hashable, int] = {}
             left, right = (
                 [numbers.setdefault(equality_key(v, rule.values.normalize), len(numbers)) for v in s] for s in (values, wanted)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import Scorer, compile_spec
-from agentrl.reward.call_matching import ARGUMENTS, CallRule, declared_gold, gold_calls, parts
+from agentrl.reward.call_matching import ARGUMENTS, CALL_FORMS, CallRule, declared_gold, gold_calls, parts
 from agentrl.reward.leaves import calls as calls_match
 from agentrl.reward.values import NORMALIZERS, EqualityRule, same
 
@@ -118,11 +118,11 @@ def test_the_credit_of_all_pairs_at_once_is_that_of_each(
 ) -> None:
     if form != "literal":
         want = [{key: [value, *rng.choice([[], [""], ["a"]])] for key, value in call.items()} for call in want]
-    gold = gold_calls([{"f": call} if form == "bfcl" else {"name": "f", "arguments": call} for call in want], form)
+    gold = gold_calls([{"f": call} if form == "bfcl" else {"name": "f", "arguments": call} for call in want], CALL_FORMS[form])
     if form == "bfcl":
         properties = {key: {"type": rng.choice(["string", "integer", "float", "boolean", "array"])} for key in "abc"}
         gold = declared_gold(gold, [{"name": "f", "parameters": {"properties": properties, "required": rng.sample("abc", 1)}}])
-    rule = CallRule(form, arguments, EqualityRule(normalize=NORMALIZERS["fold"], **tolerance))
+    rule = CallRule(CALL_FORMS[form], arguments, EqualityRule(normalize=NORMALIZERS["fold"], **tolerance))
     calls = made_of([("f", call) for call in made])
     each = [[rule.part(call, wanted) for wanted in gold] for call in calls]
     assert parts(calls, gold, rule).tolist() == each

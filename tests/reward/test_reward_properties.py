@@ -293,7 +293,6 @@ def test_assignments_against_trying_them_all(n, m, rng):
     assert total(monotone) == pytest.approx(ordered)
     assert monotone == sorted(monotone)
     assert [j for _, j in monotone] == sorted(j for _, j in monotone)
-    assert total(assign.greedy_pairs(lambda i, j: weights[i, j], [range(n)] * m)) <= free + 1e-9
     most = max(
         sum(weights[i, j] >= 1 - 1e-12 for i, j in zip(rows, columns, strict=True))
         for rows in itertools.combinations(range(n), short)

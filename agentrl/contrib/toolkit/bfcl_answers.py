@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
+from agentrl.contrib.toolkit.bfcl_calls import arguments_fit, value_fits
 from agentrl.data.trajectory import Json
-from agentrl.reward.bfcl import arguments_fit, value_fits
 
 
 def possible_call(

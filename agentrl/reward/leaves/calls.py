@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json, ToolCall
 from agentrl.reward import call_matching as assign
-from agentrl.reward.bfcl import LANGUAGES
 from agentrl.reward.call_matching import (
     ARGUMENTS,
-    FORMS,
+    CALL_FORMS,
     MANY,
+    CallForm,
     CallRule,
     GoldCall,
     declared_gold,
@@ -205,7 +206,6 @@ def _value_score(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> int:
 # `calls.match`
 
 _CALL = {"type": "object"}
-_LANGUAGES = ("python", *LANGUAGES)
 
 
 @LEAVES.register("calls.match")
@@ -224,9 +224,9 @@ class CallsMatch(Leaf):
         {
             "expect": or_ref({"type": "array", "items": _CALL}),
             "made": REF,
-            "form": {"enum": list(FORMS)},
+            "form": {"enum": list(CALL_FORMS)},
             "declared": or_ref({"type": "array", "items": _CALL}),
-            "language": or_ref({"enum": list(_LANGUAGES)}),
+            "language": or_ref({"type": "string"}),
             "order": {"enum": ["free", "ordered", "prefix"]},
             "compare": {"enum": ["exact", "subset", "superset"]},
             "assign": {"enum": ["optimal", "greedy", "reuse"]},
@@ -241,17 +241,20 @@ class CallsMatch(Leaf):
 
     def __init__(self, args: Args, context: Context) -> None:
         super().__init__(args, context)
-        self.form = str(args.get("form", "literal"))
+        name = str(args.get("form", "literal"))
+        self.form = CALL_FORMS.entry(name).make
         self.order = str(args.get("order", "free"))
         self.compare = str(args.get("compare", "exact"))
         self.assign = str(args.get("assign", "optimal"))
         self.credit = str(args.get("credit", "all"))
         self.by = str(args.get("by", "assistant"))
-        values = EqualityRule.of(args, "bfcl" if self.form == "bfcl" else "exact")
+        values = EqualityRule.of(args, self.form.strings)
         self.rule = CallRule(self.form, str(args.get("arguments", "exact")), values)
-        self.rules = {language: replace(self.rule, language=language) for language in _LANGUAGES}
-        if self.form != "bfcl" and ("declared" in args or "language" in args):
-            raise ValueError("declared and language are only for form: bfcl")
+        self.rules = {language: replace(self.rule, language=language) for language in self.form.languages or ("python",)}
+        if not self.form.languages and ("declared" in args or "language" in args):
+            raise ValueError(f"form: {name} reads no declarations, so declared and language have no effect (form: bfcl does)")
+        if isinstance(language := args.get("language"), str) and language not in self.rules:
+            raise ValueError(f"language must be one of {', '.join(self.rules)}, not {language!r}")
         if self.assign == "greedy" and self.order != "free":
             raise ValueError("assign: greedy is only for order: free")
         if self.assign == "reuse" and (
@@ -260,11 +263,11 @@ class CallsMatch(Leaf):
             raise ValueError(
                 "assign: reuse asks which expected calls were made: order free, compare superset, credit all or matched"
             )
-        if self.by != "assistant" and self.form == "bfcl" and "declared" not in args:
-            raise ValueError("form: bfcl reads the schemas of the policy's tools; with by: user or both give declared")
+        if self.by != "assistant" and self.form.languages and "declared" not in args:
+            raise ValueError(f"form: {name} reads the schemas of the policy's tools; with by: user or both give declared")
         if self.credit == "partial" and (self.assign == "greedy" or self.order == "prefix"):
             raise ValueError("credit: partial needs assign: optimal and order: free or ordered")
-        if self.credit == "toolrl" and (self.order != "free" or self.form != "literal" or "arguments" in args):
+        if self.credit == "toolrl" and (self.order != "free" or self.form is not CallForm or "arguments" in args):
             raise ValueError("credit: toolrl needs order free and form literal, without 'arguments'")
 
     @classmethod
@@ -308,7 +311,7 @@ class CallsMatch(Leaf):
         key = (self.form, self.by, id(expect), id(functions))
         if key not in view.memo:
             gold = [call for call in gold_calls(expect, self.form) if self.by in ("both", call.by or self.by)]
-            known = declared_gold(gold, functions or view.trajectory.tools) if self.form == "bfcl" else gold
+            known = declared_gold(gold, functions or view.trajectory.tools) if self.form.languages else gold
             view.memo[key] = (known, expect, functions)
         calls: list[GoldCall] = view.memo[key][0]
         return calls
@@ -328,7 +331,8 @@ class CallsMatch(Leaf):
         if self.assign == "reuse":
             found = [(next((i for i in range(n) if match(i, j)), n), j) for j in range(m)]
             return [(i, j) for i, j in found if i < n], match
-        straight = assign.prefix(match, n, m)
+        # Equal positions from the start, up to the first pair that is no full match.
+        straight = [(i, i) for i in takewhile(lambda i: match(i, i), range(min(n, m)))]
         if self.order == "prefix" or len(straight) == min(n, m):
             return straight, match  # no assignment is better than a full match of the shorter side
         credit: Credit = (lambda i, j: rule.part(calls[i], gold[j])) if self.credit == "partial" else match
@@ -339,8 +343,14 @@ class CallsMatch(Leaf):
         if _by_key(rule, gold):  # a full match is then equality: pairs of equal calls are all there are, in any order
             return equal_pairs(calls, gold, rule.values), match
         if self.assign == "greedy":
-            rows = assign.by_name([call.name for call in calls])
-            return assign.greedy_pairs(match, [rows.get(call.name, []) for call in gold]), match
+            # Each expected call in turn takes the first free one that fully matches it, and no choice is revised: so the Berkeley
+            # leaderboard pairs parallel calls, which can miss a full matching.
+            rows, greedy = assign.by_name([call.name for call in calls]), dict[int, int]()
+            for j, wanted in enumerate(gold):
+                row = next((i for i in rows.get(wanted.name, ()) if i not in greedy and match(i, j)), None)
+                if row is not None:
+                    greedy[row] = j
+            return sorted(greedy.items()), match
         return assign.pair_rest(calls, gold, [], lambda some, wanted: [[full(a, b) for b in wanted] for a in some]), match
 
 
@@ -350,7 +360,7 @@ Credit = Callable[[int, int], float]
 def _by_key(rule: CallRule, gold: Sequence[GoldCall]) -> bool:
     """Return True if a full match is plain equality, so that a hash finds it."""
     whole = all(call.compare is None for call in gold)
-    return rule.form == "literal" and rule.arguments == "exact" and rule.values.strict and whole
+    return rule.form is CallForm and rule.arguments == "exact" and rule.values.strict and whole
 
 
 def _best_parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> assign.Pairs:

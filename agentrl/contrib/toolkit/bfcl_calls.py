@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.data.trajectory import Json
+from agentrl.reward.call_matching import CALL_FORMS, CallForm, CallRule, GoldCall
 from agentrl.reward.values import NORMALIZERS, Normalizer
 
 # Arguments as source text: in the categories `simple_java` and `simple_javascript` each is a text, read by its declared type.
@@ -216,6 +217,31 @@ def arguments_fit(
         if key not in made and "" not in allowed:
             return False
     return True
+
+
+@CALL_FORMS.register("bfcl")
+class LeaderboardCalls(CallForm):
+    """Expected calls as the leaderboard writes them, {name: {argument: [allowed, ...]}}, compared by its rules."""
+
+    shape = "{name: {argument: [values]}}"
+    lists = True
+    strings = "bfcl"
+    languages = ("python", *LANGUAGES)
+
+    @staticmethod
+    def read(item: Mapping[str, Json]) -> tuple[Any, Any, Any, Any] | None:
+        if len(item) != 1:
+            return None
+        name, arguments = next(iter(item.items()))
+        return name, arguments, None, None
+
+    @staticmethod
+    def value_fits(made: Json, gold: Json, declared: Json, rule: CallRule) -> bool:
+        return value_fits(made, gold, declared, rule.values.normalize, rule.language)
+
+    @staticmethod
+    def arguments_fit(made: Mapping[str, Json], gold: GoldCall, rule: CallRule) -> bool:
+        return arguments_fit(made, gold.arguments, gold.schema, rule.values.normalize, rule.language)
 
 
 def value_fits(

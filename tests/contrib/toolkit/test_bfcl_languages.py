@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.contrib.toolkit.bfcl_calls import read_source
 from agentrl.reward import compile_spec
-from agentrl.reward.bfcl import read_source
 from tests.reward.reward_episodes import episode
 
 JAVA = [
