@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
@@ -18,7 +19,7 @@ from agentrl.env.authoring import EnvHooks, Forkable, check_answer
 from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
 from agentrl.env.toolbox import CountTokens, estimate_tokens
-from agentrl.env.users import GOLD, AsksModel, RecordedUser, User, ask, make_call, next_step, note
+from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, heard, make_call, next_step, note
 from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, place_of
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
@@ -189,11 +190,34 @@ class ToolEnv(Forkable):
         """Ask `self.user` for its next message, after the calls that it makes to its own tools; None: it leaves. `before`: the
         messages so far of an opening that an async `prompt` is making.
 
-        Raises EnvError if the user or one of its tools fails, UserLimitError beyond `user_call_limit`.
+        Raises EnvError if the user or one of its tools fails, or for another answer than a text, None or a message of role
+        "user"; UserLimitError beyond `user_call_limit` calls without a word.
         """
-        if self.user is None or self._record is None:
+        record, made = self._record, 0
+        if self.user is None or record is None:
             raise EnvError(f"{self.id}: there is no user to ask (set self.user in setup)")
-        return await ask(self.user, self._record, self.user_toolbox, self.user_call_limit, before, self._note_new_tools)
+        for step in count(next_step(record)):
+            answer = await self.user.reply(heard(record, before))
+            if isinstance(answer, Parting):
+                record.parting = answer.text
+                return None
+            if answer is None or isinstance(answer, str):
+                return answer
+            if not isinstance(answer, Message) or answer.role != "user":
+                raise EnvError(
+                    f"a user answers a text, None, or a Message of role 'user' with its calls, or a Parting, not {answer!r:.200}"
+                )
+            if not answer.tool_calls:
+                return answer.content
+            made += len(answer.tool_calls)
+            if made > self.user_call_limit:
+                raise UserLimitError(
+                    f"the user made {made} calls in one answer, without a word (user_call_limit = {self.user_call_limit})"
+                )
+            for place, call in enumerate(answer.tool_calls):  # one after the other, in its order
+                await make_call(record, self.user_toolbox, call, step, "" if place else answer.content)
+                self._note_new_tools()
+        raise AssertionError("a count has no end")
 
     def finish(self) -> None:
         """Called by a tool or hook: by the task's own rules, this turn is the episode's last."""
@@ -354,7 +378,7 @@ class ToolEnv(Forkable):
         """Make a call of the user's, as a replay does with gold calls: nobody is asked. Raises what `astep` raises."""
         record = self._running("a call")
         async with self._failing():
-            result = await make_call(record, self.user_toolbox, call, len(record.turns) - 1, next_step(record))
+            result = await make_call(record, self.user_toolbox, call, next_step(record))
         self._note_new_tools()
         return result
 

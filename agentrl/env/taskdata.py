@@ -117,7 +117,6 @@ def load_tasks(
     schema: Mapping[str, Json] = ROW_SCHEMA,
     to_task: ToTask | None = None,
     settle: Settle | None = None,
-    split_column: str = "split",
     family_column: str | None = None,
 ) -> TaskSet:
     """Read all tasks of a file, or of a folder of files (one written by `datasets.save_to_disk` included).
@@ -125,7 +124,7 @@ def load_tasks(
     Each row must fit `schema` (JSON Schema). `to_task` turns a row of another layout into (data, gold);
     by default those are its keys `data` and `gold`. `settle` takes
     the nulls from a row, given whether it is a table's, which has each column in each row; by default a null of a table stays
-    only where the schema requires the key and takes null. A row's split is its `split_column`, else the one in the
+    only where the schema requires the key and takes null. A row's split is its `split`, else the one in the
     first or last word of the file's or folder's name (train, test, heldout, validation, ...; "test" counts as "heldout"), else a
     hash of its content puts an eighth of the rows into "heldout".
 
@@ -151,7 +150,7 @@ def load_tasks(
                 plain = without_padding(raw, schema, table=True)
                 # A gold of nulls alone is one that says "nothing": a gold cannot be missing.
                 plain = {**plain, "gold": raw["gold"]} if raw.get("gold") and not plain.get("gold") else plain
-            row = _row(where, plain, validator, to_task, split_column, named)
+            row = _row(where, plain, validator, to_task, named)
             if family_column is not None:
                 named_family = raw.get(family_column)
                 if not isinstance(named_family, str) or not named_family:
@@ -225,7 +224,7 @@ def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
         yield f"{file}: row {number}", row
 
 
-def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, split_column: str, named: str | None) -> Row:
+def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: str | None) -> Row:
     try:
         error = first_fault(validator, raw)
     except TimeoutError as late:
@@ -237,9 +236,9 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, split_col
         data, gold = (raw["data"], raw["gold"]) if to_task is None else to_task(raw)
     except (KeyError, TypeError, ValueError, IndexError) as problem:
         raise TaskDataError(f"{where}: {type(problem).__name__}: {problem}") from problem
-    own = raw.get(split_column)
+    own = raw.get("split")
     if own is not None and not isinstance(own, str):
-        raise TaskDataError(f"{where}: field {split_column}: expected a string, got {own!r}")
+        raise TaskDataError(f"{where}: field split: expected a string, got {own!r}")
     split = _SPLIT_NAMES.get(own.strip().lower(), own) if own is not None else named or ""
     weight = raw.get("weight", 1.0)
     if not weight < 1e300:  # JSON as Python reads it has NaN, which no bound of a schema refuses

@@ -47,14 +47,6 @@ def extract_images(name: str, answer: Any) -> tuple[Any, tuple[Image, ...]]:
     return "\n".join(put) if texts else put, tuple(image for image in found if image is not None)
 
 
-def read(data: bytes, size: str) -> Image | str:
-    """An image of bytes from elsewhere; for a refused one, the line that says so and why. `size`: in the line's words."""
-    try:
-        return Image.read(data)
-    except ImageError as problem:
-        return f"[image, {size}, not shown: {problem}]"
-
-
 def with_lines(text: str, images: Sequence[Image]) -> str:
     """A text that was cut, with the lines that the cut took from it after its end: no image is left out silently."""
     return "\n".join([text, *dict.fromkeys(image.line for image in images if image.line not in text)])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
 from agentrl.data.trajectory import Message, ToolCall, ToolResult, Trajectory, Turn, UserCall
 from agentrl.env.toolbox import Toolbox
 from agentrl.render.litellm_calls import request_of
 from agentrl.reward.values import course_of, turn_places
-from agentrl.utils.errors import EnvError, UserLimitError
+from agentrl.utils.errors import EnvError
 
 # Results as messages
 
@@ -139,54 +138,17 @@ def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
     return found
 
 
-async def ask(
-    user: User,
-    record: Trajectory,
-    toolbox: Toolbox,
-    limit: int,
-    before: Sequence[Message] = (),
-    noted: Callable[[], None] = lambda: None,
-) -> str | None:
-    """Ask the user for its next message; the calls that it makes before are made and recorded one after the other, in its
-    order. `noted` is called after each. None: the user leaves; its last words are in the record.
-
-    Raises UserLimitError if it would make more than `limit` calls without a word, EnvError if its answer is neither a text, None
-    nor a message of role "user", or one of its tools fails.
-    """
-    turn, made = len(record.turns) - 1, 0
-    for step in count(next_step(record)):
-        answer = await user.reply(heard(record, before))
-        if isinstance(answer, Parting):
-            record.parting = answer.text
-            return None
-        if answer is None or isinstance(answer, str):
-            return answer
-        if not isinstance(answer, Message) or answer.role != "user":
-            raise EnvError(
-                f"a user answers a text, None, or a Message of role 'user' with its calls, or a Parting, not {answer!r:.200}"
-            )
-        if not answer.tool_calls:
-            return answer.content
-        made += len(answer.tool_calls)
-        if made > limit:
-            raise UserLimitError(f"the user made {made} calls in one answer, without a word (user_call_limit = {limit})")
-        for place, call in enumerate(answer.tool_calls):
-            await make_call(record, toolbox, call, turn, step, "" if place else answer.content)
-            noted()
-    raise AssertionError("a count has no end")
-
-
 def next_step(record: Trajectory) -> int:
     """The number of the next message with calls in the user's answer to the current turn."""
     last = record.user_calls[-1] if record.user_calls else None
     return last.step + 1 if last is not None and last.turn == len(record.turns) - 1 else 0
 
 
-async def make_call(record: Trajectory, toolbox: Toolbox, call: ToolCall, turn: int, step: int, text: str = "") -> ToolResult:
+async def make_call(record: Trajectory, toolbox: Toolbox, call: ToolCall, step: int, text: str = "") -> ToolResult:
     """Make one call of the user's and record it, already before it is answered: the record of a failed episode has what failed.
     Its id is its number in the episode. Raises EnvError (ToolTimeoutError) if the tool fails."""
     place = len(record.user_calls)
-    made = UserCall(turn, step, replace(call, id=f"user_{place}"), None, text)
+    made = UserCall(len(record.turns) - 1, step, replace(call, id=f"user_{place}"), None, text)
     record.user_calls.append(made)
     result = await toolbox.call(made.call)
     record.user_calls[place] = replace(made, result=result)

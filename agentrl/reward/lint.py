@@ -62,10 +62,11 @@ def probe_episodes(
                 raise
             gold = None
         env.close()
-        for kind, turns in _turns(build, task, gold, seed, number):
-            if enough():
-                return episodes
-            episodes.setdefault(kind, []).append(play_turns(build(), task, turns))
+        kinds = _turns(build, task, gold, seed, number)
+        while not (over := enough()) and (found := next(kinds, None)) is not None:
+            episodes.setdefault(found[0], []).append(play_turns(build(), task, found[1]))
+        if over:
+            break
     return episodes
 
 

@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from agentrl.config.schema import McpServerConfig
 from agentrl.data.images import Image
 from agentrl.env.call_options import Options
-from agentrl.env.toolbox import as_text, read
+from agentrl.env.toolbox import as_text
 from agentrl.env.tools import TOOL_SOURCES, Tool
 from agentrl.utils import keeper
-from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ToolError
+from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ImageError, ToolError
 from agentrl.utils.redaction import learn, redact_said, resolve_references
 from agentrl.utils.schemas import as_2020
 from agentrl.utils.threads import by_size
@@ -289,7 +289,15 @@ async def _part(block: Any) -> str | Image:
             return data.decode()
     except ValueError as problem:
         return f"[{shown}, {size}, not shown: {problem}]"
-    return await by_size(len(data), read, data, size) if image else f"[{shown}, {size}, not shown]"
+    return await by_size(len(data), _read_image, data, size) if image else f"[{shown}, {size}, not shown]"
+
+
+def _read_image(data: bytes, size: str) -> Image | str:
+    """An image of bytes from elsewhere; for a refused one, the line that says so and why. `size`: in the line's words."""
+    try:
+        return Image.read(data)
+    except ImageError as problem:
+        return f"[image, {size}, not shown: {problem}]"
 
 
 def _is_text(kind: str) -> bool:

@@ -266,12 +266,12 @@ class _Cost(Leaf):
         if args.get("free", 0) >= args["max"]:
             raise ValueError(f"free ({args['free']}) must be below max ({args['max']})")
 
-    def used(self, view: View, args: Args) -> float:
+    def amount(self, view: View, args: Args) -> float:
         """The use, in the budget's unit."""
         return _USED[self.kind](view)
 
     def read(self, view: View, args: Args) -> Reading:
-        used, free = self.used(view, args), float(args.get("free", 0.0))
+        used, free = self.amount(view, args), float(args.get("free", 0.0))
         share = (used - free) / (float(args["max"]) - free)
         return Reading(min(1.0, max(0.0, share)), {"used": used, "free": free, "max": args["max"]})
 
@@ -330,7 +330,7 @@ class CostUsd(_Cost):
     )
     example: ClassVar[dict[str, Any]] = {"max": 0.05, "per_million_prompt": 0.4, "per_million_sampled": 1.6}
 
-    def used(self, view: View, args: Args) -> float:
+    def amount(self, view: View, args: Args) -> float:
         prompt, sampled = sum(turn.prompt_tokens for turn in view.turns), sum(turn.sampled_tokens for turn in view.turns)
         return float(prompt * args["per_million_prompt"] + sampled * args["per_million_sampled"]) / 1e6
 
