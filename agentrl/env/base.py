@@ -98,16 +98,17 @@ class OwnReward:
         from agentrl.reward import compile_spec, load_spec, make_context
         from agentrl.reward.compile import given_spec
 
-        context = make_context(RewardConfig(), replay_env=lambda task: self._build())
         name = str(own_reward(self._env))
-        if is_given(name):
-            return compile_spec(given_spec(name), context=context)
-        # Next to the file of the class that names the spec, or on a shelf.
+        spec = given_spec(name) if is_given(name) else load_spec(self._path(name))
+        return compile_spec(spec, context=make_context(RewardConfig(), replay_env=lambda task: self._build()))
+
+    def _path(self, name: str) -> Path:
+        """Next to the file of the class that names the spec, or on a shelf."""
         owner = next(base for base in self._env.__mro__ if "reward" in vars(base))
         with suppress(OSError, TypeError):  # a class that was typed in has no file
-            if (path := Path(inspect.getfile(owner)).parent / name).is_file():
-                return compile_spec(load_spec(path), context=context)
-        return compile_spec(load_spec(find_file(name, "rewards", ".json", "reward spec")), context=context)
+            if (beside := Path(inspect.getfile(owner)).parent / name).is_file():
+                return beside
+        return find_file(name, "rewards", ".json", "reward spec")
 
 
 # The environment
