@@ -184,7 +184,7 @@ async def test_a_dead_worker_gives_its_episodes_back_with_the_same_seed_and_atte
         while len(engine.asked) < 6:
             await asyncio.sleep(0.001)
         victim = pool.workers[0]
-        killed.extend(list(victim.running))
+        killed.append(victim.running)
         victim.seat.kill()
         while engine.cancelled < 3:  # what it asked for is freed at the engine
             await asyncio.sleep(0.001)
@@ -195,7 +195,7 @@ async def test_a_dead_worker_gives_its_episodes_back_with_the_same_seed_and_atte
     with caplog.at_level("WARNING", logger="agentrl"):
         found, pool = await updates(make, engine, 2, during=kill)
     assert found == alone
-    assert len(killed) == 3 == pool.returned and pool.respawned == 1
+    assert killed == [3] and pool.returned == 3 and pool.respawned == 1
     assert {key.partition("@")[0].rpartition(".")[2] for key, _ in engine.asked} == {"a0"}, "a death was counted as an attempt"
     assert "its 3 episodes are played again elsewhere, and it is started again (1 of 2)" in caplog.text
 
@@ -208,7 +208,7 @@ async def test_a_worker_that_is_not_heard_of_counts_as_dead(renderer: Renderer, 
 
     async def hang(pool: Any) -> None:
         worker = pool.workers[1]
-        worker._channel.on["beat"] = worker._channel.on["ended"] = lambda fields: None
+        worker._channel.on["beat"] = worker._channel.on["answer"] = lambda fields: None
         while not pool.respawned:
             await asyncio.sleep(0.01)
 
