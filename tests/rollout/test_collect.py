@@ -118,7 +118,7 @@ def test_invariants_under_failures_delays_oversampling_and_a_resume(
             assert sum(collect.ledger.counts().values()) == collect.ledger.total
         counts = collect.ledger.counts()
         assert counts["trained"] == len(seen) == 8
-        assert set(tasks_of(collect)._drawn) == {e.index for e in collect.ledger._entries.values()
+        assert set(tasks_of(collect).drawn) == {e.index for e in collect.ledger._entries.values()
                                              if e.state is GroupState.RUNNING} | set(collect.ledger._again)  # fmt: skip
         await collect.close()
         assert engine.running == 0, "a cancelled episode left its request behind"

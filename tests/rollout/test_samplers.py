@@ -173,7 +173,7 @@ def test_a_group_that_ran_at_the_checkpoint_gets_its_task_again(renderer: Render
         first = collector(renderer, STAGES, max_staleness=1)
         only(first).policy.engine.stuck = ("g1.", "g4.")  # type: ignore[attr-defined]
         await steps(first, 1)
-        drawn = [(index, choice.seed) for index, choice in tasks_of(first)._drawn.items()]
+        drawn = [(index, choice.seed) for index, choice in tasks_of(first).drawn.items()]
         state = json.loads(json.dumps(first.to_json()))
         await first.close()
         again = collector(renderer, STAGES, max_staleness=1)
