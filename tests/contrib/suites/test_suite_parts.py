@@ -232,7 +232,7 @@ def start(first):
     WORLD[:] = [first]
 
 def add(item):
-    ROWS.append(item)
+    WORLD.append(item)
 
 def show():
     return WORLD
