@@ -18,7 +18,6 @@ import gymnasium
 import httpx
 
 from agentrl.contrib.remote_envs import wire
-from agentrl.contrib.remote_envs.openenv import OpenEnv, action_schema
 from agentrl.data.trajectory import (
     Json,
     Message,
@@ -587,9 +586,13 @@ class OpenEnvProtocol(RemoteProtocol):
 
     @staticmethod
     def env_class() -> Callable[..., ToolEnv]:
+        from agentrl.contrib.remote_envs.openenv import OpenEnv
+
         return OpenEnv
 
     @staticmethod
     def describe(address: EnvAddress) -> str:
+        from agentrl.contrib.remote_envs.openenv import action_schema
+
         fields = ", ".join(action_schema(address.url, address.token()).get("properties", {})) or "none"
         return f"environment: {address.url} (OpenEnv); fields of an action: {fields}"

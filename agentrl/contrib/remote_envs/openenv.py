@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,12 @@ STATE: dict[str, Json] = {
     "type": "object",
     "properties": {"episode_id": _TEXT, "step_count": {"type": "integer"}, "env_id": _TEXT},
 }
-_check_action = compile_validator("action", ACTION)
+
+
+@cache
+def _action_check() -> Callable[[Json], Problem | None]:
+    """Compiled at the first step: it takes longer than the rest of an import."""
+    return compile_validator("action", ACTION)
 
 
 class PlaySession:
@@ -88,8 +93,7 @@ class PlaySession:
         return self._row_of(observation, None, False)
 
     async def _step(self, data: Mapping[str, Json]) -> Json:
-        problem: Problem | None = _check_action(dict(data))
-        if problem is not None:
+        if (problem := _action_check()(dict(data))) is not None:
             raise _InvalidError(problem.message)
         calls = tuple(ToolCall(call["name"], call["arguments"]) for call in data.get("tool_calls", ()))
         action = Message("assistant", data.get("text", ""), calls)
