@@ -53,8 +53,7 @@ class EnvApp:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        entry = self.offer.ref.entry
-        face = OpenEnvFace(self.offer.play, entry.id, entry.summary, self.limits, self.secret)
+        face = OpenEnvFace(self.offer.play, self.offer.name, self.offer.summary, self.limits, self.secret)
         return Starlette(
             routes=[
                 Route("/health", self._health),
@@ -242,6 +241,7 @@ class EnvOffer:
     def __init__(self, ref: EnvRef, digest: Callable[[EnvRef], str | None] = lambda ref: None) -> None:
         """`digest`: of the environment's files, so that a client sees when its code changes."""
         self.ref, self._digest = ref, digest
+        self.name, self.summary = ref.entry.id, ref.entry.summary
         self._refs: dict[bytes, EnvRef] = {}
 
     def build(self, asked: Asked) -> ToolEnv:
@@ -293,7 +293,7 @@ class EnvOffer:
         try:
             env.make_task(0, env.splits[0])  # a class that makes none is refused here, before a client asks
             return {
-                "env": {"id": env.id, "name": ref.entry.name, "summary": ref.entry.summary},
+                "env": {"id": env.id, "name": ref.entry.name, "summary": self.summary},
                 "splits": list(env.splits),
                 "order_free": env.order_free,
                 "idle_share": env.idle_share,
