@@ -40,9 +40,13 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
 
 
 def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
-    """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory."""
+    """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory,
+    or takes no object, as which arguments come: each call would be refused."""
     try:
         check_schema(parameters)
+        kind = parameters.get("type")
+        if isinstance(kind, str | list) and "object" not in kind:
+            raise BadSchemaError("/type", f"{kind!r} takes no arguments, which are an object", 'write "object"')
     except BadSchemaError as problem:
         raise ToolSchemaError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
 

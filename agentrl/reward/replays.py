@@ -246,7 +246,9 @@ class Replays:
             env.replay(record, rounds, found, gold=gold)
         except UnscorableError as error:
             found.fault = error
-        except (Exception, SystemExit) as error:  # an author's code may raise anything, which must not stop a run
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # an author's code may raise anything, which must not stop a run
             log.exception("a replay failed (task %s)", record.task.id)
             found.fault = UnscorableError(f"the replay environment failed: {type(error).__name__}: {error}")
         return found

@@ -11,18 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from functools import cache, wraps
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    Literal,
-    ParamSpec,
-    SupportsFloat,
-    SupportsIndex,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, ParamSpec, SupportsFloat, SupportsIndex, TypeVar, Union, get_args, get_origin, get_type_hints
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -143,8 +143,9 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
 async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
     """The result of `work`; to be run in a task of its own.
 
-    If the work raises CancelledError although nobody cancelled that task, or calls sys.exit, `kind` is raised instead: the
-    first would look like a task that was given up, the second would end the event loop and everything that runs on it.
+    If the work raises CancelledError although nobody cancelled that task, calls sys.exit, or raises a BaseException (a
+    panic of a Rust library), `kind` is raised instead: the first would look like a task that was given up, the others would end
+    the event loop and everything that runs on it.
     """
     try:
         return await work
@@ -155,6 +156,10 @@ async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = R
         raise kind(f"{name} was cancelled from inside") from None
     except SystemExit as fault:
         raise kind(f"{name} called sys.exit({fault.code!r})") from fault
+    except (Exception, GeneratorExit, KeyboardInterrupt):  # closed, or a user's Ctrl-C
+        raise
+    except BaseException as fault:
+        raise kind(f"{name} raised {type(fault).__name__}: {fault}") from fault
 
 
 async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:

@@ -202,9 +202,10 @@ class DaemonThreads:
             settle: Callable[[], None]
             try:
                 settle = partial(_settle, answer, result=call())
-            except StopIteration as fault:  # a future refuses StopIteration as its exception
-                settle = partial(_settle, answer, fault=RuntimeError(f"StopIteration: {fault}"))
             except BaseException as fault:
+                if not isinstance(fault, Exception | SystemExit | asyncio.CancelledError) or isinstance(fault, StopIteration):
+                    # A future refuses it, or it would end the program: a Rust library's panic, Ctrl-C in code of a policy.
+                    fault = RuntimeError(f"{type(fault).__name__}: {fault}").with_traceback(fault.__traceback__)
                 settle = partial(_settle, answer, fault=fault)
             # Under one lock with the caller's cancellation below: exactly one of the two sees the other, so that the count of
             # abandoned calls is raised and lowered in pairs.

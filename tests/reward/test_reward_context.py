@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.schema import RewardConfig
-from agentrl.reward import compile_spec, make_context
+from agentrl.reward import Context, compile_spec, make_context
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests.reward.reward_episodes import Counter, episode, gold, leaf, spec
 
@@ -31,6 +31,15 @@ def test_a_python_leaf_runs_only_where_the_config_allows_it_by_name(module):
     direct = spec(leaf("python", {"name": f"{module}:half"}))  # a spec cannot import by itself
     with pytest.raises(RewardSpecError, match="does not allow"):
         compile_spec(direct, context=allowed)
+
+
+@pytest.mark.parametrize("kind", [BaseException, GeneratorExit, SystemExit, ValueError])
+def test_whatever_a_function_raises_leaves_the_episode_unscored_and_the_run_going(kind):
+    def broken(view, args):
+        raise kind("boo")
+
+    score = compile_spec(spec(leaf("python", {"name": "f"})), context=Context(python={"f": broken})).score(episode("x"))
+    assert score.value is None and f"f raised {kind.__name__}: boo" in score.evidence["root"]["unscored"]
 
 
 @pytest.mark.parametrize("target", ["half", ":half", "my_reward_functions:", "a b:c d", "no_such_module_here:f",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.env import Toolbox
-from agentrl.env.tools import Hidden, read_signature, tool
+from agentrl.env.tools import Hidden, Tool, read_signature, tool
 
 
 class Color(Enum):
@@ -255,6 +255,23 @@ def test_a_pattern_or_bound_that_cannot_be_used_names_tool_and_parameter(hint: A
     search.__annotations__["word"] = hint
     with pytest.raises(TypeError, match=rf"tool search: .*word.*({says})"):
         Toolbox([search])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fine"), [("string", False), (["array", "null"], False), ("object", True), (["object", "null"], True)]
+)
+def test_a_schema_that_takes_no_object_is_refused_before_any_call_is(kind: Any, fine: bool) -> None:
+    """Every call was refused, the right one too: its arguments are an object."""
+
+    async def answer(**values: Any) -> str:
+        return "7"
+
+    item = Tool.from_schema("get", "", {"type": "object"}, answer)
+    if fine:
+        assert Tool.from_schema("get", "", {"type": kind}, answer).check({}) is None and item.check({}) is None
+        return
+    with pytest.raises(TypeError, match=r"tool get: .* at /type: .* takes no arguments"):
+        _ = Tool.from_schema("get", "", {"type": kind}, answer).check
 
 
 def test_a_default_keeps_its_keys():

@@ -142,6 +142,29 @@ def test_a_tool_that_exits_is_a_fault_and_ends_nothing_else(function: Any, inlin
         asyncio.run(Toolbox([tool(inline=inline)(function)]).call(ToolCall(function.__name__, {})))
 
 
+class PanicException(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+def panics() -> str:
+    raise PanicException("index out of bounds")
+
+
+async def panics_while_others_run() -> str:
+    return panics()
+
+
+def interrupts() -> str:
+    """Code of a policy that a tool runs in a thread: no user pressed Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("function", [panics, panics_while_others_run, interrupts])
+def test_a_tool_that_raises_what_is_no_exception_is_a_fault_and_ends_no_program(function: Any) -> None:
+    with pytest.raises(EnvError, match=f"tool {function.__name__} failed: .*(PanicException: index out of|KeyboardInterrupt)"):
+        asyncio.run(Toolbox([tool(function)]).call(ToolCall(function.__name__, {})))
+
+
 def test_plain_functions_run_in_a_thread_unless_inline() -> None:
     main = threading.get_ident()
 

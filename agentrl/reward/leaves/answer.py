@@ -369,7 +369,9 @@ class PythonFunction(Leaf):
     def read(self, view: View, args: Args) -> Reading:
         try:
             answer: Any = self.function(view, args.get("args"))
-        except (Exception, SystemExit) as error:  # user code may raise anything, which must not stop a run
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # user code may raise anything, which must not stop a run
             raise UnscorableError(f"{args['name']} {raised_text(error, self.function)}") from error
         value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if value is None:
