@@ -20,8 +20,10 @@ _IMPORTING = fork_safe(threading.Lock())
 ONCE = {"num_retries": 0, "max_retries": 0}
 """litellm's own retries are off: they would respect neither a limit on waits nor a queue."""
 _BUSY = (408, 409, 425, 429)
-_FAILED = frozenset({"error", "network_error", "insufficient_system_resource", "abort", "content_filter", "sensitive"})
-"""Ends of an answer that its provider made, by the names of several."""
+_FAILED = {"error", "network_error", "insufficient_system_resource", "insufficient_quota", "abort", "cancelled", "timeout",
+           "failed", "content_filter", "sensitive"}  # fmt: skip
+"""Ends of an answer that its provider made, by the names of several; litellm calls those that it does not know "stop"."""
+_CUT = {"model_length", "max_output_tokens", "incomplete"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -38,16 +40,18 @@ def request_of(
 
 
 def choice_of(answer: Any) -> Any:
-    """The choice of a response. Raises LookupError for one that is not the model's: the provider failed, or withheld it."""
+    """The choice of a response, with "length" as the end of one that was cut. Raises LookupError for one that is not the model's:
+    the provider failed, or withheld it."""
     if not answer.choices:
         raise LookupError("the response has no choices")
     choice, row = answer.choices[0], answer.choices[0].model_dump()
     came = row.get("provider_specific_fields") or {}
-    end = came.get("native_finish_reason") or choice.finish_reason  # which litellm calls "stop"
+    ends = [came.get("native_finish_reason") or choice.finish_reason, choice.finish_reason]  # the provider's word, and litellm's
     if came.get("error"):
         raise LookupError(f"the provider failed: {str(came['error'])[:200]}")
-    if end in _FAILED:
-        raise LookupError(f"the provider ended it with finish_reason {end!r}, which is no end of the model's own")
+    if _FAILED & {*ends}:
+        raise LookupError(f"the provider ended it with finish_reason {ends[0]!r}, which is no end of the model's own")
+    choice.finish_reason = "length" if ends[0] in _CUT else ends[1]
     kinds = {item.get("type") or "function" for item in row["message"].get("tool_calls") or ()}
     if row["message"].get("function_call") or kinds - {"function"}:
         raise LookupError(

@@ -197,6 +197,9 @@ async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> N
         ("", {"finish_reason": "error"}, "finish_reason 'error', which is no end of the model's own"),
         ("", {"finish_reason": "insufficient_system_resource"}, "insufficient_system_resource"),
         (None, {"finish_reason": "content_filter"}, "content_filter"),
+        ("I would", {"finish_reason": "SAFETY"}, "SAFETY"),
+        ("I would", {"finish_reason": "refusal"}, "refusal"),
+        ("I would", {"finish_reason": "timeout"}, "timeout"),
         ("", {"error": {"message": "upstream", "code": 502}}, "the provider failed: .*upstream"),
         (None, {"message": {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}}, "layout"),
     ],
@@ -209,6 +212,15 @@ async def test_an_answer_that_the_provider_broke_off_is_none(said: str | None, c
             await ask(engine(server))
         with pytest.raises(EnvError, match=f"plays the user.*{why}"):
             await ModelUser("buy", model="openai/test", api_base=server.url, api_key="none").reply([Message("assistant", "hi")])
+
+
+@pytest.mark.parametrize("word", ["length", "max_tokens", "model_length", "max_output_tokens"])
+async def test_an_answer_that_was_cut_is_not_taken_for_a_whole_one(word: str) -> None:
+    with Loopback(lambda body, number: {"role": "assistant", "content": "12", "choice": {"finish_reason": word}}) as server:
+        asked = engine(server)
+        await asked.start()
+        cut = await asked.generate(asked.renderer.start([Message("user", "q")], []), Sampling(max_tokens=8), "e")
+    assert cut.finish == "length"
 
 
 async def test_a_refusal_is_what_a_model_said() -> None:
