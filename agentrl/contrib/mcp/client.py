@@ -125,11 +125,11 @@ class McpSession:
             self._stderr.close()
 
     async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
-        from mcp import Client
-
         # It logs a traceback for each line that is no message; `_wrote` shows the first.
         logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         try:
+            from mcp import Client  # here, so that the fault of another version of the SDK is said
+
             async with Client(self._target(), message_handler=self._note) as client:
                 # The policy reads what the server answers; whether that fits the server's own output schema is not checked.
                 client.session.validate_tool_result = _accept  # type: ignore[method-assign]

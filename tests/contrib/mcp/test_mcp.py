@@ -309,3 +309,12 @@ def test_the_tools_section_of_a_config_reaches_the_environment(tmp_path: Path, s
     assert refused["error"] == "tool_error" and "missing argument" not in refused["message"]
     assert "validation error for count" in refused["message"] and len(refused["message"].encode()) <= 4 * 30
     env.close()
+
+
+async def test_another_version_of_the_sdk_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "no answer within 60 s", after as many."""
+    monkeypatch.delattr("mcp.Client")
+    session = McpSource("shop", McpServerConfig(timeout=60.0), build=lambda: None).session()
+    with pytest.raises(EnvError, match=r"MCP server 'shop' .*ImportError: cannot import name 'Client'"):
+        await asyncio.wait_for(session.open(), 10)
+    await session.close()
