@@ -63,6 +63,7 @@ class Ledger(GroupLedger):
 
     def __init__(self) -> None:
         super().__init__(1, 0)
+        self.ledger = self
 
 
 class Bench:

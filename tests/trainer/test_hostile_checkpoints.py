@@ -156,8 +156,7 @@ def test_a_manifest_names_files_of_its_folder_only(folder: Path, name: str) -> N
 
 TRUSTED = {
     "cluster/host.py": "arguments of a run's own processes (Ray, pipes)",
-    "rollout/workers/rollout_worker.py": "from the driver, which has proved that it knows the run's secret",
-    "rollout/workers/worker_pool.py": "from a worker, which has proved that it knows the run's secret",
+    "rollout/workers/channel.py": "from the driver or a worker, which has proved that it knows the run's secret",
     "env/check.py": "from `agentrl env check` to its own child",
     "utils/search_path.py": "from a run to its own workers, by Ray",
     "reward/replays.py": "a copy in the same process",

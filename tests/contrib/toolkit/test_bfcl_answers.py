@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.contrib.toolkit.bfcl_answers import possible_call, solvable
-from tests.reward.test_bfcl_languages import FUNCTION, GOLD, RIGHT
+from tests.contrib.toolkit.test_bfcl_languages import FUNCTION, GOLD, RIGHT
 
 
 def test_a_gold_call_can_be_written_in_each_language() -> None:
