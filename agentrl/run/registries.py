@@ -60,9 +60,10 @@ def written_names(key: str) -> list[str]:
 
 def names_of(key: str) -> list[RegisteredName]:
     """The names that a key takes, each with its arguments. What does not load says why."""
-    registry = registry_of(key)
-    found = []
-    for name in () if registry is None else registry:
+    found: list[RegisteredName] = []
+    if (registry := registry_of(key)) is None:
+        return found
+    for name in registry:
         try:
             make, parameters = registry.entry(name).make, registry.parameters(name)
         except UserError as problem:
