@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl.config.envs import name_entry_in_errors, trained_envs, warm_start_envs
 from agentrl.config.identity import check_references
-from agentrl.config.schema import DataConfig, TrainConfig
+from agentrl.config.keys import section_at
+from agentrl.config.schema import TrainConfig
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
@@ -76,19 +76,22 @@ OPTIONAL = ("rollout.branch", *(f"algorithm.{name}" for name in SECTIONS))
 
 def run_checks(start: RunStart, trait: str = "") -> list[str]:
     """Call the checks with a trait, or those without one; returns their lines."""
-    found = [RUN_CHECKS.entry(name) for name in RUN_CHECKS if not _is_key(name)]
+    found = [RUN_CHECKS.entry(name) for name in RUN_CHECKS if not _is_section(name)]
     return [line for one in found if one.traits == ({trait} if trait else set()) for line in one.make(start)]
 
 
-def _is_key(name: str) -> bool:
-    return name.partition(".")[0] in TrainConfig.model_fields
+def _is_section(name: str) -> bool:
+    return section_at(name.split(".")) is not None
 
 
 def _run_section_checks(start: RunStart) -> list[str]:
     """Call the checks of the sections that a config with one environment has; returns their lines."""
     lines: list[str] = []
-    for name in sorted({*filter(_is_key, RUN_CHECKS), *OPTIONAL}):
-        if reduce(lambda section, key: getattr(section, key, None), name.split("."), start.config) is not None:
+    for name in sorted({*filter(_is_section, RUN_CHECKS), *OPTIONAL}):
+        section: Any = start.config
+        for key in name.split("."):
+            section = getattr(section, key, None)
+        if section is not None:
             lines += RUN_CHECKS.entry(name).make(start)
     return lines
 
@@ -97,7 +100,11 @@ def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:
     """All checks of `agentrl train` and `agentrl sft`: the models, disk, memory and cores, then the config; returns what is
     suspicious without being wrong. `planned`: nothing will be started, so a model folder may lack its weights, and nothing that
     costs money is tried."""
-    check_not_data(config.data)
+    if config.data is not None:
+        raise ConfigError(
+            "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
+            "and go on from the result: data=false model.path=RUN/final"
+        )
     return check_config(config, planned=planned, capacity=True)
 
 
@@ -116,18 +123,6 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     if capacity:
         check_capacity(config)
     return [*early, *_check_parts(config, planned)]
-
-
-def check_not_data(data: DataConfig | None) -> None:
-    """Raise ConfigError for a config whose data a training run would not read.
-
-    Reads: data.
-    """
-    if data is not None:
-        raise ConfigError(
-            "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
-            "and go on from the result: data=false model.path=RUN/final"
-        )
 
 
 def _check_parts(config: TrainConfig, planned: bool) -> list[str]:

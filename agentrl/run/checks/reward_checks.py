@@ -19,6 +19,7 @@ from typing import TypeVar
 from agentrl.config.envs import the_env, trained_envs
 from agentrl.config.schema import EnvConfig, EvalConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Task, Trajectory
+from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, spec_word
 from agentrl.reward import Scorer
 from agentrl.reward.leaf import Leaf, View, episode_view
@@ -92,8 +93,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         )
     try:
         split = "train" if trained_envs(config.envs) else config.eval.split
-        tasks = _tasks(config.seed, rollout, without_chance(env))
-        fault = _first_fault(tasks, split, scorer, rollout.env_timeout + rollout.episode_timeout)
+        fault = _first_fault(config.seed, rollout, without_chance(env), split, scorer)
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
         return
@@ -121,9 +121,13 @@ def users_line(fault: BaseException) -> str:
     return f"{shown_path(lines[-1].filename)}:{lines[-1].lineno}: " if lines else ""
 
 
-def _first_fault(tasks: Iterable[tuple[EnvRef, int]], split: str, scorer: Scorer, limit: float) -> str | None:
-    for ref, seed in tasks:
-        trajectory = in_daemon_thread(partial(gold_episode, ref.build, seed, split), limit)
+def _first_fault(seed: int, rollout: RolloutConfig, env: EnvRef, split: str, scorer: Scorer) -> str | None:
+    """Why the gold of a task is no success, of at least TASKS tasks and one with each set of parameters of the sampler."""
+    source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, seed)
+    kinds = [env.with_params(params) for params in source.sampler.variants()]
+    for number in range(max(TASKS, len(kinds))):
+        play = partial(gold_episode, kinds[number % len(kinds)].build, number, split)
+        trajectory = in_daemon_thread(play, rollout.env_timeout + rollout.episode_timeout)
         score = scorer.assuming(lambda _: True).score(trajectory)
         if score.success is not True and scorer.assuming(lambda _: False).score(trajectory).success is not True:
             return gold_fault(scorer, trajectory, score)
@@ -148,14 +152,6 @@ def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
     if not wait([answer], limit).done:
         raise TimeoutError(f"not finished within {limit:g} s (rollout.env_timeout + rollout.episode_timeout)")
     return answer.result()
-
-
-def _tasks(seed: int, rollout: RolloutConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:
-    """At least TASKS tasks, and at least one with each set of parameters that the sampler may choose."""
-    source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, seed)
-    kinds = [env.with_params(params) for params in source.sampler.variants()]
-    for number in range(max(TASKS, len(kinds))):
-        yield kinds[number % len(kinds)], number
 
 
 def evaluations_of(steps: int, evaluation: EvalConfig) -> int:
@@ -187,7 +183,7 @@ def check_scoring_time(rollout: RolloutConfig, scorer: Scorer) -> None:
 # Gold that graders read
 
 MOST, ENDLESS = 20_000, 20
-"""Tasks of a split that are looked at: of finitely many, and of those that have no end."""
+"""Tasks of a split that are read: of finitely many, and, for their gold, of those that have no end."""
 GOLD_SECONDS = 60.0
 """No further task is looked at after so long; the log then says how many were."""
 
@@ -250,9 +246,14 @@ def _sure(scorer: Scorer) -> Iterator[LeafNode]:
 def _gold_tasks(env: EnvRef, splits: Iterable[str]) -> Iterator[Task]:
     with closing(replace(env, wrappers=()).build()) as built:
         for name in splits:
-            count = built.task_count(name)
-            for seed in range(ENDLESS if count is None else min(count, MOST)):
-                yield built.make_task(seed, name)
+            yield from tasks_of(built, name, ENDLESS)
+
+
+def tasks_of(env: ToolEnv, split: str, endless: int) -> Iterator[Task]:
+    """The first `MOST` tasks of a split; of one without an end the first `endless`."""
+    count = env.task_count(split)
+    for seed in range(endless if count is None else min(count, MOST)):
+        yield env.make_task(seed, split)
 
 
 # Lint

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 from agentrl.config.envs import alone, check_temperatures, warm_start_envs
@@ -13,6 +12,7 @@ from agentrl.config.envs import trained_envs as trained
 from agentrl.config.schema import EnvConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Task
 from agentrl.env.catalog import EnvRef
+from agentrl.env.spaces import run_sync
 from agentrl.env.wrappers import WRAPPERS
 from agentrl.reward import Scorer
 from agentrl.rollout.collector import FILTERS
@@ -22,7 +22,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import Transcripts
 from agentrl.run.assembly import longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
-from agentrl.run.checks.reward_checks import check_scoring_time
+from agentrl.run.checks.reward_checks import check_scoring_time, tasks_of
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of
 from agentrl.trainer.publish import check_takes_weights
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderError, TaskDataError
@@ -30,8 +30,6 @@ from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderEr
 # The held-out split
 
 TRAIN = "train"
-MOST = 20_000
-"""Tasks of a split that are compared."""
 
 
 def check_held_out(config: TrainConfig) -> None:
@@ -81,21 +79,16 @@ def _tasks(ref: EnvRef, split: str, called: str) -> Iterator[Task]:
     """The tasks of a split; none if they have no end, or are elsewhere. Raises ConfigError if it has none at all."""
     if ref.at is not None:
         return
-    env = replace(ref, wrappers=()).build()
-    try:
-        count = env.task_count(split)
-        if count == 0:
+    with closing(replace(ref, wrappers=()).build()) as env:
+        if env.task_count(split) == 0:
+            said = ""
             try:
                 env.make_task(0, split)
-                said = ""
             except TaskDataError as problem:
                 said = f": {problem}"
             ways = "" if split == TRAIN else ', or eval.split = "train" if the run may be evaluated on what it trains on'
             raise ConfigError(f"env ({called}): the split {split!r} has no task{said}. Choose other env.params{ways}")
-        for seed in range(min(count or 0, MOST)):
-            yield env.make_task(seed, split)
-    finally:
-        env.close()
+        yield from tasks_of(env, split, endless=0)
 
 
 def _content(task: Task) -> str:
@@ -149,8 +142,7 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     if rollout.grow > 1 and rollout.group_size == 1:
         raise ConfigError("rollout.grow: with rollout.group_size = 1 every group would grow; set it to 2 or more")
     make_context_policy(rollout.context)
-    traits = CONTEXTS.entry(rollout.context.name).traits
-    if rollout.summary_model is not None and "summarizes" not in traits:
+    if rollout.summary_model is not None and "summarizes" not in CONTEXTS.entry(rollout.context.name).traits:
         names = CONTEXTS.that_are("summarizes")
         raise ConfigError(f"rollout.summary_model: only rollout.context.name = {names} uses summaries")
 
@@ -252,6 +244,4 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
         config.seed,
         longest_row(config.optim, config.model),
     )
-    # In another thread, so that this can be called while an event loop is running (in a notebook).
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        pool.submit(asyncio.run, source.take(0, sft.batch)).result()
+    run_sync(source.take(0, sft.batch))
