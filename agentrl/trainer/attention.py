@@ -544,7 +544,11 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tokens *= group.size
     blocks, results = mixer_blocks(packed), list[Any]()
     for block in blocks:
-        inner, named = _each((args, kwargs), tokens, lambda tensor, block=block: block.pad(tensor[0]))
+
+        def pad_to_block(tensor: Tensor, block: Block = block) -> Tensor:
+            return block.pad(tensor[0])
+
+        inner, named = _each((args, kwargs), tokens, pad_to_block)
         results.append(forward(*inner, **named))
     out = _join_blocks(results, blocks, tokens)
     return out if group is None else _each(out, tokens, lambda t: t[:, group.slice_of(tokens)])
