@@ -7,7 +7,6 @@ import numpy as np
 from ray.exceptions import RayActorError
 
 from agentrl.engines.vllm.replica_calls import FreshTokens
-from agentrl.engines.weights.base import Bucket
 from agentrl.rollout.engine import EngineStats, Generation
 from agentrl.rollout.workers.rollout_worker import WorkerCore
 
@@ -59,7 +58,7 @@ class Actor:
             self.open.set()
         elif name in ("receive", "load"):
             assert not self.open.is_set(), "a step in the middle of an update"
-            self.loaded += [entry.name for entry in Bucket.from_plain(args[-1]).entries]
+            self.loaded += [entry.name for entry in args[-1].entries]
         elif name == "attach":
             return ""
         elif name == "node":

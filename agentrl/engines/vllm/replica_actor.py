@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from agentrl.data.token_ledger import images_in
 from agentrl.engines.token_text import StopStrings, Words
 from agentrl.engines.vllm.options import GRAMMAR, settle_scratch
 from agentrl.engines.vllm.replica_calls import Answers, Paced, ReplicaDeadError, Request, answer_batches, settle
-from agentrl.engines.weights.base import Adapter, Offer, PlainBucket
+from agentrl.engines.weights.base import Adapter, Bucket, Offer
 from agentrl.engines.weights.parameters import write_adapter
 from agentrl.render.modality import modality_in
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling, Told
@@ -59,20 +60,16 @@ class StartStage:
         """The stage, in a few words."""
         if not self.imported:
             return IMPORT
-        maps = "".join(_maps())
+        maps = ""  # the files in the memory of this process's children, as Linux lists them
+        for child in psutil.Process().children(recursive=True):
+            with suppress(OSError):  # psutil's own reads smaps, which takes long and holds the process up
+                maps += Path(f"/proc/{child.pid}/maps").read_text()
         if ".safetensors\n" in maps or ".bin\n" in maps:
             self._loading = True
             return WEIGHTS
         if self._loading:
             return CACHE
         return PREPARE if "/vllm/_C" in maps else ENGINE
-
-
-def _maps() -> Iterator[str]:
-    """The files in the memory of this process's children, as Linux lists them; nothing elsewhere."""
-    for child in psutil.Process().children(recursive=True):
-        with suppress(OSError):  # psutil's own reads smaps, which takes long and holds the process up
-            yield Path(f"/proc/{child.pid}/maps").read_text()
 
 
 # Tokens of a turn
@@ -110,19 +107,10 @@ class TurnWatch:
 # The actor
 
 ASKED = "agentrl_experts"
-"""In a request's extra arguments: its experts will be asked for (experts.py)."""
+"""In a request's extra arguments: its experts will be asked for (contrib/moe)."""
 DEATH_LOOK = 0.5
 """Seconds between two looks whether the engine lives."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-def check_sees(model: str) -> None:
-    """Raise ModelError for an absolute path that is not a folder here: vLLM would take it for the name of a model on a hub."""
-    if Path(model).is_absolute() and not Path(model).is_dir():
-        raise ModelError(
-            f"{model}: not a folder on {socket.gethostname()}. All nodes must see the model, and the run's folder if the model "
-            "is built in it, at the same path (model.path, out)"
-        )
 
 
 def possible(args: Any) -> Any:
@@ -173,12 +161,17 @@ class VllmActor:
 
     async def start(self) -> int:
         """Load the model; returns the process id. Raises ModelError for a folder that this machine does not see."""
-        check_sees(str(self._options["model"]))
+        model = str(self._options["model"])
+        if Path(model).is_absolute() and not Path(model).is_dir():  # vLLM would take it for the name of a model on a hub
+            raise ModelError(
+                f"{model}: not a folder on {socket.gethostname()}. All nodes must see the model, and the run's folder if the "
+                "model is built in it, at the same path (model.path, out)"
+            )
         settle_scratch()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        modality = modality_in(str(self._options["model"]), bool(self._options.get("trust_remote_code")))
+        modality = modality_in(model, bool(self._options.get("trust_remote_code")))
         self._prompt = text_prompt if modality is None else partial(resolve_name(modality.vllm_prompt), modality)
         self._stage.imported = True
         self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
@@ -284,7 +277,7 @@ class VllmActor:
         return np.frombuffer(data, dtype=kind).reshape(shape)
 
     async def generate_many(self, requests: Sequence[Request], live: Sequence[bool]) -> AsyncIterator[Answers]:
-        """`generate` for each, with the answers as they arrive (see request_batcher.py)."""
+        """`generate` for each, with the answers as they arrive."""
         async for part in answer_batches(self.generate, requests, live):
             yield part
 
@@ -309,24 +302,23 @@ class VllmActor:
     async def begin_update(self) -> None:
         await self._call("collective_rpc", "agentrl_begin")
 
-    async def load(self, data: npt.NDArray[np.uint8], plain: PlainBucket) -> None:
+    async def load(self, data: npt.NDArray[np.uint8], bucket: Bucket) -> None:
         """Hand one kept bucket to the worker processes through a file in shared memory."""
         folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.NamedTemporaryFile(prefix="agentrl-", dir=folder) as file:
             data.tofile(file)
             file.flush()
-            await self._call("collective_rpc", "agentrl_load", args=(file.name, plain))
+            await self._call("collective_rpc", "agentrl_load", args=(file.name, pickle.dumps(bucket)))
 
     async def attach(self, offer: Offer, base: int) -> str:
         """Open a route's receiver in every worker process; indices start at `base`. Returns why one cannot be served, or ""."""
-        # vLLM's call to its processes serializes plain values only.
-        plain = (offer.route, offer.slot_bytes, offer.receivers, list(offer.where))
-        answers: list[str] = await self._call("collective_rpc", "agentrl_attach", args=(plain, base))
+        # Pickled, as vLLM's call to its processes takes plain values only.
+        answers: list[str] = await self._call("collective_rpc", "agentrl_attach", args=(pickle.dumps(offer), base))
         return next(filter(None, answers), "")
 
-    async def receive(self, plain: PlainBucket) -> None:
+    async def receive(self, bucket: Bucket) -> None:
         """Load a bucket that arrives over the attached route."""
-        await self._call("collective_rpc", "agentrl_receive", args=(plain,))
+        await self._call("collective_rpc", "agentrl_receive", args=(pickle.dumps(bucket),))
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         """Use an adapter from now on, instead of the previous one."""
@@ -382,24 +374,20 @@ class VllmActor:
         its first token."""
         states = list(self._engine.output_processor.request_states.values())
         waiting = sum(state.is_prefilling for state in states)
+        sampled = [state.detokenizer.num_output_tokens() for state in states]
+        # vLLM's own number comes with its statistics, which cost time and are turned off. A prefix that requests share counts for
+        # each, hence the bound. None if this vLLM does not tell the size of its cache.
+        room: int | None = getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None)
+        held = sum(state.prompt_len for state in states) + sum(sampled)
         return EngineStats(
             running=len(states) - waiting,
             waiting=waiting,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
-            sampled_tokens=self._sampled_tokens + sum(state.detokenizer.num_output_tokens() for state in states),
+            sampled_tokens=self._sampled_tokens + sum(sampled),
             version=self._version,
-            kv_used=self._kv_used(states),
+            kv_used=min(held / room, 1.0) if room else None,
         )
-
-    def _kv_used(self, states: Sequence[Any]) -> float | None:
-        """Tokens of the cache that requests hold; None if this vLLM does not tell its size. vLLM's own number comes with its
-        statistics, which cost time and are turned off. A prefix that requests share counts for each, hence the bound."""
-        room: int | None = getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None)
-        if not room:
-            return None
-        held: int = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
-        return min(held / room, 1.0)
 
     async def close(self) -> None:
         if self._engine is not None:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from agentrl.engines.weights.base import ROUTES, SLOTS, Bucket, Offer, Receiver, TensorEntry
-from agentrl.engines.weights.distributed_routes import TOKEN_BYTES, IpcReceiver, NcclReceiver, check_token, handles_for, own_gpu
+from agentrl.engines.weights.base import ROUTES, SLOTS, TOKEN_BYTES, Bucket, Offer, Receiver, TensorEntry, check_token
+from agentrl.engines.weights.distributed_routes import IpcReceiver, NcclReceiver, handles_for, own_gpu
 from agentrl.utils.errors import ConfigError
 
 
@@ -87,7 +87,7 @@ class IpcTransfer(Transfer):
             engine = self._start()
             one = {"names": ["token"], "shapes": [[TOKEN_BYTES]], "dtype_names": ["uint8"], "tensor_sizes": [TOKEN_BYTES]}
             [(_, found)] = packed_ipc_consumer(handle, **one, device_index=device, importer=engine._packed_importer)
-            check_token([found], token)
+            check_token(found, token, self.backend)
 
     def _bucket_facts(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
         return {"ipc_handles": self._handles[slot], "tensor_sizes": [entry.nbytes for entry in entries]}

@@ -55,7 +55,7 @@ class VllmEngine(Engine, WeightTarget):
 
     If a replica dies, its episodes continue on another one (which computes their prefix again) and a new replica is
     started in its place; it gets the newest weights and their version before it takes requests. With `cfg.max_replicas`
-    replicas also follow the cluster's machines (elastic.py).
+    replicas also follow the cluster's machines (Elastic).
     """
 
     loads_saved = True
@@ -294,7 +294,7 @@ class VllmEngine(Engine, WeightTarget):
                 # On a CPU, vLLM packs its own copy of a tied output head: without its name in the update, it would keep the
                 # old weights.
                 whole = bucket.with_aliases(expected.tied)
-                loading = self._replicas.all("receive", whole.to_plain())
+                loading = self._replicas.all("receive", whole)
                 # Both at once: a collective broadcast ends only when the driver has received its copy too.
                 copied: list[Kept]
                 copied, _ = await asyncio.gather(in_thread("weights", self._copy, whole), loading)
@@ -331,7 +331,7 @@ class VllmEngine(Engine, WeightTarget):
             if self._newest:
                 await self._replicas.control(replica, "begin_update")
                 for kept in self._newest:
-                    await self._replicas.control(replica, "load", kept.data, kept.bucket.to_plain())
+                    await self._replicas.control(replica, "load", kept.data, kept.bucket)
                 await self._replicas.control(replica, "end_update", self._version)
             if self._adapter is not None and not self._asleep:
                 await self._replicas.control(replica, "adapt", self._version, self._adapter)

@@ -1,10 +1,12 @@
 """Runs inside vLLM's worker processes: loads published weights into the live model.
 
 vLLM adds `WeightReceiver` to its worker class (`worker_extension_cls`) and calls the methods through
-`collective_rpc`. No scheduler step may fall between `begin` and `end`: the engine is paused meanwhile."""
+`collective_rpc`, with buckets and offers pickled. No scheduler step may fall between `begin` and `end`: the engine is
+paused meanwhile."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from agentrl.engines.vllm.options import leave_out_tied_head
 from agentrl.engines.vllm.transfer import Transfer, open_end
-from agentrl.engines.weights.base import Bucket, Offer, PlainBucket, Receiver
+from agentrl.engines.weights.base import Bucket, Offer, Receiver
 from agentrl.utils.errors import ConfigError
 
 
@@ -89,20 +91,19 @@ class WeightReceiver:
             # without which new weights land wrong or only in part.
             initialize_layerwise_reload(model)
 
-    def agentrl_load(self, path: str, plain: PlainBucket) -> None:
+    def agentrl_load(self, path: str, plain: bytes) -> None:
         """Load one bucket whose bytes are the file `path`. The tensors keep the mapping alive until the last layer that
         holds one of them is complete, so the file may be deleted immediately."""
-        bucket = Bucket.from_plain(plain)
+        bucket: Bucket = pickle.loads(plain)
         tensors = bucket.cut(torch.from_file(path, shared=True, size=bucket.nbytes, dtype=torch.uint8))
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(tensors)
 
-    def agentrl_attach(self, offer: tuple[str, int, int, list[str]], base: int) -> str:
+    def agentrl_attach(self, plain: bytes, base: int) -> str:
         """Open this worker's receiver of a route, with index `base` + rank. Returns why that is impossible, or ""."""
-        route, slot_bytes, receivers, where = offer
-        given = Offer(route, slot_bytes, receivers, tuple(where))
+        offer: Offer = pickle.loads(plain)
         try:
-            receiver = open_end(given, base + self.rank, self.vllm_config, self.device, self._model())
+            receiver = open_end(offer, base + self.rank, self.vllm_config, self.device, self._model())
         except ConfigError as problem:
             # Returned, not raised: vLLM's call across processes keeps the text of an exception, not its class.
             return str(problem)
@@ -111,11 +112,11 @@ class WeightReceiver:
         self.agentrl_receiver = receiver
         return ""
 
-    def agentrl_receive(self, plain: PlainBucket) -> None:
+    def agentrl_receive(self, plain: bytes) -> None:
         """Load one bucket that came over the attached route."""
         if self.agentrl_receiver is None:
             raise RuntimeError("no route for weights is attached")
-        bucket = Bucket.from_plain(plain)
+        bucket: Bucket = pickle.loads(plain)
         with set_current_vllm_config(self.vllm_config):
             if isinstance(self.agentrl_receiver, Transfer):
                 self.agentrl_receiver.load(bucket)

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.utils.errors import EngineError
+from agentrl.utils.errors import ConfigError, EngineError
 from agentrl.utils.registry import Registry
 
 # Buckets
@@ -26,7 +26,6 @@ ALIGN = 64
 """Bytes at whose multiples tensors begin in a bucket; PACKED: they follow each other without gaps."""
 PACKED = 1
 Named = tuple[str, Tensor]
-PlainBucket = tuple[int, int, str, list[list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * torch_dtype(self.dtype).itemsize
+        return int(math.prod(self.shape) * getattr(torch, self.dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +61,10 @@ class Bucket:
         more = [replace(entry, name=alias) for entry in self.entries for alias, name in tied.items() if name == entry.name]
         return replace(self, entries=(*self.entries, *more))
 
-    def to_plain(self) -> PlainBucket:
-        """The same as plain values, for channels that cannot carry classes (such as vLLM's RPC)."""
-        entries = [[e.name, e.dtype, list(e.shape), e.offset, e.source, e.lent] for e in self.entries]
-        return (self.slot, self.nbytes, self.file, entries)
-
     def cut(self, flat: Tensor, regions: Sequence[Tensor] = ()) -> list[Named]:
         """The tensors inside the bucket's bytes `flat`, uint8 [nbytes or more], without a copy; those that were lent inside of
         `regions` (each uint8), if they are given."""
         return [(entry.name, tensor_in(flat, entry, regions)) for entry in self.entries]
-
-    @classmethod
-    def from_plain(cls, plain: PlainBucket) -> Bucket:
-        slot, nbytes, file, entries = plain
-        cut = tuple(
-            TensorEntry(name, dtype, tuple(shape), at, source, None if lent is None else (lent[0], lent[1]))
-            for name, dtype, shape, at, source, lent in entries
-        )
-        return cls(slot, nbytes, cut, file)
 
 
 class Lent:
@@ -161,19 +146,25 @@ def tensor_in(buffer: Tensor, entry: TensorEntry, regions: Sequence[Tensor] = ()
     start = entry.offset
     if entry.lent is not None and regions:
         buffer, start = regions[entry.lent[0]], entry.lent[1]
-    return buffer[start : start + entry.nbytes].view(torch_dtype(entry.dtype)).view(entry.shape)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of the name `name`, for example "bfloat16"."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    return buffer[start : start + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 # Routes
 
 SLOTS = 2
+TOKEN_BYTES = 16
+"""Bytes at the start of a slot by which a receiver that maps it sees that it is the sender's own."""
+
+
+def write_token(slot: Tensor, token: bytes) -> None:
+    """Mark a slot as the sender's."""
+    slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+
+
+def check_token(slot: Tensor, token: str, route: str) -> None:
+    """Raise ConfigError if a mapped slot does not begin with what the trainer wrote there."""
+    if bytes(slot[:TOKEN_BYTES].tolist()).hex() != token:
+        raise ConfigError(f"weights.route = {route}: the engine does not read the memory that the trainer writes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +264,7 @@ class Receiver(ABC):
 
 
 class Route(ABC):
-    """Both ends of a route: one file in agentrl/weights, or in `plugins/` of a shelf, adds a route."""
+    """Both ends of a route: one file in agentrl/engines/weights, or in `plugins/` of a shelf, adds a route."""
 
     cost: ClassVar[float] = math.inf
     """Its place in the order that `weights.route = "auto"` tries, the cheapest first; infinite: used only if it is named."""

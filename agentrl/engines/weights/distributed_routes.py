@@ -16,7 +16,20 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import PACKED, ROUTES, SLOTS, Bucket, Named, Offer, Receiver, Route, Sender
+from agentrl.engines.weights.base import (
+    PACKED,
+    ROUTES,
+    SLOTS,
+    TOKEN_BYTES,
+    Bucket,
+    Named,
+    Offer,
+    Receiver,
+    Route,
+    Sender,
+    check_token,
+    write_token,
+)
 from agentrl.utils.errors import ConfigError
 
 # Route `ipc`
@@ -31,7 +44,6 @@ def gather_objects(mine: Any) -> list[Any]:
     return found
 
 
-TOKEN_BYTES = 16
 DEVICE_AT = 6
 """The place of the device's number among what `reduce_tensor` gives, which is another one in each process."""
 Handle = tuple[Any, ...]
@@ -48,7 +60,7 @@ def gpu_bytes(count: int, device: int) -> Tensor:
 
 
 class IpcSender(Sender):
-    """See the module; one on every rank."""
+    """One on every rank."""
 
     align: ClassVar[int] = PACKED
     every_rank: ClassVar[bool] = True
@@ -61,7 +73,13 @@ class IpcSender(Sender):
             raise ConfigError("weights.route = ipc: the trainer has no GPU")
         mine, problem = None, ""
         try:
-            mine = self._make(torch.cuda.current_device())
+            device, token = torch.cuda.current_device(), os.urandom(TOKEN_BYTES)
+            self._slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
+            for slot in self._slots:
+                write_token(slot, token)
+            torch.cuda.synchronize()
+            handles = [reduce_tensor(slot)[1] for slot in self._slots]  # type: ignore[no-untyped-call]
+            mine = pack(gpu_of(device), token.hex(), handles)
         except RuntimeError as failure:  # told to the other ranks too, which wait in the call below
             problem = f"no memory of the trainer's GPU can be shared: {failure}"
         found = gather_objects((mine, problem))
@@ -69,14 +87,6 @@ class IpcSender(Sender):
             self.close()
             raise ConfigError(f"weights.route = ipc: {reasons[0]}")
         return Offer("ipc", self.slot_bytes, self.receivers, tuple(each for each, _ in found if each is not None))
-
-    def _make(self, device: int) -> str:
-        token = os.urandom(TOKEN_BYTES)
-        self._slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
-        for slot in self._slots:
-            slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-        torch.cuda.synchronize()
-        return pack(gpu_of(device), token.hex(), [reduce_tensor(slot)[1] for slot in self._slots])  # type: ignore[no-untyped-call]
 
     def ship(self, bucket: Bucket) -> Bucket:
         torch.cuda.current_stream().synchronize()  # the other process does not see this one's queue
@@ -110,25 +120,19 @@ def own_gpu() -> tuple[int, str]:
     return device, gpu_of(device)
 
 
-def on_device(handle: Handle, device: int) -> list[Any]:
-    """The handle's values for a process in which its GPU has the number `device`."""
-    return [*handle[:DEVICE_AT], device, *handle[DEVICE_AT + 1 :]]
-
-
 class IpcReceiver(Receiver):
-    """See the module."""
-
     def open(self) -> None:
         device, gpu = own_gpu()
         token, handles = handles_for(self.offer, gpu)
+        self._slots: list[Tensor] = []
         try:
-            self._slots: list[Tensor] = [
-                rebuild_cuda_tensor(*on_device(handle, device))  # type: ignore[no-untyped-call]
-                for handle in handles
-            ]
+            for handle in handles:
+                here = [*handle[:DEVICE_AT], device, *handle[DEVICE_AT + 1 :]]  # the GPU's number in this process
+                self._slots.append(rebuild_cuda_tensor(*here))  # type: ignore[no-untyped-call]
         except RuntimeError as problem:
             raise ConfigError(f"weights.route = ipc: the engine cannot map the trainer's memory: {problem}") from problem
-        check_token(self._slots, token)
+        for slot in self._slots:
+            check_token(slot, token, "ipc")
 
     def receive(self, bucket: Bucket) -> list[Named]:
         return bucket.cut(self._slots[bucket.slot])
@@ -137,15 +141,9 @@ class IpcReceiver(Receiver):
         self._slots = []
 
 
-def check_token(slots: list[Tensor], token: str) -> None:
-    """Raise ConfigError if a mapped slot does not begin with what the trainer wrote there."""
-    if any(bytes(slot[:TOKEN_BYTES].tolist()).hex() != token for slot in slots):
-        raise ConfigError("weights.route = ipc: the engine does not read the memory that the trainer writes")
-
-
 @ROUTES.register("ipc", traits={"cuda", "own_gpus"})
 class IpcRoute(Route):
-    """See the module."""
+    """Buckets in memory of a GPU that trainer and engine are on."""
 
     cost = 1.3
     receiver = IpcReceiver
@@ -161,7 +159,7 @@ JOIN_S = 120.0
 
 
 class NcclSender(Sender):
-    """See the module. `host`: the address at which the engine's machines reach this one."""
+    """`host`: the address at which the engine's machines reach this one."""
 
     align: ClassVar[int] = PACKED
 
@@ -178,7 +176,13 @@ class NcclSender(Sender):
             raise ConfigError("weights.route = nccl: the trainer has no GPU")
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError("weights.route = nccl: its group is vLLM's, which is not installed where the trainer runs")
-        device, port = torch.cuda.current_device(), _free_port(self._host)
+        with socket.socket() as probe:
+            try:
+                probe.bind((self._host, 0))
+            except OSError as problem:
+                raise ConfigError(f"weights.route = nccl: cannot listen on {self._host}: {problem}") from problem
+            port = int(probe.getsockname()[1])
+        device = torch.cuda.current_device()
         self._slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Joining waits for all the others, and they learn of the group only after `open` has returned: hence a thread.
@@ -229,18 +233,9 @@ def _join_nccl(host: str, port: int, world: int, device: int) -> Any:
     return stateless_init_process_group(host, port, 0, world, device)
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as problem:
-            raise ConfigError(f"weights.route = nccl: cannot listen on {host}: {problem}") from problem
-        return int(probe.getsockname()[1])
-
-
 @ROUTES.register("nccl", traits={"cuda", "other_gpus"})
 class NcclRoute(Route):
-    """See the module."""
+    """Broadcasts from GPU to GPU, in a group of vLLM's."""
 
     cost = 1.6
     receiver = NcclReceiver

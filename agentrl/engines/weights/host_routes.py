@@ -10,14 +10,27 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.engines.weights.base import ROUTES, SLOTS, Bucket, Lent, Named, Offer, Receiver, Route, Sender
+from agentrl.engines.weights.base import (
+    ROUTES,
+    SLOTS,
+    TOKEN_BYTES,
+    Bucket,
+    Lent,
+    Named,
+    Offer,
+    Receiver,
+    Route,
+    Sender,
+    check_token,
+    write_token,
+)
 from agentrl.utils.errors import ConfigError, EngineError
 
 # Route `memory`
@@ -28,8 +41,6 @@ _open: weakref.WeakValueDictionary[str, MemorySender] = weakref.WeakValueDiction
 
 
 class MemorySender(Sender):
-    """See the module."""
-
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(slot_bytes, receivers)
         # With the host: process ids repeat across machines, and a wrong match would load another trainer's weights.
@@ -51,8 +62,6 @@ class MemorySender(Sender):
 
 
 class MemoryReceiver(Receiver):
-    """See the module."""
-
     def open(self) -> None:
         if self.offer.where[0] not in _open:
             raise ConfigError("weights.route = memory: the engine's weights are in another process than the trainer's")
@@ -64,7 +73,7 @@ class MemoryReceiver(Receiver):
 
 @ROUTES.register("memory", traits={"one_process"})
 class MemoryRoute(Route):
-    """See the module."""
+    """Buckets in memory of the process that trainer and engine are in."""
 
     cost = 1
     receiver = MemoryReceiver
@@ -78,11 +87,10 @@ class MemoryRoute(Route):
 log = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")
-TOKEN_BYTES = 16
 
 
 class SharedSender(Sender):
-    """See the module."""
+    """Files in `/dev/shm`, which are mapped by both ends and then removed from there."""
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(max(slot_bytes, TOKEN_BYTES), receivers)
@@ -93,46 +101,38 @@ class SharedSender(Sender):
             raise ConfigError(f"weights.route = shared: this machine has no {FOLDER}")
         token = os.urandom(TOKEN_BYTES)
         for _ in range(SLOTS):
-            self._make(token)
+            descriptor, name = tempfile.mkstemp(prefix="agentrl-weights-", dir=FOLDER)
+            self._files.append(Path(name))
+            try:
+                # If there is too little memory, this fails now with an error; without it, a later write would raise SIGBUS.
+                os.posix_fallocate(descriptor, 0, self.slot_bytes)
+            except OSError as problem:
+                self.close()
+                raise ConfigError(
+                    f"weights.route = shared: no room in {FOLDER} for {SLOTS} buckets of {self.slot_bytes >> 20} MiB "
+                    f"({problem.strerror}); lower weights.bucket_mib"
+                ) from problem
+            finally:
+                os.close(descriptor)
+            slot = torch.from_file(name, shared=True, size=self.slot_bytes, dtype=torch.uint8)
+            write_token(slot, token)
+            self._slots.append(slot)
+            pin(slot)
         return Offer("shared", self.slot_bytes, self.receivers, (token.hex(), *map(str, self._files)))
 
-    def _make(self, token: bytes) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="agentrl-weights-", dir=FOLDER)
-        self._files.append(Path(name))
-        try:
-            # If there is too little memory, this fails now with an error; without it, a later write would raise SIGBUS.
-            os.posix_fallocate(descriptor, 0, self.slot_bytes)
-        except OSError as problem:
-            self.close()
-            raise ConfigError(
-                f"weights.route = shared: no room in {FOLDER} for {SLOTS} buckets of {self.slot_bytes >> 20} MiB "
-                f"({problem.strerror}); lower weights.bucket_mib"
-            ) from problem
-        finally:
-            os.close(descriptor)
-        slot = torch.from_file(name, shared=True, size=self.slot_bytes, dtype=torch.uint8)
-        slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-        self._slots.append(slot)
-        pin(slot)
-
     def attached(self) -> None:
-        self._unlink()
-
-    def close(self) -> None:
-        self._unlink()
-        for slot in self._slots:
-            unpin(slot)
-        super().close()
-
-    def _unlink(self) -> None:
         for file in self._files:
             file.unlink(missing_ok=True)
         self._files.clear()
 
+    def close(self) -> None:
+        self.attached()
+        for slot in self._slots:
+            unpin(slot)
+        super().close()
+
 
 class SharedReceiver(Receiver):
-    """See the module."""
-
     def __init__(self, offer: Offer, index: int) -> None:
         super().__init__(offer, index)
         self._slots: list[Tensor] = []
@@ -145,8 +145,7 @@ class SharedReceiver(Receiver):
             if not Path(name).is_file() or Path(name).stat().st_size != self.offer.slot_bytes:
                 raise ConfigError("weights.route = shared: the engine and the trainer do not share memory (two machines?)")
             slot = torch.from_file(name, shared=True, size=self.offer.slot_bytes, dtype=torch.uint8)
-            if bytes(slot[:TOKEN_BYTES].tolist()).hex() != token:
-                raise ConfigError("weights.route = shared: the engine does not read the memory that the trainer writes")
+            check_token(slot, token, "shared")
             self._slots.append(slot)
             pin(slot)
 
@@ -176,7 +175,7 @@ def unpin(slot: Tensor) -> None:
 
 @ROUTES.register("shared")
 class SharedRoute(Route):
-    """See the module."""
+    """Buckets in memory that the processes of one machine share."""
 
     cost = 2
     receiver = SharedReceiver
@@ -195,7 +194,7 @@ STALE_S = 60.0
 
 
 class DiskSender(Sender):
-    """See the module. `parent`: the shared folder, in which the sender creates a folder of its own."""
+    """`parent`: the shared folder, in which the sender creates a folder of its own."""
 
     def __init__(self, slot_bytes: int, receivers: int, parent: Path) -> None:
         super().__init__(slot_bytes, receivers)
@@ -227,22 +226,17 @@ class DiskSender(Sender):
         # Not truncated, see the module. Closing makes a network file system send what it holds back.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as file:
             file.write(_head(self._number))
-            for part in self._parts(bucket):
+            # In order: tensors that were lent from where they are, all else from the buffer.
+            buffer, at, parts = self._buffer.numpy().data, 0, list[memoryview]()
+            for entry in bucket.entries:
+                if entry.lent is not None:
+                    region, start = entry.lent
+                    parts += [buffer[at : entry.offset], self.lent.regions[region].numpy().data[start : start + entry.nbytes]]
+                    at = entry.offset + entry.nbytes
+            for part in (*parts, buffer[at : bucket.nbytes]):
                 while part:
                     part = part[file.write(part) :]
         return Bucket(bucket.slot, bucket.nbytes, bucket.entries, f"{path}:{self._number}")
-
-    def _parts(self, bucket: Bucket) -> Iterator[memoryview]:
-        """The bucket's bytes, in order: tensors that were lent from where they are, all else from the buffer."""
-        buffer, at = self._buffer.numpy().data, 0
-        for entry in bucket.entries:
-            if entry.lent is None:
-                continue
-            region, start = entry.lent
-            yield buffer[at : entry.offset]
-            yield self.lent.regions[region].numpy().data[start : start + entry.nbytes]
-            at = entry.offset + entry.nbytes
-        yield buffer[at : bucket.nbytes]
 
     def close(self) -> None:
         folder, self._folder = self._folder, None
@@ -255,8 +249,6 @@ def _head(number: int) -> bytes:
 
 
 class DiskReceiver(Receiver):
-    """See the module."""
-
     def open(self) -> None:
         folder, token = self.offer.where
         note = Path(folder) / TOKEN
@@ -268,27 +260,25 @@ class DiskReceiver(Receiver):
             )
 
     def receive(self, bucket: Bucket) -> list[Named]:
+        """Raises EngineError if the file goes on to have another bucket."""
         path, _, number = bucket.file.rpartition(":")
-        return bucket.cut(_read(Path(path), int(number), bucket.nbytes))
-
-
-def _read(path: Path, number: int, nbytes: int) -> Tensor:
-    """The bytes of the bucket of that number, uint8, mapped: read where the system keeps the file in memory. Raises EngineError
-    if the file goes on to have another bucket."""
-    until = time.monotonic() + STALE_S
-    while True:
-        # Opened again for each bucket: only then does a network file system ask for what other machines wrote.
-        with path.open("rb") as file:
-            if file.read(HEAD) == _head(number) and os.fstat(file.fileno()).st_size >= HEAD + nbytes:
-                return torch.from_file(str(path), shared=False, size=HEAD + nbytes, dtype=torch.uint8)[HEAD:]
-        if time.monotonic() > until:
-            raise EngineError(f"weights.route = disk: {path} does not hold bucket {number}, {STALE_S:g} s after it was written")
-        time.sleep(0.05)
+        size, until = HEAD + bucket.nbytes, time.monotonic() + STALE_S
+        while True:
+            # Opened again for each bucket: only then does a network file system ask for what other machines wrote.
+            with Path(path).open("rb") as file:
+                if file.read(HEAD) == _head(int(number)) and os.fstat(file.fileno()).st_size >= size:
+                    # Mapped: read where the system keeps the file in memory.
+                    return bucket.cut(torch.from_file(path, shared=False, size=size, dtype=torch.uint8)[HEAD:])
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"weights.route = disk: {path} does not hold bucket {number}, {STALE_S:g} s after it was written"
+                )
+            time.sleep(0.05)
 
 
 @ROUTES.register("disk")
 class DiskRoute(Route):
-    """See the module."""
+    """Buckets in files of a folder that all machines see."""
 
     cost = 4
     receiver = DiskReceiver
