@@ -256,23 +256,19 @@ class SglangEngine(Engine, WeightTarget):
                 try:
                     await asyncio.wait([task])
                 finally:
-                    self._leave(key, entry)
+                    self._turns[key].remove(entry)
+                    if not self._turns[key]:
+                        del self._turns[key]
+                    if not task.done():  # the caller was cancelled
+                        task.cancel()
+                        self._tasks.start(self._give_up(turn, server), "abort of a cancelled SGLang request")
                 if not task.cancelled():
                     task.result()
                 if turn.aborted:
                     turn.finish = "abort"
         finally:
             server.in_flight -= 1
-        return turn.over(turn.finish)
-
-    def _leave(self, key: str, entry: tuple[TurnRequests, Server, asyncio.Task[None]]) -> None:
-        turn, server, task = entry
-        self._turns[key].remove(entry)
-        if not self._turns[key]:
-            del self._turns[key]
-        if not task.done():  # the caller was cancelled
-            task.cancel()
-            self._abort_later(turn, server)
+        return Generation(turn.token_ids, turn.logprobs, turn.versions, turn.finish)
 
     async def _request(self, turn: TurnRequests, server: Server) -> None:
         facts = server.facts
@@ -297,12 +293,9 @@ class SglangEngine(Engine, WeightTarget):
             with contextlib.suppress(ServerDeadError):  # then the request itself reports it
                 await server.http.post("/abort_request", {"rid": turn.rid})
 
-    def _abort_later(self, turn: TurnRequests, server: Server) -> None:
-        async def tell() -> None:
-            with contextlib.suppress(EngineError):  # nobody waits for it
-                await server.http.post("/abort_request", {"rid": turn.rid})
-
-        self._tasks.start(tell(), "abort of a cancelled SGLang request")
+    async def _give_up(self, turn: TurnRequests, server: Server) -> None:
+        with contextlib.suppress(EngineError):  # nobody waits for it
+            await server.http.post("/abort_request", {"rid": turn.rid})
 
     async def pause(self) -> None:
         async with self._lock:
@@ -326,7 +319,7 @@ class SglangEngine(Engine, WeightTarget):
         return ("this process",)
 
     async def attach(self, offer: Offer) -> None:
-        expected, _ = self._begin_update()
+        expected = self._running()
         check_names(await in_thread("files", weight_files, self._model), expected)
         receiver = await in_thread("weights", open_receiver, offer, 0)
         if self._receiver is not None:
@@ -335,7 +328,7 @@ class SglangEngine(Engine, WeightTarget):
 
     async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         async with self._lock:
-            expected, receiver = self._begin_update()
+            expected, receiver = self._running(), self._receiver
             if receiver is None:
                 raise EngineError("no route for weights is attached")
             self._unfit = f"weights version {version} were only partly published"
@@ -354,7 +347,13 @@ class SglangEngine(Engine, WeightTarget):
         if not paused:
             await self._pause()
         try:
-            await self._ask_the_dead()
+            # A dead server that answers again is paused as the others are, and gets the weights with them.
+            for server in self._servers.all:
+                if server.cause is not None:
+                    with contextlib.suppress(EngineError):  # it stays dead, for the cause that it has
+                        await self._servers.look(server, self._model_type)
+                        await server.http.post("/pause_generation", {"mode": "retract"})
+                        server.cause = None
             arrivals = Arrivals(expected)
             await self._update.start(self._servers.alive(), self._versions.name(version))
             async for bucket in buckets:
@@ -369,15 +368,6 @@ class SglangEngine(Engine, WeightTarget):
         finally:
             if not paused:
                 await self._resume()
-
-    async def _ask_the_dead(self) -> None:
-        """A dead server that answers again is paused as the others are, and gets the weights with them."""
-        for server in self._servers.all:
-            if server.cause is not None:
-                with contextlib.suppress(EngineError):  # it stays dead, for the cause that it has
-                    await self._servers.look(server, self._model_type)
-                    await server.http.post("/pause_generation", {"mode": "retract"})
-                    server.cause = None
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         raise EngineError(
@@ -411,15 +401,15 @@ class SglangEngine(Engine, WeightTarget):
     @property
     def homes(self) -> dict[str, str]:
         """The server that each episode's requests go to, for users and tests."""
-        return self._servers.homes()
+        return {key: server.address for key, server in self._servers.home.items()}
 
-    def _begin_update(self) -> tuple[Expected, Receiver | None]:
+    def _running(self) -> Expected:
         if self._expected is None:
             raise EngineError("the engine is not started or already closed")
-        return self._expected, self._receiver
+        return self._expected
 
     def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
-        expected, _ = self._begin_update()
+        expected = self._running()
         if self._unfit is not None:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         check_request(token_ids, sampling, self._context, expected.vocab)

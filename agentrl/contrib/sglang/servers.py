@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from agentrl.config.schema import SglangConfig
 from agentrl.engines.weights.parameters import Expected
-from agentrl.rollout.engine import Finish, Generation, Sampling
+from agentrl.rollout.engine import Finish, Sampling
 from agentrl.utils.errors import EngineError, ModelError
 from agentrl.utils.parsing import read_json
 
@@ -80,7 +80,10 @@ class Http:
                     if line == _EVENT + _END:
                         return
                     if line.startswith(_EVENT):
-                        yield self._event(route, line.removeprefix(_EVENT))
+                        event: Json = read_json(line.removeprefix(_EVENT))
+                        if "error" in event:
+                            raise EngineError(f"{self.address}{route}: {_message(event)}")
+                        yield event
         except httpx.HTTPError as problem:
             raise self._dead(route, problem, self._seconds) from problem
         raise ServerDeadError(f"{self.address}{route}: the answer broke off")
@@ -98,12 +101,6 @@ class Http:
             if line is None:
                 return
             yield line
-
-    def _event(self, route: str, text: str) -> Json:
-        event: Json = read_json(text)
-        if "error" in event:
-            raise EngineError(f"{self.address}{route}: {_message(event)}")
-        return event
 
     def _dead(self, route: str, problem: httpx.HTTPError, seconds: float) -> ServerDeadError:
         where = f"{self.address}{route}"
@@ -331,7 +328,9 @@ class TurnRequests:
         """The body of its next request. `interval`: see WHOLE; `seeds`: whether the server's noise takes them."""
         # Of one length: SGLang aborts each request whose id begins with the one that is to be aborted.
         self.rid, self._from = uuid.uuid4().hex, len(self.token_ids)
-        options = {"stream_interval": interval, "sampling_seed": self._seed() if seeds else None}
+        # A server that draws with seeds gives all requests without one the same.
+        seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
+        options = {"stream_interval": interval, "sampling_seed": seed % 2**63 if seeds else None}
         return {
             "rid": self.rid,
             "input_ids": [*self.prompt, *self.token_ids],
@@ -340,11 +339,6 @@ class TurnRequests:
             "logprob_start_len": -1,
             "stream": True,
         }
-
-    def _seed(self) -> int:
-        # A server that draws with seeds gives all requests without one the same.
-        seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
-        return seed % 2**63
 
     @property
     def in_scheduler(self) -> bool:
@@ -356,7 +350,10 @@ class TurnRequests:
         for an answer that cannot be trained on."""
         meta = part["meta_info"]
         count = int(meta.get("completion_tokens", 0))
-        ids, logprobs = self._columns(meta.get("output_token_logprobs") or [])
+        entries = meta.get("output_token_logprobs") or []  # (logprob, id, text)
+        if any(entry[0] is None for entry in entries):
+            raise EngineError(f"{self.address}: a sampled token has no finite logprob")
+        ids, logprobs = [int(entry[1]) for entry in entries], [float(entry[0]) for entry in entries]
         if lost := self.unused.intersection(ids):
             # A bias would forbid them, and be in the logprobs: those would no longer be of the whole vocabulary.
             raise EngineError(f"{self.address} drew the id {min(lost)}, for which the tokenizer has no token")
@@ -373,12 +370,6 @@ class TurnRequests:
             # Of the first request: what the others find is their own turn.
             self.cached = self.cached if self._from else int(meta.get("cached_tokens", 0))
             self.finish = self._finish(reason)
-
-    def _columns(self, entries: list[list[Any]]) -> tuple[list[int], list[float]]:
-        """Entries are (logprob, id, text)."""
-        if any(entry[0] is None for entry in entries):
-            raise EngineError(f"{self.address}: a sampled token has no finite logprob")
-        return [int(entry[1]) for entry in entries], [float(entry[0]) for entry in entries]
 
     def _finish(self, reason: Json) -> Finish | None:
         kind, left = reason["type"], self.budget - len(self.token_ids)
@@ -400,10 +391,6 @@ class TurnRequests:
         if matched in self.sampling.stop_token_ids:
             return "stop"
         return "length" if left == 0 else None
-
-    def over(self, finish: Finish) -> Generation:
-        """The turn."""
-        return Generation(self.token_ids, self.logprobs, self.versions, finish)
 
 
 def sampling_params(sampling: Sampling, tokens: int) -> dict[str, Any]:
@@ -451,8 +438,8 @@ class Servers:
 
     def __init__(self, cfg: SglangConfig, key: str | None) -> None:
         self._cfg = cfg
-        self.all = [Server(Http(address, cfg.timeout, key)) for address in addresses(cfg.servers)]
-        self._home: OrderedDict[str, Server] = OrderedDict()
+        self.all = [Server(Http(address.rstrip("/"), cfg.timeout, key)) for address in cfg.servers]
+        self.home: OrderedDict[str, Server] = OrderedDict()
 
     def alive(self) -> list[Server]:
         return [server for server in self.all if server.cause is None]
@@ -466,20 +453,16 @@ class Servers:
     def route(self, key: str) -> Server:
         """The server that has the episode's cache; for a new episode, or if that one died, the one with the fewest requests.
         Raises EngineError if all are dead."""
-        server = self._home.pop(key, None)
+        server = self.home.pop(key, None)
         if server is None or server.cause is not None:
             able = self.alive()
             if not able:
                 raise EngineError(f"no SGLang server is alive: {self.deaths()}")
             server = min(able, key=lambda one: one.in_flight)
-        self._home[key] = server
-        if len(self._home) > _KEYS_REMEMBERED:
-            self._home.popitem(last=False)
+        self.home[key] = server
+        if len(self.home) > _KEYS_REMEMBERED:
+            self.home.popitem(last=False)
         return server
-
-    def homes(self) -> dict[str, str]:
-        """The server's address for each remembered episode."""
-        return {key: server.address for key, server in self._home.items()}
 
     async def lost(self, server: Server, cause: ServerDeadError) -> None:
         """A request's connection broke: the server is dead, unless it answers another one."""
@@ -521,9 +504,4 @@ class Servers:
     async def close(self) -> None:
         for server in self.all:
             await server.http.close()
-        self._home.clear()
-
-
-def addresses(given: Sequence[str]) -> list[str]:
-    """Addresses without a slash at their end."""
-    return [address.rstrip("/") for address in given]
+        self.home.clear()

@@ -246,7 +246,7 @@ async def test_a_wrong_answer_names_what_is_wrong_with_it(answer, message):
         without.add(part({"type": "stop", "matched": 0}, [-0.5]), versions)
     right = TurnRequests("http://a:1", [1, 2], Sampling(max_tokens=5, stop_token_ids=(0,)), 5)
     right.add(part({"type": "stop", "matched": 0}, [-0.5]), versions)
-    assert right.over("stop").versions == [3] and right.finish == "stop"
+    assert right.versions == [3] and right.finish == "stop"
 
 
 def config(model, server, *overrides):
