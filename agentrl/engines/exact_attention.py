@@ -110,16 +110,10 @@ def attention_form(
 
 CELLS, GPU_CELLS = 1 << 22, 1 << 25
 """The most scores that exist at a time, on a host (16 MiB) and on a GPU (128 MiB), unless one query has more."""
-_NEVER = float("-inf")
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Queries [first, last) and the keys [low, high) that they see."""
-
-    queries: slice
-    keys: slice
-    hidden: Tensor  # bool [queries, keys]: a query does not see that key
+_Piece = tuple[slice, slice, Tensor]
+"""Queries, the keys that they see, and a mask [queries, keys] of those that one of them does not see."""
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
@@ -154,9 +148,10 @@ class _Exact(torch.autograd.Function):
         for piece in _pieces(query, key, form.window):
             z, _ = _piece_scores(query, key, piece, form)
             part = _sums(z, sinks, key)
-            grouped[1][:, :, :, piece.queries] = part
+            queries, keys, _ = piece
+            grouped[1][:, :, :, queries] = part
             p = z.sub_(part.unsqueeze(-1)).exp_().to(value.dtype)
-            grouped[0][:, :, :, piece.queries] = _times(p, value[:, :, piece.keys]).to(out.dtype)
+            grouped[0][:, :, :, queries] = _times(p, value[:, :, keys]).to(out.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.form = form
         return out
@@ -171,17 +166,18 @@ class _Exact(torch.autograd.Function):
         delta = (grad.float() * out.float()).sum(-1)
         parts = [_by_key_head(tensor, key) for tensor in (query, grad, lse, delta, d_query)]
         for piece in _pieces(query, key, form.window):
-            q, do, norm, drop, dq = (tensor[:, :, :, piece.queries] for tensor in parts)
-            k, v = key[:, :, piece.keys], value[:, :, piece.keys]
+            queries, keys, _ = piece
+            q, do, norm, drop, dq = (tensor[:, :, :, queries] for tensor in parts)
+            k, v = key[:, :, keys], value[:, :, keys]
             z, bend = _piece_scores(query, key, piece, form)
             p = z.sub_(norm.unsqueeze(-1)).exp_()
-            d_value[:, :, piece.keys] += _sum_products(p.to(do.dtype), do)
+            d_value[:, :, keys] += _sum_products(p.to(do.dtype), do)
             dz = _times(do, v.transpose(-1, -2)).sub_(drop.unsqueeze(-1)).mul_(p).mul_(form.scale)
             if bend is not None:
                 dz.mul_(bend)
             dz = dz.to(q.dtype)
             dq.copy_(_times(dz, k))
-            d_key[:, :, piece.keys] += _sum_products(dz, q)
+            d_key[:, :, keys] += _sum_products(dz, q)
         d_sinks = None
         if sinks is not None:
             d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
@@ -204,7 +200,7 @@ def _pieces(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Piece]:
         hidden = seen > at
         if window:
             hidden |= seen <= at - window  # as transformers' sliding_window_overlay: the query itself and w - 1 keys before it
-        yield _Piece(slice(first, last), slice(low, high), hidden)
+        yield slice(first, last), slice(low, high), hidden
 
 
 def _cells(query: Tensor) -> int:
@@ -214,9 +210,10 @@ def _cells(query: Tensor) -> int:
 
 def _piece_scores(query: Tensor, key: Tensor, piece: _Piece, form: AttentionForm) -> tuple[Tensor, Tensor | None]:
     """Scores of a piece, float32 [n, G, H / G, queries, keys], and the derivative of the cap."""
-    q = _by_key_head(query, key)[:, :, :, piece.queries]
-    z, bend = _cap_scores(_times(q, key[:, :, piece.keys].transpose(-1, -2)).mul_(form.scale), form.cap)
-    return z.masked_fill_(piece.hidden, _NEVER), bend
+    queries, keys, hidden = piece
+    q = _by_key_head(query, key)[:, :, :, queries]
+    z, bend = _cap_scores(_times(q, key[:, :, keys].transpose(-1, -2)).mul_(form.scale), form.cap)
+    return z.masked_fill_(hidden, float("-inf")), bend
 
 
 def _cap_scores(z: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -152,7 +152,7 @@ class ScriptedMaker(TranscriptMaker):
 # The embedded engine
 
 TOKEN_ID = 8
-"""Bytes of a token without a cache: its id, in the place of a key and of a value (recompute.py)."""
+"""Bytes of a token without a cache: its id, in the place of a key and of a value (RecomputedModel)."""
 
 
 @ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers", "vision", "fills"})

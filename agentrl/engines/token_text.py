@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Words:
         self._path, self._trust = model_path, trust
         self._tokenizer: Any = None
         self._pieces: Any = None
-        self._compiled: dict[str, Any] = {}
+        self._matcher = lru_cache(_GRAMMARS)(self._compile)
 
     def refusal(self, sampling: Sampling) -> str:
         """As `Engine.refusal`. Loads the tokenizer, and compiles the grammar."""
@@ -84,18 +85,14 @@ class Words:
                 raise ModelError(f"{self._path}: no tokenizer could be read there: {problem}") from problem
         return self._tokenizer
 
-    def _matcher(self, grammar: str) -> Any:
+    def _compile(self, grammar: str) -> Any:
         """At the grammar's beginning; to be copied."""
         from llguidance import LLMatcher
         from llguidance.hf import from_tokenizer
 
         if self._pieces is None:
             self._pieces = from_tokenizer(self.load())
-        if grammar not in self._compiled:
-            if len(self._compiled) >= _GRAMMARS:
-                del self._compiled[next(iter(self._compiled))]
-            self._compiled[grammar] = LLMatcher(self._pieces, grammar)
-        return self._compiled[grammar]
+        return LLMatcher(self._pieces, grammar)
 
 
 class Constraint:

@@ -61,7 +61,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         CPU, by default as many as the model's size is worth here. `trust`: code of the model's own may run. `unused`: ids that
         are never drawn, for want of a token (`unused_ids`).
         `router_replay`: note which experts tokens go to, for requests that ask. `cache`: without it each token
-        costs a pass over its whole prefix, for families that keep more than keys and values (recompute.py).
+        costs a pass over its whole prefix, for families that keep more than keys and values (RecomputedModel).
         """
         self._path, self._trust, self._unused = model_path, trust, list(unused)
         self._words = Words(model_path, trust=trust)

@@ -68,6 +68,7 @@ class Pool:
     def __init__(self, shape: KvShape, capacity: int) -> None:
         self.shape = shape
         self.capacity = capacity
+        self.slot_bytes = capacity * shape.token_bytes
         self.kv = self._zeros(0)
         self._free: list[int] = []
         self._copies = self._zeros(0).flatten()
@@ -82,20 +83,16 @@ class Pool:
     def used_slots(self) -> int:
         return self.slots - len(self._free)
 
-    @property
-    def bytes(self) -> int:
-        return self.slots * self.capacity * self.shape.token_bytes
-
     def grow(self, budget_bytes: int) -> bool:
         """Ensure a free slot: double the slots, or add as many as the budget allows. False if it allows none."""
         if self._free:
             return True
         # Doubling keeps copies rare; from 64 slots on growth is linear, so that a pool does not take memory it may never use.
-        more = min(max(1, min(self.slots, 64)), budget_bytes // (self.capacity * self.shape.token_bytes))
+        more = min(max(1, min(self.slots, 64)), budget_bytes // self.slot_bytes)
         if more < 1:
             return False
         old, slots = self.kv, self.slots + more
-        if old.device.type != "cpu" and slots * self.capacity * self.shape.token_bytes > budget_bytes:
+        if old.device.type != "cpu" and slots * self.slot_bytes > budget_bytes:
             # Old and new together would exceed the limit, which is all that a GPU has left.
             old, self.kv = old.cpu(), self._zeros(0)
         self.kv = self._zeros(slots)
@@ -171,9 +168,6 @@ class Slots:
         self._copy(source.pool, source.slot, target, length)
         target.computed, target.experts = length, source.experts[:length]
 
-    def free(self, sequence: CachedSequence) -> None:
-        sequence.pool.give(sequence.slot)
-
     def reset(self, wipe: bool) -> None:
         """Forget everything; existing sequences become invalid. `wipe`: free the memory, or the values may not be finite."""
         for pool in self.pools:
@@ -193,10 +187,10 @@ class Slots:
     @property
     def used_share(self) -> float:
         """The share of the memory limit that slots in use take."""
-        return sum(pool.used_slots * pool.capacity * pool.shape.token_bytes for pool in self.pools) / self._limit
+        return sum(pool.used_slots * pool.slot_bytes for pool in self.pools) / self._limit
 
     def _bytes(self) -> int:
-        return sum(pool.bytes for pool in self.pools)
+        return sum(pool.slots * pool.slot_bytes for pool in self.pools)
 
     @staticmethod
     def _copy(pool: Pool, slot: int, target: CachedSequence, length: int) -> None:

@@ -368,7 +368,7 @@ class Batcher:
 
     def _release(self, sequence: Sequence) -> None:
         self._index.remove(sequence)
-        self.slots.free(sequence)
+        sequence.pool.give(sequence.slot)
 
     def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """A token for each request, and its log probability."""
