@@ -437,6 +437,16 @@ async def test_families_with_sinks_caps_windows_chunks_and_latent_attention_are_
     await engine.close()
 
 
+async def test_without_a_cache_a_prompt_may_be_longer_than_a_step(tmp_path):
+    """Its first parts are stored, and nothing is sampled from them."""
+    folder = build_model(tmp_path)
+    engine = EmbeddedEngine(folder, device="cpu", cache=False, step_tokens=16)
+    await engine.start()
+    generation = await engine.generate(prompt_of(50), Sampling(max_tokens=6, seed=1), "a")
+    assert off(load(folder), prompt_of(50), generation) < 5e-5
+    await engine.close()
+
+
 @pytest.mark.parametrize("family", ["mamba", "lfm2"])
 async def test_a_model_it_would_get_wrong_is_refused(family, tmp_path):
     """State that no cache of keys holds: refused at the start, with the way out."""
