@@ -178,6 +178,7 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
         if task.done() or left <= 0:
             return task.done()
         counted, woken = clock.now(), loop.create_future()
+        timer: asyncio.TimerHandle
 
         def wake(_: object = None) -> None:
             if not woken.done():
