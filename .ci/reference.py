@@ -173,7 +173,7 @@ def names_page() -> str:
 
 
 def _arguments(registry: Registry[Any], entry: Entry[Any]) -> str:
-    return "<br>".join(_code(_parameter(p)) for p in registry._parameters(entry.make).values())
+    return "<br>".join(_code(_parameter(p)) for p in registry.parameters(entry.name).values())
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
