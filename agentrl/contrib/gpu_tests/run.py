@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from agentrl.contrib.gpu_tests.scheduler import VISIBLE, CardPool, Scheduler, choose_cards, clock, on_cards, read_cards
-from agentrl.contrib.gpu_tests.session import NOT_PASSED, OUTCOMES, Case, FileResult, FileSession, collect
+from agentrl.contrib.gpu_tests.scheduler import CardPool, Scheduler, choose_cards, clock, on_cards, read_cards
+from agentrl.contrib.gpu_tests.session import NOT_PASSED, OUTCOMES, VISIBLE, Case, FileResult, FileSession, collect
 from agentrl.utils.errors import ResourceError, RunFolderError, UserError, did_you_mean
 from agentrl.utils.files import atomic_write
 from agentrl.utils.processor import usable_cpus

@@ -236,14 +236,13 @@ def run_install(args: argparse.Namespace) -> int:
     from agentrl.contrib.suites.suite import SuiteEnv, install, read_record, remove
 
     if args.list:
-        for name, entries in suites().items():
-            record = read_record(name)
-            ids = ", ".join(entry.id for entry in entries)
-            if record is not None:
-                tasks = sum(count for splits in record.tasks.values() for one in splits.values() for count in one.values())
-                say(f"{name}  installed {record.installed}: {record.version}, {tasks} tasks, {record.source}  ({ids})")
+        for name, envs in suites().items():
+            noted, ids = read_record(name), ", ".join(entry.id for entry in envs)
+            if noted is not None:
+                tasks = sum(count for splits in noted.tasks.values() for one in splits.values() for count in one.values())
+                say(f"{name}  installed {noted.installed}: {noted.version}, {tasks} tasks, {noted.source}  ({ids})")
             else:
-                how = f"not installed: agentrl env install {name} --from FOLDER" if entries[0].lacks_source() else "can be used"
+                how = f"not installed: agentrl env install {name} --from FOLDER" if envs[0].lacks_source() else "can be used"
                 say(f"{name}  {how}  ({ids})")
         return 0
     if args.suite is None:

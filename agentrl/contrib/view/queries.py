@@ -99,12 +99,12 @@ def _condition(name: str, given: str) -> tuple[str, list[Any]]:
         return f"e.id IN (SELECT episode FROM {_BESIDE[name]} WHERE name = ?)", [given]
     if name in ("min_reward", "max_reward"):
         try:
-            found = float(given)
+            bound = float(given)
         except ValueError:
-            found = math.nan
-        if not math.isfinite(found):
+            bound = math.nan
+        if not math.isfinite(bound):
             raise UserError(f"{name}={given!r}: expected a number")
-        return f"e.reward {'>=' if name == 'min_reward' else '<='} ?", [found]
+        return f"e.reward {'>=' if name == 'min_reward' else '<='} ?", [bound]
     if name == "step":
         return "e.step = ?", [_int(name, given)]
     if name == "success":
@@ -115,7 +115,7 @@ def _condition(name: str, given: str) -> tuple[str, list[Any]]:
     if name == "group":
         file, _, number = given.rpartition(".g")
         return "e.file = (SELECT id FROM files WHERE name = ?) AND e.grp = ?", [file, _int(name, number)]
-    if name == "term":
+    if name == "term":  # NAME: episodes that have the term; NAME<0.5, NAME=none and the like: by its value
         found = _TERM.fullmatch(given)
         if found is None:
             return "e.id IN (SELECT episode FROM terms WHERE name = ?)", [given]
