@@ -250,7 +250,6 @@ class FolderSandbox(Sandbox):
         super().__init__(spec)
         self.folder = folder
         self._turn = asyncio.Lock()
-        (folder.root / spec.place("").lstrip("/")).mkdir(parents=True, exist_ok=True)
 
     async def read(self, path: str, most: int = 1 << 26) -> bytes:
         return await in_thread("sandbox", self.folder.read, self.spec.place(path), most)
@@ -300,13 +299,14 @@ class FolderProvider(SandboxProvider):
     """Providers whose sandboxes are folders."""
 
     async def folder(self, spec: SandboxSpec, snapshot: str | None) -> Folder:
-        """A new folder with the spec's files, or a snapshot's. Raises SandboxError if there can be none."""
+        """A new folder with the spec's files, or a snapshot's, and its working folder. Raises SandboxError if it cannot be
+        made."""
 
         def make() -> Folder:
-            if snapshot is not None:
-                return snapshot_folder(snapshot).copy()
-            made = Folder()
-            made.write({spec.place(path): content for path, content in spec.files.items()})
+            made = Folder() if snapshot is None else snapshot_folder(snapshot).copy()
+            if snapshot is None:
+                made.write({spec.place(path): content for path, content in spec.files.items()})
+            (made.root / spec.place("").lstrip("/")).mkdir(parents=True, exist_ok=True)
             return made
 
         try:
