@@ -40,8 +40,7 @@ def request_of(
 
 
 def choice_of(answer: Any) -> Any:
-    """The choice of a response, with "length" as the end of one that was cut. Raises LookupError for one that is not the model's:
-    the provider failed, or withheld it."""
+    """The choice of a response, its end "length" if it was cut. Raises LookupError if the provider failed, or withheld it."""
     if not answer.choices:
         raise LookupError("the response has no choices")
     choice, row = answer.choices[0], answer.choices[0].model_dump()

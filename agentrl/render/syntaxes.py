@@ -199,10 +199,7 @@ def _call(to: str, body: str, raw: str, call_id: str, has_body: bool, closed: bo
 
 
 HARMONY = Syntax(
-    "harmony",
-    parse_harmony,
-    seen=lambda call: "<|channel|>commentary" in call and "to=functions." in call,
-    ends=("<|call|>",),
+    "harmony", parse_harmony, seen=lambda call: "<|channel|>commentary" in call and "to=functions." in call, ends=("<|call|>",)
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 from agentrl.contrib.sandboxes.contract import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
@@ -128,7 +128,7 @@ class BubblewrapSandbox(FolderSandbox):
         await super().write(files)
 
     async def watched(self, timeout: float, max_output: int) -> Watched:
-        return replace(await super().watched(timeout, max_output), pids=self.spec.pids, crowded=is_crowded)
+        return replace(await super().watched(timeout, max_output), pids=self.spec.pids, crowded=Crowd())
 
     def _flags(self, cwd: str, env: Mapping[str, str]) -> Iterator[str]:
         share = ["--share-net"] if self.spec.network == "all" else []
@@ -179,23 +179,34 @@ def ending(end: End, code: int, spec: SandboxSpec) -> End:
     return end
 
 
-def is_crowded(leader: int, most: int) -> bool:
-    """Return True if more threads are in the namespace that bwrap, process `leader`, made for its command; each process has one
-    at least. Not counted to the end: new ones of a fork bomb come at the list's end."""
-    try:
+class Crowd:
+    """Tells whether more threads are in a namespace than may be; each process has one at least. Its processes are looked for at
+    every fifth call, which is slow; between them the threads of those are counted, which a thread bomb makes at once."""
+
+    def __init__(self) -> None:
+        self._calls, self._inside = 0, list[Path]()
+
+    def __call__(self, leader: int, most: int) -> bool:
+        self._calls += 1
+        if self._calls % 5 == 0:
+            # Not to the end: new ones of a fork bomb come at the list's end.
+            self._inside = list(islice(_processes(leader), most + 1))
+        found = 0
+        for process in self._inside:
+            with suppress(OSError):
+                found += (process / "task").stat().st_nlink - 2
+        return max(found, len(self._inside)) > most
+
+
+def _processes(leader: int) -> Iterator[Path]:
+    """The processes in the namespace that bwrap, process `leader`, made for its command."""
+    with suppress(OSError, IndexError):
         children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
         inside = Path(f"/proc/{children[0]}/ns/pid").readlink()
-    except (OSError, IndexError):
-        return False
-    found = 0
-    for process in (Path("/proc", entry.name) for entry in os.scandir("/proc")):
-        if process.name.isdigit():
+        for process in (Path("/proc", entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()):
             with suppress(OSError):
                 if (process / "ns/pid").readlink() == inside:
-                    found += (process / "task").stat().st_nlink - 2
-            if found > most:
-                return True
-    return False
+                    yield process
 
 
 @cache

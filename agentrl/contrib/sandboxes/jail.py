@@ -270,12 +270,7 @@ def filter_calls(job: dict[str, Any]) -> None:
     """The seccomp filter, as classic BPF over (number, architecture, arguments)."""
     which = 0 if MACHINE == "x86_64" else 1
     # The architecture is checked first: a number means different calls on different architectures.
-    program: list[Step] = [
-        (LOAD, 0, 0, 4),
-        (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]),
-        (GIVE, 0, 0, KILL),
-        (LOAD, 0, 0, 0),
-    ]
+    program: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if which == 0:  # the x32 calls of the same architecture
         program += [(AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
     allowed: set[str] = NETWORK if job["network"] else set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 
 from agentrl.contrib.sandboxes.contract import End, ExecResult
 from agentrl.utils.errors import SandboxError
-from agentrl.utils.threads import in_thread
+from agentrl.utils.threads import DaemonThreads
 
 START_SECONDS = 60.0
 LOOK = 0.05
 """Seconds between two looks at a running program's limits."""
+WATCHES = DaemonThreads("sandbox", 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,22 @@ async def run_group(
     os.set_blocking(reader, False)  # polled from the event loop
     began = time.monotonic()
     process: asyncio.subprocess.Process | None = None
+    attended = _Attended(reader, watched)
+    watching = asyncio.ensure_future(WATCHES.call("watch", attended.watch))
     try:
+        await asyncio.sleep(0)  # the watch's thread is there before the program is
         process = await _start([*command, str(writer)] if status else command, env, merge, writer if status else None)
-        attended = _Attended(reader, watched, waits=status, leader=process.pid)
+        attended.begin(process.pid, waits=status)
         await _attend(process, stdin, attended)
+        attended.over.set()
+        await watching  # a look that began before the end counts
         code = process.returncode if process.returncode is not None else -1
         end = attended.stopped or _end_of(code)
         seconds = time.monotonic() - began
         out, err = attended.kept
         return Ended(bytes(out), bytes(err), attended.cut, end, code, attended.status, seconds)
     finally:
+        attended.over.set()
         os.close(reader)
         os.close(writer)
         if process is not None:
@@ -108,13 +116,18 @@ class _Attended:
     """The state of a running process. Its time limit starts when its code starts, which it reports by its
     status, so that a slow process start does not count against the policy."""
 
-    def __init__(self, reader: int, watched: Watched, waits: bool, leader: int) -> None:
+    def __init__(self, reader: int, watched: Watched) -> None:
         self.kept = (bytearray(), bytearray())
         self.cut = 0
         self.stopped: End | None = None
         self.status = b""
-        self._reader, self._watched, self._leader = reader, watched, leader
-        self._deadline = time.monotonic() + (START_SECONDS if waits else watched.wall)
+        self._reader, self._watched, self._leader = reader, watched, 0
+        self.over = threading.Event()
+
+    def begin(self, leader: int, waits: bool) -> None:
+        """The program is there, as process `leader`."""
+        self._deadline = time.monotonic() + (START_SECONDS if waits else self._watched.wall)
+        self._leader = leader
 
     def take(self, stream: int, chunk: bytes) -> None:
         """Keep as much of a chunk of output as fits."""
@@ -125,32 +138,35 @@ class _Attended:
         if self.cut > 63 * self._watched.output and self.stopped is None:
             self.stopped = "output"
 
-    async def look(self, *, running: bool) -> None:
-        """Read the status, and check the limits."""
+    def look(self, *, running: bool) -> None:
+        """Read the status, and check the time limit."""
         self.read_status()
-        if running and self.stopped is None:
-            if time.monotonic() > self._deadline:
-                self.stopped = "wall"
-            elif self._watched.disk is not None or self._watched.pids is not None:
-                self.stopped = await in_thread("sandbox", self._full)
+        if running and self.stopped is None and time.monotonic() > self._deadline:
+            self.stopped = "wall"
+
+    def watch(self) -> None:
+        """Kill the program once its processes or files exceed a limit, until it is `over`. In a thread, and often: a thread bomb
+        that the memory limit ends within 0.1 s would have no name by looks of a busy event loop."""
+        looks, limits = 0, self._watched
+        while not self.over.wait(LOOK / 5):
+            looks += 1
+            end: End | None = None
+            if self._leader and limits.pids is not None and limits.crowded(self._leader, limits.pids):
+                end = "processes"
+            elif self._leader and looks % 5 == 0 and limits.disk is not None and limits.used() > limits.disk:
+                end = "disk"
+            if end is not None:
+                self.stopped = self.stopped or end
+                return kill_group(self._leader)
 
     def read_status(self) -> None:
-        try:
+        with suppress(BlockingIOError):
             status = os.read(self._reader, 4096)
-        except BlockingIOError:
-            return
-        if not self.status:
-            self._deadline = time.monotonic() + self._watched.wall
-        self.status += status
-        if status.endswith(b"p") and self.status.startswith(b"+"):
-            self.stopped = "processes"
-
-    def _full(self) -> End | None:
-        """The limit that files or processes exceed. Blocks."""
-        watched = self._watched
-        if watched.disk is not None and watched.used() > watched.disk:
-            return "disk"
-        return "processes" if watched.pids is not None and watched.crowded(self._leader, watched.pids) else None
+            if not self.status:
+                self._deadline = time.monotonic() + self._watched.wall
+            self.status += status
+            if status.endswith(b"p") and self.status.startswith(b"+"):
+                self.stopped = "processes"
 
 
 async def _attend(process: asyncio.subprocess.Process, stdin: bytes, attended: _Attended) -> None:
@@ -170,7 +186,7 @@ async def _attend(process: asyncio.subprocess.Process, stdin: bytes, attended: _
     try:
         while not finished.done():
             await asyncio.wait([finished], timeout=LOOK)
-            await attended.look(running=process.returncode is None)
+            attended.look(running=process.returncode is None)
             if attended.stopped is not None or process.returncode is not None:
                 # Also after a normal end: remaining processes of the group would keep the output open.
                 kill_group(process.pid)

@@ -27,13 +27,7 @@ class GymTextEnv(ToolEnv):
     id = "gymnasium/Text-v0"
 
     def __init__(
-        self,
-        *,
-        make: str,
-        make_args: dict[str, Any] | None = None,
-        actions: Sequence[str] = (),
-        rules: str = "",
-        **base: Any,
+        self, *, make: str, make_args: dict[str, Any] | None = None, actions: Sequence[str] = (), rules: str = "", **base: Any
     ) -> None:
         """`make`, `make_args`: arguments of `gymnasium.make`. `actions`: names of a discrete action space's
         actions, in order. `rules`: the system message. Raises CatalogError for an unknown id, and for an

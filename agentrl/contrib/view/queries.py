@@ -431,10 +431,7 @@ def _suspicion_row(
     count = db.execute(f"SELECT count(*) FROM episodes e WHERE {where}", tuple(values)).fetchone()[0]
     if not count:
         return None
-    worst = db.execute(
-        f"SELECT {COLUMNS} {FROM} WHERE {where} ORDER BY {order} LIMIT ?",
-        (*values, EXAMPLES),
-    )
+    worst = db.execute(f"SELECT {COLUMNS} {FROM} WHERE {where} ORDER BY {order} LIMIT ?", (*values, EXAMPLES))
     listed = [{"id": row["id"], "why": say(row)} for row in worst]
     return {"kind": kind, "title": title, "why": why, "value": count, "episodes": listed}
 

