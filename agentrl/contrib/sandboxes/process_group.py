@@ -157,7 +157,8 @@ class _Attended:
                 end = "disk"
             if end is not None:
                 self.stopped = self.stopped or end
-                return kill_group(self._leader)
+                kill_group(self._leader)
+                return
 
     def read_status(self) -> None:
         with suppress(BlockingIOError):
