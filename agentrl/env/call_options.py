@@ -34,19 +34,18 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
     # By content: tools that are made anew for each episode (from an MCP server, or by a wrapper) compile nothing anew.
     safe_schema(name, parameters)
     try:
+        kind = parameters.get("type")
+        if isinstance(kind, str | list) and "object" not in kind:  # each call would be refused
+            raise BadSchemaError("/type", f"{kind!r} takes no arguments, which are an object", 'write "object"')
         return _compiled_check(json.dumps(parameters))
     except BadSchemaError as problem:
         raise ToolSchemaError(f"tool {name}: its parameters are not a valid JSON Schema: {problem}") from problem
 
 
 def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
-    """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory,
-    or takes no object, as which arguments come: each call would be refused."""
+    """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory."""
     try:
         check_schema(parameters)
-        kind = parameters.get("type")
-        if isinstance(kind, str | list) and "object" not in kind:
-            raise BadSchemaError("/type", f"{kind!r} takes no arguments, which are an object", 'write "object"')
     except BadSchemaError as problem:
         raise ToolSchemaError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
 
