@@ -26,7 +26,6 @@ from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
-    from agentrl.run.session import Session
 
 # The contract
 
@@ -114,8 +113,8 @@ class LiveMetrics(ABC):
         """Take the numbers of a row."""
 
     @abstractmethod
-    def watch(self, session: Session | None) -> None:
-        """Read this session of the caller's event loop from now on; None: it is over."""
+    def watch(self, session: Any) -> None:
+        """Read this Session (run/session.py) of the caller's event loop from now on; None: it is over."""
 
     @abstractmethod
     def close(self) -> None:

@@ -12,12 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from agentrl.cli.eval import read_plans
 from agentrl.cli.main import _parse
 from agentrl.config.envs import each
 from agentrl.config.load import config_from
+from agentrl.run.display import Display
 from agentrl.run.driver import RunDriver, RunOutcome
+from agentrl.run.evaluate import RolloutJob
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import FILE, RunModel, model_of, run_folder
 from agentrl.utils.errors import CheckpointError, ConfigError
@@ -203,7 +206,8 @@ def test_of_several_environments_one_evaluation_has_all_of_the_run(tmp_path: Pat
         ("a", 7, 1, "heldout", "evals/two/final/a"),
         ("b", 30, 1, "train", "evals/two/final/b"),
     ]
-    heats = [plan.requests[one.envs[0].called].temperature(one.rollout, one.eval) for one in each(plan.config)]
+    show = Display(Console(quiet=True))
+    heats = [RolloutJob(one, plan.requests[one.envs[0].called], show).temperature for one in each(plan.config)]
     assert heats == [0.5, 1.0]
     (one,) = read_plans(_parse(["eval", "b", "--run", str(folder.path), "-n", "2", "env.b.params.calls=3"]))
     assert [env.called for env in one.config.envs] == ["b"] == list(one.requests) and one.config.envs[0].params == {"calls": 3}
