@@ -39,7 +39,7 @@ def measured(only: list[str]) -> list[Row]:
     rows: list[Row] = []
     own = [entry for entry in list_envs() if entry.path is not None and entry.path.is_relative_to(ROOT / "envs")]
     for entry in own:
-        suite = entry.suite.suite if entry.suite is not None else None
+        suite = entry.suite
         if entry.name in LEFT_OUT or (only and not {entry.name, suite} & set(only)):
             continue
         for params in VARIANTS.get(entry.name, [[]]):
