@@ -119,11 +119,10 @@ def run_rollout(args: argparse.Namespace) -> int:
 
 def _roll_out(args: argparse.Namespace, _: int) -> int:
     config, request = read_request(args)
-    from agentrl.run.evaluate import check_request
+    from agentrl.run.evaluate import RolloutJob, check_request
 
     config = check_request(config, request)
     from agentrl.run.display import Display
-    from agentrl.run.evaluate import RolloutJob
     from agentrl.run.provenance import model_note
 
     with Display() as display:
@@ -242,8 +241,7 @@ def _play(plan: Plan, display: Any, every: bool) -> int:
         report, job = run_loop(run_evals(plan.config, plan.requests, display, plan.about))
         reports = {} if report is None else report["envs"]
     else:
-        (request,) = plan.requests.values()
-        job = RolloutJob(plan.config, request, display)
+        job = RolloutJob(plan.config, next(iter(plan.requests.values())), display)
         report = run_loop(job.evaluate(plan.about))
         reports = {} if report is None else {"": report}
     if report is None:
@@ -337,10 +335,9 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         note = model_note(path, config)
         plan.notes = [] if note is None else [note]
         return plan
-    run = Provenance(folder, config)
-    differs = [line for env in config.envs for line in run.differences(env.called)]
+    differs = [line for env in config.envs for line in Provenance(folder, config).differences(env.called)]
     tasks, unpaired = _other_tasks(args, {one.envs[0].called: one.eval for one in each(config)})
-    differs += [*run.changed_files(), *tasks, *other_engine(folder, engine_name(config))]
+    differs += [*Provenance(folder, config).changed_files(), *tasks, *other_engine(folder, engine_name(config))]
     plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan
