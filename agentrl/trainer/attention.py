@@ -84,8 +84,8 @@ def suffix_blocks(spans: Tensor, device: torch.device | None = None) -> list[Blo
     for first, last, start, stop in spans.tolist():
         groups.setdefault((first, last) if last > first else (start, start), []).append((start, stop))
     place = device or torch.device("cpu")
-    ends = {prefix: torch.tensor(suffixes) for prefix, suffixes in groups.items()}
-    return [row_block(found[:, 0], found[:, 1], place, prefix) for prefix, found in ends.items()]
+    cut = {prefix: torch.tensor(suffixes) for prefix, suffixes in groups.items()}
+    return [row_block(suffixes[:, 0], suffixes[:, 1], place, prefix) for prefix, suffixes in cut.items()]
 
 
 def similar(lengths: list[int]) -> list[list[int]]:

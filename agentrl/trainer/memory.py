@@ -313,7 +313,7 @@ def token_bytes(module: nn.Module, dtype: str) -> int:
 
     latent = size("qk_nope_head_dim", "qk_rope_head_dim")
     widest = max(size("head_dim"), size("global_head_dim"), size("v_head_dim"), latent) or text.hidden_size // queries
-    return int(2 * text.num_hidden_layers * heads * widest * width(dtype))
+    return 2 * int(text.num_hidden_layers) * int(heads) * int(widest) * width(dtype)
 
 
 def width(dtype: str | None) -> int:
