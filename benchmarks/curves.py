@@ -1,6 +1,6 @@
 """Run the variants, each in a process of its own, and write the table and the picture. See docs/testing.md.
 
-    python -m tests.curves [--variants grpo,gae] [--seeds 0,1,2] [--jobs 2] [--out runs/curves] [--updates 30]
+    python benchmarks/curves.py [--variants grpo,gae] [--seeds 0,1,2] [--jobs 2] [--out runs/curves] [--updates 30]
 
 One warm start a seed is made first and shared: a variant costs its updates and evaluations only. Results are lines of
 OUT/results.jsonl; what is there already is not run again. Ends with 1 if a curve does not do what it must.
@@ -20,10 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.curves.report import about_control, picture, table, unexpected
-from tests.curves.variants import VARIANTS
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
-ROOT = Path(__file__).resolve().parents[2]
+from curves_report import FUNCTIONS, VARIANTS, about_control, episodes, picture, spec, table, unexpected, z_score
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ROOT / "benchmarks" / "parts"
 CONFIG = ROOT / "configs" / "quickstart.toml"
 HERE = ["cluster.backend=inline", "engine=embedded"]
 EVERY = 3
@@ -65,7 +67,7 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), str(PARTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
@@ -106,7 +108,7 @@ def results(out: Path, updates: int) -> dict[tuple[str, int], dict[str, Any]]:
 
 def process(out: Path, name: str, seed: int, updates: int) -> str:
     """One variant in a process; its result goes to the file. Returns a line to show."""
-    command = [sys.executable, "-m", "tests.curves", "--out", str(out), "--updates", str(updates), "--one", name, str(seed)]
+    command = [sys.executable, __file__, "--out", str(out), "--updates", str(updates), "--one", name, str(seed)]
     result = out / f"{name}_{seed}" / "result.json"
     result.unlink(missing_ok=True)
     began = time.monotonic()
@@ -138,8 +140,6 @@ def one(out: Path, name: str, seed: int, updates: int) -> int:
     from agentrl.run.checks import check_config
     from agentrl.run.config_file import open_folder
     from agentrl.run.driver import execute
-    from tests.curves.leak import episodes, z_score
-    from tests.curves.rewards import FUNCTIONS, spec
 
     variant = VARIANTS[name]
     overrides = [

@@ -1,17 +1,19 @@
-"""The controls of `python -m tests.curves`: what the random reward may depend on, and how its curves are judged."""
+"""The controls of `benchmarks/curves.py`: what the random reward may depend on, and how its curves are judged."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.reward.leaf import episode_view
-from tests.curves.leak import z_score
-from tests.curves.report import about_control, control, table, unexpected
-from tests.curves.rewards import coin, spec
-from tests.curves.variants import COINS, VARIANTS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks/parts"))
+
+from curves_report import COINS, VARIANTS, about_control, coin, control, spec, table, unexpected, z_score
 
 MANY = 4000
 

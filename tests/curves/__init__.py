@@ -1,1 +1,0 @@
-"""Learning curves as tests of the whole: `python -m tests.curves` (docs/testing.md)."""
