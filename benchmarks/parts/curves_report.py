@@ -218,7 +218,7 @@ def control(rows: list[dict[str, Any]]) -> Control:
 
 def chance(runs: int, up: int) -> float:
     """That a fair coin shows heads `up` times or more in `runs`."""
-    return sum(math.comb(runs, k) for k in range(up, runs + 1)) / 2**runs
+    return sum(math.comb(runs, k) for k in range(up, runs + 1)) / 2.0**runs
 
 
 def unexpected(rows: list[dict[str, Any]]) -> list[str]:
