@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -182,21 +183,24 @@ def test_what_files_declare_is_collected_and_what_cannot_be_run_has_its_result(
 def test_a_test_that_is_run_again_is_what_it_was_last_and_a_failure_is_the_first_of_its_phases(tmp_path: Path) -> None:
     said = Journal(tmp_path / "journal")
 
+    def add(text: str) -> None:
+        with (tmp_path / "journal").open("a") as file:
+            file.write(text)
+        said.read()
+
     def told(*phases: tuple[str, str, str]) -> tuple[str, str, str, float]:
         for when, outcome, reason in phases:
-            said._take({"event": "report", "test": "a", "when": when, "outcome": outcome, "seconds": 1.0, "reason": reason})
+            row = {"event": "report", "test": "a", "when": when, "outcome": outcome, "seconds": 1.0, "reason": reason}
+            add(json.dumps(row) + "\n")
         case = said.cases["a"]
         return case.outcome, case.phase, case.reason, case.seconds
 
     assert told(("setup", "passed", ""), ("call", "failed", "flaky")) == ("failed", "call", "flaky", 2.0)
     assert told(("teardown", "failed", "no socket")) == ("failed", "call", "flaky", 3.0)
     assert told(("setup", "passed", ""), ("call", "passed", ""), ("teardown", "passed", "")) == ("passed", "", "", 3.0)
-    (tmp_path / "journal").write_text('{"event": "began", "pid": 7}\n{"event": "sta')
-    said.read()
+    add('{"event": "began", "pid": 7}\n{"event": "sta')
     assert (said.pid, list(said.running)) == (7, [])
-    with (tmp_path / "journal").open("a") as file:
-        file.write('rt", "test": "b"}\n')
-    said.read()
+    add('rt", "test": "b"}\n')
     assert list(said.running) == ["b"]
 
 
