@@ -166,7 +166,9 @@ def test_what_is_added_as_the_page_says_works(name: str, tree: Path, python: Run
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_page_shows_is_formatted_and_clean(name: str, tmp_path: Path) -> None:
+def test_what_the_page_shows_fits_its_files_and_is_clean(name: str, tmp_path: Path) -> None:
+    for file, diff in recipe(name).diffs.items():
+        patched((ROOT / file).read_text(), diff)
     files = recipe(name).files
     for number, text in enumerate(files.values()):
         (tmp_path / f"m{number}.py").write_text(text)

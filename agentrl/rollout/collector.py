@@ -166,8 +166,8 @@ class GroupRun:
 
 # Run groups of episodes under the group ledger and return the groups of each update.
 #
-# One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: between two
-# `collect` calls, running groups continue and new ones start as far as the ledger allows.
+# One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: above 0, between two `collect`
+# calls, running groups continue and `exchange` starts new ones; with 0 groups start in `collect` alone.
 
 
 class Collector:

@@ -1,13 +1,13 @@
 """The training loop, as a table of contents.
 
-    groups    <- collector.collect()          episodes under the group ledger        (rollout/)
-    batch     <- make_batch(groups)           one row a ledger                       (batch/)
-    metrics   <- learner.step(batch)          advantages, then critic and actor      (algorithm/, train/)
-    version+1 <- collector.trained(groups)    the ledger counts the update           (rollout/ledger)
-    engine    <- session.publish()            weights under the new version          (train/publish, weights/)
+    groups    <- collector.collect()          episodes under the group ledger        (rollout/collector)
+    batch     <- make_batch(groups)           one row a ledger                       (data/rows)
+    metrics   <- learner.step(batch)          advantages, then critic and actor      (trainer/learner)
+    version+1 <- collector.trained(groups)    the ledger counts the update           (rollout/group_ledger)
+    engine    <- session.publish()            weights under the new version          (trainer/publish)
 
-One loop for every staleness bound: with `rollout.max_staleness = 0` nothing runs while the actors
-update; above 0 the collector's episodes continue meanwhile."""
+One loop for every staleness bound: with `rollout.max_staleness = 0` episodes run within `collect` alone, not during an update,
+an evaluation or a checkpoint; above 0 they continue meanwhile."""
 
 from __future__ import annotations
 

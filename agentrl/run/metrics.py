@@ -155,7 +155,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("demonstrations/skipped", "episodes", "those that were left out: too long for a row, or not to be played"),
         MetricInfo("demonstrations/tokens", "tokens", "their tokens as the policy would have sampled them"),
         MetricInfo("demonstrations/nll", "nats", "mean of -log pi over these"),
-        MetricInfo("echo/tokens", "tokens", "tokens after the policy's first that it did not sample (callback `echo`)"),
+        MetricInfo("echo/tokens", "tokens", "tokens that callback `echo` learns"),
         MetricInfo("echo/nll", "nats", "mean of -log pi over these"),
         MetricInfo("critic/loss", "loss", "value loss, mean over the critic's optimizer steps"),
         MetricInfo("critic/value", "reward", "mean value of the tokens"),

@@ -340,7 +340,7 @@ def check_distillation(start: RunStart) -> list[str]:
 def check_demonstrations(start: RunStart) -> list[str]:
     """Raise ConfigError, naming the obstacle, if there is no gold solution that an update could show.
 
-    Reads: algorithm.demonstrations, rollout.context, rollout.sampler, env, tools.sets, tools.mcp, agent, seed.
+    Reads: algorithm.demonstrations, rollout.context, rollout.sampler, env, tools, agent, seed.
     """
     one = start.config
     if not trained_at_all(one.envs[0].weight):

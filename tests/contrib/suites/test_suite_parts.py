@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,9 +284,3 @@ def test_a_fork_that_lets_go_of_a_world_leaves_its_parents_process_alone(tmp_pat
     assert asyncio.run(world.ask("show")) == [0]
     world.end()
     pool.end()
-
-
-def test_the_table_of_lines_is_the_commands() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "suite_lines.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"docs/benchmarks.md has another table of lines:\n{done.stdout}{done.stderr}"
