@@ -167,7 +167,7 @@ class GroupRun:
 # Run groups of episodes under the group ledger and return the groups of each update.
 #
 # One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: above 0, between two `collect`
-# calls, running groups continue and `exchange` starts new ones; with 0 groups start in `collect` alone.
+# calls, running groups continue and `exchange` starts new ones; with 0 `collect` alone does.
 
 
 class Collector:

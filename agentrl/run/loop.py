@@ -1,10 +1,10 @@
 """The training loop, as a table of contents.
 
-    groups    <- collector.collect()          episodes under the group ledger        (rollout/collector)
-    batch     <- make_batch(groups)           one row a ledger                       (data/rows)
-    metrics   <- learner.step(batch)          advantages, then critic and actor      (trainer/learner)
-    version+1 <- collector.trained(groups)    the ledger counts the update           (rollout/group_ledger)
-    engine    <- session.publish()            weights under the new version          (trainer/publish)
+    groups    <- collector.collect()          episodes under the group ledger  (rollout/collector)
+    batch     <- make_batch(groups)           one row a ledger                 (data/rows)
+    metrics   <- learner.step(batch)          advantages, critic, actor        (trainer/learner)
+    version+1 <- collector.trained(groups)    the ledger counts the update     (rollout/group_ledger)
+    engine    <- session.publish()            weights under the new version    (trainer/publish)
 
 One loop for every staleness bound: with `rollout.max_staleness = 0` episodes run within `collect` alone, not during an update,
 an evaluation or a checkpoint; above 0 they continue meanwhile."""
