@@ -11,8 +11,10 @@ from agentrl.data.rows import Ragged, collate
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.trainer.algorithms import advantages
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput
 from agentrl.trainer.estimator_inputs import with_advantages
+from tests.sources import core_names
 
 
 def batch_of(reward: float, lengths: list[int], dtype: torch.dtype) -> AdvantageInput:
@@ -29,12 +31,10 @@ def batch_of(reward: float, lengths: list[int], dtype: torch.dtype) -> Advantage
     )
 
 
-GROUP_BASED = [
-    "grpo", "dr_grpo", "rloo", "opo", "gpg", "gigpo", "max_variance", "maxrl", "multi_reward", "pass_at_k", "turn_returns",
-]  # fmt: skip
+GROUP_BASED = [name for name in core_names(ADVANTAGES) if "group" in ADVANTAGES.entry(name).needs]
 
 
-@pytest.mark.parametrize("name", [*GROUP_BASED, "reinforce_pp_baseline"])
+@pytest.mark.parametrize("name", GROUP_BASED)
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -2.3, 1e6 + 0.1])
 def test_a_group_without_a_difference_gets_exactly_zero(name: str, reward: float) -> None:
     args = {"terms": ["a", "b"]} if name == "multi_reward" else {}

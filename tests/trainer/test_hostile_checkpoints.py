@@ -164,6 +164,7 @@ TRUSTED = {
     "trainer/weight_files.py": "torch.load, weights_only",
     "trainer/train_state.py": "a closed list of names, none of them called; torch.load, weights_only",
     "engines/weights/distributed_routes.py": "from a run's trainer to its engine, by Ray",
+    "engines/vllm/vllm_worker.py": "from a run's replica to its own vLLM workers",
     "contrib/sandboxes/code_tests/boot.py": "in a sandbox: the code of pytest and of the runner, which grade.py made",
 }
 """Every file that unpickles, and why that runs nothing of others (docs/trust.md)."""
