@@ -280,10 +280,8 @@ Owner = Literal["user", "package", "library"]
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")]
 _WAITING = frozenset({selectors.__file__, threading.__file__, queue.__file__, thread.__file__, connection.__file__})
-_IDLE = {
-    "DaemonThreads._serve",
-    "_pass_on",
-}  # where a thread waits: of `executors` for a call, of `redaction` for a line of a program
+# Where a thread waits: of `threads` for a call, of `redaction` for a line of a program.
+_IDLE = {"DaemonThreads._serve", "_pass_on"}
 _RUN = events.Handle._run.__code__
 
 

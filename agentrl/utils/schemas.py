@@ -35,7 +35,7 @@ def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
     """`look(text)`, where `look` is a method of a compiled `regex` pattern.
 
     Raises TimeoutError after `seconds`, TextTooLongError, which is one, for a text of more than `MOST_TEXT` characters, and
-    TooLongError if it takes long and is tried at once (`executors.at_once`).
+    TooLongError if it takes long and is tried at once (`threads.at_once`).
     """
     if len(text) > MOST_TEXT:
         raise TextTooLongError(f"a text of {len(text)} characters; patterns are searched in at most {MOST_TEXT}")
@@ -599,7 +599,7 @@ _META = SchemaValidator(Draft202012Validator.META_SCHEMA)
 
 def first_fault(validator: Any, instance: Any, *, at_once: bool = True) -> ValidationError | None:
     """The error that says most of why the instance does not fit, or None. Raises TimeoutError after `SCHEMA_S`, and TooLongError
-    if it takes long and is tried at once (`executors.at_once`), unless `at_once` is false."""
+    if it takes long and is tried at once (`threads.at_once`), unless `at_once` is false."""
     hurry = at_once and QUICK.get()
     late = _LATE.set(time.thread_time() + AT_ONCE_CPU_S if hurry else time.monotonic() + SCHEMA_S)
     quick, count = QUICK.set(hurry), _LEFT.set(iter(range(AT_ONCE)))
