@@ -7,12 +7,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
 from agentrl.run.interrupt import ended_as_interrupted
-from agentrl.utils.errors import WorkerDiedError, hint_text
+from agentrl.utils.errors import UserError, WorkerDiedError, hint_text
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say
 
@@ -21,10 +22,28 @@ COMMANDS: Registry[Callable[[argparse.ArgumentParser], None]] = Registry("comman
 help."""
 
 
-def short_help(add_arguments: Callable[..., None]) -> str:
-    """A command's line in `agentrl --help`."""
-    line = (add_arguments.__doc__ or "").partition("\n\n")[0]
-    return " ".join(line.split()).removesuffix(".")
+ENV_ACTION = "env "
+"""Prefix in `COMMANDS` of actions of `agentrl env`."""
+
+
+def add_command(commands: Any, name: str) -> None:
+    """Add a command to the subparsers. A plug-in's command that fails to load refuses to run; all others still work."""
+    module, word = "a plug-in", name.removeprefix(ENV_ACTION)
+    try:
+        add_arguments = COMMANDS[name]
+        module = add_arguments.__module__
+        line = " ".join((add_arguments.__doc__ or "").partition("\n\n")[0].split()).removesuffix(".")
+        add_arguments(commands.add_parser(word, help=line))
+    except Exception as error:
+        if module.startswith("agentrl."):
+            raise
+        problem = UserError(f"command {name}: its plug-in does not load: {type(error).__name__}: {error}. Fix or remove its file")
+        commands.choices.pop(word, None)
+        commands.add_parser(word, help="(its plug-in does not load)").set_defaults(run=partial(_refuse, problem))
+
+
+def _refuse(problem: UserError, args: argparse.Namespace) -> int:
+    raise problem
 
 
 # The parser

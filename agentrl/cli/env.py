@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, short_help, whole_number
+from agentrl.cli.arguments import COMMANDS, ENV_ACTION, add_command, whole_number
 from agentrl.utils.errors import ConfigError, UserError
 from agentrl.utils.terminal import say
 
@@ -80,8 +80,6 @@ ENV_EPILOG = """examples:
   agentrl env serve sql --http --host 0.0.0.0 --port 9000 --token-env SQL_TOKEN --max-episodes 256
 """
 
-ENV_ACTION = "env "
-"""Prefix in `COMMANDS` of actions of `agentrl env`."""
 PARAMS = 'a=b: parameters of the environment, values in TOML (a bare word is a string); tool sets: tools.sets=["notes"]'
 
 
@@ -112,7 +110,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     play.set_defaults(run=run_play)
     for name in COMMANDS:
         if name.startswith(ENV_ACTION):
-            COMMANDS[name](actions.add_parser(name.removeprefix(ENV_ACTION), help=short_help(COMMANDS[name])))
+            add_command(actions, name)
 
 
 def with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -11,12 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from functools import partial
 from traceback import walk_tb
-from typing import Any
 
 from agentrl import __version__
-from agentrl.cli.arguments import COMMANDS, Parser, short_help
+from agentrl.cli.arguments import COMMANDS, ENV_ACTION, Parser, add_command
 from agentrl.run.config_file import is_override
 from agentrl.utils.errors import AgentrlError, UserError
 from agentrl.utils.files import disk_full, full_text
@@ -42,28 +40,9 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in sorted(COMMANDS, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)):
-        _add_command(commands, name)
+        if not name.startswith(ENV_ACTION):  # `agentrl env` lists these
+            add_command(commands, name)
     return parser
-
-
-def _add_command(commands: Any, name: str) -> None:
-    """Add a command to the subparsers. A plug-in's command that fails to load refuses to run; all others still work."""
-    module = "a plug-in"
-    try:
-        add_arguments = COMMANDS[name]
-        module = add_arguments.__module__
-        add_arguments(commands.add_parser(name, help=short_help(add_arguments)))
-    except Exception as error:
-        if module.startswith("agentrl."):
-            raise
-        problem = UserError(f"command {name}: its plug-in does not load: {type(error).__name__}: {error}. Fix or remove its file")
-        commands.choices.pop(name, None)
-        parser = commands.add_parser(name, help="(its plug-in does not load)")
-        parser.set_defaults(run=partial(_refuse, problem))
-
-
-def _refuse(problem: UserError, args: argparse.Namespace) -> int:
-    raise problem
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
