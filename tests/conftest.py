@@ -85,7 +85,7 @@ os.environ["AGENTRL_SOURCES"] = json.dumps({"bfcl": str(Path(__file__).parent / 
 os.environ["AGENTRL_SURVEY"] = "0"
 
 # Also if agentrl was installed before it had the plugin.
-pytest_plugins = ["agentrl.contrib.gpu_tests.plugin"]
+pytest_plugins = ["agentrl.contrib.gpu_tests.plugin"] if find_spec("agentrl.contrib.gpu_tests") else []
 
 CARDS = ",".join(str(number) for number in range(100, 164))
 """Cards that no machine has, enough for every cluster that a test makes up. CUDA finds none of them, hence no other either."""

@@ -106,8 +106,8 @@ class Registry(Mapping[str, T]):
             return Entry(name, given.value, given.needs, given.traits)
         files = self._files_by_name().get(name, [])
         if not files:
-            listed = ", ".join(sorted(self))
-            raise ConfigError(f"{self.kind}: unknown name {name!r}{hint_text(name, self)}; known: {listed or 'none'}")
+            listed = ", ".join(sorted(self)) or "none. Its code is missing here: restore its folder of agentrl/contrib"
+            raise ConfigError(f"{self.kind}: unknown name {name!r}{hint_text(name, self)}; known: {listed}")
         if len(files) > 1:
             raise ConfigError(f"{self.kind}: two files register {name!r}: {files[0]} and {files[1]}; rename one")
         found = self._entries.get((name, _load_place(files[0], f"{self.kind}/{name}")))
@@ -119,9 +119,11 @@ class Registry(Mapping[str, T]):
         return found
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._files_by_name():
-            raise KeyError(name)
+        """Raises ConfigError as `entry` does."""
         return self.entry(name).make
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.entry(name).make if name in self else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._files_by_name()))

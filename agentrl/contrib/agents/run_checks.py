@@ -46,7 +46,6 @@ def check_agent(config: TrainConfig, env: EnvRef) -> None:
     """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one."""
     if config.agent is None:
         return
-    agents_of(config.agent, read_inputs(config).tokenizer)
     if config.agent.url is not None:
         address = resolve_references(config.agent.url, "agent.url")
         exempt_own(address)

@@ -91,6 +91,8 @@ def _run_section_checks(start: RunStart) -> list[str]:
         section: Any = start.config
         for key in name.split("."):
             section = getattr(section, key, None)
+        if section is not None and name not in RUN_CHECKS:
+            raise ConfigError(f"{name}: its code is missing here. Restore its folder of agentrl/contrib, or remove the section")
         if section is not None:
             lines += RUN_CHECKS.entry(name).make(start)
     return lines

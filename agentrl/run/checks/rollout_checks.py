@@ -21,7 +21,7 @@ from agentrl.rollout.engine import ENGINES
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import Transcripts
-from agentrl.run.assembly import longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
+from agentrl.run.assembly import agents_of, longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import check_scoring_time, tasks_of
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of
 from agentrl.trainer.publish import check_takes_weights
@@ -193,8 +193,8 @@ def check_model(model: ModelConfig) -> None:
 def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     """Raise a UserError if a part cannot be built or does not fit the others. Nothing is started.
 
-    Reads: env, tools, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser, model.chat_template,
-    model.date, reward, rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
+    Reads: env, tools, agent, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser,
+    model.chat_template, model.date, reward, rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
     """
     env = EnvRef.of(config)
     built = env.build()
@@ -202,6 +202,7 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     built.close()
     maker_of(engine_name(config), config).check()
     inputs = read_inputs(config)
+    agents_of(config.agent, inputs.tokenizer)
     scorer = scorer_of(config, inputs.specs[0])
     check_scoring_time(config.rollout, scorer)
     check_rollout(config, env)
