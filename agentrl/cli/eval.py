@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ROLLOUT_EPILOG = """examples:
   agentrl rollout key_value --model runs/quickstart/final -n 100 -k 8
   agentrl rollout key_value --model api:openai/gpt-4.1-mini --split heldout rollout.max_turns=8
+  agentrl rollout key_value --model runs/quickstart/final -n 8 --values 16     which call lost the task?
 
 The folder --out gets trajectories.jsonl, one episode per line. Ctrl-C keeps finished episodes; the same command
 then runs only the missing ones.
@@ -40,6 +41,8 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     """Write a model's trajectories on an environment."""
     parser.epilog = ROLLOUT_EPILOG
     add_options(parser, tasks=16, split="train", folder="rollouts")
+    values = "continuations of each turn, which measure the chance of success before it (default none)"
+    parser.add_argument("--values", type=whole_number(2), default=0, metavar="N", help=values)
     parser.set_defaults(run=run_rollout)
 
 
@@ -92,7 +95,7 @@ def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]
     name = the_env(config.envs).id.replace("/", "_")
     out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
     tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
-    return config, RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out)
+    return config, RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out, values=args.values)
 
 
 def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:

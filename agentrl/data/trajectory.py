@@ -152,7 +152,8 @@ class Turn:
     `ledger` and `end` are the position of the turn's last sampled token (ledger index, token index), so
     that a reward for this turn is put on that token; -1 until the turn was sampled by an engine.
     `seconds` is the time of the sampling and of its tool calls; `usd` is what an API charged for it,
-    None if unknown.
+    None if unknown. `value`: the share of sampled continuations from before this turn that succeed (`agentrl rollout --values`);
+    None if none was played.
     """
 
     index: int
@@ -166,6 +167,7 @@ class Turn:
     seconds: float = 0.0
     finish: str = "stop"
     usd: float | None = None
+    value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +322,8 @@ def _fields(item: object) -> dict[str, Json]:
     row = {name: getattr(item, name) for name in item.__dataclass_fields__}
     if images := row.pop("images", None):
         row["images"] = [image.sha256 for image in images]
+    if isinstance(item, Turn) and item.value is None:  # the rows of all other episodes stay as they are
+        del row["value"]
     return row
 
 

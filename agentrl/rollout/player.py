@@ -70,6 +70,10 @@ class Script(ABC):
         """The finished and scored episodes, each played by `LocalPlayer.episode`; the job's own is the first."""
 
 
+SCRIPTS: Registry[Callable[..., Callable[[EpisodeSpec], Script]]] = Registry("script", "SCRIPTS", "agentrl.rollout")
+"""Makers of an episode's script from a config and a number. They raise ConfigError for a config that cannot be played so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One episode to be played in the environment `env` (the name of a `RunEnv`).
@@ -202,20 +206,22 @@ async def run_tasks(
     temperature: float | None = None,
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
     watch: Watch | None = None,
+    script: Callable[[EpisodeSpec], Script] | None = None,
 ) -> list[Trajectory]:
     """One episode in the run's environment `env` for each (task index, member), at most `max_episodes` at once, in the order
     of `pairs`; `params` and `temperature` as in `Job`.
 
     Tasks are numbered within a split and are the same in every run; `seed` only affects the sampling.
-    `on_episode` is called when an episode ends; `watch` hears the waits of episodes. Raises the first error that is not an
-    outcome of an episode.
+    `on_episode` is called when an episode ends; `watch` hears the waits of episodes. `script`: of each episode. Raises the first
+    error that is not an outcome of an episode.
     """
     slots, watch = asyncio.Semaphore(max_episodes), watch or Watch()
 
     async def one(index: int, member: int) -> Trajectory:
         spec = EpisodeSpec(index, split, derive(seed, split, index, member), member, key=f"{split}{index}.m{member}")
         async with slots:
-            trajectory = await player.play(Job(env, spec, params or {}, temperature), watch)
+            job = Job(env, spec, params or {}, temperature, script=script and script(spec))
+            trajectory = await player.play(job, watch)
         on_episode(trajectory)
         return trajectory
 

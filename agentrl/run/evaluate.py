@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,8 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.engines.makers import api_name
 from agentrl.env.official import success_rates
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.player import end_of, fault_of, run_tasks, success_rate
+from agentrl.rollout.episode import EpisodeSpec
+from agentrl.rollout.player import SCRIPTS, Script, end_of, fault_of, run_tasks, success_rate
 from agentrl.run.assembly import assemble, read_inputs
 from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import mean_of, official, rate_of
@@ -250,7 +251,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class RolloutRequest:
     """Request for episodes: `tasks` tasks of a split, `samples` episodes each, written to `out`.
 
-    `chosen`: the numbers of those tasks in the split, if they are not the first ones.
+    `chosen`: the numbers of those tasks in the split, if they are not the first ones. `values`: continuations per turn, which
+    measure its value.
     """
 
     purpose: Literal["eval", "rollout"]
@@ -260,6 +262,7 @@ class RolloutRequest:
     split: str
     out: Path
     chosen: tuple[int, ...] = ()
+    values: int = 0
 
     @property
     def pairs(self) -> list[Pair]:
@@ -381,6 +384,7 @@ class RolloutJob:
                     temperature=self.temperature,
                     on_episode=keep,
                     watch=watch,
+                    script=value_script(config, request),
                 )
 
     def _resume(self) -> dict[Pair, Trajectory]:
@@ -388,7 +392,7 @@ class RolloutJob:
         request, purpose = self.request, self.request.purpose
         request.out.mkdir(parents=True, exist_ok=True)
         # All that an episode depends on; `-n` and `-k` only say which episodes there are.
-        own = {"command": purpose, "--split": request.split}
+        own = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
         identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose)}
         note, path = request.note, self.file
         if note.exists():
@@ -470,4 +474,10 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     if min(request.tasks, request.samples) < 1:
         raise ConfigError(f"n = {request.tasks}, k = {request.samples}: expected at least 1 of each")
     check_eval(config := without_trainer(config), request.purpose)
+    value_script(config, request)
     return config
+
+
+def value_script(config: TrainConfig, request: RolloutRequest) -> Callable[[EpisodeSpec], Script] | None:
+    """The scripts of a request that measures values. Raises ConfigError for a config whose episodes cannot be forked."""
+    return SCRIPTS["values"](config, request.values) if request.values else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.config.schema import RolloutConfig, TrainConfig
+from agentrl.config.schema import TrainConfig
 from agentrl.contrib.branching.trees import count_places, plant_trees
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef
@@ -25,7 +25,7 @@ def check_branch(start: RunStart) -> list[str]:
     rollout.context, rollout.sampler, algorithm, env, agent, seed.
     """
     one = start.config
-    if (why := _obstacle(one) or _fork_obstacle(one.seed, one.rollout, EnvRef.of(one))) is not None:
+    if (why := _obstacle(one) or fork_obstacle(one)) is not None:
         raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
     return []
 
@@ -50,8 +50,6 @@ def _obstacle(one: TrainConfig) -> str | None:
     if len(branch.turns) > (used := count_places(branch, most)):
         only = f"a root has {most} branches, {branch.width} a turn, so only the first {used} are used"
         return f"{turns}, and {only}; take the others out, or raise rollout.group_size"
-    if one.agent is not None:
-        return "[agent]: an agent that plays by itself cannot be forked; leave one of the two out"
     if BRANCHES not in ADVANTAGES.entry(advantage).traits:
         wrong = f'algorithm.advantage "{advantage}" compares members as if none shared its beginning with another'
         return f"{wrong}; use one of {ADVANTAGES.that_are(BRANCHES)}"
@@ -65,16 +63,17 @@ def _obstacle(one: TrainConfig) -> str | None:
     if rollout.oversample_members > 1:
         wrong = "rollout.oversample_members drops the members that end last, which branches do by their nature"
         return f"{wrong}; set it to 1, or leave rollout.branch out"
-    if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
-        return (
-            f"rollout.context = {rollout.context.name!r}: a summary is sampled before the turn that it makes room for, so a "
-            "branch of that turn would share it; use another, or leave rollout.branch out"
-        )
     return None
 
 
-def _fork_obstacle(seed: int, rollout: RolloutConfig, ref: EnvRef) -> str | None:
-    """Fork an episode of the first task, as a run does it: inside an event loop."""
+def fork_obstacle(one: TrainConfig) -> str | None:
+    """Why no episode can be forked; None if one can. Forks one of the first task, as a run does it: inside an event loop."""
+    rollout, ref = one.rollout, EnvRef.of(one)
+    if one.agent is not None:
+        return "[agent]: an agent that plays by itself cannot be forked; leave one of the two out"
+    if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
+        wrong = f"rollout.context = {rollout.context.name!r}: a summary is sampled before the turn that it makes room for"
+        return f"{wrong}, so a branch of that turn would share it; use another, or leave one of the two out"
     if ref.at is not None:
         return f"env.url = {ref.at.url!r}: an environment elsewhere is not forked in a run; leave one of the two out"
     for env in each_env(rollout, ref):
@@ -83,9 +82,9 @@ def _fork_obstacle(seed: int, rollout: RolloutConfig, ref: EnvRef) -> str | None
         if env.user_models():
             return "its user is a model, of whose forks nothing is known before they are paid for; leave one of the two out"
         try:
-            run_sync(_fork_once(env, seed))
+            run_sync(_fork_once(env, one.seed))
         except (AgentrlError, TypeError, ValueError, RuntimeError) as fault:
-            return f"environment {env.id} cannot be forked: {type(fault).__name__}: {fault}; leave rollout.branch out"
+            return f"environment {env.id} cannot be forked: {type(fault).__name__}: {fault}; leave one of the two out"
     return None
 
 

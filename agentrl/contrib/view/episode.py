@@ -249,6 +249,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
                 "ledger": turn.get("ledger"),
                 "finish": turn.get("finish"),
                 "usd": turn.get("usd"),
+                "value": turn.get("value"),
             }
         )
     kept = {name: found.get(name) for name in _KEPT}

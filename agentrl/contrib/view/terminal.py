@@ -232,7 +232,9 @@ def _said(message: Mapping[str, Json]) -> str:
 
 def _turn(turn: Mapping[str, Json]) -> list[RenderableType]:
     tokens, seconds = turn["tokens"], turn["seconds"]
-    out: list[RenderableType] = [_panel(f"turn {turn['index']}: {tokens} tokens, {seconds:.2f} s", _said(turn["message"]))]
+    worth = "" if turn["value"] is None else f", value {turn['value']:.2f}"
+    head = f"turn {turn['index']}: {tokens} tokens, {seconds:.2f} s{worth}"
+    out: list[RenderableType] = [_panel(head, _said(turn["message"]))]
     for result in turn["results"]:
         mark = f"  error: {result['error']}" if result.get("error") else ""
         out.append(Text(safe(f"   {result['name']}{mark}: {result['content']}", 2000), style="dim" if not mark else "red"))

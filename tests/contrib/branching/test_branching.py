@@ -27,6 +27,7 @@ from agentrl.config.schema import BranchConfig, Choice, RewardConfig
 from agentrl.contrib.branching import advantage
 from agentrl.contrib.branching.checks import check_branch
 from agentrl.contrib.branching.trees import Forest, TreeScript, plant_trees
+from agentrl.contrib.branching.values import ValueScript, measure_values
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory
 from agentrl.env import ToolEnv
@@ -585,3 +586,46 @@ def test_the_example_of_the_manual_and_its_defaults() -> None:
     assert found.advantages.tolist() == pytest.approx(documented("tree"), abs=1e-4)
     defaults = {p.name: p.default for p in inspect.signature(advantage.tree).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert defaults == {"local": 0.5, "share": 0.0, "eps": 1e-6}
+
+
+class Flaky(Told):
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        if request_key == "r.v1.2":
+            raise EngineError("out of order")
+        return await super().generate(token_ids, sampling, request_key)
+
+
+async def test_the_value_of_a_turn_is_the_share_of_its_scored_continuations_that_succeed() -> None:
+    env = REF.build()
+    await env.areset(seed=7, options={"split": "train"})
+    gold = [(said, -0.5) for said in env.gold_turns(env.task)]
+    says: dict[str, list[tuple[Message, float]]] = {
+        "r": [gold[0], OVER],
+        "r.v0.0": gold, "r.v0.1": [OVER], "r.v0.2": [gold[0], OVER],
+        "r.v1.0": gold[1:], "r.v1.1": gold[1:], "r.v1.2": [],
+    }  # fmt: skip
+    scorer = make_scorer(find_spec(REF, "key_value_exact"), RewardConfig(), REF)
+    player = LocalPlayer([RunEnv("kv", REF, Policy(Flaky(says), RENDERER), scorer, WIDE)])
+    spec = EpisodeSpec(7, "train", 0, 0, "r")
+    script = ValueScript(spec, 3, 20)
+    assert {"r.v0.2", "r.v1.2"} < {one.key for one in script.specs()} and len({one.seed for one in script.specs()}) == 60
+    [root] = await player.play_all(Job("kv", spec, script=script), Watch())
+    assert [turn.value for turn in root.turns] == [pytest.approx(1 / 3), 1.0] and root.success is False
+    assert Trajectory.from_json(json.loads(json.dumps(root.to_json()))) == root
+    [alone] = await LocalPlayer([RunEnv("kv", REF, Policy(Told({"r": [gold[0], OVER]}), RENDERER), scorer, WIDE)]).play_all(
+        Job("kv", spec), Watch()
+    )
+    assert all("value" not in turn for turn in alone.to_json()["turns"]), "the rows of all other episodes stay as they are"
+    assert [turn.message for turn in alone.turns] == [turn.message for turn in root.turns]
+
+
+@pytest.mark.parametrize("words", ["rollout.context.name=compact", "agent.command=['x']", "env.params.holds=true"])
+def test_values_of_episodes_that_cannot_be_forked_are_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--values: .*leave one of the two out"):
+        measure_values(config_from({"env": {"id": "patient" if "holds" in words else "key_value"}}, [words]), 4)
+
+
+@pytest.mark.parametrize("model", ["policy:gold", "api:openai/some-model"])
+def test_values_of_a_script_or_a_model_behind_an_api_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--values: a script or a model behind an API cannot go on from a fork"):
+        measure_values(config_from({"env": {"id": "key_value"}, "model": {"path": model}}, []), 4)

@@ -1,6 +1,6 @@
 // An episode turn by turn: what was asked, said, called and answered.
 import { html } from "./html.js";
-import { number, seconds } from "./format.js";
+import { fixed, number, seconds } from "./format.js";
 import { Arguments, Text, pieces } from "./text.js";
 
 /** The calls of a turn, each with its answer: [{call, result}]; answers of no known call come last. */
@@ -54,6 +54,18 @@ export const Message = ({ message }) => html`<article class="message">
   <${Pictures} of=${message} />
   ${(message.tool_calls ?? []).map((call) => html`<${Call} call=${call} />`)}
 </article>`;
+
+/** A bar for each turn whose value is known (`agentrl rollout --values`): success of continuations before and after it, by index. */
+export function worths(episode) {
+  const turns = episode.turns ?? [];
+  const values = [...turns.map((turn) => turn.value), episode.success === null || episode.success === undefined ? null : Number(episode.success)];
+  const known = turns.map((turn, at) => ({ index: turn.index, before: values[at], after: values[at + 1] })).filter(({ before, after }) => typeof before === "number" && typeof after === "number");
+  const most = Math.max(0, ...known.map(({ before, after }) => before - after));
+  const percent = (share) => ({ width: `${100 * share}%` });
+  return new Map(known.map(({ index, before, after }) => [index, html`<div class="worth small" data-worth=${index}>
+    <div class="spans"><i class="engine" style=${percent(Math.min(before, after))} /><i class=${after < before ? "lost" : "won"} style=${percent(Math.abs(after - before))} /></div>
+    <span>${fixed(before)} → ${fixed(after)}${before - after === most && most > 0 ? " here" : ""}</span></div>`]));
+}
 
 export function Turn({ turn, rewrites = [] }) {
   const { message } = turn;

@@ -8,7 +8,7 @@ import { Ledger } from "../js/ledger.js";
 import { Answer, Members, Outcome, Panel, Stop } from "../js/parts.js";
 import { go, href } from "../js/router.js";
 import { Json, pieces, Text } from "../js/text.js";
-import { Message, script, Turn, UserCalls } from "../js/turns.js";
+import { Message, script, Turn, UserCalls, worths } from "../js/turns.js";
 
 const VIEWS = [["", "Turns"], ["tokens", "Tokens"], ["json", "JSON"]];
 
@@ -88,10 +88,11 @@ function Shown({ run, data, id, query, change }) {
   if (query.view === "json") return html`<div class="body"><${Text} value=${JSON.stringify(data, null, 2)} lines=${400} characters=${30000} /></div>`;
   const acted = (index) => (data.user_calls ?? []).filter((one) => one.turn === index);
   const rewrites = (turn) => (data.rewrites ?? []).filter((one) => one.turn === turn.index);
+  const worth = worths(data);
   return html`<div class="body stack">
     ${data.error && html`<div class="notice bad"><div class="grow"><strong>${data.stop}</strong><${Text} value=${data.error} lines=${12} /></div></div>`}
     ${script(data).map(({ message, turn, acted: index }, place) => {
-      if (turn) return html`<${Turn} key=${`t${turn.index}`} turn=${turn} rewrites=${rewrites(turn)} />`;
+      if (turn) return html`<${Turn} key=${`t${turn.index}`} turn=${turn} rewrites=${rewrites(turn)} />${worth.get(turn.index) ?? ""}`;
       return message ? html`<${Message} key=${`m${place}`} message=${message} />` : html`<${UserCalls} key=${`u${index}`} made=${acted(index)} />`;
     })}
     ${data.parting && html`<article class="message" data-parting><header><span class="role user">user</span><span class="muted small">as it left: the policy was not told</span></header><${Text} value=${data.parting} /></article>`}

@@ -1,0 +1,78 @@
+"""The value of each turn of an episode: how often what is sampled from there succeeds (`agentrl rollout --values`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from agentrl.config.schema import TrainConfig
+from agentrl.contrib.branching.checks import fork_obstacle
+from agentrl.contrib.branching.trees import Fork
+from agentrl.data.trajectory import Trajectory
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.engine import derive
+from agentrl.rollout.episode import EpisodeHook, EpisodeSpec, RunningEpisode
+from agentrl.rollout.player import SCRIPTS, Job, LocalPlayer, Script
+from agentrl.run.engine_choice import engine_of
+from agentrl.utils.errors import ConfigError
+
+
+class ForkEveryTurn(EpisodeHook):
+    """Forks an episode before each of its turns."""
+
+    def __init__(self) -> None:
+        self.forks: list[Fork] = []
+
+    async def before(self, turn: int, episode: RunningEpisode) -> None:
+        self.forks.append(Fork.of(episode, turn))
+
+
+@dataclass(frozen=True, slots=True)
+class ValueScript(Script):
+    """Plays an episode, then `samples` continuations from before each of its turns, at most `turns`. A turn's value is the share
+    of the scored ones that succeed: an estimate with the variance V (1 - V) / samples."""
+
+    spec: EpisodeSpec
+    samples: int
+    turns: int
+
+    def specs(self) -> Iterable[EpisodeSpec]:
+        return (self._spec(turn, number) for turn in range(self.turns) for number in range(self.samples))
+
+    def _spec(self, turn: int, number: int) -> EpisodeSpec:
+        seed = derive(self.spec.seed, "value", turn, number)
+        return replace(self.spec, seed=seed, key=f"{self.spec.key}.v{turn}.{number}")
+
+    async def play(self, job: Job, player: LocalPlayer, watch: Watch) -> list[Trajectory]:
+        """The episode alone, with the values of its turns; every fork is closed."""
+        hook, open_at_once = ForkEveryTurn(), asyncio.Semaphore(self.samples)
+
+        async def play_on(fork: Fork, number: int) -> Trajectory:
+            async with open_at_once:
+                one = replace(job, spec=self._spec(fork.turn, number), script=None)
+                return await player.episode(one, watch, fork, fork.env.fork())
+
+        try:
+            root = await player.episode(job, watch, hook)
+            forks = [] if root.stop.infrastructure else [fork for fork in hook.forks if fork.turn < len(root.turns)]
+            async with asyncio.TaskGroup() as tasks:
+                played = [[tasks.create_task(play_on(fork, number)) for number in range(self.samples)] for fork in forks]
+            for fork, found in zip(forks, played, strict=True):
+                known = [task.result().success for task in found if task.result().success is not None]
+                root.turns[fork.turn].value = fmean(map(float, known)) if known else None
+            return [root]
+        finally:
+            for fork in hook.forks:
+                await fork.close()
+
+
+@SCRIPTS.register("values")
+def measure_values(config: TrainConfig, samples: int) -> Callable[[EpisodeSpec], Script]:
+    """The script of each episode. Raises ConfigError if it cannot be forked."""
+    if (why := fork_obstacle(config)) is not None:
+        raise ConfigError(f"--values: {why}")
+    if "messages" in engine_of(config).traits:
+        raise ConfigError("--values: a script or a model behind an API cannot go on from a fork. Give a model folder or hub name")
+    return lambda spec: ValueScript(spec, samples, config.rollout.max_turns)
