@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 
 from agentrl.contrib.suites.benchmarks import calling, groups, message_of
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask
-from agentrl.contrib.toolkit.bfcl_answers import possible_call
+from agentrl.contrib.toolkit.bfcl_calls import possible_call
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall
 from agentrl.env.official import WHOLE, OfficialRow, Played

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from agentrl.contrib.toolkit.bfcl_answers import solvable
+from agentrl.contrib.toolkit.bfcl_calls import solvable
 from agentrl.data.chat_forms import FormError
 from agentrl.data.trajectory import Json
 from agentrl.utils.errors import ConfigError, TaskDataError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.contrib.toolkit.bfcl_answers import possible_call
+from agentrl.contrib.toolkit.bfcl_calls import possible_call
 from agentrl.contrib.toolkit.chat_forms import Declaration, declarations
 from agentrl.data.chat_forms import FormError
 from agentrl.data.trajectory import Json

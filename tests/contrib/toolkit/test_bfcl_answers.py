@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.contrib.toolkit.bfcl_answers import possible_call, solvable
+from agentrl.contrib.toolkit.bfcl_calls import possible_call, solvable
 from tests.contrib.toolkit.test_bfcl_languages import FUNCTION, GOLD, RIGHT
 
 
