@@ -148,19 +148,20 @@ def interval(values: Sequence[float]) -> str:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Per environment a row per entry, the largest mean first."""
+    """Per environment a row per entry, the largest mean first; a seed has the same start and tasks in all of them."""
     for env, tokens in TOKENS.items():
         mine = [one for one in lines() if one["env"] == env]
-        entries: dict[str, list[list[list[float]]]] = {}
+        curves: dict[str, dict[int, list[list[float]]]] = {}
         for one in mine:
-            entries.setdefault(one["entry"], []).append(one["curve"])
+            curves.setdefault(one["entry"], {})[one["seed"]] = one["curve"]
         short = sorted({one["entry"] for one in mine if one["curve"][-1][1] < tokens})
         print(f"\n{env}, {tokens:,} sampled tokens" + (f"; fewer in {', '.join(short)}" if short else ""))
-        print("\n| | seeds | mean until then (95 %) | success then |\n|---|--:|---|---|")
-        means = {entry: [average(rows, tokens) for rows in curves] for entry, curves in entries.items()}
-        for entry in sorted(means, key=lambda entry: -float(np.mean(means[entry]))):
-            last = interval([at(rows, tokens) for rows in entries[entry]])
-            print(f"| `{entry}` | {len(means[entry])} | {interval(means[entry])} | {last} |")
+        print("\n| | seeds | mean until then (95 %) | less that of `grpo`, by seed | success then |\n|---|--:|---|---|---|")
+        means = {entry: {seed: average(rows, tokens) for seed, rows in of.items()} for entry, of in curves.items()}
+        for entry, of in sorted(means.items(), key=lambda pair: -float(np.mean(list(pair[1].values())))):
+            last = interval([at(rows, tokens) for rows in curves[entry].values()])
+            gain = interval([of[seed] - means["grpo"][seed] for seed in of]) if entry != "grpo" else ""
+            print(f"| `{entry}` | {len(of)} | {interval(list(of.values()))} | {gain} | {last} |")
 
 
 def main() -> None:
