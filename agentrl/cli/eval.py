@@ -77,7 +77,6 @@ def _policy(name: str) -> str:
 
 def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]:
     """The config and the request of rollouts that the options ask for. Raises ConfigError."""
-    from agentrl.config.envs import the_env
     from agentrl.config.load import config_from
     from agentrl.config.origin import typed_origins
     from agentrl.run.checks.env_checks import check_played
@@ -92,7 +91,7 @@ def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]
     overrides = overrides_of(args, args.overrides)
     config = config_from(base, overrides)
     check_played(config, partial(typed_origins, base, overrides))
-    name = the_env(config.envs).id.replace("/", "_")
+    name = config.the_env.id.replace("/", "_")
     out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
     tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
     return config, RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out, values=args.values)
@@ -324,7 +323,6 @@ def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[st
 
 
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
-    from agentrl.config.envs import each
     from agentrl.run.engine_choice import engine_name
     from agentrl.run.provenance import Provenance, model_note, other_engine
 
@@ -339,7 +337,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         plan.notes = [] if note is None else [note]
         return plan
     differs = [line for env in config.envs for line in Provenance(folder, config).differences(env.called)]
-    tasks, unpaired = _other_tasks(args, {one.envs[0].called: one.eval for one in each(config)})
+    tasks, unpaired = _other_tasks(args, {one.envs[0].called: one.eval for one in config.each()})
     differs += [*Provenance(folder, config).changed_files(), *tasks, *other_engine(folder, engine_name(config))]
     plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
@@ -368,14 +366,13 @@ def _requests(
     args: argparse.Namespace, config: TrainConfig, out: Path, folder: RunFolder | None, several: bool
 ) -> dict[str, RolloutRequest]:
     """A request for each environment; of a config with several, each in a folder of its own, also if one is chosen."""
-    from agentrl.config.envs import alone
     from agentrl.env.catalog import EnvRef
     from agentrl.run.compare import suite_choice, suite_tasks
     from agentrl.run.evaluate import RolloutRequest
 
     requests, given = {}, args.config is not None or folder is not None
     for env in config.envs:
-        one = alone(config, env)
+        one = config.alone(env)
         own, ref = one.eval, EnvRef.of(one)
         split = args.split or (own.split if given or several else args.defaults["split"])
         there = suite_tasks(ref, split)
@@ -392,7 +389,7 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
     """The config of the chosen environments, and whether they are chosen from several. Of one environment it is a config of that
     alone. Raises ConfigError or CatalogError."""
     from agentrl.config import load_config
-    from agentrl.config.envs import alone, entry_of
+    from agentrl.config.envs import entry_of
     from agentrl.config.load import config_from, with_absolute_paths
     from agentrl.config.origin import read_origins, typed_origins
     from agentrl.run.checks.env_checks import check_played
@@ -423,4 +420,4 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
     if names:
         update["env"] = chosen
     several, config = len(config.envs) > 1, config.model_copy(update=update)
-    return (config if len(config.envs) > 1 else alone(config, config.envs[0])), several
+    return (config if len(config.envs) > 1 else config.alone(config.envs[0])), several

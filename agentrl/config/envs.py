@@ -1,74 +1,21 @@
-"""Read a config by environment: the environments by name, the models, the temperature of an update."""
+"""Read a config by environment: the environments by name, their weights, the temperature of an update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from agentrl.config.schema import Choice, EnvConfig, EvalConfig, RolloutConfig, SftConfig, Steps, TrainConfig
-from agentrl.utils.errors import ConfigError, UserError, hint_text
+from agentrl.config.schema import Choice, EnvConfig, EvalConfig, RolloutConfig, SftConfig, Steps
+from agentrl.config.schema.episodes import entry_name
+from agentrl.utils.errors import ConfigError, hint_text
 
 Table = dict[str, Any]
 
 
-def alone(config: TrainConfig, env: EnvConfig) -> TrainConfig:
-    """The config as if `env` were its only environment: what it sets itself takes the place of the run's sections.
-
-    All that plays, scores and checks one environment reads such a config, whose `envs` is this one.
-    """
-    own = {"tools": env.tools, "agent": env.agent, "limits": env.limits, "sampler": env.sampler, "advantage": env.advantage}
-    weight = None if trained_at_all(env.weight) else 0.0
-    rest = env.model_copy(update={**dict.fromkeys((*own, "eval", "sft"), None), "weight": weight})
-    if weight is None:
-        drawn: dict[str, Any] = {"sampler": env.sampler or config.rollout.sampler}
-    else:  # it is only evaluated: neither the run's curriculum nor its forks are of its tasks
-        drawn = {"sampler": env.sampler or type(config.rollout)().sampler, "start": None, "branch": None}
-    rollout = _with(config.rollout, env.limits).model_copy(update=drawn)
-    algorithm = config.algorithm.model_copy(update={"advantage": env.advantage or config.algorithm.advantage})
-    update = {
-        "env": rest,
-        "tools": env.tools or config.tools,
-        "agent": env.agent or config.agent,
-        "rollout": rollout,
-        "algorithm": algorithm,
-        "eval": _with(config.eval, env.eval, but="weight"),
-        "sft": config.sft and _with(config.sft, env.sft),
-    }
-    return config.model_copy(update=update)
-
-
-def each(config: TrainConfig) -> list[TrainConfig]:
-    """The config of each environment, as `alone` makes it."""
-    return [alone(config, env) for env in config.envs]
-
-
-def trained_envs(envs: tuple[EnvConfig, ...]) -> list[EnvConfig]:
-    """The environments that some update of a run draws tasks of; the others are only evaluated."""
-    return [env for env in envs if trained_at_all(env.weight)]
-
-
-def widest(config: TrainConfig, of: Sequence[EnvConfig] | None = None) -> TrainConfig:
-    """The config with the widest limits of the environments `of`, by default all, in [rollout], for what they share, such as the
-    engine's cache."""
-    if not config.envs:
-        return config
-    rollouts = [alone(config, env).rollout for env in of or config.envs]
-    names = ("max_turns", "max_turn_tokens", "max_episode_tokens")
-    limits = {name: max(getattr(rollout, name) for rollout in rollouts) for name in names}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=limits)})
-
-
-def longest_sample(config: TrainConfig) -> int:
-    """The most tokens that an episode may sample in any of the environments that updates draw tasks of."""
-    rollouts = [alone(config, env).rollout for env in trained_envs(config.envs)]
-    return max(min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) for rollout in rollouts)
-
-
 def own_advantages(envs: tuple[EnvConfig, ...]) -> dict[str, Choice]:
     """The environments with an advantage estimator of their own, by name, of those that updates draw tasks of."""
-    return {env.called: env.advantage for env in trained_envs(envs) if env.advantage is not None}
+    return {env.called: env.advantage for env in envs if env.trains and env.advantage is not None}
 
 
 def eval_weights(envs: tuple[EnvConfig, ...]) -> dict[str, float]:
@@ -84,22 +31,6 @@ def warm_start_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> list[
     if not found:
         raise ConfigError("sft.envs: no environment takes part in the warm start; name one, or leave it out (sft=false)")
     return found
-
-
-def _with(section: Any, own: Any, but: str = "") -> Any:
-    """The section with what the environment's own part of it sets."""
-    given = {} if own is None else {key: value for key, value in own if value is not None and key != but}
-    return section.model_copy(update=given)
-
-
-def the_env(envs: tuple[EnvConfig, ...]) -> EnvConfig:
-    """The only environment of a config. Raises ConfigError if it has several, or none."""
-    if not envs:
-        raise ConfigError("env: this takes an environment, and the config has none; it trains on [data] (agentrl sft)")
-    if len(envs) > 1:
-        names = ", ".join(env.called for env in envs)
-        raise ConfigError(f"env: this takes one environment, and the config has {len(envs)}: {names}")
-    return envs[0]
 
 
 def check_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> None:
@@ -143,29 +74,7 @@ def weight_at(weight: Steps | None, step: int) -> float:
     return weight[0][1] if step < weight[0][0] else weight[-1][1]
 
 
-def trained_at_all(weight: Steps | None) -> bool:
-    """Return True if some update of a run draws tasks of an environment with this weight."""
-    return any(value for _, value in weight) if isinstance(weight, list) else weight != 0.0
-
-
-@contextmanager
-def name_entry_in_errors(config: TrainConfig, env: EnvConfig) -> Iterator[TrainConfig]:
-    """Begins a UserError with the entry of `[[env]]` that it is about, if there are several. Yields the config of it `alone`."""
-    try:
-        yield alone(config, env)
-    except UserError as problem:
-        if len(config.envs) == 1:
-            raise
-        entry, text = entry_name(config.envs.index(env), env.called), str(problem)
-        raise type(problem)(entry + text[3:] if text.startswith("env.") else f"{entry}: {text}") from problem
-
-
 # -- in tables ---------------------------------------------------------------------------------------
-
-
-def entry_name(number: int, name: str) -> str:
-    """Name of an entry of `[[env]]` in messages."""
-    return f"env[{number}] ({name})"
 
 
 def name_of(entry: Any) -> str:
@@ -219,21 +128,6 @@ def named_leaves(table: Table, envs: Sequence[EnvConfig]) -> Iterator[tuple[str,
     for number, (env, entry) in enumerate(zip(envs, entries, strict=False)):
         for keys, value in leaves(entry, ("env", number)):
             yield ".".join(map(str, ("env", env.called, *keys[2:]))), keys, value
-
-
-# Models besides the policy
-
-
-def other_models(config: TrainConfig) -> dict[str, str]:
-    """By the key that names them, the folders or hub names of the models of other roles than the policy's. A critic that starts
-    from the policy's model has none."""
-    taught = config.algorithm.distillation
-    named = {
-        "critic.path": None if config.critic is None else config.critic.path,
-        "reward_model.path": None if config.reward_model is None else config.reward_model.path,
-        "algorithm.distillation.path": None if taught is None else taught.path,
-    }
-    return {key: path for key, path in named.items() if path is not None}
 
 
 # Temperature of an update

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.envs import as_list, check_envs, entry_name, entry_of, find_entry, name_of
+from agentrl.config.envs import as_list, check_envs, entry_of, find_entry, name_of
 from agentrl.config.keys import find_keys, inline, section_at, section_of, takes_none, takes_switch
 from agentrl.config.schema import ONE, SEVERAL, AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
+from agentrl.config.schema.episodes import entry_name
 from agentrl.utils.errors import ConfigError, UserError, hint_text
 from agentrl.utils.files import read_text
 from agentrl.utils.parsing import toml_table

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
 from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, known_sources, module_folder
 from agentrl.env.tools import TOOL_SOURCES, Tool, ToolSet
@@ -142,9 +141,9 @@ class EnvRef:
 
     @classmethod
     def of(cls, config: TrainConfig) -> EnvRef:
-        """The environment of a config that has one (see `config.envs.alone`): its id and parameters, with its tools or those
+        """The environment of a config that has one (see `TrainConfig.alone`): its id and parameters, with its tools or those
         of the config's `tools` section. Raises ConfigError if there are several."""
-        env = the_env(config.envs)
+        env = config.the_env
         system = [] if env.system is None else [Choice(name="system_prompt", args={"text": env.system})]
         sandbox = {} if env.sandbox is None else {"sandbox": env.sandbox.model_dump()}
         wrappers, tools = (*env.wrappers, *system), env.tools or config.tools

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from agentrl.config import Choice, TrainConfig
-from agentrl.config.envs import alone, weight_at
+from agentrl.config.envs import weight_at
 from agentrl.config.schema import StartConfig, Steps
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import derive
@@ -301,7 +301,7 @@ def parts_of(config: TrainConfig) -> list[Part]:
     """The environments of a run as parts of its mixture."""
     parts = []
     for env in config.envs:
-        one = alone(config, env)
+        one = config.alone(env)
         weight = 1.0 if env.weight is None else env.weight
         parts.append(Part(env.called, EnvRef.of(one), one.rollout.sampler, weight, one.rollout.start))
     return parts

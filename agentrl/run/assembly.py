@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import ModelConfig, TrainConfig
-from agentrl.config.envs import name_entry_in_errors, temperature_at, the_env
+from agentrl.config.envs import temperature_at
 from agentrl.config.schema import AgentConfig, OptimConfig
 from agentrl.engines.makers import API
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
@@ -107,7 +107,7 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
     """
     specs = []
     for env in config.envs:
-        with name_entry_in_errors(config, env) as one:
+        with config.name_entry_in_errors(env) as one:
             specs.append(find_spec(EnvRef.of(one), env.reward))
     entry = engine_of(config)
     if "messages" in entry.traits:
@@ -144,7 +144,7 @@ def assemble(
     policy = make_policy(config, engine, renderer, temperature)
     envs, services = [], RunServices(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):
-        with name_entry_in_errors(config, own) as one:
+        with config.name_entry_in_errors(own) as one:
             scorer, limits = scorer_of(one, spec, services), Limits.of(one.rollout, inputs.context)
             agents = agents_of(one.agent, inputs.tokenizer)
             envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents))
@@ -160,7 +160,7 @@ def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, services:
     """The scorer of the episodes of a config's only environment, by `spec` or else by the spec that the config names. `services`:
     those of the run."""
     env = EnvRef.of(config)
-    spec = spec or find_spec(env, the_env(config.envs).reward)
+    spec = spec or find_spec(env, config.the_env.reward)
     return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, services=services)
 
 

@@ -7,7 +7,6 @@ from hashlib import sha256
 from pathlib import Path
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import name_entry_in_errors, other_models
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
 from agentrl.env.official import Benchmark
@@ -28,12 +27,12 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     """
     models = {
         "model.path": _files(config.model.path),
-        **{key: _files(path) for key, path in other_models(config).items() if key != "critic.path"},
+        **{key: _files(path) for key, path in config.other_models().items() if key != "critic.path"},
         **{f"{one.key}.path": _files(one.config.model.path) for one in RunServices(config).engines()},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     for own in config.envs:
-        with name_entry_in_errors(config, own) as one:
+        with config.name_entry_in_errors(own) as one:
             env = EnvRef.of(one)
             at = f"env.{own.called}" if isinstance(config.env, list) else "env"
             digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))

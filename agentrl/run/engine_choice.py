@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
 from agentrl.config import ClusterConfig, RolloutConfig, TrainConfig
-from agentrl.config.envs import widest
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
 from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import model_context, named_anywhere
@@ -89,7 +88,7 @@ def samples_on_ray(config: TrainConfig) -> bool:
 
 def maker_of(name: str, config: TrainConfig) -> EngineMaker:
     """The maker of the engine `name` with the config's `engine_args`. Raises ConfigError for an unknown or invalid argument."""
-    maker: EngineMaker = ENGINES.bind(name, config.engine_args)(widest(config))
+    maker: EngineMaker = ENGINES.bind(name, config.engine_args)(config.widest())
     maker.on_gpus = partial(has_gpus, config.cluster, "rollout")
     return maker
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop_ray, while_ray_lives
 from agentrl.cluster.ray_parent import error_told, tell, unsaid
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, each, eval_weights, one_temperature, the_env
+from agentrl.config.envs import eval_weights, one_temperature
 from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory
 from agentrl.engines.makers import api_name
@@ -376,7 +376,7 @@ class RolloutJob:
             with watch_loop(SLOW_LOOP, display.warn), display.doing("episodes", waits=watch.waiting):
                 await run_tasks(
                     parts.player,
-                    the_env(config.envs).called,
+                    config.the_env.called,
                     missing,
                     seed=config.seed,
                     max_episodes=config.rollout.max_episodes,
@@ -439,14 +439,14 @@ async def run_evals(
     try:
         for name, request in requests.items():
             display.say(f"[{name}] {request.tasks} tasks of {envs[name].id}")
-            job = RolloutJob(alone(config, envs[name]), request, display, shared)
+            job = RolloutJob(config.alone(envs[name]), request, display, shared)
             report = await job.evaluate()
             if report is None:
                 return None, job
             reports[name], episodes[name] = report, [job.episodes[pair] for pair in request.pairs]
     finally:
         await shared.close()
-    found = official(each(config), episodes, request.split)
+    found = official(config.each(), episodes, request.split)
     own = {"official": found} if found else {}
     # The mean of the environments' pass@1, by their weights; None if one that counts is unknown.
     rates = [(weight, reports[name]["pass@1"]) for name, weight in eval_weights(config.envs).items() if weight > 0]

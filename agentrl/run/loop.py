@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agentrl.config import Choice, EvalConfig
-from agentrl.config.envs import alone, eval_weights, own_advantages
+from agentrl.config.envs import eval_weights, own_advantages
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
 from agentrl.rollout.deadlines import Watch
@@ -131,10 +131,10 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     began = time.monotonic()
     config = session.config
     found: dict[str, Evaluation] = {}
-    count, watch = Count(sum(alone(config, env).eval.tasks for env in config.envs)), Watch()
+    count, watch = Count(sum(config.alone(env).eval.tasks for env in config.envs)), Watch()
     with session.display.doing("evaluation", count.__str__, watch.waiting):
         for env in config.envs:
-            own = alone(config, env).eval
+            own = config.alone(env).eval
             found[env.called] = await evaluate_env(session, env.called, own, on_episode=count, watch=watch)
     result = next(iter(found.values())) if len(found) == 1 else together(found, eval_weights(config.envs))
     await forget_evaluation(session)

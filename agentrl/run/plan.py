@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from agentrl.cluster.placement import Location, card_bytes, has_gpus, is_planned, joins, planned_elsewhere
-from agentrl.config.envs import each, longest_sample, widest
-from agentrl.config.envs import trained_envs as trained
 from agentrl.config.keys import inline
 from agentrl.config.schema import CriticConfig, InitModelConfig, ModelConfig, TrainConfig
 from agentrl.data.schedule import shuffle_parts
@@ -57,7 +55,7 @@ def derived_values(config: TrainConfig) -> dict[str, str]:
     found = {key: inline(env.called) for key, env in called.items()}
     algorithm = config.algorithm
     if algorithm.length_norm is None and algorithm.aggregate == "seq_mean_token_sum_norm":
-        found["algorithm.length_norm"] = inline(longest_sample(config))
+        found["algorithm.length_norm"] = inline(config.longest_sample())
     if algorithm.kl.kind is None and algorithm.kl.coef > 0:
         found["algorithm.kl.kind"] = inline(kl_kind(algorithm.kl))
     given = {"optim": config.optim, "critic": config.critic, "sft": config.sft}
@@ -164,13 +162,13 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
     every = config.eval.every
     evaluated = [0, *(step for step in range(1, steps) if every and step % every == 0), steps]
     assert len(evaluated) == evaluations_of(config.steps, config.eval)
-    tasks = sum(one.eval.tasks for one in each(config))
+    tasks = sum(one.eval.tasks for one in config.each())
     sft, parameters = config.sft, _parameters(config.model, config.critic)
     # Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups.
     environments, how = [], {}
     several = len(config.envs) > 1
     shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
-    for env, one in zip(config.envs, each(config), strict=True):
+    for env, one in zip(config.envs, config.each(), strict=True):
         ref, limits = EnvRef.of(one), one.rollout
         turns = f"{_count(limits.max_turns, 'turn')} of {limits.max_turn_tokens} tokens"
         share = f", {shares[env.called]:.1%} of the groups at first, {one.algorithm.advantage.name}" if several else ""
@@ -217,7 +215,7 @@ def batches_of(config: TrainConfig) -> Batches:
     greedy = needs_greedy(algorithm.advantage)  # an episode a group that is no member
     pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
     ranks = mesh_of(config.model, config.cluster, None if pool is None else pool.nodes * pool.per_node)["dp"]
-    wide = widest(config, trained(config.envs)).rollout
+    wide = config.widest(config.trained_envs).rollout
     longest = min(wide.max_episode_tokens, config.optim.micro_tokens)
     at_once = config.optim.micro_tokens // longest if config.model.packing == "packed" else 1
     again, gold = algorithm.experience, algorithm.demonstrations

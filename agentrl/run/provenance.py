@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config import TrainConfig, load_config
-from agentrl.config.envs import alone
 from agentrl.config.identity import Identity, changes, differences, identity_of, later_changes
 from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
@@ -115,7 +114,7 @@ class Provenance:
         if not theirs:
             return []
         then, now = (
-            {key: value for key, value in identity_of(alone(c, e), "eval").items() if not f"{key}.".startswith(_OF_MODEL)}
+            {key: value for key, value in identity_of(c.alone(e), "eval").items() if not f"{key}.".startswith(_OF_MODEL)}
             for c, e in ((before, theirs[0]), (self.config, own))
         )
         if _same_env(str(then["env.id"]), str(now["env.id"])):

@@ -26,7 +26,6 @@ from agentrl.cluster.placement import (
 )
 from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
-from agentrl.config.envs import other_models, trained_envs, widest
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
 from agentrl.run.services import RunServices, SideEngine
@@ -359,7 +358,7 @@ class RunMemory:
         pool = config.cluster.pools.get(device)
         ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
         paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
-        path = other_models(config).get(paths.get(role, ""))
+        path = config.other_models().get(paths.get(role, ""))
         # What is frozen has no adapters; a reward model has no shared tokens either (trainer/roles.py).
         plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {"lora": None} if role == "teacher" else {}
         model = config.model.model_copy(update=plain)
@@ -391,7 +390,7 @@ class RunMemory:
         # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
         if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
             return config.optim.micro_tokens
-        return min(config.optim.micro_tokens, widest(config, trained_envs(config.envs)).rollout.max_episode_tokens)
+        return min(config.optim.micro_tokens, config.widest(config.trained_envs).rollout.max_episode_tokens)
 
     def check_fits(self, placed: list[RolePlacement]) -> None:
         """Raise ResourceError, with the keys that help and the table, if a device cannot hold its roles."""

@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, TypeVar
 from agentrl.cluster.group import WorkerGroup, check_shared
 from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
 from agentrl.config import EvalConfig, ModelConfig, TrainConfig
-from agentrl.config.envs import alone
 from agentrl.config.identity import identity_of
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.engines.weights.base import WeightTarget
@@ -372,7 +371,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             MixedTasks(parts_of(config), config.rollout.mixture, config.seed),
             config.rollout,
             seed=config.seed,
-            greedy=[env.called for env in config.envs if needs_greedy(alone(config, env).algorithm.advantage)],
+            greedy=[env.called for env in config.envs if needs_greedy(config.alone(env).algorithm.advantage)],
             accept=None if accept is None else Acceptance(accept),
             on_group=on_group,
             say=display.warn,

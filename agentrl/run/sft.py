@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from agentrl.cluster.group import check_arrived
-from agentrl.config.envs import alone, warm_start_envs, weight_at
+from agentrl.config.envs import warm_start_envs, weight_at
 from agentrl.config.schema import EnvConfig, SftConfig
 from agentrl.data.rows import Ragged, collate
 from agentrl.data.schedule import Mode, with_trees
@@ -143,7 +143,7 @@ def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
 def _taking_part(session: Session) -> Iterator[tuple[EnvConfig, SftConfig]]:
     """The environments of the warm start, each with its section."""
     for env in warm_start_envs(session.config.envs, session.config.sft):
-        own = alone(session.config, env).sft
+        own = session.config.alone(env).sft
         assert own is not None
         yield env, own
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentrl.config.envs import widest
 from agentrl.config.schema import ModelConfig, OptimConfig, TrainConfig
 from agentrl.render.modality import modality_of
 from agentrl.trainer.pretrained import load_model_config, model_config
@@ -139,7 +138,7 @@ def packing_of(config: TrainConfig) -> Packing:
         if config.optim.prefix_sharing == "on":
             raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
         return Packing("packed", False, "packed: a model that takes images, as each row alone")
-    longest, key = widest(config).rollout.max_episode_tokens, "rollout.max_episode_tokens"
+    longest, key = config.widest().rollout.max_episode_tokens, "rollout.max_episode_tokens"
     if config.sft is not None and config.optim.micro_tokens > longest:
         longest, key = config.optim.micro_tokens, "optim.micro_tokens"
     models = models_of(config)

@@ -15,15 +15,7 @@ import torch
 from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.launch import launch
 from agentrl.cluster.placement import has_gpus
-from agentrl.config.envs import (
-    alone,
-    longest_sample,
-    name_entry_in_errors,
-    own_advantages,
-    scheduled_temperature,
-    temperature_at,
-    trained_envs,
-)
+from agentrl.config.envs import own_advantages, scheduled_temperature, temperature_at
 from agentrl.config.load import check_unread
 from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, RewardModelConfig, TrainConfig
 from agentrl.data.rows import Ragged
@@ -127,10 +119,10 @@ def check_learner(config: TrainConfig) -> None:
             "rollout.colocate); unset it"
         )
     check_moving(config.algorithm, config.model, config.cluster)
-    for env in trained_envs(config.envs):
-        with name_entry_in_errors(config, env) as one:
+    for env in config.trained_envs:
+        with config.name_entry_in_errors(env) as one:
             _check_estimator(one.algorithm, config.critic, config.reward_model)
-    names = {alone(config, env).algorithm.advantage.name for env in trained_envs(config.envs)}
+    names = {config.alone(env).algorithm.advantage.name for env in config.trained_envs}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
         users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
         raise ConfigError(
@@ -166,7 +158,7 @@ def fill_length_norm(config: TrainConfig) -> AlgorithmConfig:
     algorithm = config.algorithm
     if algorithm.aggregate != "seq_mean_token_sum_norm" or algorithm.length_norm is not None:
         return algorithm
-    return algorithm.model_copy(update={"length_norm": longest_sample(config)})
+    return algorithm.model_copy(update={"length_norm": config.longest_sample()})
 
 
 # The learner

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from agentrl.config.envs import other_models
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.rows import Ragged, offsets_of
 from agentrl.data.schedule import trees_of
@@ -294,7 +293,7 @@ def check_train_engine(config: TrainConfig) -> None:
             able = TRAIN_ENGINES.that_are(trait)
             raise ConfigError(f'{words}: model.engine = "{entry.name}" does not support it; engines that do: {able}')
     entry.make.check(config.model, config.cluster.actors)
-    for key, path in other_models(config).items():
+    for key, path in config.other_models().items():
         try:
             entry.make.check(config.model.model_copy(update={"path": path, "init": None}), config.cluster.actors)
         except ConfigError as problem:

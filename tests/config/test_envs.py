@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import EnvConfig, SftConfig, TrainConfig, load_config, to_toml
-from agentrl.config.envs import alone, each, eval_weights, longest_sample, warm_start_envs, weight_at, widest
+from agentrl.config.envs import eval_weights, warm_start_envs, weight_at
 from agentrl.config.identity import differences, identity_of
 from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import EnvRef
@@ -140,7 +140,7 @@ FULL: dict[str, Any] = {
 def test_what_an_environment_sets_itself_takes_the_place_of_the_runs() -> None:
     table: dict[str, Any] = {"env": [{"id": "key_value"}, {"id": "key_value", "name": "own", **FULL}], "sft": {"gate": 0.75}}
     config = TrainConfig.model_validate(table)
-    plain, own = each(config)
+    plain, own = config.each()
     assert plain.model_copy(update={"env": config.env}) == config
     assert {key: getattr(own.rollout, key) for key in FULL["limits"]} == FULL["limits"]
     assert (
@@ -154,10 +154,10 @@ def test_what_an_environment_sets_itself_takes_the_place_of_the_runs() -> None:
     [env] = own.envs
     assert env == config.envs[1].model_copy(update=dict.fromkeys((*FULL.keys() - {"system"},)))
     # 16 turns of 2048 tokens, but 16384 in all; and of the other 3 turns of 40
-    assert longest_sample(config) == 16384 and longest_sample(own) == 120
+    assert config.longest_sample() == 16384 and own.longest_sample() == 120
     wide = TrainConfig.model_validate({**table, "rollout": {"max_turns": 2, "max_episode_tokens": 100}})
-    assert (widest(wide).rollout.max_turns, widest(wide).rollout.max_episode_tokens) == (3, 900)
-    assert alone(config, config.envs[1]) == own
+    assert (wide.widest().rollout.max_turns, wide.widest().rollout.max_episode_tokens) == (3, 900)
+    assert config.alone(config.envs[1]) == own
 
     ref = EnvRef.of(own)
     assert ref.tools.sets == ["dates"] and EnvRef.of(plain).tools.sets == []
@@ -232,16 +232,15 @@ def test_the_identity_names_keys_by_environment_whatever_their_order() -> None:
 
 
 def test_a_refusal_names_the_entry() -> None:
-    from agentrl.config.envs import name_entry_in_errors
 
     config = TrainConfig.model_validate({"env": [{"id": "key_value"}, {"id": "sql"}]})
     with (
         pytest.raises(ConfigError, match=r"^env\[1\] \(sql\)\.reward: no such spec$"),
-        name_entry_in_errors(config, config.envs[1]),
+        config.name_entry_in_errors(config.envs[1]),
     ):
         raise ConfigError("env.reward: no such spec")
-    with pytest.raises(ResourceError, match=r"^env\[0\] \(key_value\): too large$"), name_entry_in_errors(config, config.envs[0]):
+    with pytest.raises(ResourceError, match=r"^env\[0\] \(key_value\): too large$"), config.name_entry_in_errors(config.envs[0]):
         raise ResourceError("too large")
     single = TrainConfig.model_validate({"env": {"id": "sql"}})
-    with pytest.raises(ConfigError, match=r"^env.reward: no such spec$"), name_entry_in_errors(single, single.envs[0]):
+    with pytest.raises(ConfigError, match=r"^env.reward: no such spec$"), single.name_entry_in_errors(single.envs[0]):
         raise ConfigError("env.reward: no such spec")

@@ -14,7 +14,6 @@ import torch
 
 from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
-from agentrl.config.envs import each
 from agentrl.config.load import config_from, load_config
 from agentrl.data.trajectory import StopReason
 from agentrl.engines.vllm import vllm_maker as make
@@ -67,7 +66,7 @@ def test_the_cap_must_hold_the_longest_row_that_can_come(
 def test_rows_of_an_environment_that_is_only_evaluated_need_no_room_in_a_micro_batch(weight: Any, refused: bool) -> None:
     other = {"id": "key_value", "name": "long", "weight": weight, "limits": {"max_episode_tokens": 1001}}
     envs = [{"id": "key_value", "name": "short"}, other]
-    short, long = each(config_of("rollout.max_episode_tokens=1000", "optim.micro_tokens=1000", env=envs))
+    short, long = config_of("rollout.max_episode_tokens=1000", "optim.micro_tokens=1000", env=envs).each()
     sizes.check_sizes(short, "embedded")
     with pytest.raises(ConfigError, match="at least 1001") if refused else nullcontext():
         sizes.check_sizes(long, "embedded")

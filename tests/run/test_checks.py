@@ -25,7 +25,7 @@ CHECKS: dict[str, Callable[..., Any]] = {
 }
 ENTERED = {name: entry for name in checks.RUN_CHECKS if "plan" not in (entry := checks.RUN_CHECKS.entry(name)).traits}
 CHECKS |= {name: entry.make for name, entry in ENTERED.items()}
-# What an environment sets itself is read before any check, to give it the config of a single environment (config/envs.py).
+# What an environment sets itself is read before any check, to give it the config of a single environment (`TrainConfig.alone`).
 OWN = {"agent", *(f"env.{n}" for n in ("name", "weight", "tools", "agent", "limits", "sampler", "advantage", "eval", "sft"))}
 
 

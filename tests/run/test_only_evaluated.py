@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import longest_sample, own_advantages
+from agentrl.config.envs import own_advantages
 from agentrl.run.checks import check_config
 from agentrl.run.plan import batches_of
 from agentrl.trainer.learner import fill_length_norm
@@ -105,8 +105,8 @@ def test_its_limits_and_estimator_are_nothing_to_an_update() -> None:
     aggregate: dict[str, Any] = {"algorithm": {"aggregate": "seq_mean_token_sum_norm"}, "optim": {"micro_tokens": 60_000}}
     alone = config(None, **aggregate)
     only, both = config({**other, "weight": 0.0}, **aggregate), config({**other, "weight": 0.5}, **aggregate)
-    assert longest_sample(only) == longest_sample(alone) < longest_sample(both) == 50_000
-    assert fill_length_norm(only).length_norm == longest_sample(alone)
+    assert only.longest_sample() == alone.longest_sample() < both.longest_sample() == 50_000
+    assert fill_length_norm(only).length_norm == alone.longest_sample()
     assert own_advantages(only.envs) == {} and set(own_advantages(both.envs)) == {"other"}
     assert batches_of(only) == batches_of(alone) != batches_of(both)
 

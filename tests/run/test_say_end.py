@@ -16,7 +16,6 @@ from rich.console import Console
 
 from agentrl.cli.eval import read_plans
 from agentrl.cli.main import _parse
-from agentrl.config.envs import each
 from agentrl.config.load import config_from
 from agentrl.run.display import Display
 from agentrl.run.driver import RunDriver, RunOutcome
@@ -207,7 +206,7 @@ def test_of_several_environments_one_evaluation_has_all_of_the_run(tmp_path: Pat
         ("b", 30, 1, "train", "evals/two/final/b"),
     ]
     show = Display(Console(quiet=True))
-    heats = [RolloutJob(one, plan.requests[one.envs[0].called], show).temperature for one in each(plan.config)]
+    heats = [RolloutJob(one, plan.requests[one.envs[0].called], show).temperature for one in plan.config.each()]
     assert heats == [0.5, 1.0]
     (one,) = read_plans(_parse(["eval", "b", "--run", str(folder.path), "-n", "2", "env.b.params.calls=3"]))
     assert [env.called for env in one.config.envs] == ["b"] == list(one.requests) and one.config.envs[0].params == {"calls": 3}

@@ -220,6 +220,16 @@ class EnvConfig(Frozen):
         """The name, by default the id with "_" for all but letters, digits, "_" and "-"."""
         return self.name or re.sub(r"[^\w-]", "_", self.id)
 
+    @property
+    def trains(self) -> bool:
+        """Return True if some update of a run draws tasks of it; else it is only evaluated."""
+        return any(value for _, value in self.weight) if isinstance(self.weight, list) else self.weight != 0.0
+
+
+def entry_name(number: int, name: str) -> str:
+    """Name of an entry of `[[env]]` in messages."""
+    return f"env[{number}] ({name})"
+
 
 GpusPerReplica = Annotated[PositiveInt, Unit("GPUs")]
 Replicas = Annotated[PositiveInt, Unit("replicas")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag
 
@@ -34,8 +36,10 @@ from agentrl.config.schema.episodes import (
     ToolsConfig,
     VllmConfig,
     WeightsConfig,
+    entry_name,
 )
 from agentrl.config.schema.learning import AlgorithmConfig, CriticConfig, DataConfig, ModelConfig, OptimConfig, SftConfig
+from agentrl.utils.errors import ConfigError, UserError
 
 Role = Literal["actor", "rollout", "reference", "critic", "reward_model", "teacher", "judge"]
 
@@ -247,3 +251,84 @@ class TrainConfig(Frozen):
         if self.env is None:
             return ()
         return tuple(self.env) if isinstance(self.env, list) else (self.env,)
+
+    @property
+    def the_env(self) -> EnvConfig:
+        """The only environment. Raises ConfigError if there are several, or none."""
+        if not self.envs:
+            raise ConfigError("env: this takes an environment, and the config has none; it trains on [data] (agentrl sft)")
+        if len(self.envs) > 1:
+            names = ", ".join(env.called for env in self.envs)
+            raise ConfigError(f"env: this takes one environment, and the config has {len(self.envs)}: {names}")
+        return self.envs[0]
+
+    @property
+    def trained_envs(self) -> list[EnvConfig]:
+        """The environments that some update of a run draws tasks of; the others are only evaluated."""
+        return [env for env in self.envs if env.trains]
+
+    def alone(self, env: EnvConfig) -> Self:
+        """The config as if `env` were its only environment: what it sets itself takes the place of the run's sections.
+
+        All that plays, scores and checks one environment reads such a config, whose `envs` is this one.
+        """
+        own = {"tools": env.tools, "agent": env.agent, "limits": env.limits, "sampler": env.sampler, "advantage": env.advantage}
+        rest = {**dict.fromkeys((*own, "eval", "sft"), None), "weight": None if env.trains else 0.0}
+        if env.trains:
+            drawn: dict[str, Any] = {"sampler": env.sampler or self.rollout.sampler}
+        else:  # it is only evaluated: neither the run's curriculum nor its forks are of its tasks
+            drawn = {"sampler": env.sampler or type(self.rollout)().sampler, "start": None, "branch": None}
+        advantage = env.advantage or self.algorithm.advantage
+        update = {
+            "env": env.model_copy(update=rest),
+            "tools": env.tools or self.tools,
+            "agent": env.agent or self.agent,
+            "rollout": _with(self.rollout, env.limits).model_copy(update=drawn),
+            "algorithm": self.algorithm.model_copy(update={"advantage": advantage}),
+            "eval": _with(self.eval, env.eval, but="weight"),
+            "sft": self.sft and _with(self.sft, env.sft),
+        }
+        return self.model_copy(update=update)
+
+    def each(self) -> list[Self]:
+        """The config of each environment, as `alone` makes it."""
+        return [self.alone(env) for env in self.envs]
+
+    @contextmanager
+    def name_entry_in_errors(self, env: EnvConfig) -> Iterator[Self]:
+        """Begins a UserError with the entry of `[[env]]` that it is about, if there are several. Yields the config of it
+        `alone`."""
+        try:
+            yield self.alone(env)
+        except UserError as problem:
+            if len(self.envs) == 1:
+                raise
+            entry, text = entry_name(self.envs.index(env), env.called), str(problem)
+            raise type(problem)(entry + text[3:] if text.startswith("env.") else f"{entry}: {text}") from problem
+
+    def widest(self, of: Sequence[EnvConfig] = ()) -> Self:
+        """The config with the widest limits of the environments `of`, by default all, in [rollout], for what they share, such as
+        the engine's cache."""
+        if not self.envs:
+            return self
+        rollouts = [self.alone(env).rollout for env in of or self.envs]
+        names = ("max_turns", "max_turn_tokens", "max_episode_tokens")
+        limits = {name: max(getattr(rollout, name) for rollout in rollouts) for name in names}
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update=limits)})
+
+    def longest_sample(self) -> int:
+        """The most tokens that an episode may sample in any of the environments that updates draw tasks of."""
+        rollouts = [self.alone(env).rollout for env in self.trained_envs]
+        return max(min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) for rollout in rollouts)
+
+    def other_models(self) -> dict[str, str]:
+        """By the key that names them, the folders or hub names of the models of other roles than the policy's. A critic that
+        starts from the policy's model has none."""
+        roles = {"critic": self.critic, "reward_model": self.reward_model, "algorithm.distillation": self.algorithm.distillation}
+        return {f"{at}.path": one.path for at, one in roles.items() if one is not None and one.path is not None}
+
+
+def _with(section: Any, own: Any, but: str = "") -> Any:
+    """The section with what the environment's own part of it sets."""
+    given = {} if own is None else {key: value for key, value in own if value is not None and key != but}
+    return section.model_copy(update=given)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import httpx
 
 from agentrl.cluster.placement import is_planned
-from agentrl.config.envs import each, name_entry_in_errors
 from agentrl.config.schema import AgentConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.env import ToolEnv
@@ -37,7 +36,7 @@ def check_agents(start: RunStart) -> list[str]:
     Reads: agent, env, engine, rollout.context, rollout.summary_model.
     """
     for env in start.config.envs:
-        with name_entry_in_errors(start.config, env) as one:
+        with start.config.name_entry_in_errors(env) as one:
             check_agent(one, EnvRef.of(one))
     return []
 
@@ -75,7 +74,7 @@ def rehearse_agents(start: RunStart) -> list[str]:
 
     Reads: agent, env, model, engine, rollout, reward, tools, seed.
     """
-    return [] if is_planned() else [rehearse(one) for one in each(start.config) if one.agent is not None]
+    return [] if is_planned() else [rehearse(one) for one in start.config.each() if one.agent is not None]
 
 
 def rehearse(config: TrainConfig) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.config.envs import trained_at_all
 from agentrl.config.schema import DemonstrationsConfig, DistillationConfig, ExperienceConfig, TrainConfig
 from agentrl.data.rows import TRUNCATED, Ragged, build, collate, concat, is_ragged, nested_tensor, offsets_of, select
 from agentrl.data.trajectory import Group, Json, Trajectory
@@ -296,7 +295,7 @@ def check_experience(start: RunStart) -> list[str]:
             f"{staleness} updates old when it is first trained on, so it would be forgotten before it is "
             f"drawn; set max_age to at least {staleness + 1}"
         )
-    if experience.term != "policy" or not trained_at_all(one.envs[0].weight):
+    if experience.term != "policy" or not one.envs[0].trains:
         return []
     why, loss, advantage = None, POLICY_LOSSES.entry(algorithm.loss.name), algorithm.advantage.name
     if "values" in ADVANTAGES.entry(advantage).needs:
@@ -343,7 +342,7 @@ def check_demonstrations(start: RunStart) -> list[str]:
     Reads: algorithm.demonstrations, rollout.context, rollout.sampler, env, tools, agent, seed.
     """
     one = start.config
-    if not trained_at_all(one.envs[0].weight):
+    if not one.envs[0].trains:
         return []
     why = gold_obstacle(
         one,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, weight_at
+from agentrl.config.envs import weight_at
 from agentrl.config.schema import Choice
 from agentrl.contrib.judges.client import judge_call
 from agentrl.contrib.judges.engines import judge_config, judge_maker, name_judge_in_errors
@@ -78,7 +78,7 @@ def check_budget(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
         return
     steps, least_evaluated, most_evaluated = [], 0, 0
     evaluations = evaluations_of(config.steps, config.eval)
-    for env, one in zip(config.envs, each(config), strict=True):
+    for env, one in zip(config.envs, config.each(), strict=True):
         rollout, tasks = one.rollout, one.eval.tasks
         fewest, most = questions(scorers[env.called], rollout.max_turns)
         episodes = rollout.groups * (rollout.group_size + needs_greedy(one.algorithm.advantage))
@@ -196,7 +196,7 @@ def paid_models(config: TrainConfig, scorers: Mapping[str, Scorer]) -> Iterator[
     Reads: env, reward.judge.
     """
     judge = config.reward.judge
-    for one in each(config):
+    for one in config.each():
         scorer = scorers[one.envs[0].called]
         tasks = _all_tasks(EnvRef.of(one), one.rollout.sampler) if scorer.asks else None
         for _, leaf, whens, *_ in paid_nodes(scorer):

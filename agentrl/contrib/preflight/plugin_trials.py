@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from agentrl.config import Choice, RolloutConfig
-from agentrl.config.envs import alone
 from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
 from agentrl.engines.weights.base import Route
 from agentrl.rollout.context import Moment
@@ -82,7 +81,7 @@ def _trials(start: RunStart) -> Iterator[tuple[str, Choice | None, Callable[[Any
     ):
         yield key, Choice(name=name), partial(_class, kind)
     for env in config.envs:
-        one = alone(config, env)
+        one = config.alone(env)
         if env.advantage is not None:
             yield "env.advantage", env.advantage, partial(_advantage, one.rollout.group_size)
         if env.sandbox is not None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import is_planned
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, entry_name, one_temperature
+from agentrl.config.envs import one_temperature
 from agentrl.config.schema import AgentConfig, McpServerConfig
+from agentrl.config.schema.episodes import entry_name
 from agentrl.data.trajectory import Json
 from agentrl.engines.makers import api_name, is_script
 from agentrl.env.catalog import EnvRef
@@ -49,7 +50,7 @@ def check_preflight(start: RunStart) -> list[str]:
     config = start.config
     if not config.health.preflight:
         return []
-    for number, one in enumerate(each(config)):
+    for number, one in enumerate(config.each()):
         at = f"{entry_name(number, one.envs[0].called)}.tools" if config.envs[number].tools is not None else "tools"
         owners: dict[str, str] = {}
         for name, server in {} if is_planned() else one.tools.mcp.items():
@@ -72,10 +73,10 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
     """The models behind an API that a run asks: those of services, the writer of its summaries, those that play users, and the
     policy if it is one."""
     config = start.config
-    for one in each(config):
+    for one in config.each():
         yield from _policies(one, start.purpose)
     if not is_script(config.model.path):  # its user is scripted too
-        for one in each(config):
+        for one in config.each():
             yield from _users(one.envs[0].called, EnvRef.of(one))
     for service in RunServices(config).kinds(start.scorers.values()):
         yield from service.api_models(config, start.scorers)

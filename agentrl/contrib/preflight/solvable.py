@@ -13,7 +13,6 @@ from itertools import chain, zip_longest
 import numpy as np
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, name_entry_in_errors, trained_at_all
 from agentrl.data.trajectory import Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef
@@ -109,7 +108,7 @@ def check_solvable(start: RunStart) -> list[str]:
     Reads: health.max_unsolvable, env, tools, agent, rollout, eval, seed, model, engine.
     """
     for env in start.config.envs if start.purpose == "train" else ():
-        with name_entry_in_errors(start.config, env) as one:
+        with start.config.name_entry_in_errors(env) as one:
             bad = [part for part in survey_of(one).parts if part.share > one.health.max_unsolvable]
             if not bad:
                 continue
@@ -137,7 +136,7 @@ def survey_lines(start: RunStart) -> list[str]:
 
     Reads: env, tools, agent, rollout, eval, seed, model, engine.
     """
-    return [line for one in each(start.config) for line in survey_of(one).lines()]
+    return [line for one in start.config.each() for line in survey_of(one).lines()]
 
 
 def survey_of(one: TrainConfig) -> Survey:
@@ -189,7 +188,7 @@ Kind = tuple[str, EnvRef, str, Sequence[int]]
 def _kinds(one: TrainConfig, ref: EnvRef) -> list[Kind]:
     """The tasks of training for each `params` of the sampler (none with a weight of 0 throughout), and the held-out ones."""
     fresh = [fresh_seed(one.seed, index) for index in range(TASKS)]
-    variants = list(make_sampler(one.rollout.sampler).variants()) if trained_at_all(one.envs[0].weight) else []
+    variants = list(make_sampler(one.rollout.sampler).variants()) if one.envs[0].trains else []
     kinds: list[Kind] = []
     for params in variants:
         name = ", ".join(f"{key} = {value}" for key, value in params.items()) if len(variants) > 1 else "training"

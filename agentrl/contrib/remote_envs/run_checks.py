@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, name_entry_in_errors
 from agentrl.env.address import PROTOCOLS
 from agentrl.env.catalog import EnvRef
 from agentrl.run.checks import RUN_CHECKS, RunStart
@@ -17,7 +16,7 @@ def check_servers(start: RunStart) -> list[str]:
     Reads: env, tools, agent, rollout.max_episodes, sft.
     """
     for env in start.config.envs:
-        with name_entry_in_errors(start.config, env) as one:
+        with start.config.name_entry_in_errors(env) as one:
             check_server(one)
     return []
 
@@ -67,7 +66,7 @@ def remote_lines(start: RunStart) -> list[str]:
     Reads: env, tools, agent, rollout, algorithm, eval, sft.
     """
     lines = []
-    for ref in map(EnvRef.of, each(start.config)):
+    for ref in map(EnvRef.of, start.config.each()):
         if ref.at is not None and not ref.at.ours:
             lines.append(PROTOCOLS[ref.at.protocol].describe(ref.at))
         elif ref.at is not None:

@@ -118,7 +118,6 @@ async def _set_up(run: RunRecord, name: str, seed: int, split: str, content: str
 def spec_maxima(path: Path, config: str) -> dict[str, float]:
     """Largest reward that the spec of each environment of a run or an evaluation can give; without those that are not known: a
     spec that is gone, an environment that does not load, a reward without a bound."""
-    from agentrl.config.envs import alone
     from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 
     found: dict[str, float] = {}
@@ -129,7 +128,7 @@ def spec_maxima(path: Path, config: str) -> dict[str, float]:
         else:
             whole = run.config
         for env in whole.envs:
-            ref = EnvRef.of(alone(whole, env))
+            ref = EnvRef.of(whole.alone(env))
             found[env.called] = make_scorer(find_spec(ref, env.reward), whole.reward, ref).range[1]
     except Exception as problem:  # of an environment's own code, which may raise anything
         log.info("%s: the maximum of its reward is not known: %s", path, problem)

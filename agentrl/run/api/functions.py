@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.config import TrainConfig, load_config
-from agentrl.config.envs import alone, entry_of
+from agentrl.config.envs import entry_of
 from agentrl.config.identity import check_resumed
 from agentrl.config.load import with_absolute_paths
 from agentrl.data.trajectory import Group, Trajectory
@@ -94,7 +94,7 @@ async def evaluate(
     Raises a UserError for what cannot work, CallbackError if the policy raised.
     """
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "eval")
-    one = alone(config, config.envs[0])
+    one = config.alone(config.envs[0])
     own, ref = one.eval, EnvRef.of(one)
     there = await in_thread("load", suite_tasks, ref, split or own.split)
     wanted = own.tasks if n is None else n
@@ -150,7 +150,7 @@ def _eval_config(
         raise ConfigError(f"{folder.path}: it has several environments ({', '.join(e['name'] for e in there)}); name one as env")
     one = config.envs[0 if env is None else entry_of(there, str(env))]
     section = config.model.model_copy(update={"path": path, "init": None, "lora": None})
-    made = alone(config.model_copy(update={"model": section}), one)
+    made = config.model_copy(update={"model": section}).alone(one)
     table = env_table(made.model_dump(mode="json", exclude_none=True)["env"], params, reward)
     return config_of(made, {"env": table, **(overrides or {})}), path
 

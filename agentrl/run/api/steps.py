@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agentrl.config.envs import alone, entry_of, one_temperature
+from agentrl.config.envs import entry_of, one_temperature
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
 from agentrl.engines.chat_format import RequestError, read_messages
@@ -201,7 +201,7 @@ class LivePolicy:
         self._trainer.check_fresh("policy.play")
         config, part = self._session.config, self._part(env)
         own = next(one for one in config.envs if one.called == part.name)
-        advantage = alone(config, own).algorithm.advantage
+        advantage = config.alone(own).algorithm.advantage
         if split == "train" and needs_greedy(advantage):
             raise ConfigError(
                 f'algorithm.advantage "{advantage.name}" compares a group with a greedy episode, which policy.play lacks; '
@@ -229,7 +229,7 @@ class LivePolicy:
         """One held-out episode on each of the first `n` tasks, as the run's own evaluation ([eval]) plays them."""
         self._trainer.check_fresh("policy.evaluate")
         config, part = self._session.config, self._part(env)
-        own = alone(config, next(one for one in config.envs if one.called == part.name)).eval
+        own = config.alone(next(one for one in config.envs if one.called == part.name)).eval
         asked = own.model_copy(update={"tasks": own.tasks if n is None else n, "split": split or own.split})
         found = await evaluate_env(self._session, part.name, asked)
         await forget_evaluation(self._session)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentrl.config.envs import name_entry_in_errors, trained_envs, warm_start_envs
+from agentrl.config.envs import warm_start_envs
 from agentrl.config.identity import check_references
 from agentrl.config.keys import section_at
 from agentrl.config.schema import TrainConfig
@@ -133,9 +133,9 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     scorers: dict[str, Scorer] = {}
     notes: list[str] = []
     for env in config.envs:
-        with name_entry_in_errors(config, env) as one:
+        with config.name_entry_in_errors(env) as one:
             ref, scorers[env.called] = check_assembly(one)
-            if trained_envs(one.envs):
+            if one.trained_envs:
                 check_trainable(one.rollout, env)
             check_start(one, ref)
             notes += _run_section_checks(RunStart(one, scorers, planned=planned))
@@ -149,8 +149,8 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     packing_of(config)
     engine = engine_name(config)
     for env in config.envs:
-        with name_entry_in_errors(config, env) as one:
-            if trained_envs(one.envs):
+        with config.name_entry_in_errors(env) as one:
+            if one.trained_envs:
                 check_estimator_inputs(one.algorithm.advantage, scorers[env.called])
             check_sizes(one, engine)
             check_prompts(one, engine, EnvRef.of(one))
@@ -161,14 +161,14 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     notes += run_checks(RunStart(config, scorers, planned=planned))
     notes += suite_notes(config)
     for env in config.envs:
-        with name_entry_in_errors(config, env) as one:
+        with config.name_entry_in_errors(env) as one:
             check_gold(one.envs, one.eval, EnvRef.of(one), scorers[env.called])
             check_success(one, EnvRef.of(one), scorers[env.called])
             at = f"{env.called}: " if len(config.envs) > 1 else ""
-            if trained_envs(one.envs):  # a reward that teaches the wrong thing, of what teaches nothing
+            if one.trained_envs:  # a reward that teaches the wrong thing, of what teaches nothing
                 notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
     for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
-        with name_entry_in_errors(config, env) as one:
+        with config.name_entry_in_errors(env) as one:
             check_warm_start(one, EnvRef.of(one))
     return notes
 
@@ -183,7 +183,7 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
     check_workers(config, False)
     scorers: dict[str, Scorer] = {}
     for env in config.envs:
-        with name_entry_in_errors(config, env) as one:
+        with config.name_entry_in_errors(env) as one:
             ref, scorers[env.called] = check_assembly(one)
             check_decided(scorers[env.called])
             check_prompts(one, engine_name(config), ref)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 
-from agentrl.config.envs import Keys, alone, entry_name, warm_start_envs
+from agentrl.config.envs import Keys, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Origins
 from agentrl.config.schema import RolloutConfig, TrainConfig
+from agentrl.config.schema.episodes import entry_name
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, ParameterError, check_ref
 from agentrl.env.wrappers import WRAPPERS
@@ -27,13 +28,13 @@ def check_named(config: TrainConfig, origins: Callable[[], Origins] = Origins) -
     """
     check_played(config, origins)
     for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
-        sft, (at, entry) = alone(config, env).sft, _place_of(config, config.envs.index(env))
+        sft, (at, entry) = config.alone(env).sft, _place_of(config, config.envs.index(env))
         assert sft is not None
         for name, params in (("params", sft.params), ("gate_params", sft.gate_params)):
             own = env.sft is not None and getattr(env.sft, name) is not None
             keys: Keys = (*at, "sft", name) if own else ("sft", name)
             try:
-                check_ref(EnvRef.of(alone(config, env)).with_params(params))
+                check_ref(EnvRef.of(config.alone(env)).with_params(params))
             except ParameterError as problem:
                 keys = (*keys, problem.name or "")
                 raise _with_key(problem, keys, entry, origins().of(keys)) from problem
@@ -44,7 +45,7 @@ def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, 
     for number, env in enumerate(config.envs):
         if only is None or env.called in only:
             try:
-                check_ref(EnvRef.of(alone(config, env)))
+                check_ref(EnvRef.of(config.alone(env)))
             except CatalogError as problem:
                 # A parameter that it needs and is not given stands nowhere.
                 name = problem.name if isinstance(problem, ParameterError) else None
@@ -131,5 +132,5 @@ def suite_notes(config: TrainConfig) -> list[str]:
 
     Reads: env.
     """
-    built = [suite_env(EnvRef.of(alone(config, env))) for env in config.envs]
+    built = [suite_env(EnvRef.of(config.alone(env))) for env in config.envs]
     return [note for env in built if env is not None for note in env.source_notes()]

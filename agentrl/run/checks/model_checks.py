@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.envs import each, entry_name, other_models
 from agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
+from agentrl.config.schema.episodes import entry_name
 from agentrl.data.expert_routing import router_code
 from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
@@ -70,7 +70,7 @@ def check_other_models(config: TrainConfig, planned: bool = False) -> None:
 
     Reads: model, critic, reward_model, algorithm.distillation.
     """
-    for key, path in other_models(config).items():
+    for key, path in config.other_models().items():
         with _name_model_in_errors(key, path):
             _check_files(config.model, path, planned, classifier=key == "reward_model.path")
             if key == "algorithm.distillation.path":
@@ -140,7 +140,7 @@ def model_notes(config: TrainConfig) -> list[str]:
         left_out = check_tensors(shell, stored_tensors(path, getattr(shell.config, "transformers_weights", None)))
         found += [f"model.path = {path}: {note}" for note in left_out]
     context = maker_of(engine, config).context(model_length(config.model))
-    for number, one in enumerate(each(config)):
+    for number, one in enumerate(config.each()):
         (env,), rollout = one.envs, one.rollout
         at = f"{entry_name(number, env.called)}: " if len(config.envs) > 1 else ""
         seed, longest = longest_prompt(one.model, EnvRef.of(one), rollout.env_timeout)
@@ -286,7 +286,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
     """
     if "messages" in engine_of(config).traits:
         return
-    for key, path in other_models(config).items() if trains else ():
+    for key, path in config.other_models().items() if trains else ():
         with suppress(ModelError):  # the check of that model says what is wrong with it
             if modality_of(load_model_config(path, config.model.trust_remote_code)) is not None:
                 raise ConfigError(f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model")

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.config.envs import the_env, trained_envs
 from agentrl.config.schema import EnvConfig, EvalConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env import ToolEnv
@@ -76,7 +75,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     Reads: env, tools, checkpoint.best, eval.split, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
     """
     check_decided(scorer)
-    word, rollout = spec_word(env, the_env(config.envs).reward, scorer), config.rollout
+    word, rollout = spec_word(env, config.the_env.reward, scorer), config.rollout
     if scorer.compares and config.checkpoint.best == "reward":
         raise ConfigError(
             f"checkpoint.best: reward spec {scorer.name!r} compares the members of a group; an evaluation plays "
@@ -92,7 +91,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
             env.id,
         )
     try:
-        split = "train" if trained_envs(config.envs) else config.eval.split
+        split = "train" if config.trained_envs else config.eval.split
         fault = _first_fault(config.seed, rollout, without_chance(env), split, scorer)
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
@@ -199,7 +198,7 @@ def check_gold(envs: tuple[EnvConfig, ...], evaluation: EvalConfig, env: EnvRef,
         return
     seen: set[str] = set()
     until = time.monotonic() + GOLD_SECONDS
-    splits = dict.fromkeys((*(["train"] if trained_envs(envs) else []), evaluation.split))
+    splits = dict.fromkeys((*(["train"] if any(own.trains for own in envs) else []), evaluation.split))
     for looked, task in enumerate(_gold_tasks(env, splits), start=1):
         view = episode_view(Trajectory(env.id, task))
         for node in nodes:
@@ -281,7 +280,7 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
     if not config.health.lint:
         return []
     findings = lint_spec(scorer)
-    word = spec_word(env, the_env(config.envs).reward, scorer)
+    word = spec_word(env, config.the_env.reward, scorer)
     _refuse(scorer, f"{word} --env {env.id}", [item for item in findings if item.level == "error"])
     why = None if env.at is None else f"the environment is at {env.at.url}"
     if config.agent is not None and config.agent.tools == "own":

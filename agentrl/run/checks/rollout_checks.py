@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from agentrl.config.envs import alone, check_temperatures, warm_start_envs
-from agentrl.config.envs import trained_envs as trained
+from agentrl.config.envs import check_temperatures, warm_start_envs
 from agentrl.config.schema import EnvConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Task
 from agentrl.env.catalog import EnvRef
@@ -51,7 +50,7 @@ def check_held_out(config: TrainConfig) -> None:
             for task in _tasks(ref, TRAIN, env.called):
                 trained.setdefault(_content(task), (env.called, task))
     for env in config.envs if trained else ():
-        one = alone(config, env)
+        one = config.alone(env)
         split = one.eval.split
         for task in () if split == TRAIN else _tasks(EnvRef.of(one), split, env.called):
             if (found := trained.get(_content(task))) is not None:
@@ -67,10 +66,10 @@ def check_held_out(config: TrainConfig) -> None:
 def _trained_on(config: TrainConfig, env: EnvConfig) -> list[EnvRef]:
     """The environment under each set of parameters that training gives it: the sampler's if an update draws its tasks, and the
     warm start's if it takes part in that; none if it is only evaluated."""
-    one = alone(config, env)
+    one = config.alone(env)
     ref = EnvRef.of(one)
     sampler = make_sampler(one.rollout.sampler)
-    drawn = [ref, *(ref.with_params(params) for params in sampler.variants())] if trained(one.envs) else []
+    drawn = [ref, *(ref.with_params(params) for params in sampler.variants())] if one.trained_envs else []
     sft = one.sft if config.sft is not None and env in warm_start_envs(config.envs, config.sft) else None
     return drawn if sft is None else [*drawn, ref.with_params(sft.params)]
 

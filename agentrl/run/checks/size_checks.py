@@ -12,7 +12,6 @@ from typing import Any
 
 from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
 from agentrl.config import Choice, ClusterConfig, ModelConfig, TrainConfig
-from agentrl.config.envs import longest_sample, other_models, trained_envs
 from agentrl.config.schema import DataConfig, OptimConfig
 from agentrl.engines.weights.base import ROUTES
 from agentrl.reward.leaf import SERVICES
@@ -130,14 +129,14 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
         _check_groups(rollout.group_size, config.algorithm.advantage)
     context = maker_of(engine_name, config).context(model_length(config.model))
     longest = min(rollout.max_episode_tokens, context)
-    if config.optim.micro_tokens < longest and (trained_envs(config.envs) or not config.envs):  # no evaluated row is trained
+    if config.optim.micro_tokens < longest and (config.trained_envs or not config.envs):  # no evaluated row is trained
         raise ConfigError(
             f"optim.micro_tokens = {config.optim.micro_tokens}: an episode may have {longest} tokens (rollout.max_episode_tokens "
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
             f"at least {longest}, or lower rollout.max_episode_tokens"
         )
     own = {} if config.model.path is None else {"model.path": config.model.path}
-    for key, path in {**own, **other_models(config)}.items():
+    for key, path in {**own, **config.other_models()}.items():
         _check_rotary(key, load_model_config(path, config.model.trust_remote_code), longest)
 
 
@@ -270,7 +269,7 @@ def sequence_ratio_notes(config: TrainConfig) -> list[str]:
         mean = NormalDist(-MISMATCH, math.sqrt(2 * MISMATCH / tokens))
         return (mean.cdf(lower) + 1 - mean.cdf(upper)) / 2
 
-    longest = longest_sample(config)
+    longest = config.longest_sample()
     lengths = [1] if by_token else [max(longest // 16, 1), longest]
     shares = [outside(tokens) for tokens in lengths]
     if max(shares) < MANY:

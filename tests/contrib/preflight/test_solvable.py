@@ -11,7 +11,6 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each
 from agentrl.config.load import config_from
 from agentrl.contrib.agents.run_checks import Scripted
 from agentrl.contrib.preflight import solvable
@@ -112,10 +111,10 @@ def test_an_environment_that_is_only_evaluated_has_its_held_out_tasks_alone() ->
     kinds = ["calls = [2, 4]", "calls = [4, 6]", "held-out"]
     for weight, found in ((0.0, ["held-out"]), ([[0, 0.0], [4, 0.0]], ["held-out"]), ([[0, 0.0], [4, 1.0]], kinds), (1.0, kinds)):
         both = config(rollout={"sampler": stages}, env=[trained, {**asked, "weight": weight}])
-        short, long = (survey_of(one) for one in each(both))
+        short, long = (survey_of(one) for one in both.each())
         assert [part.name for part in short.parts] == kinds
         assert [part.name for part in long.parts] == found, weight
-        assert [one.rollout.sampler.name for one in each(both)] == ["staged", "staged" if found == kinds else "uniform"]
+        assert [one.rollout.sampler.name for one in both.each()] == ["staged", "staged" if found == kinds else "uniform"]
 
 
 def test_the_table_is_by_horizon_and_a_run_that_may_start_still_names_its_tasks() -> None:

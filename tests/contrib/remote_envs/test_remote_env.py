@@ -10,7 +10,6 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each
 from agentrl.config.identity import identity_of
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
@@ -106,7 +105,7 @@ def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
     base = {"env": entries, "engine": "embedded", "model": {"init": {"layers": 1}}, "rollout": {"max_episodes": 64}}
     config = config_from(base, [])
     assert len(remote_lines(RunStart(config, {}))) == 3
-    assert [ref.at for ref in map(EnvRef.of, each(config))] == [None, server.address()]
+    assert [ref.at for ref in map(EnvRef.of, config.each())] == [None, server.address()]
     found = contents_of(config, "train")
     assert found["the files of env.there.id"] == found["the files of env.key_value.id"]
     with pytest.raises(UserError, match=r"env\[1\] \(there\).*no parameter 'cals'"):
