@@ -17,9 +17,11 @@ from agentrl.config.load import config_from
 from agentrl.data.trajectory import Trajectory
 from agentrl.engines.weights.base import WeightTarget
 from agentrl.rollout.engine import ENGINES, Engine
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import check_config
 from agentrl.run.checks.size_checks import check_capacity
 from agentrl.run.driver import execute
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import RunFolder
 from agentrl.run.role_placement import RunRoles
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
@@ -219,7 +221,7 @@ def test_a_run_of_plugins_alone(shelf: Path) -> None:
         f"weights={{route='told',folder='{shelf}'}}", "trackers=[{name='lines',args={file='lines.txt'}}]",
         "rollout.max_turn_tokens=12", "rollout.max_turns=9", "cluster.backend=ray", "model.engine=lifted", "profile.steps=[1]",
     )  # fmt: skip
-    check_capacity(config)
+    check_capacity(RunStart(config))
     check_config(config)
     folder = RunFolder.create(config)
     stop_ray()  # one that an earlier test left knows the shelf of its own folder only
@@ -287,9 +289,10 @@ def test_a_context_policy_that_has_summaries_written_may_have_a_model_for_it(she
 
 def test_an_engine_says_which_processes_it_has(shelf: Path) -> None:
     config = run_of("engine=far", "cluster.backend=ray")
-    assert RunRoles(config, "far").names == ["actor", "rollout"] and RunRoles(config, "mine").names == ["actor"]
+    names = {name: RunRoles(EngineChoice(config, name)).names for name in ("far", "mine")}
+    assert names == {"far": ["actor", "rollout"], "mine": ["actor"]}
     with pytest.raises(ResourceError, match=r"cannot run 100 worker processes \(cluster.actors=1, far.count=99\)"):
-        check_capacity(config)
+        check_capacity(RunStart(config))
 
 
 def test_agentrls_own_engines_are_what_they_say() -> None:

@@ -22,7 +22,7 @@ from agentrl.config.schema import InitModelConfig
 from agentrl.engines.embedded import embedded_engine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.vllm import vllm_engine
-from agentrl.run.engine_choice import computation_line, make_engine, with_threads
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.trainer.pretrained import meta_model
 from agentrl.utils import processor
 from agentrl.utils.processor import (
@@ -257,27 +257,27 @@ def test_the_type_by_device_and_size(
 )
 def test_the_threads_of_a_run(keys: list[str], threads: int, alone: int, real: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_from({"env": {"id": "key_value"}, "model": {"path": real}}, keys)
-    monkeypatch.setattr("agentrl.run.engine_choice.engine_name", lambda config: config.engine)  # vLLM may not be installed
-    made = with_threads(config)
+    monkeypatch.setattr(EngineChoice, "name", property(lambda self: self.config.engine))  # vLLM may not be installed
+    made = EngineChoice(config).with_threads()
     assert made.model.threads == threads
-    assert with_threads(config, samples=False).model.threads == alone, "in a warm start the engine rests"
+    assert EngineChoice(config).with_threads(samples=False).model.threads == alone, "in a warm start the engine rests"
     monkeypatch.setattr("agentrl.run.engine_choice.model_context", lambda *_: 2048)
     for module, cls, name in ((vllm_engine, "VllmEngine", "vllm"), (embedded_engine, "EmbeddedEngine", "embedded")):
         if config.engine == name:
             monkeypatch.setattr(module, cls, lambda *_, **options: SimpleNamespace(**options))
-            assert make_engine(name, real, made).threads == threads  # type: ignore[attr-defined]
+            assert EngineChoice(made).make(real).threads == threads  # type: ignore[attr-defined]
 
 
 def test_the_start_says_type_and_threads(real: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that trains nothing has no trainer to share the cores with, whatever its config says of one."""
     config = config_from({"env": {"id": "key_value"}, "model": {"path": real}}, ["engine=embedded", "rollout.max_staleness=1"])
     said = "the model is computed in float32 on the CPU, by {} threads of each process (model.dtype, model.threads)"
-    assert (computation_line(config, True), computation_line(config, False)) == (said.format(4), said.format(8))
-    assert with_threads(config, trains=False).model.threads == 8
+    assert [EngineChoice(config).computation_line(trains) for trains in (True, False)] == [said.format(4), said.format(8)]
+    assert EngineChoice(config).with_threads(trains=False).model.threads == 8
     api = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/m"}}, [])
-    assert computation_line(api, False) == ""
+    assert EngineChoice(api).computation_line(False) == ""
     monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
-    assert computation_line(config, True) == "the model is computed in bfloat16 (model.dtype, model.threads)"
+    assert EngineChoice(config).computation_line(True) == "the model is computed in bfloat16 (model.dtype, model.threads)"
 
 
 async def test_an_engine_of_its_own_takes_what_its_model_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.render.litellm_calls import load_litellm
 from agentrl.rollout.engine import Sampling
+from agentrl.run.assembly import RunStart
 from agentrl.run.folder import RunFolder
 from agentrl.run.trackers import TRACKERS, check_trackers, makers
 from agentrl.utils import redaction
@@ -230,7 +231,7 @@ def _agent(value: str) -> object:
 
 def _tracker(value: str) -> object:
     config = config_from({"env": {"id": "key_value"}, "trackers": [{"name": "planted", "args": {"token": value}}]})
-    check_trackers(config)
+    check_trackers(RunStart(config))
     return makers(config.trackers, cast(Any, None))[0][1]()
 
 

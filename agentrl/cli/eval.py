@@ -79,7 +79,8 @@ def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]
     """The config and the request of rollouts that the options ask for. Raises ConfigError."""
     from agentrl.config.load import config_from
     from agentrl.config.origin import typed_origins
-    from agentrl.run.checks.env_checks import check_played
+    from agentrl.run.assembly import RunStart
+    from agentrl.run.checks.env_checks import check_named
     from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.provenance import model_label
 
@@ -90,7 +91,7 @@ def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]
     base: dict[str, Any] = {"name": "rollout", "env": {"id": args.env}, "model": {"path": args.model}}
     overrides = overrides_of(args, args.overrides)
     config = config_from(base, overrides)
-    check_played(config, partial(typed_origins, base, overrides))
+    check_named(RunStart(config, purpose="eval"), partial(typed_origins, base, overrides))
     name = config.the_env.id.replace("/", "_")
     out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
     tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
@@ -323,7 +324,7 @@ def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[st
 
 
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
-    from agentrl.run.engine_choice import engine_name
+    from agentrl.run.engine_choice import EngineChoice
     from agentrl.run.provenance import Provenance, model_note, other_engine
 
     args = argparse.Namespace(**{**vars(args), "model": path})
@@ -338,7 +339,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         return plan
     differs = [line for env in config.envs for line in Provenance(folder, config).differences(env.called)]
     tasks, unpaired = _other_tasks(args, {one.envs[0].called: one.eval for one in config.each()})
-    differs += [*Provenance(folder, config).changed_files(), *tasks, *other_engine(folder, engine_name(config))]
+    differs += [*Provenance(folder, config).changed_files(), *tasks, *other_engine(folder, EngineChoice(config).name)]
     plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan
@@ -392,7 +393,8 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
     from agentrl.config.envs import entry_of
     from agentrl.config.load import config_from, with_absolute_paths
     from agentrl.config.origin import read_origins, typed_origins
-    from agentrl.run.checks.env_checks import check_played
+    from agentrl.run.assembly import RunStart
+    from agentrl.run.checks.env_checks import check_named
     from agentrl.run.config_file import find_config_file
 
     given = [text for text in (args.env, *args.overrides) if text is not None]
@@ -404,7 +406,7 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
         env: Any = {"id": names[0]} if len(names) == 1 else [{"id": name} for name in names]
         table = {"name": "eval", "env": env, "model": {"path": args.model}}
         config = config_from(table, overrides)
-        check_played(config, partial(typed_origins, table, overrides))
+        check_named(RunStart(config, purpose="eval"), partial(typed_origins, table, overrides))
         return config, len(names) > 1
     file = find_config_file(args.config) if folder is None else folder.config
     config = with_absolute_paths(load_config(file, overrides, find_config_file))
@@ -415,7 +417,9 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
         )
     there = [{"name": env.called} for env in config.envs]
     chosen = [config.envs[entry_of(there, name)] for name in names] or config.envs
-    check_played(config, partial(read_origins, file, overrides, find_config_file), [env.called for env in chosen])
+    check_named(
+        RunStart(config, purpose="eval"), partial(read_origins, file, overrides, find_config_file), [env.called for env in chosen]
+    )
     update: dict[str, Any] = {"model": config.model.model_copy(update={"path": args.model, "init": None, "lora": None})}
     if names:
         update["env"] = chosen

@@ -44,11 +44,11 @@ def run_doctor(args: argparse.Namespace) -> int:
     """Check; returns 0, or 2 if a check failed."""
     from agentrl.cluster.doctor import all_checks
     from agentrl.config.schema import ClusterConfig
-    from agentrl.run.engine_choice import workers_apart
+    from agentrl.run.engine_choice import EngineChoice
 
     config = None if args.config is None else read_config(args)
     cluster = ClusterConfig() if config is None else config.cluster
-    workers = 0 if config is None else workers_apart(config)
+    workers = 0 if config is None else EngineChoice(config).workers_apart()
     findings: list[MachineFinding] = []
     for finding in all_checks(cluster, not args.no_ray and cluster.backend == "ray", workers):
         findings.append(finding)

@@ -10,13 +10,13 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from agentrl.cli.arguments import COMMANDS, Drive, with_parent
 from agentrl.config import TrainConfig
-from agentrl.config.identity import check_resumed
 from agentrl.config.origin import Origins, read_origins
 from agentrl.run.config_file import (
     add_config,
@@ -85,28 +85,24 @@ def _again(args: argparse.Namespace, work: Drive, run: str) -> Drive:
 
 
 def _run(args: argparse.Namespace, restarts: int) -> int:
-    config, before = _configs(args)
+    options = {"--json": args.json, "--gpu-memory": args.gpu_memory is not None, "--nodes": args.nodes is not None}
+    if args.resume is None:
+        if args.config is None:
+            raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
+        command = Command(args, restarts, read_config(args))
+    else:
+        texts = resume_overrides(args)
+        before, config = read_resumed(args.resume, texts)
+        if before.data is not None:
+            raise ConfigError(f"{args.resume}: a run on data; continue it by agentrl sft --resume {shlex.quote(args.resume)}")
+        command = Command(args, restarts, config, before, texts)
     if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
         raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: GiB of a card are needed, for example 80")
     if args.dry_run:
-        from agentrl.run.checks.env_checks import check_named
-        from agentrl.run.folder import NameTakenError
-        from agentrl.run.plan import dry_run
-
-        try:
-            _check_place(args, config, before)
-        except NameTakenError as taken:  # no mistake of the config: who has a run may plan the next one
-            say(f"warning: the start refuses this: {taken}", file=sys.stderr)
-        check_named(config, partial(_origins, args))
-        found = dry_run(config, args.gpu_memory, _nodes(args))
-        say(json.dumps(found.json(), indent=2) if args.json else found.text())
-        return 0
-    options = {"--json": args.json, "--gpu-memory": args.gpu_memory is not None, "--nodes": args.nodes is not None}
+        return command.plan()
     if given := [option for option, used in options.items() if used]:
         raise ConfigError(f"{given[0]} is for planning: use it together with --dry-run")
-    if before is None:
-        return _begin(args, config, restarts)
-    return _continue(args, before, config, resume_overrides(args), partial(_check, args), restarts)
+    return command.begin() if args.resume is None else command.go_on(command.check)
 
 
 def _nodes(args: argparse.Namespace) -> tuple[int, int] | None:
@@ -121,75 +117,99 @@ def _nodes(args: argparse.Namespace) -> tuple[int, int] | None:
     return int(sizes[1]), int(sizes[2])
 
 
-def _origins(args: argparse.Namespace) -> Origins:
-    """Origins of the config's values, of a resumed run too."""
-    if args.resume is None:
-        return read_origins(find_config_file(args.config), args.overrides, find_config_file)
-    return read_origins(Path(args.resume) / "config.toml", resume_overrides(args))
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command that trains. `before`: the config with which a resumed run began; `texts`: its overrides now."""
 
+    args: argparse.Namespace
+    restarts: int
+    config: TrainConfig
+    before: TrainConfig | None = None
+    texts: Sequence[str] = ()
 
-def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None) -> None:
-    """Raise, in its words, what the start would raise of the run's folder, and of a resumed run's files. Changes nothing."""
-    from agentrl.run.folder import check_unlocked
-    from agentrl.run.provenance import Provenance, run_folder
+    def origins(self) -> Origins:
+        """Origins of the config's values, of a resumed run too."""
+        if self.before is None:
+            return read_origins(find_config_file(self.args.config), self.args.overrides, find_config_file)
+        return read_origins(Path(self.args.resume) / "config.toml", self.texts)
 
-    if before is None:
-        check_folder(config.name, config.out, overwrite=args.overwrite)
-        return
-    folder = run_folder(args.resume)
-    Provenance(folder, config).check_unchanged(before)
-    check_unlocked(folder.path)
+    def check(self) -> list[str]:
+        """All checks of a run that plays; returns the warnings."""
+        from agentrl.run.assembly import RunStart
+        from agentrl.run.checks import check_train
+        from agentrl.run.checks.env_checks import check_named
 
+        check_named(RunStart(self.config), self.origins)
+        return check_train(self.config)
 
-def _check(args: argparse.Namespace, config: TrainConfig) -> list[str]:
-    """All checks of a run that plays; returns the warnings."""
-    from agentrl.run.checks import check_train
-    from agentrl.run.checks.env_checks import check_named
+    def plan(self) -> int:
+        """Print the plan, after all that the start would refuse. Changes nothing."""
+        from agentrl.run.assembly import RunStart
+        from agentrl.run.checks.env_checks import check_named
+        from agentrl.run.folder import NameTakenError, check_unlocked
+        from agentrl.run.plan import dry_run
+        from agentrl.run.provenance import Provenance, run_folder
 
-    check_named(config, partial(_origins, args))
-    return check_train(config)
+        args, config = self.args, self.config
+        try:
+            if self.before is None:
+                check_folder(config.name, config.out, overwrite=args.overwrite)
+            else:
+                folder = run_folder(args.resume)
+                Provenance(folder, config).check_unchanged(self.before)
+                check_unlocked(folder.path)
+        except NameTakenError as taken:  # no mistake of the config: who has a run may plan the next one
+            say(f"warning: the start refuses this: {taken}", file=sys.stderr)
+        check_named(RunStart(config), self.origins)
+        found = dry_run(config, args.gpu_memory, _nodes(args))
+        say(json.dumps(found.json(), indent=2) if args.json else found.text())
+        return 0
 
+    def begin(self, *, only_warm_start: bool = False) -> int:
+        """Begin a new run."""
+        from agentrl.run.driver import execute
 
-def _begin(args: argparse.Namespace, config: TrainConfig, restarts: int, *, only_warm_start: bool = False) -> int:
-    """A new run."""
-    from agentrl.run.driver import execute
+        config, overwrite = self.config, self.args.overwrite
+        check_folder(config.name, config.out, overwrite=overwrite)  # first: checks may start servers, ask judges that cost
+        notes = self.check()
+        folder = open_folder(config, overwrite=overwrite, origins=self.origins())
+        return execute(config, folder, resumed=False, only_warm_start=only_warm_start, notes=notes, restarts=self.restarts)
 
-    check_folder(config.name, config.out, overwrite=args.overwrite)  # first: checks may start servers, ask judges that cost
-    notes = _check(args, config)
-    folder = open_folder(config, overwrite=args.overwrite, origins=_origins(args))
-    return execute(config, folder, resumed=False, only_warm_start=only_warm_start, notes=notes, restarts=restarts)
+    def go_on(self, check: Callable[[], list[str]]) -> int:
+        """Continue the run, after `check`."""
+        from agentrl.run.driver import execute
+        from agentrl.run.folder import RunFolder
+        from agentrl.run.provenance import Provenance
 
+        assert self.before is not None
+        folder, origins = RunFolder(Path(self.args.resume)), self.origins()
+        notes = Provenance(folder, self.config).check_resumable(self.before, check)
+        return execute(self.config, folder, resumed=True, notes=notes, origins=origins, restarts=self.restarts)
 
-def _continue(
-    args: argparse.Namespace,
-    before: TrainConfig,
-    config: TrainConfig,
-    texts: list[str],
-    check: Callable[[TrainConfig], list[str]],
-    restarts: int,
-) -> int:
-    """The run in `args.resume`, with the overrides `texts`, after `check`."""
-    from agentrl.run.driver import execute
-    from agentrl.run.folder import RunFolder
-    from agentrl.run.provenance import Provenance
+    def begin_on_data(self) -> int:
+        """Begin a run on data, which is read before the run has a folder: what cannot be used leaves nothing behind."""
+        from agentrl.run.display import Display
+        from agentrl.run.driver import DATA, RUN_KINDS, execute
+        from agentrl.run.folder import check_free
+        from agentrl.run.interrupt import ended_as_interrupted
 
-    folder = RunFolder(Path(args.resume))
-    origins = read_origins(folder.config, texts)
-    notes = Provenance(folder, config).check_resumable(before, check)
-    return execute(config, folder, resumed=True, notes=notes, origins=origins, restarts=restarts)
-
-
-def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]:
-    """The config, and the one with which the run began if it is resumed."""
-    if args.resume is None:
-        if args.config is None:
-            raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
-        return read_config(args), None
-    before, config = read_resumed(args.resume, resume_overrides(args))
-    if before.data is not None:
-        raise ConfigError(f"{args.resume}: a run on data; continue it by agentrl sft --resume {shlex.quote(args.resume)}")
-    check_resumed(before, config, Path(args.resume))
-    return config, before
+        args, config, kind = self.args, self.config, RUN_KINDS[DATA](self.config)
+        notes = kind.check()
+        if not args.overwrite:
+            check_free(config.name, config.out)  # before the data is read, which may take long
+        out = Path(config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
+        try:
+            with ended_as_interrupted(), Display() as display:
+                kind.prepare(read, display)
+            file = None if args.config is None else find_config_file(args.config)
+            origins = Origins() if file is None else read_origins(file, self.texts, find_config_file)
+            folder = open_folder(config, overwrite=args.overwrite, origins=origins)
+            read.rename(folder.data)
+        finally:
+            shutil.rmtree(read, ignore_errors=True)
+        return execute(config, folder, resumed=False, notes=notes, restarts=self.restarts)
 
 
 # agentrl sft
@@ -243,10 +263,10 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
         return _resume(args, restarts)
     config, overrides = _sft_config(args)
     if config.data is not None:
-        return _on_data(args, config, overrides, restarts)
+        return Command(args, restarts, config, texts=overrides).begin_on_data()
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
-    return _begin(args, config, restarts, only_warm_start=True)
+    return Command(args, restarts, config).begin(only_warm_start=True)
 
 
 def _options_as_overrides(args: argparse.Namespace) -> list[str]:
@@ -276,32 +296,6 @@ def _sft_config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     return with_absolute_paths(load_config(file, given, find_config_file)), given
 
 
-def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str], restarts: int) -> int:
-    """The data is read before the run has a folder: what cannot be used leaves nothing behind."""
-    from agentrl.run.display import Display
-    from agentrl.run.driver import DATA, RUN_KINDS, execute
-    from agentrl.run.folder import check_free
-    from agentrl.run.interrupt import ended_as_interrupted
-
-    kind = RUN_KINDS[DATA](config)
-    notes = kind.check()
-    if not args.overwrite:
-        check_free(config.name, config.out)  # before the data is read, which may take long
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
-    try:
-        with ended_as_interrupted(), Display() as display:
-            kind.prepare(read, display)
-        file = None if args.config is None else find_config_file(args.config)
-        origins = Origins() if file is None else read_origins(file, overrides, find_config_file)
-        folder = open_folder(config, overwrite=args.overwrite, origins=origins)
-        read.rename(folder.data)
-    finally:
-        shutil.rmtree(read, ignore_errors=True)
-    return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
-
-
 def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -> int:
     """Go on with a run on data; with one of a warm start alone too, if `warm_start`."""
     from agentrl.run.driver import DATA, RUN_KINDS, execute
@@ -316,5 +310,5 @@ def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -
         raise ConfigError(
             f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
         )
-    check_resumed(before, config, Path(args.resume))
-    return _continue(args, before, config, texts, lambda config: RUN_KINDS[DATA](config).check(prepared=True), restarts)
+    kind = RUN_KINDS[DATA](config)
+    return Command(args, restarts, config, before, texts).go_on(partial(kind.check, prepared=True))

@@ -4,7 +4,7 @@
     scorers       their reward, config.reward                `scorer_of`
     renderer      tokenizer, config.model.tool_parser        `renderer_of`
     engine        config.engine or an API model              run/engine_choice.py
-    policy        all of these, config.rollout               `make_policy`: sampling, context policy, writer of summaries
+    policy        all of these, config.rollout               `Inputs.policy`: sampling, context policy, writer of summaries
     limits        config.rollout, the model's context length
 
 Of several environments each has its reference, scorer and limits, and all have one policy.
@@ -12,14 +12,15 @@ Of several environments each has its reference, scorer and limits, and all have 
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import temperature_at
-from agentrl.config.schema import AgentConfig, OptimConfig
+from agentrl.config.schema import AgentConfig, EnvConfig, OptimConfig
 from agentrl.engines.makers import API
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render import make_renderer
@@ -30,10 +31,10 @@ from agentrl.render.template_text import Placeholders
 from agentrl.render.tool_calls import ForTools, Parser, Syntax
 from agentrl.reward import Scorer
 from agentrl.rollout.context import make_context_policy
-from agentrl.rollout.engine import Engine
+from agentrl.rollout.engine import Engine, EngineMaker
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import AGENTS, Agents, LocalPlayer, Player, RunEnv
-from agentrl.run.engine_choice import engine_name, engine_of, make_engine, maker_of
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import load_tokenizer, model_config, model_context, packaged_tokenizer, unused_ids
 from agentrl.utils.errors import ConfigError, did_you_mean
@@ -41,24 +42,46 @@ from agentrl.utils.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
 
+Purpose = Literal["train", "eval", "rollout"]
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A command about to start. `scorers`: of each environment, once they are made. `planned`: nothing will be started, and
+    nothing that costs money is tried."""
+
+    config: TrainConfig
+    scorers: Mapping[str, Scorer] = field(default_factory=dict)
+    purpose: Purpose = "train"
+    planned: bool = False
+
+    @cached_property
+    def engine(self) -> EngineChoice:
+        """The engine of the run."""
+        return EngineChoice(self.config)
+
+    @cached_property
+    def env(self) -> EnvRef:
+        """The only environment."""
+        return EnvRef.of(self.config)
+
+    @property
+    def scorer(self) -> Scorer:
+        """The scorer of the only environment."""
+        return self.scorers[self.config.the_env.called]
+
+    @contextmanager
+    def alone(self, env: EnvConfig) -> Iterator[RunStart]:
+        """The same as if `env` were the only environment. Begins a UserError with its entry, if there are several."""
+        with self.config.name_entry_in_errors(env) as one:
+            yield replace(self, config=one)
+
+
 PROGRAM = "program"
 """Name in `AGENTS` of the player for [agent]."""
 
 VLLM_PARSER = "vllm:"
 """Prefix of the names of vLLM's own tool parsers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Inputs that are read from files before any part is made.
-
-    `specs`: the reward spec of each environment, in their order. `tokenizer` is None for an API model. `context`: the most tokens
-    of a prompt together with its turn.
-    """
-
-    specs: tuple[dict[str, Any], ...]
-    tokenizer: Any
-    context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +123,76 @@ class Assembly:
             closing.push_async_callback(self.player.close)
 
 
-def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
-    """The reward specs, tokenizer and context length of a run; `model`, if given, replaces `model.path`.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs of a run that are read from files before any part is made of them, in this process or a worker's.
+
+    `specs`: the reward spec of each environment, in their order. `tokenizer` is None for an API model. `context`: the most tokens
+    of a prompt together with its turn. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`.
+    """
+
+    config: TrainConfig
+    specs: tuple[dict[str, Any], ...]
+    tokenizer: Any
+    context: int
+    model: str | None = None
+    temperature: float | None = None
+
+    def assemble(
+        self, *, pools: Pools | None = None, connected: Engine | None = None, asks: bool = True, room: int | None = None
+    ) -> Assembly:
+        """All parts. `pools`: the run's; `connected`: for a process next to the driver's, the engine as it is reached from there;
+        `asks`: as in `LocalPlayer`; `room`: as in `EngineChoice.make`.
+
+        Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
+        """
+        config, path, choice = self.config, self.model or self.config.model.path, EngineChoice(self.config)
+        assert path is not None
+        if self.tokenizer is None:
+            engine, renderer = _api_model(choice.maker())
+        else:
+            renderer = renderer_of(config.model, self.tokenizer, sees="vision" in choice.traits)
+            unused = unused_ids(self.tokenizer, path, config.model.trust_remote_code)
+            engine = connected or choice.make(path, pools, unused, room)
+        policy, envs, services = self.policy(engine, renderer), [], RunServices(config, pools)
+        for own, spec in zip(config.envs, self.specs, strict=True):
+            with config.name_entry_in_errors(own) as one:
+                scorer, limits = scorer_of(one, spec, services), Limits.of(one.rollout, self.context)
+                envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one.agent, self.tokenizer)))
+        return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), services if asks else RunServices(config))
+
+    def policy(self, engine: Engine, renderer: Renderer) -> Policy:
+        """The policy of a run's episodes.
+
+        Summaries are written by `rollout.summary_model` (greedily, with the settings of `api`), or else by the policy itself.
+        """
+        config, rollout, writer = self.config, self.config.rollout, None
+        if rollout.summary_model is not None:
+            model = config.model.model_copy(update={"path": API + rollout.summary_model})
+            writer = Policy(*_api_model(EngineChoice(config.model_copy(update={"model": model})).maker()), temperature=0.0)
+        return Policy(
+            engine,
+            renderer,
+            temperature_at(rollout, 0) if self.temperature is None else self.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            make_context_policy(rollout.context),
+            writer,
+            rollout.router_replay,
+        )
+
+
+def _api_model(maker: EngineMaker) -> tuple[Engine, Renderer]:
+    """Engine and renderer of an API model."""
+    from agentrl.engines.api_models import ApiRenderer, Transcript
+
+    # Shared: the renderer numbers messages, since episodes consist of ids, and the engine maps the numbers back.
+    transcript = Transcript()
+    return maker.make_with(transcript), ApiRenderer(transcript)
+
+
+def read_inputs(config: TrainConfig, model: str | None = None, temperature: float | None = None) -> Inputs:
+    """The reward specs, tokenizer and context length of a run.
 
     Raises ConfigError, CatalogError, RewardSpecError or ModelError if one of them is missing or unfit.
     """
@@ -109,46 +200,10 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
     for env in config.envs:
         with config.name_entry_in_errors(env) as one:
             specs.append(find_spec(EnvRef.of(one), env.reward))
-    entry = engine_of(config)
-    if "messages" in entry.traits:
-        return Inputs(tuple(specs), None, maker_of(entry.name, config).context(0))
-    context = maker_of(entry.name, config).context(model_length(config.model, model))
-    return Inputs(tuple(specs), tokenizer_of(config.model, model), context)
-
-
-def assemble(
-    config: TrainConfig,
-    inputs: Inputs,
-    *,
-    model: str | None = None,
-    temperature: float | None = None,
-    pools: Pools | None = None,
-    connected: Engine | None = None,
-    asks: bool = True,
-    room: int | None = None,
-) -> Assembly:
-    """All parts. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`; `pools`: the run's.
-    `connected`: for a process next to the driver's, the engine as it is reached from there; `asks`: as in `LocalPlayer`;
-    `room`: as in `make_engine`.
-
-    Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
-    """
-    path = model or config.model.path
-    assert path is not None
-    if inputs.tokenizer is None:
-        engine, renderer = _api_model(config, path)
-    else:
-        renderer = renderer_of(config.model, inputs.tokenizer, sees="vision" in engine_of(config).traits)
-        unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
-        engine = connected or make_engine(engine_name(config), path, config, pools, unused(), room)
-    policy = make_policy(config, engine, renderer, temperature)
-    envs, services = [], RunServices(config, pools)
-    for own, spec in zip(config.envs, inputs.specs, strict=True):
-        with config.name_entry_in_errors(own) as one:
-            scorer, limits = scorer_of(one, spec, services), Limits.of(one.rollout, inputs.context)
-            agents = agents_of(one.agent, inputs.tokenizer)
-            envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents))
-    return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), services if asks else RunServices(config))
+    choice = EngineChoice(config)
+    counts = "messages" not in choice.traits
+    context = choice.maker().context(model_length(config.model, model) if counts else 0)
+    return Inputs(config, tuple(specs), tokenizer_of(config.model, model) if counts else None, context, model, temperature)
 
 
 def agents_of(agent: AgentConfig | None, tokenizer: Any) -> Agents | None:
@@ -184,36 +239,6 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
         known = ", ".join(map(repr, SYNTAXES))
         raise ConfigError(f"model.tool_parser = {name!r}: expected 'auto', {known} or '{VLLM_PARSER}NAME'; {hint}")
     return make_renderer(tokenizer, parser, pictures, config.date)
-
-
-def make_policy(config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None) -> Policy:
-    """The policy of a run's episodes; `temperature`, if given, replaces `rollout.temperature`.
-
-    Summaries are written by `rollout.summary_model` (greedily, with the settings of `api`), or else by the policy itself.
-    """
-    rollout, writer = config.rollout, None
-    if rollout.summary_model is not None:
-        writer = Policy(*_api_model(config, API + rollout.summary_model), temperature=0.0)
-    return Policy(
-        engine,
-        renderer,
-        temperature_at(rollout, 0) if temperature is None else temperature,
-        rollout.top_p,
-        rollout.top_k,
-        make_context_policy(rollout.context),
-        writer,
-        rollout.router_replay,
-    )
-
-
-def _api_model(config: TrainConfig, path: str) -> tuple[Engine, Renderer]:
-    """Engine and renderer of an API model."""
-    from agentrl.engines.api_models import ApiRenderer, Transcript
-
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    # Shared: the renderer numbers messages, since episodes consist of ids, and the engine maps the numbers back.
-    transcript = Transcript()
-    return maker_of(engine_name(config), config).make_with(transcript), ApiRenderer(transcript)
 
 
 def tokenizer_of(model_config: ModelConfig, model: str | None = None) -> Any:

@@ -18,11 +18,12 @@ from agentrl.cluster.ray_cluster import last_words, while_ray_lives
 from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
 from agentrl.config.origin import Origins
 from agentrl.config.schema import DataConfig, TrainConfig
+from agentrl.run.assembly import RunStart
 from agentrl.run.callbacks import Callback
-from agentrl.run.checks import RunStart, run_checks
+from agentrl.run.checks import run_checks
 from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
-from agentrl.run.engine_choice import computation_line
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import NOTHING, LogFile, RunFolder, lock_folder
 from agentrl.run.interrupt import TWICE, Interrupt, put_off
 from agentrl.run.loop import evaluate_now, train_loop
@@ -136,7 +137,7 @@ def execute(
         Display() as display,
         RunLog(folder, display, trackers, resumed, Health(config, display.warn), config.prometheus, config.keep) as run_log,
     ):
-        config = folder.with_date(config)
+        config = config.with_date(folder.day())
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
         display.say(f"agentrl {'train' if config.data is None else 'sft'}: {folder.path} ({'resumed' if resumed else 'new'})")
@@ -149,11 +150,11 @@ def execute(
         log.info("packing: %s", packing.reason)
         # One decision for all roles and ranks, before any of them is started.
         config, shown = with_packing(config), with_packing(shown)
-        display.say(computation_line(config, trains=True))
-        for line in () if resumed else run_checks(RunStart(shown, {}), "start"):
+        display.say(EngineChoice(config).computation_line(trains=True))
+        for line in () if resumed else run_checks(RunStart(shown), "start"):
             display.say(line)
         slower = [f"model.packing: {packing.reason}"] if packing.way != "packed" or not packing.shares else []
-        for line in (*notes, *slower, *start_notes(shown)):
+        for line in (*notes, *slower, *start_notes(RunStart(shown))):
             display.warn(line)
         run = RunDriver(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks)
         try:

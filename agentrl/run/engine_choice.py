@@ -1,9 +1,9 @@
-"""The engine of a run, by name (rollout/engine.py has the registry). Only the chosen backend is imported."""
+"""The engine of a run (rollout/engine.py has the registry). Only the chosen backend is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
@@ -21,34 +21,106 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
-def engine_name(config: TrainConfig) -> str:
-    """The engine of a run: the one that claims its model (`api:NAME`), else that of `engine`; `auto` is the one that best suits
-    the GPUs available to it (vLLM if there are any, else embedded).
+class EngineChoice:
+    """The engine that a config chooses, before there is one, and what follows from the choice. `name`: another engine's."""
 
-    Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed,
-    ResourceError if the cluster's nodes do not answer.
-    """
-    if claiming := claiming_engine(config.model.path):
-        return claiming.name
-    if config.engine == AUTO:
-        return _best_for(engine_gpus(config.rollout, config.cluster))
-    maker = ENGINES.entry(config.engine).make
-    if not is_planned():
-        maker.check_installed()
-    return config.engine
+    def __init__(self, config: TrainConfig, name: str | None = None) -> None:
+        self.config = config
+        if name is not None:
+            self.name = name
+
+    @cached_property
+    def name(self) -> str:
+        """The engine that claims the model (`api:NAME`), else that of `engine`; `auto` is the one that best suits the GPUs
+        available to it (vLLM if there are any, else embedded).
+
+        Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed,
+        ResourceError if the cluster's nodes do not answer.
+        """
+        config = self.config
+        if claiming := claiming_engine(config.model.path):
+            return claiming.name
+        if config.engine == AUTO:
+            return _best_for(engine_gpus(config.rollout, config.cluster))
+        maker = ENGINES.entry(config.engine).make
+        if not is_planned():
+            maker.check_installed()
+        return config.engine
+
+    @property
+    def traits(self) -> frozenset[str]:
+        """Its traits in the registry. Raises as `name`."""
+        return ENGINES.entry(self.name).traits
+
+    def maker(self) -> EngineMaker:
+        """Its maker, with the config's `engine_args`. Raises ConfigError for an unknown or invalid argument."""
+        maker: EngineMaker = ENGINES.bind(self.name, self.config.engine_args)(self.config.widest())
+        maker.on_gpus = partial(has_gpus, self.config.cluster, "rollout")
+        return maker
+
+    def make(self, model: str, pools: Pools | None = None, unused: Sequence[int] = (), room: int | None = None) -> Engine:
+        """The engine, not started. `model`: a folder or hub name; with `pools`, the engine's own processes run in the pool of the
+        role "rollout"; `unused` ids are never drawn; `room`: bytes of its GPU for it (run/role_placement.py)."""
+        maker = self.maker()
+        maker.unused, maker.room = unused, room
+        processes = maker.processes()
+        ray_options: Sequence[Mapping[str, Any]] = ()
+        if pools is not None and processes is not None and "rollout" in pools:
+            ray_options = pools.ray_options("rollout", processes.gpus)
+        return maker.make(named_anywhere(model), model_context(model, self.config.model.trust_remote_code), ray_options)
+
+    def without_trainer(self) -> TrainConfig:
+        """The config of a command that trains nothing: for it `auto` is the engine that suits all GPUs that there are, as no
+        trainer takes any of them. Raises ResourceError if the nodes cannot be asked."""
+        config = self.config
+        if config.engine != AUTO or claiming_engine(config.model.path):
+            return config
+        gpus = sum(node.gpus for node in nodes_of(config.cluster, "actor"))
+        return config.model_copy(update={"engine": _best_for(gpus)})
+
+    def samples_on_ray(self) -> bool:
+        """Return True if what samples needs Ray: the run's engine, or one next to it."""
+        names = [self.name, *(one.config.engine for one in RunServices(self.config).engines())]
+        return any("ray" in ENGINES.entry(name).needs for name in names)
+
+    def workers_apart(self) -> int:
+        """Number of rollout workers that have processes of their own."""
+        workers = self.config.rollout.workers
+        return workers - self.maker().seats() if workers else 0
+
+    def with_threads(self, trains: bool = True, samples: bool = True) -> TrainConfig:
+        """The config with what `model.threads = "auto"` stands for: one decision for all processes of trainer and engine.
+
+        Their turns alternate in a synchronous run, so that each has all cores; in an asynchronous one they share them.
+        `trains`, `samples`: a trainer or engine computes; a warm start only trains.
+        """
+        config = self.config
+        if config.model.threads != "auto":
+            return config
+        pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
+        actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
+        training = (actors if pool is None else pool.nodes * pool.per_node) if trains else 0
+        sampling = 0
+        if samples and config.data is None:  # the processes that compute for the engine and those next to it
+            engine = self.maker().processes()
+            sampling = len(RunServices(config).engines()) + (1 if engine is None else engine.count * max(engine.gpus, 1))
+        at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
+        nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
+        # Processes are spread evenly over nodes, and none has more cores than its node.
+        threads = threads_for(config.model.size(), min(sum(nodes), max(nodes) * at_once), at_once)
+        return config.model_copy(update={"model": config.model.model_copy(update={"threads": threads})})
+
+    def computation_line(self, trains: bool) -> str:
+        """Type and threads of a run's model, as a line; empty if `trains` is False and the engine computes no model itself."""
+        if not trains and "judges" not in self.traits:
+            return ""
+        cuda = has_gpus(self.config.cluster, "actor" if trains else "rollout")
+        how = computation_text(self.config.model.computes_in(cuda), None if cuda else self.with_threads(trains).model.threads)
+        return f"the model is {how} (model.dtype, model.threads)"
 
 
 def _best_for(gpus: float) -> str:
     return max(ENGINES.own(), key=lambda entry: entry.make.suits(gpus)).name
-
-
-def without_trainer(config: TrainConfig) -> TrainConfig:
-    """The config of a command that trains nothing: for it `auto` is the engine that suits all GPUs that there are, as no trainer
-    takes any of them. Raises ResourceError if the nodes cannot be asked."""
-    if config.engine != AUTO or claiming_engine(config.model.path):
-        return config
-    gpus = sum(node.gpus for node in nodes_of(config.cluster, "actor"))
-    return config.model_copy(update={"engine": _best_for(gpus)})
 
 
 def claiming_engine(model: str | None) -> Entry[type[EngineMaker]] | None:
@@ -75,83 +147,8 @@ def engine_gpus(rollout: RolloutConfig, cluster: ClusterConfig) -> float:
     return available - taken - unplaced
 
 
-def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
-    """The registry entry of the run's engine, with its needs and traits. Raises as `engine_name`."""
-    return ENGINES.entry(engine_name(config))
-
-
-def samples_on_ray(config: TrainConfig) -> bool:
-    """Return True if what samples needs Ray: the run's engine, or one next to it."""
-    entries = [engine_of(config), *(ENGINES.entry(one.config.engine) for one in RunServices(config).engines())]
-    return any("ray" in entry.needs for entry in entries)
-
-
-def maker_of(name: str, config: TrainConfig) -> EngineMaker:
-    """The maker of the engine `name` with the config's `engine_args`. Raises ConfigError for an unknown or invalid argument."""
-    maker: EngineMaker = ENGINES.bind(name, config.engine_args)(config.widest())
-    maker.on_gpus = partial(has_gpus, config.cluster, "rollout")
-    return maker
-
-
-def workers_apart(config: TrainConfig) -> int:
-    """Number of rollout workers that have processes of their own."""
-    workers = config.rollout.workers
-    return workers - maker_of(engine_name(config), config).seats() if workers else 0
-
-
-def with_threads(config: TrainConfig, trains: bool = True, samples: bool = True) -> TrainConfig:
-    """The config with what `model.threads = "auto"` stands for: one decision for all processes of trainer and engine.
-
-    Their turns alternate in a synchronous run, so that each has all cores; in an asynchronous one they share them.
-    `trains`, `samples`: a trainer or engine computes; a warm start only trains.
-    """
-    if config.model.threads != "auto":
-        return config
-    pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
-    actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
-    training = (actors if pool is None else pool.nodes * pool.per_node) if trains else 0
-    sampling = 0
-    if samples and config.data is None:  # the processes that compute for the engine and those next to it
-        engine = maker_of(engine_name(config), config).processes()
-        sampling = len(RunServices(config).engines()) + (1 if engine is None else engine.count * max(engine.gpus, 1))
-    at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
-    nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
-    # Processes are spread evenly over nodes, and none has more cores than its node.
-    threads = threads_for(config.model.size(), min(sum(nodes), max(nodes) * at_once), at_once)
-    return config.model_copy(update={"model": config.model.model_copy(update={"threads": threads})})
-
-
 def computation_text(dtype: str, threads: int | str | None) -> str:
     """In which type a model is computed, and by how many threads (None: on GPUs)."""
     if threads is None:
         return f"computed in {dtype}"
     return f"computed in {dtype} on the CPU, by {threads} thread{'' if threads == 1 else 's'} of each process"
-
-
-def computation_line(config: TrainConfig, trains: bool) -> str:
-    """Type and threads of a run's model, as a line; empty if `trains` is False and the engine computes no model itself."""
-    if not trains and "judges" not in engine_of(config).traits:
-        return ""
-    cuda = has_gpus(config.cluster, "actor" if trains else "rollout")
-    how = computation_text(config.model.computes_in(cuda), None if cuda else with_threads(config, trains).model.threads)
-    return f"the model is {how} (model.dtype, model.threads)"
-
-
-def make_engine(
-    name: str,
-    model: str,
-    config: TrainConfig,
-    pools: Pools | None = None,
-    unused: Sequence[int] = (),
-    room: int | None = None,
-) -> Engine:
-    """The engine, not started. `name` is a result of `engine_name`, `model` a folder or hub name; with
-    `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn;
-    `room`: bytes of its GPU for it (run/role_placement.py)."""
-    maker = maker_of(name, config)
-    maker.unused, maker.room = unused, room
-    processes = maker.processes()
-    ray_options: Sequence[Mapping[str, Any]] = ()
-    if pools is not None and processes is not None and "rollout" in pools:
-        ray_options = pools.ray_options("rollout", processes.gpus)
-    return maker.make(named_anywhere(model), model_context(model, config.model.trust_remote_code), ray_options)

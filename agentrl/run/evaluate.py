@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -24,17 +25,17 @@ from agentrl.config.envs import eval_weights, one_temperature
 from agentrl.config.identity import check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory
 from agentrl.engines.makers import api_name
+from agentrl.env.catalog import EnvRef
 from agentrl.env.official import success_rates
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.episode import EpisodeSpec
 from agentrl.rollout.player import SCRIPTS, Script, end_of, fault_of, run_tasks, success_rate
-from agentrl.run.assembly import assemble, read_inputs
+from agentrl.run.assembly import read_inputs
 from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import mean_of, official, rate_of
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
-from agentrl.run.engine_choice import claiming_engine, computation_line, samples_on_ray, with_threads
-from agentrl.run.folder import with_date
+from agentrl.run.engine_choice import EngineChoice, claiming_engine
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import by_label
 from agentrl.run.role_placement import engine_room
@@ -212,15 +213,13 @@ class EvalSession:
     def __init__(self, config: TrainConfig, temperature: float) -> None:
         """Make the parts; nothing is started. Raises as `read_inputs` and `assemble`."""
         rollout = config.rollout.model_copy(update={"router_replay": False})  # the trainer's own
-        config = with_threads(config.model_copy(update={"rollout": rollout}), trains=False)
-        inputs = read_inputs(config)
-        room = engine_room(config, trains=False)
-        self.parts = assemble(config, inputs, temperature=temperature, room=room)
+        config = EngineChoice(config.model_copy(update={"rollout": rollout})).with_threads(trains=False)
+        inputs, choice = read_inputs(config, temperature=temperature), EngineChoice(config)
+        self.parts = inputs.assemble(room=engine_room(choice, trains=False))
         workers = config.rollout.workers > 0
         if workers:
-            assert config.model.path is not None
-            self.parts = with_workers(config, inputs, self.parts, config.model.path, temperature=temperature)
-        self._ray, self._cluster, self._started = workers or samples_on_ray(config), config.cluster, False
+            self.parts = with_workers(inputs, self.parts)
+        self._ray, self._cluster, self._started = workers or choice.samples_on_ray(), config.cluster, False
         self._opened = AsyncExitStack()
         self._opened.callback(stop_asking)
 
@@ -274,13 +273,12 @@ class RolloutRequest:
         """The file that says what the episodes in `out` are."""
         return self.out / f"{self.purpose}.json"
 
-
-def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
-    """`config` with the date of the episodes that are in the request's folder, or else today's."""
-    if not request.note.exists():
-        return with_date(config)
-    day = (read_json(request.note.read_text()).get("identity") or {}).get("model.date")
-    return config if day is None else with_date(config, day)  # an older agentrl kept none: what it began goes on without
+    def day(self) -> str | None:
+        """The date of the episodes that are in the folder, or else today's; None of an older agentrl's, which kept none."""
+        if not self.note.exists():
+            return date.today().isoformat()
+        found: str | None = (read_json(self.note.read_text()).get("identity") or {}).get("model.date")
+        return found
 
 
 class RolloutJob:
@@ -290,7 +288,7 @@ class RolloutJob:
     there, by (task, member); `interrupted`: more were asked for."""
 
     def __init__(self, config: TrainConfig, request: RolloutRequest, display: Display, shared: EvalSession | None = None) -> None:
-        self.config, self.request, self.display, self.shared = dated_as(config, request), request, display, shared
+        self.config, self.request, self.display, self.shared = config.with_date(request.day()), request, display, shared
         evaluates = request.purpose == "eval"  # with a temperature of its own
         self.temperature = config.eval.temperature if evaluates else one_temperature(config.rollout, "a rollout")
         self.file = request.out / "trajectories.jsonl"
@@ -306,7 +304,7 @@ class RolloutJob:
         config, request, display = self.config, self.request, self.display
         interrupt = Interrupt(display.say)
         interrupt.install()  # the start of Ray and of the engine is to be ended too
-        for note in suite_notes(config):
+        for note in suite_notes(map(EnvRef.of, config.each())):
             display.warn(note)
         self.episodes = self._resume()
         session = self.shared or EvalSession(config, self.temperature)
@@ -320,7 +318,7 @@ class RolloutJob:
                 more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
                 greedy = " (greedy)" if self.temperature == 0 else ""
                 display.say(f"[{request.purpose}] {section}.temperature = {self.temperature:g}{greedy}{''.join(more)}")
-            if computes := computation_line(config, trains=False):
+            if computes := EngineChoice(config).computation_line(trains=False):
                 display.say(computes)
         try:
             if missing:
@@ -430,7 +428,7 @@ async def run_evals(
     """The evaluations of several environments, one after the other with one engine, by their names: `requests`, each in a folder
     of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last job.
     """
-    config = dated_as(config, next(iter(requests.values())))
+    config = config.with_date(next(iter(requests.values())).day())
     envs = {env.called: env for env in config.envs}
     Interrupt(display.say).install()  # each of them takes over, once what they share is open
     shared = EvalSession(config, config.eval.temperature)
@@ -469,11 +467,10 @@ def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
 def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     """The config with its engine settled. Raises a UserError for a request that cannot work, before a folder is created."""
     from agentrl.run.checks import check_eval
-    from agentrl.run.engine_choice import without_trainer
 
     if min(request.tasks, request.samples) < 1:
         raise ConfigError(f"n = {request.tasks}, k = {request.samples}: expected at least 1 of each")
-    check_eval(config := without_trainer(config), request.purpose)
+    check_eval(config := EngineChoice(config).without_trainer(), request.purpose)
     value_script(config, request)
     return config
 

@@ -182,12 +182,6 @@ def _try_path(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-def with_date(config: TrainConfig, day: str | None = None) -> TrainConfig:
-    """`config` with a date for chat templates: its own, else `day`, else today's."""
-    day = config.model.date or day or date.today().isoformat()
-    return config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
-
-
 class RunFolder:
     """The paths of a run, and the only code that writes its plain files.
 
@@ -221,7 +215,7 @@ class RunFolder:
         Raises ConfigError if a run of that name exists (nothing is overwritten) or TOML lacks a value of it, ResourceError if
         it cannot be written.
         """
-        folder, text = cls(Path(config.out) / config.name), to_toml(with_date(config), origins)
+        folder, text = cls(Path(config.out) / config.name), to_toml(config.with_date(date.today().isoformat()), origins)
         check_free(config.name, config.out)
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what a run writes may hold what is private
@@ -241,9 +235,10 @@ class RunFolder:
         self.trajectories.mkdir()
         return f"{self.trajectories}: the folder was deleted. It is made again; the episodes of earlier updates are gone"
 
-    def with_date(self, config: TrainConfig) -> TrainConfig:
-        """`config` with the date on which this run started, unless it names one."""
-        return with_date(config, tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {}).get("date"))
+    def day(self) -> str:
+        """The date on which this run started."""
+        model = tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {})
+        return str(model.get("date") or date.today().isoformat())
 
     def keep_config(self, config: TrainConfig, origins: Origins, step: int) -> Path | None:
         """Make `config` the run's, from `step` (updates done) on, if it says anything else than the one before, which is then in

@@ -12,7 +12,7 @@ import numpy as np
 
 from agentrl.cluster.placement import Location, card_bytes, has_gpus, is_planned, joins, planned_elsewhere
 from agentrl.config.keys import inline
-from agentrl.config.schema import CriticConfig, InitModelConfig, ModelConfig, TrainConfig
+from agentrl.config.schema import InitModelConfig, TrainConfig
 from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.rollout.collector import largest
@@ -21,7 +21,7 @@ from agentrl.run.checks import RunStart, check_config, check_train, run_checks
 from agentrl.run.checks.model_checks import check_router_replay
 from agentrl.run.checks.reward_checks import evaluations_of
 from agentrl.run.checks.size_checks import start_notes
-from agentrl.run.engine_choice import AUTO, computation_text, engine_name, maker_of, with_threads
+from agentrl.run.engine_choice import AUTO, EngineChoice, computation_text
 from agentrl.run.role_placement import (
     GIB,
     Peak,
@@ -54,8 +54,8 @@ def derived_values(config: TrainConfig) -> dict[str, str]:
     called = {f"env.{number}.name" if several else "env.name": env for number, env in enumerate(config.envs) if env.name is None}
     found = {key: inline(env.called) for key, env in called.items()}
     algorithm = config.algorithm
-    if algorithm.length_norm is None and algorithm.aggregate == "seq_mean_token_sum_norm":
-        found["algorithm.length_norm"] = inline(config.longest_sample())
+    if algorithm.length_norm is None and (settled := config.settled_algorithm().length_norm) is not None:
+        found["algorithm.length_norm"] = inline(settled)
     if algorithm.kl.kind is None and algorithm.kl.coef > 0:
         found["algorithm.kl.kind"] = inline(kl_kind(algorithm.kl))
     given = {"optim": config.optim, "critic": config.critic, "sft": config.sft}
@@ -66,7 +66,7 @@ def derived_values(config: TrainConfig) -> dict[str, str]:
     if joins(config.cluster):  # what its nodes have is not known here
         return found
     if config.engine == AUTO:
-        found["engine"] = inline(engine_name(config))
+        found["engine"] = inline(EngineChoice(config).name)
     if config.model.dtype == "auto":
         found["model.dtype"] = inline(config.model.computes_in(has_gpus(config.cluster, "actor")))
     return found
@@ -155,91 +155,141 @@ class RunPlan:
         return min(self.kept + 1, len(self.checkpoints)) * self.recomputed + self.model_bytes
 
 
-def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
-    """The plan of a config whose packing is settled. Raises UserError as the parts do that it asks."""
-    steps, folder = config.steps, Path(config.out) / config.name
-    batches = batches_of(config)
-    every = config.eval.every
-    evaluated = [0, *(step for step in range(1, steps) if every and step % every == 0), steps]
-    assert len(evaluated) == evaluations_of(config.steps, config.eval)
-    tasks = sum(one.eval.tasks for one in config.each())
-    sft, parameters = config.sft, _parameters(config.model, config.critic)
-    # Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups.
-    environments, how = [], {}
-    several = len(config.envs) > 1
-    shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
-    for env, one in zip(config.envs, config.each(), strict=True):
-        ref, limits = EnvRef.of(one), one.rollout
-        turns = f"{_count(limits.max_turns, 'turn')} of {limits.max_turn_tokens} tokens"
-        share = f", {shares[env.called]:.1%} of the groups at first, {one.algorithm.advantage.name}" if several else ""
-        environments.append(f"{env.called} ({ref.entry.id}), reward {find_spec(ref, env.reward)['name']}, {turns}{share}")
-        kind = "greedily" if one.eval.temperature == 0 else f"at temperature {one.eval.temperature:g}"
-        how[env.called] = f"{one.eval.tasks:,} tasks of {one.eval.split} {kind}"
-    points = config.rollout.temperature
-    heats = [f"{heat:g} after {step} updates" for step, heat in points] if isinstance(points, list) else [f"{points:g}"]
-    return RunPlan(
-        name=config.name,
-        folder=str(folder),
-        environments=environments,
-        algorithm=f"{config.algorithm.advantage.name}, {config.algorithm.loss.name}, {config.algorithm.aggregate}",
-        engine=engine_name(config),
-        model=config.model.path or "a tiny model of random weights ([model.init])",
-        dtype=config.model.computes_in(cuda),
-        threads=None if cuda else with_threads(config).model.threads,
-        parameters=parameters,
-        updates=steps,
-        stops_at=config.stop_at_success if every else None,
-        batches=batches,
-        evaluations=Evaluations(evaluated, tasks, how),
-        episodes=steps * batches.episodes,
-        evaluation_episodes=len(evaluated) * tasks,
-        transcripts=None if sft is None else (min(sft.min_steps, sft.max_steps) * sft.batch, sft.max_steps * sft.batch),
-        checkpoints=sorted({*range(config.checkpoint.every, steps + 1, config.checkpoint.every), steps}),
-        kept=config.checkpoint.keep + config.checkpoint.keep_best,
-        trajectories=sorted({*range(config.trajectories_every, steps + 1, config.trajectories_every), steps}),
-        trackers=[tracker.name for tracker in config.trackers],
-        rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims_of(config).items()},
-        temperature=", ".join(heats),
-        top_p=config.rollout.top_p,
-        recomputed=sum(12 * one.trained for one in parameters),
-        model_bytes=sum(4 * one.all for one in parameters if one.role == "actor"),
-    )
+class Planner:
+    """Plans a run of a config."""
 
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
 
-def batches_of(config: TrainConfig) -> Batches:
-    """The arithmetic of an update."""
-    rollout, algorithm = config.rollout, config.algorithm
-    episodes = rollout.groups * rollout.group_size
-    members = np.repeat(np.arange(rollout.groups), rollout.group_size) if algorithm.groups == "kept" else None
-    parts = [len(part) for part in shuffle_parts(episodes, algorithm.minibatch, config.seed, 0, members)]
-    greedy = needs_greedy(algorithm.advantage)  # an episode a group that is no member
-    pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
-    ranks = mesh_of(config.model, config.cluster, None if pool is None else pool.nodes * pool.per_node)["dp"]
-    wide = config.widest(config.trained_envs).rollout
-    longest = min(wide.max_episode_tokens, config.optim.micro_tokens)
-    at_once = config.optim.micro_tokens // longest if config.model.packing == "packed" else 1
-    again, gold = algorithm.experience, algorithm.demonstrations
-    kept = 0 if again is None else min(int(again.share * episodes + 0.5), again.size)
-    shown = 0 if gold is None else gold.episodes
-    most = max(parts) + math.ceil((kept + shown) / len(parts))
-    return Batches(
-        groups=rollout.groups,
-        group_size=rollout.group_size,
-        started=more(rollout.groups, rollout.oversample) * (more(rollout.group_size, rollout.oversample_members) + greedy),
-        grown=rollout.groups * largest(rollout),
-        episodes=episodes,
-        minibatches=parts,
-        epochs=algorithm.epochs,
-        optimizer_steps=len(parts) * algorithm.epochs,
-        data_ranks=ranks,
-        episode_tokens=wide.max_episode_tokens,
-        sampled_tokens=min(wide.max_turns * wide.max_turn_tokens, wide.max_episode_tokens),
-        tokens=rollout.groups * largest(rollout) * wide.max_episode_tokens,
-        micro_tokens=config.optim.micro_tokens,
-        micros=math.ceil(math.ceil(most / ranks) / at_once),
-        kept=kept,
-        shown=shown,
-    )
+    def dry_run(self, gpu_memory: float | None) -> DryRun:
+        """The plan, on cards of `gpu_memory` GiB or on those that there are. Raises as `dry_run`."""
+        config, here, path = self.config, not is_planned(), self.config.model.path
+        checked = config
+        if path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
+            # The checks see a dense model of its sizes with the packaged tokenizer, which nothing splits.
+            trust = config.model.trust_remote_code
+            init = InitModelConfig(
+                context=model_context(path, trust), head_dim=head_dim(path, trust) or InitModelConfig().head_dim
+            )
+            plain = {"path": None, "init": init, "tensor_parallel": 1, "expert_parallel": 1}
+            rollout = config.rollout.model_copy(update={"router_replay": False})
+            checked = config.model_copy(update={"model": config.model.model_copy(update=plain), "rollout": rollout})
+        suspicious = (check_train if here else check_config)(checked, planned=True)
+        # Of the real model, in whose place the checks may have had another: its routers, heads, experts and plans, and its cache.
+        start = RunStart(config, planned=True)
+        check_router_replay(start)
+        check_train_engine(config)
+        mesh_of(config.model, config.cluster)
+        packing = packing_of(config)
+        start = RunStart(with_packing(config), planned=True)
+        start.engine.maker().check()
+        roles = RunRoles(start.engine)
+        locations = roles.locations()
+        total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
+        memory = RunMemory(start.config, total)
+        placed = memory.roles()
+        found = peaks(placed, total)
+        memory.check_fits(placed)
+        notes = [
+            *run_checks(RunStart(checked, planned=True), "start"),
+            *waiting(placed),
+            *(roles.worker_lines() if here else []),
+            f"model.packing: {packing.reason}",
+            *(f"warning: {line}" for line in (*suspicious, *start_notes(start))),
+            *run_checks(start, "plan"),
+        ]
+        return DryRun(Planner(start.config).plan(total is not None), locations, placed, found, notes)
+
+    def plan(self, cuda: bool) -> RunPlan:
+        """The plan of a config whose packing is settled. Raises UserError as the parts do that it asks."""
+        config, steps, batches = self.config, self.config.steps, self.batches()
+        every = config.eval.every
+        evaluated = [0, *(step for step in range(1, steps) if every and step % every == 0), steps]
+        assert len(evaluated) == evaluations_of(config.steps, config.eval)
+        each = config.each()
+        tasks = sum(one.eval.tasks for one in each)
+        sft, shells = config.sft, {"actor": shell(config.model, "policy")}
+        if config.critic is not None:
+            shells["critic"] = shell(config.model, "value", config.critic.path)
+        parameters = [
+            Parameters(name, numbers(module.parameters()), numbers(p for p in module.parameters() if p.requires_grad))
+            for name, module in shells.items()
+        ]
+        # Of each environment what it is, how its episodes are scored, and its limits; of several also its share of the groups.
+        environments, how = [], {}
+        several = len(config.envs) > 1
+        shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
+        for env, one in zip(config.envs, each, strict=True):
+            ref, limits = EnvRef.of(one), one.rollout
+            turns = f"{_count(limits.max_turns, 'turn')} of {limits.max_turn_tokens} tokens"
+            share = f", {shares[env.called]:.1%} of the groups at first, {one.algorithm.advantage.name}" if several else ""
+            environments.append(f"{env.called} ({ref.entry.id}), reward {find_spec(ref, env.reward)['name']}, {turns}{share}")
+            kind = "greedily" if one.eval.temperature == 0 else f"at temperature {one.eval.temperature:g}"
+            how[env.called] = f"{one.eval.tasks:,} tasks of {one.eval.split} {kind}"
+        points = config.rollout.temperature
+        heats = [f"{heat:g} after {step} updates" for step, heat in points] if isinstance(points, list) else [f"{points:g}"]
+        return RunPlan(
+            name=config.name,
+            folder=str(Path(config.out) / config.name),
+            environments=environments,
+            algorithm=f"{config.algorithm.advantage.name}, {config.algorithm.loss.name}, {config.algorithm.aggregate}",
+            engine=EngineChoice(config).name,
+            model=config.model.path or "a tiny model of random weights ([model.init])",
+            dtype=config.model.computes_in(cuda),
+            threads=None if cuda else EngineChoice(config).with_threads().model.threads,
+            parameters=parameters,
+            updates=steps,
+            stops_at=config.stop_at_success if every else None,
+            batches=batches,
+            evaluations=Evaluations(evaluated, tasks, how),
+            episodes=steps * batches.episodes,
+            evaluation_episodes=len(evaluated) * tasks,
+            transcripts=None if sft is None else (min(sft.min_steps, sft.max_steps) * sft.batch, sft.max_steps * sft.batch),
+            checkpoints=sorted({*range(config.checkpoint.every, steps + 1, config.checkpoint.every), steps}),
+            kept=config.checkpoint.keep + config.checkpoint.keep_best,
+            trajectories=sorted({*range(config.trajectories_every, steps + 1, config.trajectories_every), steps}),
+            trackers=[tracker.name for tracker in config.trackers],
+            rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims_of(config).items()},
+            temperature=", ".join(heats),
+            top_p=config.rollout.top_p,
+            recomputed=sum(12 * one.trained for one in parameters),
+            model_bytes=sum(4 * one.all for one in parameters if one.role == "actor"),
+        )
+
+    def batches(self) -> Batches:
+        """The arithmetic of an update."""
+        config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
+        episodes = rollout.groups * rollout.group_size
+        members = np.repeat(np.arange(rollout.groups), rollout.group_size) if algorithm.groups == "kept" else None
+        parts = [len(part) for part in shuffle_parts(episodes, algorithm.minibatch, config.seed, 0, members)]
+        greedy = needs_greedy(algorithm.advantage)  # an episode a group that is no member
+        pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
+        ranks = mesh_of(config.model, config.cluster, None if pool is None else pool.nodes * pool.per_node)["dp"]
+        wide = config.widest(config.trained_envs).rollout
+        longest = min(wide.max_episode_tokens, config.optim.micro_tokens)
+        at_once = config.optim.micro_tokens // longest if config.model.packing == "packed" else 1
+        again, gold = algorithm.experience, algorithm.demonstrations
+        kept = 0 if again is None else min(int(again.share * episodes + 0.5), again.size)
+        shown = 0 if gold is None else gold.episodes
+        most = max(parts) + math.ceil((kept + shown) / len(parts))
+        return Batches(
+            groups=rollout.groups,
+            group_size=rollout.group_size,
+            started=more(rollout.groups, rollout.oversample) * (more(rollout.group_size, rollout.oversample_members) + greedy),
+            grown=rollout.groups * largest(rollout),
+            episodes=episodes,
+            minibatches=parts,
+            epochs=algorithm.epochs,
+            optimizer_steps=len(parts) * algorithm.epochs,
+            data_ranks=ranks,
+            episode_tokens=wide.max_episode_tokens,
+            sampled_tokens=min(wide.max_turns * wide.max_turn_tokens, wide.max_episode_tokens),
+            tokens=rollout.groups * largest(rollout) * wide.max_episode_tokens,
+            micro_tokens=config.optim.micro_tokens,
+            micros=math.ceil(math.ceil(most / ranks) / at_once),
+            kept=kept,
+            shown=shown,
+        )
 
 
 def more(count: int, factor: float) -> int:
@@ -291,16 +341,6 @@ def lines(plan: RunPlan) -> list[str]:
 
 def _size(count: int) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.0f} MiB"
-
-
-def _parameters(model: ModelConfig, critic: CriticConfig | None) -> list[Parameters]:
-    shells = {"actor": shell(model, "policy")}
-    if critic is not None:
-        shells["critic"] = shell(model, "value", critic.path)
-    return [
-        Parameters(name, numbers(module.parameters()), numbers(p for p in module.parameters() if p.requires_grad))
-        for name, module in shells.items()
-    ]
 
 
 def _count(number: int, what: str) -> str:
@@ -362,11 +402,11 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None, nodes: tuple[i
     Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold its parts.
     """
     if gpu_memory is None or (nodes is None and joins(config.cluster)):
-        return _dry_run(config, gpu_memory)
+        return Planner(config).dry_run(gpu_memory)
     name = config.model.path
     with planned_elsewhere(nodes), shape_folder(name) as folder:  # of a model that may be known by its shape alone
         model = config.model if folder is None else config.model.model_copy(update={"path": folder})
-        found = _dry_run(config.model_copy(update={"model": model}), gpu_memory)
+        found = Planner(config.model_copy(update={"model": model})).dry_run(gpu_memory)
     used = {(one.address, card) for role in found.locations.values() for one in role for card in one.cards}
     if nodes is None:
         size = max(len(used), 1)
@@ -376,44 +416,3 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None, nodes: tuple[i
     shape = f"model.path = {name}: its shape is known here, and no file of it; prompts are counted with the packaged tokenizer"
     notes = [*found.notes, *([] if folder is None else [shape])]
     return replace(found, plan=replace(found.plan, model=name or found.plan.model), notes=notes, nodes=where)
-
-
-def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
-    here = not is_planned()
-    suspicious = (check_train if here else check_config)(config_for_checks(config), planned=True)
-    # Of the real model, in whose place the checks may have had another: its routers, heads, experts and plans, and its cache.
-    check_router_replay(config)
-    check_train_engine(config)
-    mesh_of(config.model, config.cluster)
-    packing = packing_of(config)
-    config = with_packing(config)
-    maker_of(engine_name(config), config).check()
-    roles = RunRoles(config, engine_name(config))
-    locations = roles.locations()
-    total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
-    memory = RunMemory(config, total)
-    placed = memory.roles()
-    found = peaks(placed, total)
-    memory.check_fits(placed)
-    notes = [
-        *run_checks(RunStart(config_for_checks(config), {}, planned=True), "start"),
-        *waiting(placed),
-        *(roles.worker_lines() if here else []),
-        f"model.packing: {packing.reason}",
-        *(f"warning: {line}" for line in (*suspicious, *start_notes(config))),
-        *run_checks(RunStart(config, {}, planned=True), "plan"),
-    ]
-    return DryRun(plan_of(config, total is not None), locations, placed, found, notes)
-
-
-def config_for_checks(config: TrainConfig) -> TrainConfig:
-    """The config that the checks see: with a model folder that has no tokenizer, a dense model of its sizes with the packaged
-    one, which nothing splits."""
-    path = config.model.path
-    if path is None or not Path(path).is_dir() or any(Path(path).glob("tokenizer*")):
-        return config
-    trust = config.model.trust_remote_code
-    init = InitModelConfig(context=model_context(path, trust), head_dim=head_dim(path, trust) or InitModelConfig().head_dim)
-    plain = {"path": None, "init": init, "tensor_parallel": 1, "expert_parallel": 1}
-    rollout = config.rollout.model_copy(update={"router_replay": False})
-    return config.model_copy(update={"model": config.model.model_copy(update=plain), "rollout": rollout})

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config import TrainConfig, load_config
-from agentrl.config.identity import Identity, changes, differences, identity_of, later_changes
+from agentrl.config.identity import Identity, changes, check_resumed, differences, identity_of, later_changes
 from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
-from agentrl.run.checks import check_train
 from agentrl.run.digests import code_of, contents_of
 from agentrl.run.folder import DRIVER, RunFolder, stored_object
 from agentrl.trainer.checkpoint import Checkpoints, check_model
@@ -41,7 +40,7 @@ class Provenance:
         provenance = {"folder": str(Path.cwd()), "contents": contents_of(self.config, "train")}
         atomic_write(self.folder.path / FILE, json.dumps(redact_json(provenance), indent=2) + "\n")
 
-    def check_resumable(self, before: TrainConfig, check: Callable[[TrainConfig], list[str]] = check_train) -> tuple[str, ...]:
+    def check_resumable(self, before: TrainConfig, check: Callable[[], list[str]]) -> tuple[str, ...]:
         """All checks before a run that was started with `before` continues with the config, `check` among them; returns what its
         user should know.
 
@@ -50,9 +49,9 @@ class Provenance:
         trained with.
         """
         config, folder = self.config, self.folder
-        check_own_config(identity_of(before, "train"), folder)
+        self._check_config(before)
         try:
-            notes = check(config)
+            notes = check()
         except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
             raise type(error)(f"{error}{origin_hint(folder)}") from None
         if (recorded := _read_provenance(folder)) is None:
@@ -69,8 +68,12 @@ class Provenance:
 
     def check_unchanged(self, before: TrainConfig) -> None:
         """The part of `check_resumable` that checks a run's files. Raises as it does."""
-        check_own_config(identity_of(before, "train"), self.folder)
+        self._check_config(before)
         self.check_contents()
+
+    def _check_config(self, before: TrainConfig) -> None:
+        check_resumed(before, self.config, self.folder.path)
+        check_own_config(identity_of(before, "train"), self.folder)
 
     def check_contents(self) -> None:
         """Raises ConfigError if the reward spec or the model's files changed since the run began."""

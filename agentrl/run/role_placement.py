@@ -27,7 +27,7 @@ from agentrl.cluster.placement import (
 from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory
-from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.services import RunServices, SideEngine
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import varlen_takes_groups
@@ -52,9 +52,9 @@ class RunRoles:
     `engine`: the processes of the run's engine, None for one in the driver; `side`: engines of services that have processes.
     `names`: the roles that have processes, as `cluster.roles` names them; `with_pool`: those that have a pool."""
 
-    def __init__(self, config: TrainConfig, engine: str) -> None:
-        self.config, self.cluster, self.engine_name = config, config.cluster, engine
-        self.engine = maker_of(engine, config).processes()
+    def __init__(self, choice: EngineChoice) -> None:
+        self.choice, self.config, self.cluster = choice, choice.config, choice.config.cluster
+        config, self.engine = choice.config, choice.maker().processes()
         self.side = RunServices(config).processes()
         present = {
             "actor": True,
@@ -105,7 +105,7 @@ class RunRoles:
     def check_worker_room(self, trains: bool) -> None:
         """Raise ResourceError if the nodes have too few CPU slots for `rollout.workers` next to the run's other processes;
         `trains`: whether there are any."""
-        workers = workers_apart(self.config)
+        workers = self.choice.workers_apart()
         slots = sum(node.cpus for node in nodes_of(self.cluster, "actor"))
         taken = 0.0
         if trains:
@@ -122,9 +122,9 @@ class RunRoles:
 
     def worker_lines(self) -> list[str]:
         """Resources of the rollout workers, in words; none without workers."""
-        config, workers, nodes = self.config, workers_apart(self.config), nodes_of(self.cluster, "actor")
+        config, workers, nodes = self.config, self.choice.workers_apart(), nodes_of(self.cluster, "actor")
         if config.rollout.workers and not workers:
-            return [f"rollout.workers: {config.rollout.workers}, in the processes of the {self.engine_name} engine"]
+            return [f"rollout.workers: {config.rollout.workers}, in the processes of the {self.choice.name} engine"]
         if not workers:
             return []
         room = f"of {sum(node.cpus for node in nodes):g} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
@@ -287,7 +287,7 @@ class RunMemory:
     def __init__(self, config: TrainConfig, card: int | None) -> None:
         dtype = config.model.computes_in(card is not None)
         self.config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-        self.card = card
+        self.card, self.choice = card, EngineChoice(self.config)
 
     def roles(self) -> list[RolePlacement]:
         """Every role of the run and what it takes on one of its devices."""
@@ -307,16 +307,14 @@ class RunMemory:
 
     def engine(self) -> EngineMemory | None:
         """The engine's own memory on a device. Raises UserError if that holds no episode."""
-        counted = (
-            card_of_engine(engine_of(self.config).traits, self.card) is not None and "kv_cache_mib" not in self.config.engine_args
-        )
+        counted = card_of_engine(self.choice.traits, self.card) is not None and "kv_cache_mib" not in self.config.engine_args
         return self._with_engine(self._count_others(trains=True) if counted else [])[1]
 
     def _with_engine(self, others: list[RolePlacement]) -> tuple[EngineMaker, EngineMemory | None]:
         """The engine's maker, and the memory that it takes in addition to the roles `others`."""
         config = self.config
-        maker, dtype = maker_of(engine_name(config), config), config.model.dtype
-        maker.room = self._bytes_for_engine(others, card_of_engine(engine_of(config).traits, self.card))
+        maker, dtype = self.choice.maker(), config.model.dtype
+        maker.room = self._bytes_for_engine(others, card_of_engine(self.choice.traits, self.card))
         model = shell(config.model.model_copy(update={"lora": None}))
         assert dtype is not None
         return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
@@ -339,7 +337,7 @@ class RunMemory:
         """All roles but the engine of the policy."""
         # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
         grouped = self.card is not None and self.config.model.dtype != "float32" and varlen_takes_groups()
-        roles = RunRoles(self.config, engine_name(self.config)).names if trains else []
+        roles = RunRoles(self.choice).names if trains else []
         found = [self._trained_role(role, grouped) for role in roles if role in MODULE_OF]
         return found + [self._side_engine(one) for one in RunServices(self.config).engines()]
 
@@ -435,14 +433,14 @@ class RunMemory:
         return ", or ".join(text for fits, text in ways if fits)
 
 
-def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
+def engine_room(choice: EngineChoice, *, trains: bool) -> int | None:
     """Bytes of this process's GPU that the run's other roles leave to its engine; None if the engine does not ask, or there is no
     GPU. `trains`: whether the run has more roles than its engines.
 
     Raises UserError as `RunMemory.roles`."""
-    if "kv_cache_mib" in config.engine_args or (card := card_of_engine(engine_of(config).traits, None)) is None:
+    if "kv_cache_mib" in choice.config.engine_args or (card := card_of_engine(choice.traits, None)) is None:
         return None
-    return RunMemory(config, card).room(trains)
+    return RunMemory(choice.config, card).room(trains)
 
 
 def card_of_engine(traits: frozenset[str], card: int | None) -> int | None:

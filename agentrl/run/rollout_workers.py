@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from agentrl.cluster.machine import reachable_address
 from agentrl.cluster.placement import WORKER_CPUS, joins
-from agentrl.config import TrainConfig
 from agentrl.rollout.engine import Engine, EngineConnection
 from agentrl.rollout.workers.channel import Channel, Door
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
-from agentrl.run.assembly import Assembly, Inputs, assemble, tokenizer_of
+from agentrl.run.assembly import Assembly, Inputs, tokenizer_of
 from agentrl.utils.event_loop import SLOW_LOOP
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.redaction import guard_process
@@ -37,48 +37,36 @@ class Recipe:
     names of Python's, by value.
     """
 
-    config: TrainConfig
     inputs: Inputs
-    model: str
-    temperature: float | None
     connection: EngineConnection | None
     reads: bool = False
     given: bytes = b""
 
     async def build(self, channel: Channel) -> Assembly:
-        """The parts. Raises what `assemble` raises."""
+        """The parts. Raises what `Inputs.assemble` raises."""
         unpack(self.given)
         # In a thread: loading a tokenizer and compiling a spec take seconds, in which the channel must be listened to.
         return await in_thread("load", self._parts, channel)
 
     def _parts(self, channel: Channel) -> Assembly:
-        inputs = replace(self.inputs, tokenizer=tokenizer_of(self.config.model, self.model)) if self.reads else self.inputs
+        inputs = self.inputs
+        if self.reads:
+            inputs = replace(inputs, tokenizer=tokenizer_of(inputs.config.model, inputs.model))
         engine: Engine | None = None
         if inputs.tokenizer is not None:  # else an API model, of which each process is a client
             engine = DriverEngine(channel) if self.connection is None else self.connection.connect()
-        return assemble(self.config, inputs, model=self.model, temperature=self.temperature, connected=engine, asks=False)
+        return inputs.assemble(connected=engine, asks=False)
 
 
-def recipe_of(
-    config: TrainConfig,
-    inputs: Inputs,
-    model: str,
-    temperature: float | None,
-    connection: EngineConnection | None,
-) -> Recipe:
+def recipe_of(inputs: Inputs, connection: EngineConnection | None) -> Recipe:
     """A worker gets its share of the calls that may be made to API models at once."""
+    config = inputs.config
     # A tokenizer of a class that came with the model cannot be pickled, as no other process has that class.
     reads = config.model.trust_remote_code and inputs.tokenizer is not None
     share = config.api.model_copy(update={"concurrency": max(config.api.concurrency // max(config.rollout.workers, 1), 1)})
-    return Recipe(
-        config.model_copy(update={"api": share}),
-        replace(inputs, tokenizer=None) if reads else inputs,
-        model,
-        temperature,
-        connection,
-        reads,
-        pack_given(used_names(config.model_dump(mode="json", exclude_none=True))),
-    )
+    given = pack_given(used_names(config.model_dump(mode="json", exclude_none=True)))
+    inputs = replace(inputs, config=config.model_copy(update={"api": share}), tokenizer=None if reads else inputs.tokenizer)
+    return Recipe(inputs, connection, reads, given)
 
 
 class RolloutWorker:
@@ -86,7 +74,7 @@ class RolloutWorker:
 
     async def run(self, name: str, door: Door, recipe: Recipe) -> str:
         """Play until the driver says that it is enough, or is gone."""
-        guard_process(recipe.config.model_dump(mode="json", exclude_none=True))
+        guard_process(recipe.inputs.config.model_dump(mode="json", exclude_none=True))
         raise_gc_threshold()
         share_the_lock()
         await WorkerCore(name, recipe.build, SLOW_LOOP).run(door)
@@ -144,30 +132,17 @@ class ActorSeats(Seats):
         return ActorSeat(actor, actor.run.remote(name, door, self._recipe))
 
 
-def with_workers(
-    config: TrainConfig,
-    inputs: Inputs,
-    parts: Assembly,
-    model: str,
-    *,
-    temperature: float | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> Assembly:
+def with_workers(inputs: Inputs, parts: Assembly, say: Callable[[str], None] = lambda line: None) -> Assembly:
     """The driver's `parts`, with `rollout.workers` that play in its place."""
-    engine, rollout = parts.policy.engine, config.rollout
-
-    def recipe(connection: EngineConnection | None) -> Recipe:
-        return recipe_of(config, inputs, model, temperature, connection)
-
-    inside = engine.seats(rollout.workers, recipe, reachable_address)
-
+    engine, rollout, cluster = parts.policy.engine, inputs.config.rollout, inputs.config.cluster
+    inside = engine.seats(rollout.workers, partial(recipe_of, inputs), reachable_address)
     pool = WorkerPool(
         parts.envs,
-        inside or ActorSeats(lambda: recipe(engine.connection()), joins(config.cluster)),
+        inside or ActorSeats(lambda: recipe_of(inputs, engine.connection()), joins(cluster)),
         count=rollout.workers,
         engine=engine,
         timeout=HEARD_S,
-        startup_timeout=config.cluster.startup_timeout,
+        startup_timeout=cluster.startup_timeout,
         respawns=RESPAWNS,
         say=say,
     )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
     from agentrl.reward import Scorer
     from agentrl.rollout.engine import EngineMaker, Processes
+    from agentrl.run.assembly import RunStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +60,22 @@ class Service(Client):
     config's `reward`; outside of runs it is only asked, and not started."""
 
     @classmethod
-    def engines(cls, config: TrainConfig) -> Sequence[SideEngine]:
-        """The engines that a config gives it."""
+    def engines(cls, run: RunServices) -> Sequence[SideEngine]:
+        """The engines that the run's config gives it."""
         return ()
 
     @classmethod
-    def check(cls, config: TrainConfig, scorers: Mapping[str, Scorer], trains: bool, planned: bool) -> list[str]:
-        """Raise a UserError for what cannot work, before anything is started; returns warnings. `scorers`: by environment;
-        `trains`: these are all that will ask; `planned`: nothing is started or paid."""
+    def check(cls, start: RunStart) -> list[str]:
+        """Raise a UserError for what cannot work, before anything is started; returns warnings. In training the scorers of
+        `start` are all that will ask."""
         return []
 
     @classmethod
-    def api_models(cls, config: TrainConfig, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:
-        """The models behind an API that it asks for these scorers, with `QUESTION`; each is asked for a word before a run."""
+    def api_models(cls, start: RunStart) -> Iterable[ApiModel]:
+        """The models behind an API that it asks for the scorers, with `QUESTION`; each is asked for a word before a run."""
         return ()
 
-    async def start(self, config: TrainConfig, scorers: Sequence[Scorer], pools: Pools | None) -> None:
+    async def start(self, run: RunServices, scorers: Sequence[Scorer]) -> None:
         """Start the engines that the leaves of `scorers` ask. Raises UserError or EngineError; `close` ends the started ones."""
 
     async def close(self) -> None:
@@ -100,14 +101,13 @@ class RunServices(Services):
         names = self.config.reward.model_fields_set.union(*(scorer.asks for scorer in scorers))
         return [cast("type[Service]", SERVICES.entry(name).make) for name in sorted(names) if name in SERVICES]
 
-    def check(self, scorers: Mapping[str, Scorer], *, trains: bool, planned: bool = False) -> list[str]:
+    def check(self, start: RunStart) -> list[str]:
         """All checks of the services, each of which reads more; returns warnings. Raises UserError. Reads: reward."""
-        kinds = self.kinds(scorers.values())
-        return [note for service in kinds for note in service.check(self.config, scorers, trains, planned)]
+        return [note for service in self.kinds(start.scorers.values()) for note in service.check(start)]
 
     def engines(self) -> list[SideEngine]:
         """The engines next to the policy's."""
-        return [engine for service in self.kinds() for engine in service.engines(self.config)]
+        return [engine for service in self.kinds() for engine in service.engines(self)]
 
     def processes(self) -> list[tuple[SideEngine, Processes]]:
         """Those that have processes of their own, with these."""
@@ -128,7 +128,7 @@ class RunServices(Services):
 
     async def start(self, scorers: Sequence[Scorer]) -> None:
         for service in self.values():
-            await service.start(self.config, scorers, self.pools)
+            await service.start(self, scorers)
 
     async def close(self) -> None:
         for service in self.values():

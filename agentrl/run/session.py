@@ -25,11 +25,10 @@ from agentrl.rollout.collector import Acceptance, Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.rollout.player import Evaluation, Player, RunEnv, run_tasks, summarize
-from agentrl.run.assembly import assemble, read_inputs
+from agentrl.run.assembly import read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.display import Display, percent
-from agentrl.run.engine_choice import engine_name as name_of_engine
-from agentrl.run.engine_choice import samples_on_ray, with_threads
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.role_placement import RunRoles, engine_room, start_actors
 from agentrl.run.rollout_workers import with_workers
@@ -318,23 +317,25 @@ def model_folder(seed: int, model: ModelConfig, folder: RunFolder) -> str:
 
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback] = ()) -> Session:
     """Start every part; `callbacks`: next to those of the config. If one fails, the parts that were started are closed."""
-    sft_threads, config = with_threads(config, samples=False).model.threads, with_threads(config)
+    choice = EngineChoice(config)
+    sft_threads, config = choice.with_threads(samples=False).model.threads, choice.with_threads()
+    choice = EngineChoice(config)
     async with AsyncExitStack() as opened:  # closes users before what they use
         opened.callback(stop_asking)
         accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)
         display.phase("start", 1)
         with display.doing("making the model"):
             path = model_folder(config.seed, config.model, folder)
-        engine_name = name_of_engine(config)
-        if config.cluster.backend == "ray" or samples_on_ray(config):
+        engine_name = choice.name
+        if config.cluster.backend == "ray" or choice.samples_on_ray():
             with display.doing("starting Ray"):
                 if start_ray(config.cluster):
                     opened.callback(stop_ray)
-        room = engine_room(config, trains=True)  # before the processes that take the rest
+        room = engine_room(choice, trains=True)  # before the processes that take the rest
         inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
         # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
         with display.doing("starting the training processes"):
-            pools = RunRoles(config, engine_name).open_pools()
+            pools = RunRoles(choice).open_pools()
             if pools is not None:
                 opened.callback(pools.close)
             actors = start_actors(config.model, config.cluster, pools)
@@ -345,9 +346,9 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         learner.hooks |= watching.update_hooks()
         opened.callback(learner.close)
         await check_shared(actors, folder.path, "out")
-        parts = assemble(config, inputs, model=path, pools=pools, room=room)
+        parts = inputs.assemble(pools=pools, room=room)
         if config.rollout.workers:
-            parts = with_workers(config, inputs, parts, path, say=display.say)
+            parts = with_workers(inputs, parts, display.say)
         opened.push_async_callback(parts.close)
         # A loss of the user's own, which only this process knows.
         await actors.in_processes(unpack, pack_given(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))

@@ -26,6 +26,7 @@ from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
     from agentrl.cluster.group import WorkerGroup
+    from agentrl.run.assembly import RunStart
 
 # The contract
 
@@ -161,11 +162,12 @@ def is_voided(phase: str, step: int, to: int) -> bool:
     return to < -1 or (phase not in ("sft", "gate") and (step > to or phase == "after"))
 
 
-def check_trackers(config: TrainConfig) -> None:
+def check_trackers(start: RunStart) -> None:
     """Raise a UserError for an unknown tracker or argument, and if one of them, an endpoint or traces cannot work.
 
     Reads: trackers, prometheus, traces, profile, steps.
     """
+    config = start.config
     if config.traces is not None or config.profile is not None:
         TRACING.entry(SPANS).make.check(config.steps, config.traces, config.profile)
     if config.prometheus is not None:

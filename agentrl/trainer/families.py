@@ -101,6 +101,7 @@ KNOWN = {
 
 # The choice
 
+HEADS: dict[str, Kind] = {"critic.path": "value", "reward_model.path": "score", "algorithm.distillation.path": "policy"}
 RIGHT = "docs/families.md lists those that are right, such as Qwen3, Llama and LFM2"
 _probed: dict[str, Probed] = {}
 
@@ -134,14 +135,19 @@ def packing_of(config: TrainConfig) -> Packing:
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
     asked = config.model.packing
-    if modality_of(model_config(config.model)) is not None:
+    if modality_of(policy := model_config(config.model)) is not None:
         if config.optim.prefix_sharing == "on":
             raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
         return Packing("packed", False, "packed: a model that takes images, as each row alone")
     longest, key = config.widest().rollout.max_episode_tokens, "rollout.max_episode_tokens"
     if config.sft is not None and config.optim.micro_tokens > longest:
         longest, key = config.optim.micro_tokens, "optim.micro_tokens"
-    models = models_of(config)
+    trust = config.model.trust_remote_code
+    # The models that the run computes with: the key that names each, its head, and its transformers config.
+    models: list[tuple[str, Kind, Any]] = [("model.path", "policy", policy)]
+    if config.critic is not None and config.critic.path is None:
+        models.append(("critic.path", "value", policy))
+    models += [(key, HEADS[key], load_model_config(path, trust)) for key, path in config.other_models().items()]
     for label, _, model in models:
         for rope, limit in switches(model):
             if longest > limit:
@@ -193,20 +199,6 @@ def _one_row(cfg: ModelConfig, optim: OptimConfig, found: list[Probed], why: str
         raise ConfigError(f'optim.prefix_sharing = "on": rows are computed one a pass ({reason}); set "off"')
     how = "one row a pass, with eager attention" if slow else "one row a pass"
     return Packing("one_row_eager" if slow else "one_row", False, f"{how}: {reason}")
-
-
-def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
-    """The models that a run computes with: the key that names each, its head, and its transformers config."""
-    policy, trust = model_config(config.model), config.model.trust_remote_code
-    found: list[tuple[str, Kind, Any]] = [("model.path", "policy", policy)]
-    if config.critic is not None:
-        other = config.critic.path
-        found.append(("critic.path", "value", policy if other is None else load_model_config(other, trust)))
-    if config.reward_model is not None:
-        found.append(("reward_model.path", "score", load_model_config(config.reward_model.path, trust)))
-    if (taught := config.algorithm.distillation) is not None:
-        found.append(("algorithm.distillation.path", "policy", load_model_config(taught.path, trust)))
-    return found
 
 
 def probe_family(config: Any, kind: Kind, label: str, *, one_row: bool = False) -> Probed:

@@ -104,7 +104,7 @@ def check_learner(config: TrainConfig) -> None:
     rollout.max_episode_tokens; and as `check_moving` and `check_optims`.
     """
     check_optims(config)
-    check_algorithm(fill_length_norm(config))
+    check_algorithm(config.settled_algorithm())
     check_entropy(config.algorithm)
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
         raise ConfigError(
@@ -153,14 +153,6 @@ def _check_estimator(algorithm: AlgorithmConfig, critic: CriticConfig | None, re
         )
 
 
-def fill_length_norm(config: TrainConfig) -> AlgorithmConfig:
-    """The algorithm section, with the constant length of `seq_mean_token_sum_norm` filled in."""
-    algorithm = config.algorithm
-    if algorithm.aggregate != "seq_mean_token_sum_norm" or algorithm.length_norm is not None:
-        return algorithm
-    return algorithm.model_copy(update={"length_norm": config.longest_sample()})
-
-
 # The learner
 
 log = logging.getLogger(__name__)
@@ -187,7 +179,7 @@ class Learner:
         self._moving: WorkerGroup[Reference] | None = None  # the same, if its weights change, so that checkpoints hold them
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.teachers: WorkerGroup[Reference] | None = None
-        self.algorithm, self._own = fill_length_norm(config), own_advantages(config.envs)
+        self.algorithm, self._own = config.settled_algorithm(), own_advantages(config.envs)
         self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self.sharing = mode if shares_prefixes(config.model) else "off"

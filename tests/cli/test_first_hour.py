@@ -12,11 +12,11 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.env.catalog import EnvRef
 from agentrl.run.checks.reward_checks import check_success
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.terminal import console
 from tests.run.made_folders import episode, run_folder
+from tests.run.starts import scored
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,6 @@ def test_commands_that_are_advised_can_be_typed(here: Path) -> None:
 
 def test_the_lint_that_a_refusal_advises_finds_the_spec(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The spec's own name is not what `agentrl reward lint` takes, if it is a file."""
-    from tests.run.test_check_reward import scorer_of
 
     assert main(["env", "new", "shop"]) == 0
     spec = json.loads((here / "envs" / "shop" / "reward.json").read_text())
@@ -156,7 +155,7 @@ def test_the_lint_that_a_refusal_advises_finds_the_spec(here: Path, capsys: pyte
     (here / "not the right one.json").write_text(json.dumps({**spec, "name": "mine"}))
     config = load_config("shop.toml", ["env.reward=not the right one.json"])
     with pytest.raises(ConfigError) as error:
-        check_success(config, EnvRef.of(config), scorer_of(config))
+        check_success(scored(config))
     assert "agentrl reward lint 'not the right one.json' --env shop shows more" in str(error.value)
     capsys.readouterr()
     assert "gold-no-success" in said(capsys, "reward", "lint", "not the right one.json", "--env", "shop", code=1)

@@ -23,9 +23,11 @@ from agentrl.config.schema import (
     VllmConfig,
 )
 from agentrl.run.checks.size_checks import check_placement
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.role_placement import RunRoles
 from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import examples
+from tests.run.starts import start_of
 
 NODES = [ClusterNode("a", 4, 2), ClusterNode("b", 4, 0)]
 
@@ -126,10 +128,10 @@ def test_each_role_of_a_run_may_have_a_pool_of_its_own():
         {"actor": "train", "reference": "train", "critic": "judge", "reward_model": "judge", "rollout": "sample"},
         replicas=4, critic=CriticConfig(),
     )  # fmt: skip
-    check_placement(config, "vllm")
-    assert RunRoles(config, "vllm").names == ["actor", "rollout", "critic"]  # the others are not in this run
+    check_placement(start_of(config, "vllm"))
+    assert RunRoles(EngineChoice(config, "vllm")).names == ["actor", "rollout", "critic"]  # the others are not in this run
     penalty = config.algorithm.model_copy(update={"kl": KlConfig(coef=0.1)})
-    assert "reference" in RunRoles(config.model_copy(update={"algorithm": penalty}), "embedded").names
+    assert "reference" in RunRoles(EngineChoice(config.model_copy(update={"algorithm": penalty}), "embedded")).names
 
 
 @pytest.mark.parametrize(
@@ -145,18 +147,18 @@ def test_each_role_of_a_run_may_have_a_pool_of_its_own():
 )  # fmt: skip
 def test_a_place_that_does_not_suit_its_role_is_refused(roles, pool, engine, message):
     with pytest.raises(ConfigError, match=message):
-        check_placement(run_of({"p": pool}, roles), engine)
+        check_placement(start_of(run_of({"p": pool}, roles), engine))
 
 
 def test_pools_are_left_aside_inline_and_must_divide_for_sequence_parallel():
-    check_placement(run_of({"p": PoolConfig(nodes=3)}, {"actor": "p"}, backend="inline"), "embedded")
+    check_placement(start_of(run_of({"p": PoolConfig(nodes=3)}, {"actor": "p"}, backend="inline"), "embedded"))
     shared = ModelConfig(sequence_parallel=2)
     config = run_of({"p": PoolConfig(per_node=3)}, {"critic": "p"}, critic=CriticConfig(), model=shared)
     with pytest.raises(ConfigError, match="sequence_parallel = 2 does not divide a pool of processes = 3"):
-        check_placement(config, "embedded")
+        check_placement(start_of(config, "embedded"))
     copied = config.model_copy(update={"model": ModelConfig(replicas=2)})
     with pytest.raises(ConfigError, match="replicas = 2 does not divide a pool of processes = 3"):
-        check_placement(copied, "embedded")
+        check_placement(start_of(copied, "embedded"))
 
 
 def test_a_node_that_does_not_say_where_it_is_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

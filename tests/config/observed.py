@@ -143,11 +143,11 @@ def rollouts(config: TrainConfig, fail: bool = False) -> tuple[Any, Scribe, list
     """The collector of a session, its engine, and the episodes of its first group, as far as one comes together."""
     from agentrl.env.catalog import EnvRef
     from agentrl.rollout.samplers import TaskChoice
-    from agentrl.run.assembly import make_policy, scorer_of
+    from agentrl.run.assembly import Inputs, scorer_of
     from tests.players import collector_of
 
     ref, engine = EnvRef.of(config), Scribe(renderer(), fail)
-    policy = make_policy(config, engine, renderer())  # type: ignore[arg-type]
+    policy = Inputs(config, (), None, 0).policy(engine, renderer())  # type: ignore[arg-type]
 
     async def body() -> tuple[Any, Scribe, list[Any]]:
         collector = collector_of(ref, policy, scorer_of(config), config.rollout, context=4096, seed=config.seed)
@@ -239,7 +239,7 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     vars(modules["vllm.v1.engine.async_llm"])["AsyncLLM"] = Started
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "model_context", lambda model, trust: 4096)
-        engine: Any = engines.make_engine("vllm", "model", config)
+        engine: Any = engines.EngineChoice(config, "vllm").make("model")
         for name, module in modules.items():
             patch.setitem(__import__("sys").modules, name, module)
         patch.setattr("agentrl.engines.vllm.replica_actor.modality_in", lambda path, trust: None)
@@ -266,7 +266,7 @@ def sglang_client(config: TrainConfig, out: Path) -> Any:
         patch.setenv("AGENTRL_TEST_B", "b")
         patch.setattr(engines, "model_context", lambda model, trust: 4096)
         given = config.sglang if config.sglang.servers else config.sglang.model_copy(update={"servers": ["http://a:1"]})
-        engine: Any = engines.make_engine("sglang", str(out), config.model_copy(update={"sglang": given}))
+        engine: Any = engines.EngineChoice(config.model_copy(update={"sglang": given}), "sglang").make(str(out))
     refused = None
     try:
         check(Facts("http://a:1", "0", None, 1, False, False, ()), config.sglang, None)
@@ -293,7 +293,7 @@ def chosen_engine(config: TrainConfig, out: Path) -> Any:
         patch.setattr(engines, "model_context", lambda model, trust: 4096)
         patch.setattr("agentrl.engines.vllm.vllm_maker.importlib.util.find_spec", lambda name: object())
         patch.setattr(embedded, "EmbeddedEngine", lambda *args, **options: SimpleNamespace(**options))
-        return type(engines.make_engine(engines.engine_name(config), model, config)).__name__
+        return type(engines.EngineChoice(config).make(model)).__name__
 
 
 # -- the phases of a run ---------------------------------------------------------------------------

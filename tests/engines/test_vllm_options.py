@@ -26,6 +26,7 @@ from agentrl.engines.vllm.options import check_family, environment, leave_out_ti
 from agentrl.engines.vllm.replica_actor import StartStage, possible
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.run import engine_choice as engines
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.size_checks import check_cache
 from agentrl.trainer.train_engine import compute_dtype
 from agentrl.utils.errors import ConfigError
@@ -42,7 +43,9 @@ def qwen3_8b(tmp_path: Path) -> str:
 
 
 def maker(path: str, *overrides: str) -> Any:
-    return engines.maker_of("vllm", config_from({"env": {"id": "key_value"}, "model": {"path": path}}, list(overrides)))
+    return engines.EngineChoice(
+        config_from({"env": {"id": "key_value"}, "model": {"path": path}}, list(overrides)), "vllm"
+    ).maker()
 
 
 def options_of(path: str, *overrides: str) -> dict[str, Any]:
@@ -106,11 +109,11 @@ def test_a_gpu_too_small_for_one_sequence_beside_the_weights_is_refused(
     monkeypatch.setattr("agentrl.run.checks.size_checks.card_bytes", lambda cluster: gib << 30)
     config = config_from({"env": {"id": "key_value"}, "model": {"path": qwen3_8b}}, ["engine=vllm", *keys])
     if fits:
-        check_cache(config)
+        check_cache(RunStart(config))
         return
     said = rf"gpu_memory_utilization = 0.\d+ of a GPU of {gib}.0 GiB leaves, after 15.3 GiB .* 16,384 tokens takes 2.2 GiB"
     with pytest.raises(ConfigError, match=said):
-        check_cache(config)
+        check_cache(RunStart(config))
 
 
 def test_what_is_given_is_given_on_either_device(cuda: bool, qwen3_8b: str) -> None:

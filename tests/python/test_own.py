@@ -20,6 +20,7 @@ import pytest
 import agentrl
 from agentrl.config.load import load_config
 from agentrl.run.api.base import config_of, run_blocking
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.size_checks import check_workers
 from agentrl.run.digests import code_of, contents_of
 from agentrl.utils.errors import CallbackError, CatalogError, ConfigError
@@ -283,8 +284,8 @@ def test_what_cannot_be_sent_is_refused_with_the_way_out() -> None:
         pack_given([give(held)])
     config = config_of(table(**{"env.reward": held, "rollout.workers": 1, "cluster.backend": "ray"}))
     with pytest.raises(ConfigError, match=r"'given:held' cannot be sent"):
-        check_workers(config, True)
-    check_workers(config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": 0})}), True)
+        check_workers(RunStart(config))
+    check_workers(RunStart(config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": 0})})))
 
 
 def test_a_config_of_what_is_python_is_refused_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

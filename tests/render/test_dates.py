@@ -14,7 +14,7 @@ from agentrl.config.load import config_from
 from agentrl.data.trajectory import Message
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE
-from agentrl.run.evaluate import RolloutRequest, dated_as
+from agentrl.run.evaluate import RolloutRequest
 from agentrl.run.folder import RunFolder
 from agentrl.utils.errors import ConfigError, RenderError
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
@@ -90,20 +90,20 @@ def config(out: Path, *words: str) -> Any:
 def test_a_run_keeps_its_first_day(tmp_path: Path) -> None:
     today = date.today().isoformat()
     folder = RunFolder.create(config(tmp_path))
-    assert folder.with_date(config(tmp_path)).model.date == today, "as stored"
+    assert config(tmp_path).with_date(folder.day()).model.date == today, "as stored"
     text = folder.config.read_text()
     folder.config.write_text(text.replace(f'"{today}"', '"2026-01-02"'))
-    assert folder.with_date(config(tmp_path)).model.date == "2026-01-02", "a resume on another day"
-    assert folder.with_date(config(tmp_path, "model.date=2026-05-05")).model.date == "2026-05-05"
+    assert config(tmp_path).with_date(folder.day()).model.date == "2026-01-02", "a resume on another day"
+    assert config(tmp_path, "model.date=2026-05-05").with_date(folder.day()).model.date == "2026-05-05"
 
 
 def test_an_evaluation_goes_on_with_its_first_day(tmp_path: Path) -> None:
     first, again = config(tmp_path), RolloutRequest("eval", "m", 1, 1, "heldout", tmp_path)
-    assert dated_as(first, again).model.date == date.today().isoformat()
+    assert first.with_date(again.day()).model.date == date.today().isoformat()
     (tmp_path / "eval.json").write_text(json.dumps({"identity": {"model.date": "2026-01-02"}}))
-    assert dated_as(first, again).model.date == "2026-01-02"
+    assert first.with_date(again.day()).model.date == "2026-01-02"
     (tmp_path / "eval.json").write_text(json.dumps({"identity": {"seed": 0}}))
-    assert dated_as(first, again).model.date is None, "of an older agentrl, which would be refused as another one"
+    assert first.with_date(again.day()).model.date is None, "of an older agentrl, which would be refused as another one"
 
 
 def test_a_day_that_is_none_is_named(tmp_path: Path) -> None:

@@ -18,14 +18,13 @@ from agentrl.config import Choice, TrainConfig
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
-from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec
 from agentrl.rollout.context import ASK, HEAD, Compact, KeepRecent, Moment, Stop, Truncate, make_context_policy
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.run.assembly import make_policy
+from agentrl.run.assembly import Inputs, RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError
@@ -327,20 +326,20 @@ def config(**rollout: Any) -> TrainConfig:
 def test_what_is_wrong_is_said_before_the_run(rollout: dict[str, Any], said: str) -> None:
     made = config(**rollout)
     with pytest.raises(ConfigError) as caught:
-        check_rollout(made, EnvRef.of(made))
+        check_rollout(RunStart(made))
     assert said in str(caught.value)
 
 
 def test_the_config_chooses_the_policy_and_who_writes(renderer: Renderer) -> None:
     engine = FaultyEngine(renderer.stop_token_ids[0])
-    plain = make_policy(config(), engine, renderer)
+    plain = Inputs(config(), (), None, 0).policy(engine, renderer)
     assert isinstance(plain.context, Stop) and plain.writer is None
     args = {"name": "compact", "args": {"summary_tokens": 7}}
-    own = make_policy(config(context=args), engine, renderer, temperature=0.5)
+    own = Inputs(config(context=args), (), None, 0, temperature=0.5).policy(engine, renderer)
     assert own.context == Compact(summary_tokens=7) and own.writer is None and own.temperature == 0.5
     if importlib.util.find_spec("litellm") is None:
         pytest.skip("an API model writes the summary through litellm, which is not installed")
-    other = make_policy(config(context=args, summary_model="openai/scribe"), engine, renderer)
+    other = Inputs(config(context=args, summary_model="openai/scribe"), (), None, 0).policy(engine, renderer)
     assert other.writer is not None and other.writer.temperature == 0.0
     assert other.writer.engine._model == "openai/scribe" and other.engine is engine  # type: ignore[attr-defined]
     assert make_context_policy(Choice(name="truncate", args={"keep": 5})) == Truncate(keep=5)

@@ -13,12 +13,12 @@ import pytest
 from agentrl.config import RolloutConfig
 from agentrl.config.load import config_from
 from agentrl.data.trajectory import Group
-from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.rollout.group_ledger import alike
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.loop import make_batch
-from agentrl.run.plan import batches_of
+from agentrl.run.plan import Planner
 from agentrl.utils.errors import ConfigError
 from tests.publishing import exchange
 from tests.rollout.test_spent import made
@@ -126,7 +126,7 @@ def test_a_batch_knows_which_rows_are_compared(renderer: Renderer) -> None:
 def test_what_cannot_grow_is_refused_by_name(more: dict[str, Any], said: str) -> None:
     config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}, **more})
     with pytest.raises(ConfigError, match=r"^rollout\.grow") as refused:
-        check_rollout(config, EnvRef.of(config))
+        check_rollout(RunStart(config))
     assert said in str(refused.value)
 
 
@@ -158,6 +158,6 @@ def test_a_run_from_a_config_grows_and_plans_for_it(tmp_path: Path) -> None:
         assert len((tmp_path / "r" / "trajectories" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()) == 8
     from agentrl.config import load_config
 
-    plan = batches_of(load_config(tmp_path / "r" / "config.toml"))
+    plan = Planner(load_config(tmp_path / "r" / "config.toml")).batches()
     assert (plan.episodes, plan.grown, plan.tokens) == (4, 8, 8 * plan.episode_tokens)
     assert RolloutConfig().grow == 1.0

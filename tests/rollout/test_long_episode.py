@@ -22,7 +22,7 @@ from agentrl.rollout.context import Compact, ContextPolicy, KeepRecent, Stop
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run.assembly import model_length
-from agentrl.run.engine_choice import make_engine, maker_of
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from tests.rollout.test_context_policies import TURNS, Endless, replayed
 
@@ -137,11 +137,11 @@ async def test_an_episode_budget_over_the_context_is_no_prompt_over_the_context(
     config = TrainConfig.model_validate({
         "env": {"id": "key_value"}, "vllm": {"max_model_len": 1000}, "rollout": {"max_episode_tokens": 50_000},
     })  # fmt: skip
-    engine = make_engine("embedded", folder, config)
+    engine = EngineChoice(config, "embedded").make(folder)
     await engine.start()
     await engine.close()
     length = model_length(config.model, folder)
-    assert [maker_of(name, config).context(length) for name in ("embedded", "vllm")] == [CONTEXT, 1000]
+    assert [EngineChoice(config, name).maker().context(length) for name in ("embedded", "vllm")] == [CONTEXT, 1000]
 
 
 @torch.inference_mode()

@@ -23,6 +23,7 @@ from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import Policy
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import give
@@ -209,7 +210,7 @@ def test_what_does_not_go_together_is_said_before_the_run(
     monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)  # whether vLLM is installed is not the question here
     config = TrainConfig.model_validate({"env": {"id": "key_value"}, **more})
     with pytest.raises(ConfigError) as caught:
-        check_rollout(config, EnvRef.of(config))
+        check_rollout(RunStart(config))
     assert said in str(caught.value)
 
 
@@ -231,7 +232,7 @@ def test_what_does_not_go_together_is_said_before_the_run(
 def test_what_is_wrong_is_said_before_the_run(name: str, args: dict[str, Any], said: str) -> None:
     config = TrainConfig.model_validate({"env": {"id": "key_value"}, "rollout": {"sampler": {"name": name, "args": args}}})
     with pytest.raises(ConfigError) as caught:
-        check_rollout(config, EnvRef.of(config))
+        check_rollout(RunStart(config))
     assert said in str(caught.value)
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import Choice, load_config
-from agentrl.env.catalog import EnvRef
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.rollout.samplers import GroupOutcome, TaskSampler, make_sampler
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.metrics import info_of
 from agentrl.utils.errors import ConfigError
@@ -157,7 +157,8 @@ def test_without_the_two_nothing_changes_and_older_checkpoints_are_taken_up() ->
 def test_from_a_config_with_two_environments_each_has_its_own_stage(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG)
     config = load_config(tmp_path / "c.toml")
-    check_rollout(config, EnvRef("key_value"))
+    for one in config.each():
+        check_rollout(RunStart(one))
     tasks = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)
     for index in range(60):
         choice = tasks.draw(index)

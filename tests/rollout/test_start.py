@@ -21,6 +21,7 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job
 from agentrl.rollout.starts import GoldStart, StartOutcome, prefix_of
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.env_checks import check_start
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError
@@ -211,7 +212,7 @@ def test_a_job_tells_a_worker_where_its_episode_begins() -> None:
 def test_what_cannot_begin_after_gold_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
     config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}, "rollout": {"start": {}}, **changes})
     with pytest.raises(ConfigError, match=r"^rollout.start \(key_value\)") as refused:
-        check_start(config, EnvRef.of(config))
+        check_start(RunStart(config))
     assert said in str(refused.value)
 
 
@@ -222,10 +223,10 @@ def test_an_environment_with_a_model_for_a_user_or_without_gold_is_refused_by_na
     monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str
 ) -> None:
     config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}, "rollout": {"start": {}}})
-    check_start(config, EnvRef.of(config))
+    check_start(RunStart(config))
     monkeypatch.setattr(type(REF.build()), name, lambda *_: value)
     with pytest.raises(ConfigError, match=rf"^rollout.start \(key_value\): .*{said}.*; leave rollout.start out"):
-        check_start(config, EnvRef.of(config))
+        check_start(RunStart(config))
 
 
 CONFIG = """

@@ -24,7 +24,7 @@ from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
 from agentrl.run.display import Display
-from agentrl.run.engine_choice import engine_name, maker_of
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.evaluate import RolloutJob, RolloutRequest
 from agentrl.trainer.pretrained import init_model, load_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError, EnvError
@@ -255,7 +255,7 @@ def test_a_user_whose_address_has_a_query_is_refused_by_name() -> None:
 def asked_by(server: Loopback, *keys: str) -> Any:
     """The engine of a config with these keys of [api]; its first wait is 0.01 s."""
     config = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/test"}}, [f"api.base={server.url}", *keys])
-    made: Any = maker_of(engine_name(config), config).make_with(Transcript())
+    made: Any = EngineChoice(config).maker().make_with(Transcript())
     made._backoff = 0.01
     return made
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.run import assembly
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import model_checks as check
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.trainer import pretrained
 from agentrl.trainer.weight_files import Header, check_tensors
 from agentrl.utils.errors import ModelError
@@ -31,7 +32,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*args: object, **options: object) -> None:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(assembly, "make_engine", started)
+    monkeypatch.setattr(EngineChoice, "make", started)
     monkeypatch.setattr("agentrl.run.driver.open_session", started)
 
 
@@ -266,10 +267,10 @@ def test_what_a_checkpoint_may_hold_beside_the_model_is_counted(folder: Path) ->
 
 def test_what_is_not_used_and_what_the_context_cuts_is_a_warning(folder: Path) -> None:
     base = {"env": {"id": "key_value"}, "model": {"path": str(folder)}, "engine": "embedded"}
-    assert check.model_notes(config_from(base, ["rollout.max_turn_tokens=400"])) == []
+    assert check.model_notes(RunStart(config_from(base, ["rollout.max_turn_tokens=400"]))) == []
     tensors(**{"model.rotary_emb.inv_freq": torch.zeros(4)})(folder)
     edited(max_position_embeddings=100)(folder)
-    unused, cut_off = check.model_notes(config_from(base, ["rollout.max_turn_tokens=64"]))
+    unused, cut_off = check.model_notes(RunStart(config_from(base, ["rollout.max_turn_tokens=64"])))
     assert unused == f"model.path = {folder}: 1 tensors not used: rotary frequencies, which the config determines"
     assert cut_off.startswith("rollout.max_turn_tokens = 64: after the opening prompt (54 tokens, task seed 1) ")
     assert "room for 46" in cut_off

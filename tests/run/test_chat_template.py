@@ -13,7 +13,7 @@ from agentrl.config import TrainConfig, load_config
 from agentrl.config.load import with_absolute_paths
 from agentrl.data.trajectory import Message
 from agentrl.render.chatml import CHAT_TEMPLATES
-from agentrl.run.assembly import renderer_of, tokenizer_of
+from agentrl.run.assembly import RunStart, renderer_of, tokenizer_of
 from agentrl.run.checks import check_assembly
 from agentrl.run.checks.model_checks import check_tokenizer
 from agentrl.trainer.model_folder import save_model
@@ -47,12 +47,12 @@ def test_a_name_or_a_file_makes_tools_usable(model: str, tmp_path: Path) -> None
     file = tmp_path / "mine.jinja"
     file.write_text(CHAT_TEMPLATES["chatml"].replace("Tools:", "At hand:"))
     with pytest.raises(ModelError, match=r'model\.chat_template to "hermes"'):
-        check_assembly(config_of(model))
+        check_assembly(RunStart(config_of(model)))
     listed = 'You can call these tools:\n{"name": "look_up"'
     shown = {"hermes": listed, "chatml": "Tools: look_up()", str(file): "At hand: look_up()"}
     for given, written in shown.items():
         config = config_of(model, f"model.chat_template={given}")
-        check_assembly(config)
+        check_assembly(RunStart(config))
         assert written in prompt(config)
     assert "Tools: look_up()" in prompt(load_config(ROOT / "configs" / "quickstart.toml", ["model.chat_template=chatml"]))
 
@@ -67,7 +67,7 @@ def test_a_name_or_a_file_makes_tools_usable(model: str, tmp_path: Path) -> None
 )
 def test_one_that_does_not_fit_is_refused_by_key(model: str, given: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem.replace("|", r"\|")):
-        check_assembly(config_of(model, f"model.chat_template={given}"))
+        check_assembly(RunStart(config_of(model, f"model.chat_template={given}")))
 
 
 def test_a_base_model_without_a_template_gets_one(model: str, tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from agentrl.config import TrainConfig
-from agentrl.env.catalog import EnvRef
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
 from agentrl.run.checks import reward_checks as lint
 from agentrl.run.checks.reward_checks import check_lint, check_success
 from agentrl.utils.errors import ConfigError
 from tests.run.own_spec import RIGHT, with_spec
+from tests.run.starts import scored
 
 TYPO = {"use": "number.close", "args": {"expect": {"$": "/task/gold/anwser"}}}
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}
@@ -28,7 +28,7 @@ def time_for_every_probe_on_a_loaded_machine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def notes(config: TrainConfig) -> list[str]:
-    return check_lint(config, EnvRef.of(config), scorer_of(config))
+    return check_lint(scored(config))
 
 
 def test_a_typo_in_a_pointer_is_refused_before_the_run(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_spec_with_a_judge_is_tried_on_what_needs_none(tmp_path: Path, monkeyp
     assert notes(with_spec(tmp_path, {"op": "all", "of": [RIGHT, MARK]})) == [f"reward spec 'mine' at /root/of/1: {judged}"]
     with pytest.raises(ConfigError, match=r"'mine': the gold solution of task .* is not a success"):
         config = with_spec(tmp_path, {"op": "all", "of": [NEVER, MARK]}, {"op": "all", "of": [NEVER, MARK]})
-        check_success(config, EnvRef.of(config), scorer_of(config))
+        check_success(scored(config))
     typo = {"op": "mean", "of": [MARK, TYPO]}
     with pytest.raises(ConfigError, match=r"'mine': /root: the gold solution could not be scored: .*'/task/gold/anwser'"):
         notes(with_spec(tmp_path, typo))
@@ -99,8 +99,8 @@ def test_a_spec_with_a_judge_is_tried_on_what_needs_none(tmp_path: Path, monkeyp
 
 def notes_of_remote(folder: Path) -> str:
     config = with_spec(folder, RIGHT)
-    there = EnvRef.of(config.model_copy(update={"env": config.env.model_copy(update={"url": "http://127.0.0.1:9"})}))
-    return check_lint(config, there, scorer_of(config))[-1]
+    there = config.model_copy(update={"env": config.env.model_copy(update={"url": "http://127.0.0.1:9"})})
+    return check_lint(scored(there, scorer_of(config)))[-1]
 
 
 def test_no_probe_is_begun_after_the_time_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.env.catalog import EnvRef
-from agentrl.reward import Scorer
-from agentrl.run.assembly import scorer_of
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import check_config, check_eval
 from agentrl.run.checks.model_checks import check_prompts, longest_prompt
 from agentrl.run.checks.reward_checks import check_success
 from agentrl.utils.errors import ConfigError
 from tests.run.own_spec import RIGHT, with_spec
+from tests.run.starts import scored
 
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}
 TURNS = {"use": "cost.turns", "weight": -0.1, "args": {"max": 10}}
@@ -23,11 +23,6 @@ MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{tra
 
 def made(tmp_path: Path, root: dict[str, Any], success: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
     return with_spec(tmp_path, root, success, **sections)
-
-
-def parts(config: TrainConfig) -> tuple[TrainConfig, EnvRef, Scorer]:
-    env = EnvRef.of(config)
-    return config, env, scorer_of(config)
 
 
 def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_path: Path) -> None:
@@ -98,7 +93,7 @@ def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(
     config = made(tmp_path, RIGHT, rollout={"env_timeout": 0.5, "episode_timeout": 1.0})
     config = config.model_copy(update={"env": config.env.model_copy(update={"id": "broken", "params": {"how": how}})})
     with pytest.raises(ConfigError, match=rf"env\.id: the gold solution of a task of 'broken' cannot be played: .*{says}"):
-        check_success(*parts(config))
+        check_success(scored(config))
 
 
 def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path) -> None:
@@ -128,16 +123,16 @@ def test_an_environment_without_gold_is_said_and_not_refused(
 
     monkeypatch.setattr(module, "gold_episode", without)
     with caplog.at_level(logging.WARNING, logger="agentrl"):
-        check_success(*parts(made(tmp_path, NEVER)))
+        check_success(scored(made(tmp_path, NEVER)))
     assert "not checked" in caplog.text and "no scripted gold policy" in caplog.text
 
 
 def test_the_best_by_reward_needs_a_reward_of_single_episodes(tmp_path: Path) -> None:
     rank = {"use": "group.rank", "scope": "group", "args": {"of": TURNS}}
     root = {"op": "sum", "of": [RIGHT, rank]}
-    check_success(*parts(made(tmp_path, root)))
+    check_success(scored(made(tmp_path, root)))
     with pytest.raises(ConfigError, match=r"checkpoint\.best.*compares the members"):
-        check_success(*parts(made(tmp_path, root, checkpoint={"best": "reward"})))
+        check_success(scored(made(tmp_path, root, checkpoint={"best": "reward"})))
 
 
 OPENING = """
@@ -193,4 +188,4 @@ def test_the_opening_of_an_episode_counts_with_what_its_user_says_and_its_setup_
     assert tokens(model=True) == 0, "a model that plays the user is not asked"
     with pytest.raises(ConfigError, match=r"the opening prompt of opens \(task seed 0\) has \d{4,} tokens"):
         section = config.env.model_copy(update={"id": "opens", "params": {"words": 40000}})  # type: ignore[union-attr]
-        check_prompts(config.model_copy(update={"env": section}), "embedded", EnvRef("opens", {"words": 40000}))
+        check_prompts(RunStart(config.model_copy(update={"env": section})))

@@ -21,7 +21,9 @@ from agentrl.env.catalog import EnvRef, find_config
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import size_checks as sizes
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import LossInput, LossOutput
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
@@ -30,6 +32,7 @@ from agentrl.trainer.pretrained import count_parameters, model_context
 from agentrl.utils.errors import ConfigError, ModelError
 from agentrl.utils.registry import Entry
 from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture
+from tests.run.starts import start_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {"env": {"id": "key_value"}, "model": {"init": {"context": 4096}}, "cluster": {"backend": "inline"}}
@@ -56,10 +59,10 @@ def test_the_cap_must_hold_the_longest_row_that_can_come(
     """The least of the episode's budget, the model's 4096 tokens, and for vLLM its max_model_len."""
     config = config_of(f"rollout.max_episode_tokens={episode}", f"optim.micro_tokens={cap}", f"vllm.max_model_len={model_len}")
     if needed is None:
-        sizes.check_sizes(config, engine)
+        sizes.check_sizes(start_of(config, engine))
         return
     with pytest.raises(ConfigError, match=f"optim.micro_tokens = {cap}.*max_episode_tokens = {episode}.*at least {needed},"):
-        sizes.check_sizes(config, engine)
+        sizes.check_sizes(start_of(config, engine))
 
 
 @pytest.mark.parametrize(("weight", "refused"), [(0.0, False), ([[0, 0.0], [5, 0.0]], False), ([[0, 0.0], [5, 1.0]], True)])
@@ -67,9 +70,9 @@ def test_rows_of_an_environment_that_is_only_evaluated_need_no_room_in_a_micro_b
     other = {"id": "key_value", "name": "long", "weight": weight, "limits": {"max_episode_tokens": 1001}}
     envs = [{"id": "key_value", "name": "short"}, other]
     short, long = config_of("rollout.max_episode_tokens=1000", "optim.micro_tokens=1000", env=envs).each()
-    sizes.check_sizes(short, "embedded")
+    sizes.check_sizes(start_of(short, "embedded"))
     with pytest.raises(ConfigError, match="at least 1001") if refused else nullcontext():
-        sizes.check_sizes(long, "embedded")
+        sizes.check_sizes(start_of(long, "embedded"))
 
 
 @pytest.mark.parametrize(("episode", "same", "refused"), [(64, False, False), (65, False, True), (65, True, False)])
@@ -84,7 +87,7 @@ def test_rows_are_not_longer_than_a_rotary_embedding_stays_the_same(
     config = config_of(f"rollout.max_episode_tokens={episode}", model={"path": str(tmp_path)})
     said = rf"max_episode_tokens: rows may have {episode} tokens.*model.path \(phi3\) changes at 64 tokens.*at most 64"
     with pytest.raises(ConfigError, match=said) if refused else nullcontext():
-        sizes.check_sizes(config, "embedded")
+        sizes.check_sizes(start_of(config, "embedded"))
 
 
 def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +98,8 @@ def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, m
         init = {**BASE, "model": {"init": {"head_dim": size}}}
         refused = pytest.raises(ConfigError, match=rf"model.init.head_dim = {size}: .*engine=vllm supports head sizes 32, 64, 80")
         with nullcontext() if size in good else refused:
-            sizes.check_sizes(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "vllm")
-        sizes.check_sizes(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "embedded")
+            sizes.check_sizes(start_of(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "vllm"))
+        sizes.check_sizes(start_of(config_from({**init, "rollout": {"max_episode_tokens": 512}}, []), "embedded"))
     for stated, derived in (({"head_dim": 16}, 16), ({}, 64 // 4), ({"head_dim": 64}, None)):
         folder = tmp_path / f"{stated}"
         folder.mkdir()
@@ -105,9 +108,9 @@ def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, m
         config = config_of(model={"path": str(folder)})
         said = rf"model.path = {re.escape(str(folder))}: its attention heads have size {derived}"
         with nullcontext() if derived is None else pytest.raises(ConfigError, match=said):
-            sizes.check_heads(config, "vllm")
+            sizes.check_heads(EngineChoice(config, "vllm"))
     monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: role == "rollout")
-    sizes.check_heads(config_of(model={"init": {"head_dim": 16}}), "vllm")
+    sizes.check_heads(EngineChoice(config_of(model={"init": {"head_dim": 16}}), "vllm"))
 
 
 def test_the_sizes_of_heads_are_those_of_vllms_cpu_build() -> None:
@@ -122,7 +125,7 @@ def test_the_sizes_of_heads_are_those_of_vllms_cpu_build() -> None:
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "gigpo", "turn_returns", "pass_at_k", "multi_reward"])
 def test_one_episode_a_group_is_refused_where_it_would_teach_nothing(advantage: str) -> None:
     with pytest.raises(ConfigError, match=f'rollout.group_size = 1: algorithm.advantage "{advantage}"'):
-        sizes.check_sizes(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded")
+        sizes.check_sizes(start_of(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded"))
 
 
 @pytest.mark.parametrize(("size", "args", "k"), [(4, {}, 4), (3, {}, 4), (2, {"k": 2}, 2)])
@@ -133,13 +136,13 @@ def test_pass_at_k_needs_groups_larger_than_k(size: int, args: dict[str, int], k
         return config_of(f"rollout.group_size={group_size}", algorithm={"advantage": {"name": "pass_at_k", "args": args}})
 
     with pytest.raises(ConfigError, match=rf"rollout.group_size = {size}: .*k = {k}.*at least {k + 1}"):
-        sizes.check_sizes(config(size), "embedded")
-    sizes.check_sizes(config(k + 1), "embedded")
+        sizes.check_sizes(start_of(config(size), "embedded"))
+    sizes.check_sizes(start_of(config(k + 1), "embedded"))
 
 
 @pytest.mark.parametrize("advantage", ["gae", "gae_turns", "reinforce_pp", "remax"])
 def test_one_episode_a_group_is_enough_for_others(advantage: str) -> None:
-    sizes.check_sizes(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded")
+    sizes.check_sizes(start_of(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded"))
 
 
 @pytest.mark.parametrize(("context", "budget", "stop"), [(4096, 20, StopReason.MAX_TOKENS), (20, 4096, StopReason.CONTEXT_FULL)])
@@ -208,11 +211,10 @@ def test_vllm_is_asked_for_no_longer_sequences_than_the_model_takes(
     asked: int, given: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import agentrl.engines.vllm.vllm_engine as backend
-    from agentrl.run.engine_choice import make_engine
 
     seen: dict[str, Any] = {}
     monkeypatch.setattr(backend, "VllmEngine", lambda model, cfg, **options: seen.update(cfg))
-    make_engine("vllm", model(tmp_path, 1), config_of(f"vllm.max_model_len={asked}"))
+    EngineChoice(config_of(f"vllm.max_model_len={asked}"), "vllm").make(model(tmp_path, 1))
     assert seen["max_model_len"] == given
 
 
@@ -264,7 +266,7 @@ def test_bounds_narrower_than_the_engine_s_mismatch_are_warned_of_with_the_share
 ) -> None:
     words = ",".join(f"{key}={value}" for key, value in args.items())
     [note] = sizes.sequence_ratio_notes(
-        config_of(*BF16, *SHORT, f"algorithm.loss.name={loss}", f"algorithm.loss.args={{{words}}}")
+        RunStart(config_of(*BF16, *SHORT, f"algorithm.loss.name={loss}", f"algorithm.loss.args={{{words}}}"))
     )
     found = [int(share) / 100 for share in re.findall(r"(\d+)% of", note)]
     assert found == pytest.approx([share_without_gradient(loss, args, tokens) for tokens in lengths], abs=0.015)
@@ -284,7 +286,7 @@ def test_bounds_narrower_than_the_engine_s_mismatch_are_warned_of_with_the_share
     ],
 )
 def test_wide_bounds_or_a_recomputed_policy_are_not_warned_of(keys: list[str]) -> None:
-    assert sizes.sequence_ratio_notes(config_of(*BF16, *SHORT, *keys)) == []
+    assert sizes.sequence_ratio_notes(RunStart(config_of(*BF16, *SHORT, *keys))) == []
 
 
 def test_a_plug_in_with_a_sequence_ratio_is_warned_of_by_its_trait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +298,7 @@ def test_a_plug_in_with_a_sequence_ratio_is_warned_of_by_its_trait(monkeypatch: 
     monkeypatch.setitem(
         POLICY_LOSSES._entries, ("mine", __name__), Entry("mine", mine, frozenset(), frozenset({"sequence_ratio"}))
     )
-    [note] = sizes.sequence_ratio_notes(config_of(*BF16, *SHORT, "algorithm.loss.name=mine"))
+    [note] = sizes.sequence_ratio_notes(RunStart(config_of(*BF16, *SHORT, "algorithm.loss.name=mine")))
     assert '"mine" (-inf, +0.0001)' in note
 
 
@@ -305,8 +307,8 @@ def test_the_recipe_of_a_mixture_of_experts_recomputes_and_replays_its_routers()
     config = load_config(path, find=find_config)
     assert (config.algorithm.proximal, config.rollout.router_replay) == ("recompute", True)
     with planned_elsewhere((1, 8)):
-        assert sizes.sequence_ratio_notes(config) == []
-        [note] = sizes.sequence_ratio_notes(load_config(path, ["algorithm.proximal=behaviour"], find=find_config))
+        assert sizes.sequence_ratio_notes(RunStart(config)) == []
+        [note] = sizes.sequence_ratio_notes(RunStart(load_config(path, ["algorithm.proximal=behaviour"], find=find_config)))
     assert "30% of sequences of 1,024 sampled tokens and 13% of sequences of 16,384 sampled tokens have no gradient" in note
 
 

@@ -20,7 +20,7 @@ from agentrl.data.schedule import Mode, token_ratio
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import TRIES, Transcripts
-from agentrl.run.assembly import longest_row
+from agentrl.run.assembly import RunStart, longest_row
 from agentrl.run.checks.rollout_checks import check_warm_start
 from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor
@@ -68,14 +68,13 @@ async def test_a_transcript_that_is_too_long_is_another_draw_and_is_counted(capl
 async def test_where_every_draw_is_too_long_the_run_is_refused_before_it_starts() -> None:
     """It died in the workers at the first step: "sequence 0 has 87 tokens, more than the hard cap"."""
     config = config_of()
-    env = EnvRef.of(config)
     shortest = min(await lengths(config, 64))
     said = rf"transcript 0, of task '.*': \d+ tokens.*may have {shortest // 2} .*raise optim.micro_tokens.*all {TRIES} tasks"
     with pytest.raises(ConfigError, match=said):
-        check_warm_start(config_of(f"optim.micro_tokens={shortest // 2}"), env)
+        check_warm_start(RunStart(config_of(f"optim.micro_tokens={shortest // 2}")))
     with pytest.raises(ConfigError, match=said):
-        check_warm_start(config_of(f"model.init.context={shortest // 2}"), env)
-    check_warm_start(config_of("optim.micro_tokens=4096"), env)
+        check_warm_start(RunStart(config_of(f"model.init.context={shortest // 2}")))
+    check_warm_start(RunStart(config_of("optim.micro_tokens=4096")))
 
 
 def test_a_row_is_as_long_as_a_micro_batch_and_as_the_model_takes() -> None:
@@ -89,23 +88,23 @@ def test_the_least_steps_are_not_above_the_most(least: int, most: int, refused: 
     config = config_of(f"sft.min_steps={least}", f"sft.max_steps={most}")
     if refused:
         with pytest.raises(ConfigError, match=f"sft.min_steps = {least} is above sft.max_steps = {most}"):
-            check_warm_start(config, EnvRef.of(config))
+            check_warm_start(RunStart(config))
     else:
-        check_warm_start(config, EnvRef.of(config))
+        check_warm_start(RunStart(config))
 
 
 def test_a_teacher_that_is_none_is_told_before_the_run() -> None:
     config = config_of("sft.teacher={wrog=0.2}")
     with pytest.raises(ConfigError, match=r"sft.teacher.*wrog"):
-        check_warm_start(config, EnvRef.of(config))
-    check_warm_start(config_of().model_copy(update={"sft": None}), EnvRef("no such environment"))
+        check_warm_start(RunStart(config))
+    check_warm_start(RunStart(config_of("env.id=no_such").model_copy(update={"sft": None})))
 
 
 def test_a_warm_start_of_adapters_is_refused() -> None:
     """Its optimizer is of whole weights, and the folder that it leaves would have the adapters merged, then trained again."""
     config = config_of("model.lora.rank=4")
     with pytest.raises(ConfigError, match=r"model\.lora.*\[sft\].*agentrl sft.*model\.lora=false"):
-        check_warm_start(config, EnvRef.of(config))
+        check_warm_start(RunStart(config))
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])

@@ -14,11 +14,13 @@ from agentrl.cluster import placement as devices
 from agentrl.cluster import ray_cluster as runtime
 from agentrl.config.load import config_from
 from agentrl.run import engine_choice as engines
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import size_checks as capacity
 from agentrl.run.checks import size_checks as sizes
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.utils.errors import ConfigError, ResourceError
 from agentrl.utils.processor import HostMemory
+from tests.run.starts import start_of
 
 BASE = {"env": {"id": "key_value"}, "cluster": {"address": "head:6379"}, "model": {"init": {"head_dim": 16}}}
 
@@ -64,15 +66,15 @@ def test_auto_asks_the_nodes_for_gpus_that_the_trainer_leaves(
     monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[float, float]], card: bool, overrides: str, engine: str
 ) -> None:
     joined(monkeypatch, *nodes, card=card)
-    assert engines.engine_name(run_of(*overrides.split())) == engine
+    assert engines.EngineChoice(run_of(*overrides.split())).name == engine
 
 
 def test_an_evaluation_may_use_the_gpu_that_a_trainer_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     joined(monkeypatch, (8, 1))
-    assert engines.engine_name(run_of()) == "embedded"
-    assert engines.engine_name(engines.without_trainer(run_of())) == "vllm"
+    assert engines.EngineChoice(run_of()).name == "embedded"
+    assert engines.EngineChoice(engines.EngineChoice(run_of()).without_trainer()).name == "vllm"
     for settled in (run_of("engine=embedded"), run_of("model={path='api:openai/x'}")):
-        assert engines.without_trainer(settled) == settled
+        assert engines.EngineChoice(settled).without_trainer() == settled
 
 
 @pytest.mark.parametrize(("nodes", "card", "fits"), [([(8, 8)], False, True), ([(8, 0)], True, False)])
@@ -81,15 +83,15 @@ def test_vllms_heads_are_those_of_the_build_on_the_nodes(
 ) -> None:
     joined(monkeypatch, *nodes, card=card)
     if fits:
-        sizes.check_heads(run_of(), "vllm")
+        sizes.check_heads(engines.EngineChoice(run_of(), "vllm"))
         return
     with pytest.raises(ConfigError, match=r"head_dim = 16: .*engine=vllm supports head sizes 32"):
-        sizes.check_heads(run_of(), "vllm")
+        sizes.check_heads(engines.EngineChoice(run_of(), "vllm"))
 
 
 def test_inline_asks_this_machine_whatever_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     joined(monkeypatch, (8, 8))
-    assert engines.engine_name(run_of("cluster.backend=inline")) == "embedded"
+    assert engines.EngineChoice(run_of("cluster.backend=inline")).name == "embedded"
 
 
 @pytest.mark.parametrize(
@@ -107,10 +109,10 @@ def test_more_actors_than_slots_is_said_before_anything_starts(
     joined(monkeypatch, *nodes)
     config = run_of(*overrides.split())
     if message is None:
-        capacity.check_capacity(config)
+        capacity.check_capacity(RunStart(config))
         return
     with pytest.raises(ResourceError, match=message):
-        capacity.check_capacity(config)
+        capacity.check_capacity(RunStart(config))
 
 
 def test_one_card_for_an_actor_and_a_replica_is_refused_with_the_table_unless_they_take_turns(
@@ -118,15 +120,15 @@ def test_one_card_for_an_actor_and_a_replica_is_refused_with_the_table_unless_th
 ) -> None:
     joined(monkeypatch, (8, 1))
     with pytest.raises(ResourceError, match=r"(?s)each actor takes a GPU of its own.*rollout.colocate = true") as caught:
-        capacity.check_capacity(run_of("engine=vllm"))
+        capacity.check_capacity(RunStart(run_of("engine=vllm")))
     rows = [line.split() for line in str(caught.value).splitlines()]
     assert ["cluster.actors", "any", "1", "in", "all", "1", "each", "1", "each"] in rows
     assert ["vllm.replicas", "any", "1", "in", "all", "0", "each", "1", "each"] in rows
     assert ["node", "10.0.0.1", "(00000000)", "8", "1"] in rows
-    capacity.check_capacity(run_of("engine=vllm", "rollout.colocate=true"))
-    capacity.check_capacity(run_of("engine=embedded"))
+    capacity.check_capacity(RunStart(run_of("engine=vllm", "rollout.colocate=true")))
+    capacity.check_capacity(RunStart(run_of("engine=embedded")))
     with pytest.raises(ResourceError, match="each actor takes a GPU of its own"):
-        capacity.check_capacity(run_of("engine=embedded", "cluster.actors=2"))
+        capacity.check_capacity(RunStart(run_of("engine=embedded", "cluster.actors=2")))
 
 
 COLOCATED = ["rollout.colocate=true", "vllm.tensor_parallel=2"]
@@ -153,21 +155,21 @@ def test_gpus_that_do_not_suit_their_roles_are_refused(
     joined(monkeypatch, (8, 8))
     config = run_of(*overrides)
     if message is None:
-        check_placement(config, "vllm")
+        check_placement(start_of(config, "vllm"))
         return
     with pytest.raises(ConfigError, match=message):
-        check_placement(config, "vllm")
+        check_placement(start_of(config, "vllm"))
 
 
 def test_the_drivers_own_gpu_is_not_given_to_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """With backend "inline" the trainer computes on GPU 0 of this machine, which Ray would hand out first."""
     joined(monkeypatch, (8, 2), card=True)
     inline = ["cluster={backend='inline'}", "cluster.address="]
-    assert engines.engine_name(run_of(*inline)) == "embedded"
+    assert engines.EngineChoice(run_of(*inline)).name == "embedded"
     with pytest.raises(ConfigError, match="the driver trains on the first GPU, and a vLLM replica would get the same one"):
-        check_placement(run_of(*inline), "vllm")
-    check_placement(run_of(*inline), "embedded")
-    check_placement(run_of(*inline, "rollout.colocate=true"), "vllm")
+        check_placement(start_of(run_of(*inline), "vllm"))
+    check_placement(start_of(run_of(*inline), "embedded"))
+    check_placement(start_of(run_of(*inline, "rollout.colocate=true"), "vllm"))
 
 
 @pytest.mark.parametrize(("card", "count"), [(True, 1), (False, 0)])
@@ -181,7 +183,7 @@ def test_memory_of_processes_on_other_machines_is_not_asked_of_this_one(monkeypa
     """64 actors need 45 GB: on the nodes, not here."""
     joined(monkeypatch, (64, 0))
     monkeypatch.setattr(capacity, "usable_memory", lambda: HostMemory(8 << 30, 4 << 30))
-    capacity.check_capacity(run_of("cluster.actors=64", "engine=embedded"))
+    capacity.check_capacity(RunStart(run_of("cluster.actors=64", "engine=embedded")))
 
 
 def test_without_ray_nothing_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:

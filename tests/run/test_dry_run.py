@@ -15,7 +15,7 @@ from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.config.load import config_from
-from agentrl.run.plan import dry_run, lines, plan_of
+from agentrl.run.plan import Planner, dry_run, lines
 from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, peaks, waiting
 from agentrl.trainer import memory as by_size
 from agentrl.trainer.memory import RoleMemory
@@ -84,13 +84,13 @@ def test_each_of_several_environments_is_named() -> None:
         {"id": "key_value", "name": "a", "weight": 2.0},
         {"id": "key_value", "name": "b", "limits": {"max_turns": 3}, "eval": {"tasks": 7}, "advantage": {"name": "rloo"}},
     ]
-    plan = plan_of(config_from({"env": envs, "engine": "embedded", "model": {"init": {}}}), False)
+    plan = Planner(config_from({"env": envs, "engine": "embedded", "model": {"init": {}}})).plan(False)
     one, other = plan.environments
     assert one.startswith("a (agentrl/KeyValue-v0), reward key_value") and "66.7% of the groups" in one
     assert "33.3% of the groups" in other and "3 turns of 2048 tokens" in other and other.endswith("rloo")
     text = "\n".join(lines(plan))
     assert one in text and other in text and "b: 7 tasks of heldout" in text
-    (alone,) = plan_of(config_from({"env": envs[0], "engine": "embedded", "model": {"init": {}}}), False).environments
+    (alone,) = Planner(config_from({"env": envs[0], "engine": "embedded", "model": {"init": {}}})).plan(False).environments
     assert "of the groups" not in alone
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.origin import Origins, read_origins
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import size_checks as capacity
 from agentrl.run.folder import RunFolder
 from agentrl.run.outcomes import draw_curve
@@ -93,16 +94,16 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 
 
 def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    capacity.check_capacity(config(tmp_path))
+    capacity.check_capacity(RunStart(config(tmp_path)))
     with pytest.raises(ResourceError, match=r"cores cannot run 64 worker processes"):
         monkeypatch.setattr(capacity, "MEMORY_PER_PROCESS_MIB", 1)
-        capacity.check_capacity(config(tmp_path, cluster={"actors": 64}))
+        capacity.check_capacity(RunStart(config(tmp_path, cluster={"actors": 64})))
     monkeypatch.setattr(capacity, "MIN_MEMORY_MIB", 1 << 30)
     with pytest.raises(ResourceError, match=r"MiB of memory are free, about .* are needed"):
-        capacity.check_capacity(config(tmp_path))
+        capacity.check_capacity(RunStart(config(tmp_path)))
     monkeypatch.setattr(capacity, "MIN_DISK_MIB", 1 << 40)
     with pytest.raises(ResourceError, match=r"MiB of disk are free, .* are needed"):
-        capacity.check_capacity(config(tmp_path))
+        capacity.check_capacity(RunStart(config(tmp_path)))
 
 
 def test_the_curve_is_a_picture(tmp_path: Path) -> None:

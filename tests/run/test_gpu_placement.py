@@ -22,14 +22,16 @@ from agentrl.engines.vllm import replicas
 from agentrl.engines.vllm.vllm_maker import VllmMaker
 from agentrl.env.catalog import find_config
 from agentrl.run import role_placement as placement
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import size_checks as capacity
 from agentrl.run.checks.size_checks import check_placement
-from agentrl.run.engine_choice import make_engine
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import SHAPES
 from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
 from tests.run.stand_ins import IdleActor, IdleReplica
+from tests.run.starts import start_of
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,12 +88,12 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(config: TrainConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """(node, cards) of each actor and each replica, started as a session does it."""
     start_ray(config.cluster)
-    pools = placement.RunRoles(config, "vllm").open_pools()
+    pools = placement.RunRoles(EngineChoice(config, "vllm")).open_pools()
     assert pools is not None
     actors: WorkerGroup[Any] | None = None
     try:
         actors = placement.start_actors(config.model, config.cluster, pools)
-        engine: Any = make_engine("vllm", str(config.model.path), config, pools)
+        engine: Any = EngineChoice(config, "vllm").make(str(config.model.path), pools)
 
         async def ask() -> list[Any]:
             await engine._replicas.start()
@@ -144,8 +146,8 @@ def test_a_config_on_vllm_starts_its_processes_each_on_its_cards(
     monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)
     file = ROOT / "configs" / f"{name}.toml"
     given = overrides(file, address, models)
-    check_placement(load_config(file, given, find=find_config), "vllm")
-    capacity.check_capacity(load_config(file, given, find=find_config))
+    check_placement(start_of(load_config(file, given, find=find_config), "vllm"))
+    capacity.check_capacity(RunStart(load_config(file, given, find=find_config)))
     training, sampling = started(load_config(file, given, find=find_config))
     used = {(node, card) for node, cards in [*training, *sampling] for card in cards.split(",")}
     assert len(used) == STARTED[name]
@@ -160,7 +162,7 @@ def test_the_other_roles_are_with_the_actors_or_in_their_pool(address: str, mode
     ]  # fmt: skip
     config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *more])
     start_ray(config.cluster)
-    found = placement.RunRoles(config, "vllm").locations()
+    found = placement.RunRoles(EngineChoice(config, "vllm")).locations()
     assert {role: len(of_role) for role, of_role in found.items()} == {"actor": 4, "rollout": 1, "reference": 2, "critic": 4}
     assert found["critic"] == found["actor"]
     own = [(one.node, card) for role in ("actor", "rollout", "reference") for one in found[role] for card in one.cards]
@@ -185,12 +187,12 @@ def test_judges_have_cards_that_no_other_process_has(
     small = ["cluster.actors=4", "vllm.replicas=1", "vllm.tensor_parallel=2"]
     config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *small, *JUDGES, *more])
     start_ray(config.cluster)
-    placement.RunRoles(config, "vllm").check_room()
-    places = placement.RunRoles(config, "vllm").locations()
+    placement.RunRoles(EngineChoice(config, "vllm")).check_room()
+    places = placement.RunRoles(EngineChoice(config, "vllm")).locations()
     assert {role: [len(one.cards) for one in of_role] for role, of_role in places.items() if role.startswith("judge")} == found
     own = [(one.node, card) for of_role in places.values() for one in of_role for card in one.cards]
     assert len(own) == len(set(own))
-    pools = placement.RunRoles(config, "vllm").open_pools()
+    pools = placement.RunRoles(EngineChoice(config, "vllm")).open_pools()
     assert pools is not None
     try:
         options = {name: RunServices(config, pools).ray_options(f"judge {name}") for name in ("big", "small")}
@@ -229,7 +231,7 @@ def test_a_pool_that_is_not_for_judges_is_refused(case: str, address: str, model
     config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *JUDGES, *more])
     start_ray(config.cluster)
     with pytest.raises(ConfigError, match=said):
-        check_placement(config, "vllm")
+        check_placement(start_of(config, "vllm"))
 
 
 def test_judges_without_room_are_refused_with_the_table(address: str, models: dict[str, str]) -> None:
@@ -238,7 +240,7 @@ def test_judges_without_room_are_refused_with_the_table(address: str, models: di
     config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *wide])
     start_ray(config.cluster)
     with pytest.raises(ResourceError, match=r"reward\.judge\.engines\.big\.vllm\.replicas +any +17 in all"):
-        placement.RunRoles(config, "vllm").check_room()
+        placement.RunRoles(EngineChoice(config, "vllm")).check_room()
 
 
 EIGHT = "0 1 2 3 4 5 6 7"

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from agentrl.config.load import config_from
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_held_out
 from agentrl.utils.errors import ConfigError
 from tests.contrib.suites.toysuite import write_source, write_suite
 
 
 def check(env: Any, **more: Any) -> None:
-    check_held_out(config_from({"name": "x", "env": env, **more}, []))
+    check_held_out(RunStart(config_from({"name": "x", "env": env, **more}, [])))
 
 
 def rows(path: Path, questions: list[str]) -> str:

@@ -12,8 +12,7 @@ import pytest
 from agentrl.config import TrainConfig
 from agentrl.config.envs import own_advantages
 from agentrl.run.checks import check_config
-from agentrl.run.plan import batches_of
-from agentrl.trainer.learner import fill_length_norm
+from agentrl.run.plan import Planner
 from agentrl.utils.errors import ConfigError, UserError
 from tests.contrib.suites.toysuite import write_source, write_suite
 
@@ -106,9 +105,9 @@ def test_its_limits_and_estimator_are_nothing_to_an_update() -> None:
     alone = config(None, **aggregate)
     only, both = config({**other, "weight": 0.0}, **aggregate), config({**other, "weight": 0.5}, **aggregate)
     assert only.longest_sample() == alone.longest_sample() < both.longest_sample() == 50_000
-    assert fill_length_norm(only).length_norm == alone.longest_sample()
+    assert only.settled_algorithm().length_norm == alone.longest_sample()
     assert own_advantages(only.envs) == {} and set(own_advantages(both.envs)) == {"other"}
-    assert batches_of(only) == batches_of(alone) != batches_of(both)
+    assert Planner(only).batches() == Planner(alone).batches() != Planner(both).batches()
 
 
 def config(other: dict[str, Any] | None, **sections: Any) -> TrainConfig:

@@ -29,6 +29,7 @@ from agentrl.run import role_placement as placement
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.trainer import learner
 from agentrl.utils.errors import ConfigError
+from tests.run.starts import start_of
 from tests.trainer.train_batches import toy_critic
 
 
@@ -63,7 +64,7 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
     }
     pooled = cluster.model_copy(update={"pools": {"p": PoolConfig()}, "roles": {"critic": "p"}})
     changed = config.model_copy(update={"cluster": pooled})
-    assert placement.RunRoles(changed, "embedded").open_pools() == (pooled, ["critic"], 9.0, {}, {})
+    assert placement.RunRoles(engines.EngineChoice(changed, "embedded")).open_pools() == (pooled, ["critic"], 9.0, {}, {})
     inline = config.model_copy(update={"cluster": cluster.model_copy(update={"backend": "inline"})})
     assert placement.start_actors(inline.model, inline.cluster, None).world_size == 3 and seen["actor"]["backend"] == "inline"
 
@@ -91,7 +92,7 @@ def test_vllm_replicas_run_where_the_role_rollout_is_placed(monkeypatch: pytest.
     monkeypatch.setattr(engines, "model_context", lambda model, trust: 4096)
     monkeypatch.setattr(replicas.ray, "remote", lambda **_: lambda cls: Remote())
     config = TrainConfig(env=EnvConfig(id="none"), vllm=VllmConfig(replicas=2))
-    engine: Any = engines.make_engine("vllm", "model", config, Pools())  # type: ignore[arg-type]
+    engine: Any = engines.EngineChoice(config, "vllm").make("model", Pools())  # type: ignore[arg-type]
     for number in range(2):
         engine._replicas._spawn(number)
     assert [options.get("scheduling_strategy") for options in started] == (["slot 0", "slot 1"] if placed else [None, None])
@@ -106,7 +107,7 @@ def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_publish
     config = TrainConfig(
         env=EnvConfig(id="none"), model=ModelConfig(lora=LoraSection(rank=rank)), weights=WeightsConfig(lora=published)
     )
-    engine: Any = engines.make_engine("vllm", "model", config)
+    engine: Any = engines.EngineChoice(config, "vllm").make("model")
     options = engine._replicas._options
     assert (options.get("max_lora_rank"), options.get("enable_lora", False)) == (room, room is not None)
 
@@ -115,10 +116,10 @@ def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_publish
 def test_several_actors_in_the_drivers_process_are_refused_before_a_folder_is_made(backend: Any, actors: int, fits: bool) -> None:
     config = TrainConfig(env=EnvConfig(id="key_value"), cluster=ClusterConfig(backend=backend, actors=actors))
     if fits:
-        check_placement(config, "embedded")
+        check_placement(start_of(config, "embedded"))
         return
     with pytest.raises(ConfigError, match=r'cluster\.actors = 2.*cluster\.actors = 1 or cluster\.backend = "ray"'):
-        check_placement(config, "embedded")
+        check_placement(start_of(config, "embedded"))
 
 
 @pytest.mark.parametrize(
@@ -133,10 +134,10 @@ def test_the_route_within_a_process_is_refused_before_a_run_of_several(backend: 
     base = {"env": {"id": "key_value"}, "model": {"init": {}}, "engine": engine, "cluster": {"backend": backend}}
     config = config_from(base, ["weights.route=memory", "rollout.max_episode_tokens=4096"])
     if said is None:
-        check_placement(config, engine)
+        check_placement(start_of(config, engine))
         return
     with pytest.raises(ConfigError, match=f'weights.route = "memory" stays within a process, and {re.escape(said)}.*"auto"'):
-        check_placement(config, engine)
+        check_placement(start_of(config, engine))
 
 
 def test_an_address_that_no_part_of_the_run_would_use_is_refused() -> None:
@@ -144,4 +145,4 @@ def test_an_address_that_no_part_of_the_run_would_use_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r'cluster.address = "10\.0\.0\.1:6379": .*cluster.backend = "inline".*joins no cluster.*"ray"'
     ):
-        check_placement(config_from(base, ["cluster.address=10.0.0.1:6379"]), "embedded")
+        check_placement(start_of(config_from(base, ["cluster.address=10.0.0.1:6379"]), "embedded"))

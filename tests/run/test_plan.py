@@ -11,7 +11,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.data.packing import micro_batches
-from agentrl.run.plan import RunPlan, batches_of, lines, plan_of
+from agentrl.run.plan import Planner, RunPlan, lines
 
 BASE: dict[str, Any] = {
     "env": {"id": "key_value"},
@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
 
 
 def plan(*overrides: str) -> RunPlan:
-    return plan_of(config_from(BASE, overrides), cuda=False)
+    return Planner(config_from(BASE, overrides)).plan(cuda=False)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def plan(*overrides: str) -> RunPlan:
     ],
 )
 def test_episodes_are_cut_into_minibatches(overrides: list[str], minibatches: list[int], steps: int) -> None:
-    batches = batches_of(config_from(BASE, overrides))
+    batches = Planner(config_from(BASE, overrides)).batches()
     assert (batches.episodes, batches.minibatches, batches.optimizer_steps) == (15, minibatches, steps)
 
 
@@ -48,7 +48,7 @@ def test_episodes_are_cut_into_minibatches(overrides: list[str], minibatches: li
 def test_micro_batches_hold_as_many_of_the_longest_episodes_as_the_cap_allows(actors: int, packing: str, micros: int) -> None:
     """100 tokens hold three episodes of 30: of 15 episodes on one rank 5, on two (8 and 7) 3, on four (4, 4, 4, 3) 2."""
     cluster = f'cluster={{backend="ray",actors={actors}}}'
-    found = batches_of(config_from(BASE, [cluster, f"model.packing={packing}"]))
+    found = Planner(config_from(BASE, [cluster, f"model.packing={packing}"])).batches()
     assert (found.data_ranks, found.micros) == (actors, micros)
     if packing == "packed":
         assert max(len(micro_batches(part, 100)) for part in np.array_split(np.full(15, 30), actors)) == micros
@@ -56,19 +56,19 @@ def test_micro_batches_hold_as_many_of_the_longest_episodes_as_the_cap_allows(ac
 
 def test_ranks_that_share_tokens_are_one_data_rank() -> None:
     cluster = 'cluster={backend="ray",actors=4}'
-    assert batches_of(config_from(BASE, [cluster, "model.sequence_parallel=2"])).data_ranks == 2
+    assert Planner(config_from(BASE, [cluster, "model.sequence_parallel=2"])).batches().data_ranks == 2
 
 
 def test_tokens_are_bounded_by_turns_and_by_the_episode() -> None:
-    found = batches_of(config_from(BASE))
+    found = Planner(config_from(BASE)).batches()
     assert (found.sampled_tokens, found.episode_tokens, found.tokens) == (30, 30, 15 * 30)  # 4 turns of 10, but 30 in all
-    assert batches_of(config_from(BASE, ["rollout.max_turns=2"])).sampled_tokens == 20
+    assert Planner(config_from(BASE, ["rollout.max_turns=2"])).batches().sampled_tokens == 20
 
 
 def test_what_is_started_and_not_trained_is_counted_apart() -> None:
-    found = batches_of(config_from(BASE, ["rollout.oversample=1.5", "rollout.oversample_members=1.2"]))
+    found = Planner(config_from(BASE, ["rollout.oversample=1.5", "rollout.oversample_members=1.2"])).batches()
     assert (found.episodes, found.started) == (15, 5 * 6)  # 4.5 groups of 6 members, rounded up
-    greedy = batches_of(config_from(BASE, ["algorithm.advantage.name=remax"]))
+    greedy = Planner(config_from(BASE, ["algorithm.advantage.name=remax"])).batches()
     assert (greedy.episodes, greedy.started) == (15, 3 * 6)  # a greedy episode for each group, the baseline
 
 

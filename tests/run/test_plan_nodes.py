@@ -14,6 +14,7 @@ from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.config import load_config
 from agentrl.env.catalog import find_config
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.role_placement import RunRoles, placement_table
 from agentrl.utils.errors import ResourceError
 from tests.conftest import proof
@@ -26,7 +27,7 @@ def table(name: str, nodes: tuple[int, int] | None, *given: str) -> list[list[st
     """Rows of the printed table: role, ranks, the node's number, cards."""
     config = load_config(ROOT / "configs" / "gpu" / f"{name}.toml", [*given], find=find_config)
     with planned_elsewhere(nodes):
-        rows = placement_table(RunRoles(config, "vllm").locations()).splitlines()[1:]
+        rows = placement_table(RunRoles(EngineChoice(config, "vllm")).locations()).splitlines()[1:]
     return [[role, ranks, node, cards] for role, ranks, _, node, cards in (row.split(maxsplit=4) for row in rows)]
 
 

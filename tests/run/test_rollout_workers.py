@@ -24,8 +24,9 @@ from agentrl.config.identity import check_resumed
 from agentrl.config.schema import ClusterConfig
 from agentrl.engines.vllm.vllm_maker import VllmMaker
 from agentrl.run import role_placement as placement
+from agentrl.run.assembly import Inputs, RunStart
 from agentrl.run.checks.size_checks import check_workers
-from agentrl.run.engine_choice import engine_name, workers_apart
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.rollout_workers import recipe_of
 from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
@@ -41,23 +42,23 @@ def of(*overrides: str) -> TrainConfig:
 
 
 def worker_lines(config: TrainConfig) -> list[str]:
-    return placement.RunRoles(config, engine_name(config)).worker_lines()
+    return placement.RunRoles(EngineChoice(config)).worker_lines()
 
 
 def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_workers(of("cluster.backend=inline", "rollout.workers=0"), trains=True)
+    check_workers(RunStart(of("cluster.backend=inline", "rollout.workers=0")))
     with pytest.raises(ConfigError, match=r'rollout.workers = 2: with cluster.backend = "inline" all of the run is in this'):
-        check_workers(of("cluster.backend=inline", "rollout.workers=2"), trains=True)
+        check_workers(RunStart(of("cluster.backend=inline", "rollout.workers=2")))
     summaries = ("rollout.context.name=compact", "rollout.summary_model=openai/x", "rollout.workers=3")
     with pytest.raises(ConfigError, match=r"api.concurrency = 2 calls at once are shared by rollout.workers = 3"):
-        check_workers(of(*summaries, "api.concurrency=2"), trains=False)
+        check_workers(RunStart(of(*summaries, "api.concurrency=2"), purpose="eval"))
     nodes = [ClusterNode("a", 2.0, 0.0), ClusterNode("b", 1.0, 0.0)]
     monkeypatch.setattr(placement, "nodes_of", lambda cluster, role: nodes)
     # 3 slots, of which an actor takes one: four halves are left, and six for an evaluation.
-    check_workers(of("rollout.workers=4"), trains=True)
+    check_workers(RunStart(of("rollout.workers=4")))
     with pytest.raises(ResourceError, match=r"each takes 0.5 CPU slots, and of 3 the run's other processes take 1; .* to 4,"):
-        check_workers(of("rollout.workers=5"), trains=True)
-    check_workers(of("rollout.workers=6"), trains=False)
+        check_workers(RunStart(of("rollout.workers=5")))
+    check_workers(RunStart(of("rollout.workers=6"), purpose="eval"))
     assert worker_lines(of("rollout.workers=4")) == [
         "rollout.workers: 4 processes of 0.5 CPU slots (of 3 on 2 nodes) and about 700 MiB each, spread over the nodes"
     ]
@@ -67,10 +68,10 @@ def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)
     inside = ("engine=vllm", "vllm.replicas=6", "rollout.workers=6")
     assert worker_lines(of(*inside)) == ["rollout.workers: 6, in the processes of the vllm engine"]
-    check_workers(of(*inside), trains=True)
-    assert [workers_apart(of(*inside, f"rollout.workers={n}")) for n in (5, 6, 7)] == [5, 0, 7]
+    check_workers(RunStart(of(*inside)))
+    assert [EngineChoice(of(*inside, f"rollout.workers={n}")).workers_apart() for n in (5, 6, 7)] == [5, 0, 7]
     with pytest.raises(ResourceError, match=r"rollout.workers = 7: each takes 0.5 CPU slots"):
-        check_workers(of(*inside, "rollout.workers=7"), trains=True)
+        check_workers(RunStart(of(*inside, "rollout.workers=7")))
     found = {workers: doctor._room_for(workers, ClusterConfig(), 3.0).level for workers in (4, 5)}
     assert found == {4: "ok", 5: "fail"}
 
@@ -84,8 +85,8 @@ def test_a_resume_with_another_number_of_workers_is_not_refused(tmp_path: Path) 
 
 def test_what_a_worker_may_call_at_once() -> None:
     config = of("rollout.workers=3", "api.concurrency=8")
-    recipe = recipe_of(config, object(), "m", None, None)  # type: ignore[arg-type]
-    assert recipe.config.api.concurrency == 2 and config.api.concurrency == 8
+    recipe = recipe_of(Inputs(config, (), None, 0), None)
+    assert recipe.inputs.config.api.concurrency == 2 and config.api.concurrency == 8
 
 
 # -- real processes ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.reward import compile_spec, make_context
-from agentrl.run.assembly import assemble, read_inputs
+from agentrl.run.assembly import read_inputs
 from agentrl.run.checks import check_config
 from agentrl.run.run_log import service_metrics
 from agentrl.utils.errors import ConfigError, RewardSpecError
@@ -42,8 +42,8 @@ class Planted(Service):
         self.name, self.course = "", []
 
     @classmethod
-    def check(cls, config, scorers, trains, planned):
-        return [f"{len(scorers)} specs, trains: {trains}"]
+    def check(cls, start):
+        return [f"{len(start.scorers)} specs, purpose: {start.purpose}"]
 
     def ask(self, key, request):
         self.course.append("asked")
@@ -53,7 +53,7 @@ class Planted(Service):
         self.course.append(self.name)
         return 0.75
 
-    async def start(self, config, scorers, pools):
+    async def start(self, run, scorers):
         self.course.append([scorer.name for scorer in scorers])
 
     async def forget(self):
@@ -81,8 +81,8 @@ async def test_a_run_has_one_service_for_all_its_leaves(tmp_path: Path, monkeypa
         (tmp_path / f"{name}.json").write_text(json.dumps({**MARKED, "name": name, "success": RIGHT}))
     envs = "env=[{name='a', id='key_value', reward='a.json'}, {name='b', id='key_value', reward='b.json'}]"
     config = config_of(tmp_path, "r", *TINY, "rollout.max_turns=8", envs)
-    assert "2 specs, trains: True" in check_config(config)
-    made = assemble(config, read_inputs(config), model=tiny.build(tmp_path / "model"))
+    assert "2 specs, purpose: train" in check_config(config)
+    made = read_inputs(config, tiny.build(tmp_path / "model")).assemble()
     assert [env.scorer.score(Trajectory("kv", Task("t", 0))).value for env in made.envs] == [0.25, 0.25]
     await made.start()
     await made.services["planted"].forget()

@@ -11,9 +11,9 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.env.catalog import EnvRef
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.episode import Limits
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
@@ -133,4 +133,4 @@ def test_a_temperature_is_0_or_at_least_the_least_that_vllm_samples_at(section: 
     """Below 0.01 vLLM samples at 0.01, and the trainer would compute another policy."""
     config = config_from({"env": {"id": "key_value"}}, [f"{section}.temperature={value:f}"])
     with pytest.raises(ConfigError, match=rf"{section}.temperature = .*at least 0\.01") if refused else nullcontext():
-        check_rollout(config, EnvRef.of(config))
+        check_rollout(RunStart(config))

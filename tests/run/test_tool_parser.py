@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl.config import ModelConfig, load_config
 from agentrl.render.template import TemplateRenderer
-from agentrl.run.assembly import renderer_of
+from agentrl.run.assembly import RunStart, renderer_of
 from agentrl.run.checks import check_assembly
 from agentrl.utils.errors import ConfigError, ModelError
 from tests.render.families import FAMILIES
@@ -67,4 +67,4 @@ def test_a_template_without_tools_is_refused_before_a_run(tmp_path: Path, templa
         file.write_text(template)
     config = load_config(ROOT / "configs" / "quickstart.toml", [f"model.path={folder}", "model.init=false", "sft=false"])
     with pytest.raises(ModelError, match=reason):
-        check_assembly(config)
+        check_assembly(RunStart(config))

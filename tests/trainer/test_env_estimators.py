@@ -16,7 +16,7 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.run.loop import make_batch
 from agentrl.trainer.estimator_inputs import critic_rows, with_advantages
-from agentrl.trainer.learner import check_learner, fill_length_norm
+from agentrl.trainer.learner import check_learner
 from agentrl.trainer.minibatch import broken_rows
 from agentrl.utils.errors import ConfigError
 
@@ -162,6 +162,6 @@ def test_what_estimators_need_is_asked_of_all_environments() -> None:
 
 def test_the_constant_length_is_that_of_the_longest_environment() -> None:
     norm = {"aggregate": "seq_mean_token_sum_norm"}
-    assert fill_length_norm(config_of(algorithm=norm)).length_norm == 16384
+    assert config_of(algorithm=norm).settled_algorithm().length_norm == 16384
     short = {"max_turns": 2, "max_turn_tokens": 50}
-    assert fill_length_norm(config_of(algorithm=norm, rollout=short)).length_norm == 300
+    assert config_of(algorithm=norm, rollout=short).settled_algorithm().length_norm == 300

@@ -13,11 +13,13 @@ from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, LoraSection, ModelConfig
 from agentrl.data.rows import collate
 from agentrl.run.checks.size_checks import check_placement
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.role_placement import RunRoles
 from agentrl.trainer import learner as learner_of
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.roles import Reference
 from agentrl.utils.errors import ConfigError
+from tests.run.starts import start_of
 from tests.trainer.learners import config_of, opened
 from tests.trainer.train_batches import make_batch, toy_optim, trajectories
 
@@ -71,9 +73,9 @@ def test_a_reference_that_has_no_model_of_its_own_is_not_placed() -> None:
         "cluster": {"pools": {"train": {}}, "roles": {"actor": "train", "reference": "train"}},
     }
     config = config_from(base, [])
-    assert RunRoles(config, "embedded").names == ["actor", "reference"]
-    check_placement(config, "embedded")
+    assert RunRoles(EngineChoice(config, "embedded")).names == ["actor", "reference"]
+    check_placement(start_of(config, "embedded"))
     config = config_from({**base, "model": {"path": "some/model", "lora": {}}}, [])
-    assert RunRoles(config, "embedded").names == ["actor"]
+    assert RunRoles(EngineChoice(config, "embedded")).names == ["actor"]
     with pytest.raises(ConfigError, match=r"cluster.roles.reference.*model\.lora"):
-        check_placement(config, "embedded")
+        check_placement(start_of(config, "embedded"))

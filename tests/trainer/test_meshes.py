@@ -71,7 +71,7 @@ def test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in(
     config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny, dtype=dtype))  # type: ignore[arg-type]
     for module, cls, name in ((vllm_engine, "VllmEngine", "vllm"), (embedded_engine, "EmbeddedEngine", "embedded")):
         monkeypatch.setattr(module, cls, lambda *args, **options: SimpleNamespace(**options))
-        assert engines.make_engine(name, tiny, config).dtype == dtype  # type: ignore[attr-defined]
+        assert engines.EngineChoice(config, name).make(tiny).dtype == dtype  # type: ignore[attr-defined]
     given: list[torch.dtype] = []
     with ranks("gloo", 1):
         engine = FsdpEngine(tiny, config.model, 1.0)

@@ -21,7 +21,7 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.estimator_inputs import with_advantages
-from agentrl.trainer.learner import check_learner, fill_length_norm, policy_updates
+from agentrl.trainer.learner import check_learner, policy_updates
 from agentrl.trainer.minibatch import kl_kind
 from agentrl.trainer.roles import with_scores
 from agentrl.utils.errors import ConfigError
@@ -207,10 +207,10 @@ def test_the_constant_length_is_what_an_episode_may_sample() -> None:
     norm = AlgorithmConfig(aggregate="seq_mean_token_sum_norm")
     for turns, tokens, most, expected in ((4, 10, 1000, 40), (4, 10, 30, 30)):
         rollout = RolloutConfig(max_turns=turns, max_turn_tokens=tokens, max_episode_tokens=most)
-        assert fill_length_norm(config_of(algorithm=norm, rollout=rollout)).length_norm == expected
+        assert config_of(algorithm=norm, rollout=rollout).settled_algorithm().length_norm == expected
     given = norm.model_copy(update={"length_norm": 7})
-    assert fill_length_norm(config_of(algorithm=given)).length_norm == 7
-    assert fill_length_norm(config_of()).length_norm is None
+    assert config_of(algorithm=given).settled_algorithm().length_norm == 7
+    assert config_of().settled_algorithm().length_norm is None
 
 
 # -- the reward model's score ----------------------------------------------------------------------

@@ -290,6 +290,12 @@ class TrainConfig(Frozen):
         }
         return self.model_copy(update=update)
 
+    def with_date(self, day: str | None) -> Self:
+        """The config with a date for chat templates: its own, else `day`."""
+        if self.model.date is not None or day is None:
+            return self
+        return self.model_copy(update={"model": self.model.model_copy(update={"date": day})})
+
     def each(self) -> list[Self]:
         """The config of each environment, as `alone` makes it."""
         return [self.alone(env) for env in self.envs]
@@ -320,6 +326,13 @@ class TrainConfig(Frozen):
         """The most tokens that an episode may sample in any of the environments that updates draw tasks of."""
         rollouts = [self.alone(env).rollout for env in self.trained_envs]
         return max(min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) for rollout in rollouts)
+
+    def settled_algorithm(self) -> AlgorithmConfig:
+        """The algorithm section, with the constant length of `seq_mean_token_sum_norm` filled in."""
+        algorithm = self.algorithm
+        if algorithm.aggregate != "seq_mean_token_sum_norm" or algorithm.length_norm is not None:
+            return algorithm
+        return algorithm.model_copy(update={"length_norm": self.longest_sample()})
 
     def other_models(self) -> dict[str, str]:
         """By the key that names them, the folders or hub names of the models of other roles than the policy's. A critic that

@@ -21,7 +21,6 @@ from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.run.assembly import agents_of, read_inputs, renderer_of, scorer_of
 from agentrl.run.checks import RUN_CHECKS, RunStart
-from agentrl.run.engine_choice import engine_of
 from agentrl.utils.errors import AgentrlError, ConfigError, ResourceError
 from agentrl.utils.network import exempt_own, through_proxy
 from agentrl.utils.redaction import resolve_references
@@ -31,18 +30,18 @@ _ANSWERS_WITHIN = 10.0
 
 @RUN_CHECKS.register("agents")
 def check_agents(start: RunStart) -> list[str]:
-    """Raise a UserError as `check_agent`, for each environment.
+    """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one.
 
     Reads: agent, env, engine, rollout.context, rollout.summary_model.
     """
     for env in start.config.envs:
-        with start.config.name_entry_in_errors(env) as one:
-            check_agent(one, EnvRef.of(one))
+        with start.alone(env) as one:
+            _check_agent(one)
     return []
 
 
-def check_agent(config: TrainConfig, env: EnvRef) -> None:
-    """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one."""
+def _check_agent(start: RunStart) -> None:
+    config = start.config
     if config.agent is None:
         return
     if config.agent.url is not None:
@@ -58,9 +57,9 @@ def check_agent(config: TrainConfig, env: EnvRef) -> None:
             f"rollout.context = {config.rollout.context.name!r}: with [agent] the agent itself decides what the policy sees; "
             "leave rollout.context and rollout.summary_model out"
         )
-    if "messages" in engine_of(config).traits:
+    if "messages" in start.engine.traits:
         raise ConfigError("[agent]: an API model has an endpoint of its own; point the agent there")
-    built = env.build()
+    built = start.env.build()
     try:
         _check_calls(built)
         run_sync(_check_user(config.agent, built))

@@ -15,7 +15,7 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeHook, EpisodeSpec, RunningEpisode
 from agentrl.rollout.player import SCRIPTS, Job, LocalPlayer, Script
-from agentrl.run.engine_choice import engine_of
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.utils.errors import ConfigError
 
 
@@ -73,6 +73,6 @@ def measure_values(config: TrainConfig, samples: int) -> Callable[[EpisodeSpec],
     """The script of each episode. Raises ConfigError if it cannot be forked."""
     if (why := fork_obstacle(config)) is not None:
         raise ConfigError(f"--values: {why}")
-    if "messages" in engine_of(config).traits:
+    if "messages" in EngineChoice(config).traits:
         raise ConfigError("--values: a script or a model behind an API cannot go on from a fork. Give a model folder or hub name")
     return lambda spec: ValueScript(spec, samples, config.rollout.max_turns)

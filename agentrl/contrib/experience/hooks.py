@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from agentrl.config.schema import DemonstrationsConfig, DistillationConfig, ExperienceConfig, TrainConfig
 from agentrl.data.rows import TRUNCATED, Ragged, build, collate, concat, is_ragged, nested_tensor, offsets_of, select
 from agentrl.data.trajectory import Group, Json, Trajectory
-from agentrl.env.catalog import EnvRef
 from agentrl.rollout.player import RunEnv, success_rate
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.rollout.warm_start import gold_transcript, without_chance
@@ -345,8 +344,7 @@ def check_demonstrations(start: RunStart) -> list[str]:
     if not one.envs[0].trains:
         return []
     why = gold_obstacle(
-        one,
-        EnvRef.of(one),
+        start,
         "writes prompts of its own, which a gold solution does not have",
         "a gold solution has no summaries, which the policy would write",
         played=False,

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from agentrl.config import TrainConfig
 from agentrl.config.envs import weight_at
-from agentrl.config.schema import Choice
+from agentrl.config.schema import Choice, JudgeConfig
 from agentrl.contrib.judges.client import judge_call
-from agentrl.contrib.judges.engines import judge_config, judge_maker, name_judge_in_errors
+from agentrl.contrib.judges.engines import OwnJudge
 from agentrl.contrib.judges.leaf import PREFIX, JudgeLeaf, VerdictRequest
 from agentrl.data.trajectory import Json, Message, Task
 from agentrl.env.catalog import EnvRef
@@ -24,10 +23,12 @@ from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
 from agentrl.reward.values import decider, follow, parse_pointer, references
 from agentrl.rollout.collector import largest
 from agentrl.rollout.samplers import make_sampler
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.model_checks import check_side_model
 from agentrl.run.checks.reward_checks import evaluations_of
 from agentrl.run.checks.size_checks import check_heads
 from agentrl.run.digests import suite_env
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.services import QUESTION, ApiModel
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.pretrained import load_model_config, load_tokenizer, model_context
@@ -67,20 +68,21 @@ def questions(scorer: Scorer, max_turns: int) -> tuple[int, int]:
     return least.total(), most.total()
 
 
-def check_budget(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
-    """Raise ConfigError if `reward.judge.calls` cannot last to the end of the run; warn in the log if it may not. `scorers`: of
-    each environment. Of several, training may be on that which asks least, or on that which asks most.
+def check_budget(start: RunStart) -> None:
+    """Raise ConfigError if `reward.judge.calls` cannot last to the end of the run; warn in the log if it may not. Of several
+    environments training may be on that which asks least, or on that which asks most.
 
     Reads: env, reward.judge.calls, algorithm.advantage, steps, eval.every, eval.tasks, rollout.groups, rollout.group_size,
     rollout.max_turns.
     """
+    config = start.config
     if (budget := config.reward.judge.calls) is None:
         return
     steps, least_evaluated, most_evaluated = [], 0, 0
     evaluations = evaluations_of(config.steps, config.eval)
     for env, one in zip(config.envs, config.each(), strict=True):
         rollout, tasks = one.rollout, one.eval.tasks
-        fewest, most = questions(scorers[env.called], rollout.max_turns)
+        fewest, most = questions(start.scorers[env.called], rollout.max_turns)
         episodes = rollout.groups * (rollout.group_size + needs_greedy(one.algorithm.advantage))
         if any(weight_at(env.weight, step) > 0 for step in range(config.steps)):
             grown = episodes + rollout.groups * (largest(rollout) - rollout.group_size)
@@ -115,9 +117,9 @@ class OwnLeaf:
     leaf: JudgeLeaf
 
 
-def leaves_on_engines(config: TrainConfig, scorers: Iterable[Scorer]) -> list[OwnLeaf]:
+def leaves_on_engines(judge: JudgeConfig, scorers: Iterable[Scorer]) -> list[OwnLeaf]:
     """The leaves of specs that ask a judge of the run's own. Raises ConfigError for one that the config does not have."""
-    engines = config.reward.judge.engines
+    engines = judge.engines
     places = ((scorer.name, node) for scorer in scorers for top in scorer.tops for node in walk(top))
     leaves = [
         OwnLeaf(f"{name}#{node.pointer}", node.leaf.own, node.leaf)
@@ -134,24 +136,23 @@ def leaves_on_engines(config: TrainConfig, scorers: Iterable[Scorer]) -> list[Ow
     return leaves
 
 
-def check_engines(config: TrainConfig, scorers: Mapping[str, Scorer], trains: bool = True, planned: bool = False) -> list[str]:
-    """Raise ConfigError for a leaf whose judge is not in the config, for a judge that no leaf asks (if `trains`: an evaluation
+def check_engines(start: RunStart) -> list[str]:
+    """Raise ConfigError for a leaf whose judge is not in the config, for a judge that no leaf asks (in training: an evaluation
     may be of other environments), for an engine that cannot be a judge's, and for a prompt that leaves no room for a verdict;
-    ModelError for a model that cannot be used. `scorers`: of each environment; `planned`: a folder may lack its weights. Returns
-    the warnings.
+    ModelError for a model that cannot be used. In a plan a folder may lack its weights. Returns the warnings.
 
     Reads: reward.judge.engines, env.reward, model.trust_remote_code, cluster.
     """
-    leaves = leaves_on_engines(config, scorers.values())
-    if trains and (idle := sorted(set(config.reward.judge.engines) - {found.name for found in leaves})):
-        specs = " or ".join(sorted({repr(scorer.name) for scorer in scorers.values()}))
+    engines, leaves = start.config.reward.judge.engines, leaves_on_engines(start.config.reward.judge, start.scorers.values())
+    if start.purpose == "train" and (idle := sorted(set(engines) - {found.name for found in leaves})):
+        specs = " or ".join(sorted({repr(scorer.name) for scorer in start.scorers.values()}))
         raise ConfigError(
             f"reward.judge.engines.{idle[0]} (--judge-model {idle[0]}=...): no judge leaf of {specs} asks it, with "
             f'"model": "engine:{idle[0]}"; remove it, or set env.reward to a spec that does'
         )
-    for name in config.reward.judge.engines:
+    for name in engines:
         if asked := [found for found in leaves if found.name == name]:
-            _check_engine(config, name, asked, planned)
+            _check_engine(OwnJudge(start.config, name), asked, start.planned)
     if not leaves or find_spec("llguidance") is not None:
         return []
     return [
@@ -160,16 +161,16 @@ def check_engines(config: TrainConfig, scorers: Mapping[str, Scorer], trains: bo
     ]
 
 
-def _check_engine(config: TrainConfig, name: str, leaves: list[OwnLeaf], planned: bool) -> None:
-    own, key = judge_config(config, name), f"reward.judge.engines.{name}"
-    path, trust, maker = str(own.model.path), config.model.trust_remote_code, judge_maker(config, name)
+def _check_engine(judge: OwnJudge, leaves: list[OwnLeaf], planned: bool) -> None:
+    own, key, maker = judge.as_policy(), judge.key, judge.maker()
+    path, trust = str(own.model.path), own.model.trust_remote_code
     check_side_model(own.engine, own.model, f"{key}.path", planned)
     if modality_of(load_model_config(path, trust)) is not None:
         raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
-    with name_judge_in_errors(key):
+    with judge.name_in_errors():
         maker.check_installed()
         maker.check()
-        check_heads(own, own.engine)
+        check_heads(EngineChoice(own, own.engine))
     context = maker.context(min(model_context(path, trust), own.rollout.max_episode_tokens))
     try:
         renderer = make_renderer(load_tokenizer(path, trust))
@@ -190,14 +191,14 @@ def _check_engine(config: TrainConfig, name: str, leaves: list[OwnLeaf], planned
 # Models behind an API
 
 
-def paid_models(config: TrainConfig, scorers: Mapping[str, Scorer]) -> Iterator[ApiModel]:
+def paid_models(start: RunStart) -> Iterator[ApiModel]:
     """The judges behind an API, with the parameters of a verdict; of a benchmark, if one of its tasks asks it by its `when`.
 
     Reads: env, reward.judge.
     """
-    judge = config.reward.judge
-    for one in config.each():
-        scorer = scorers[one.envs[0].called]
+    judge = start.config.reward.judge
+    for one in start.config.each():
+        scorer = start.scorers[one.the_env.called]
         tasks = _all_tasks(EnvRef.of(one), one.rollout.sampler) if scorer.asks else None
         for _, leaf, whens, *_ in paid_nodes(scorer):
             if tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks):

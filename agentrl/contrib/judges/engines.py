@@ -23,15 +23,15 @@ from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, Sampling
 from agentrl.run.digests import files_digest
-from agentrl.run.engine_choice import AUTO, maker_of
-from agentrl.run.services import RunServices
+from agentrl.run.engine_choice import AUTO, EngineChoice
+from agentrl.run.services import RunServices, SideEngine
 from agentrl.trainer.pretrained import load_tokenizer, model_context, named_anywhere, unused_ids
 from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, RenderError
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.redaction import redact_said
 
 if TYPE_CHECKING:
-    from agentrl.cluster.placement import Pools
+    pass
 
 BACKOFF = 0.5
 """Seconds before the second attempt; each further one waits twice as long."""
@@ -184,50 +184,60 @@ def form_of(schema: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
 # From a config
 
 
-def judge_config(config: TrainConfig, name: str, positions: int | None = None) -> TrainConfig:
-    """The config with the judge in the policy's place, as its engine's maker reads it. `positions`: of the model, if it is read
-    already."""
-    one = config.reward.judge.engines[name]
-    longest = min(one.max_model_len, one.vllm.max_model_len, positions or one.max_model_len)
-    own: dict[str, Any] = {
-        "env": None,
-        "engine": one.engine,
-        "engine_args": one.engine_args,
-        "model": ModelConfig(path=one.path, trust_remote_code=config.model.trust_remote_code, threads=config.model.threads),
-        "rollout": RolloutConfig(max_episodes=one.concurrency, max_episode_tokens=longest),
-        "vllm": one.vllm.model_copy(update={"max_model_len": longest}),
-    }
-    return config.model_copy(update=own)
+class OwnJudge:
+    """A judge of a config (`reward.judge.engines.NAME`) before it has an engine."""
 
+    def __init__(self, config: TrainConfig, name: str) -> None:
+        self.config, self.name, self.key = config, name, f"reward.judge.engines.{name}"
+        self.own = config.reward.judge.engines[name]
 
-def judge_maker(config: TrainConfig, name: str, positions: int | None = None) -> EngineMaker:
-    """Maker of a judge's engine. Raises ConfigError for one that judges cannot be on."""
-    engine, key = config.reward.judge.engines[name].engine, f"reward.judge.engines.{name}"
-    able = sorted(entry.name for entry in ENGINES.own() if "judges" in entry.traits)
-    if engine == AUTO or "judges" not in ENGINES.entry(engine).traits:
-        raise ConfigError(f"{key}.engine = {engine!r}: no judge can be on it next to the policy's own; one of {', '.join(able)}")
-    with name_judge_in_errors(key):
-        maker = maker_of(engine, judge_config(config, name, positions))
-    maker.on_gpus = partial(has_gpus, config.cluster, "judge")
-    return maker
+    def as_policy(self, positions: int | None = None) -> TrainConfig:
+        """The config with the judge in the policy's place, as its engine's maker reads it. `positions`: of the model, if it is
+        read already."""
+        one, model = self.own, self.config.model
+        longest = min(one.max_model_len, one.vllm.max_model_len, positions or one.max_model_len)
+        own: dict[str, Any] = {
+            "env": None,
+            "engine": one.engine,
+            "engine_args": one.engine_args,
+            "model": ModelConfig(path=one.path, trust_remote_code=model.trust_remote_code, threads=model.threads),
+            "rollout": RolloutConfig(max_episodes=one.concurrency, max_episode_tokens=longest),
+            "vllm": one.vllm.model_copy(update={"max_model_len": longest}),
+        }
+        return self.config.model_copy(update=own)
 
+    def side_engine(self) -> SideEngine:
+        """Its engine, as a run places it."""
+        lower = f"concurrency = {self.own.concurrency}"
+        return SideEngine(f"judge {self.name}", "judge", self.key, self.as_policy(), self.maker, lower)
 
-@contextmanager
-def name_judge_in_errors(key: str) -> Iterator[None]:
-    """Begins a ConfigError with the judge's key."""
-    try:
-        yield
-    except ConfigError as problem:
-        raise ConfigError(f"{key}: {problem}") from problem
+    def maker(self, positions: int | None = None) -> EngineMaker:
+        """Maker of its engine. Raises ConfigError for one that judges cannot be on."""
+        engine = self.own.engine
+        able = sorted(entry.name for entry in ENGINES.own() if "judges" in entry.traits)
+        if engine == AUTO or "judges" not in ENGINES.entry(engine).traits:
+            raise ConfigError(
+                f"{self.key}.engine = {engine!r}: no judge can be on it next to the policy's own; one of {', '.join(able)}"
+            )
+        with self.name_in_errors():
+            maker = EngineChoice(self.as_policy(positions), engine).maker()
+        maker.on_gpus = partial(has_gpus, self.config.cluster, "judge")
+        return maker
 
+    @contextmanager
+    def name_in_errors(self) -> Iterator[None]:
+        """Begins a ConfigError with the judge's key."""
+        try:
+            yield
+        except ConfigError as problem:
+            raise ConfigError(f"{self.key}: {problem}") from problem
 
-def make_judge(config: TrainConfig, name: str, pools: Pools | None) -> EngineJudge:
-    """A judge of a config on its engine, not started. Raises UserError if its model cannot be used."""
-    judge, trust = config.reward.judge, config.model.trust_remote_code
-    one = judge.engines[name]
-    tokenizer, maker = load_tokenizer(one.path, trust), judge_maker(config, name)
-    maker.unused = unused_ids(tokenizer, one.path, trust)
-    options = RunServices(config, pools).ray_options(f"judge {name}")
-    engine = maker.make(named_anywhere(one.path), model_context(one.path, trust), options)
-    renderer = make_renderer(tokenizer, day=config.model.date)
-    return EngineJudge(name, judge, engine, renderer, files_digest(one.path) or one.path)
+    def make(self, run: RunServices) -> EngineJudge:
+        """The judge on its engine, not started. Raises UserError if its model cannot be used."""
+        path, trust = self.own.path, self.config.model.trust_remote_code
+        tokenizer, maker = load_tokenizer(path, trust), self.maker()
+        maker.unused = unused_ids(tokenizer, path, trust)
+        options = run.ray_options(f"judge {self.name}")
+        engine = maker.make(named_anywhere(path), model_context(path, trust), options)
+        renderer = make_renderer(tokenizer, day=self.config.model.date)
+        return EngineJudge(self.name, self.config.reward.judge, engine, renderer, files_digest(path) or path)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from agentrl.config import TrainConfig
 from agentrl.config.schema import RewardConfig
 from agentrl.contrib.judges.client import Judge
 from agentrl.contrib.judges.leaf import Verdict, VerdictRequest, own_name
 from agentrl.reward.leaf import SERVICES
-from agentrl.run.services import ApiModel, Service, SideEngine
+from agentrl.run.services import ApiModel, RunServices, Service, SideEngine
 from agentrl.utils.threads import background
 
 if TYPE_CHECKING:
-    from agentrl.cluster.placement import Pools
     from agentrl.contrib.judges.engines import EngineJudge
     from agentrl.reward import Scorer
+    from agentrl.run.assembly import RunStart
 
 
 @SERVICES.register("judge")
@@ -32,36 +30,26 @@ class Judges(Service):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
-    def engines(cls, config: TrainConfig) -> Sequence[SideEngine]:
-        if not config.reward.judge.engines:
+    def engines(cls, run: RunServices) -> Sequence[SideEngine]:
+        if not run.config.reward.judge.engines:
             return ()
-        from agentrl.contrib.judges.engines import judge_config, judge_maker
+        from agentrl.contrib.judges.engines import OwnJudge
 
-        return [
-            SideEngine(
-                f"judge {name}",
-                "judge",
-                f"reward.judge.engines.{name}",
-                judge_config(config, name),
-                partial(judge_maker, config, name),
-                f"concurrency = {one.concurrency}",
-            )
-            for name, one in config.reward.judge.engines.items()
-        ]
+        return [OwnJudge(run.config, name).side_engine() for name in run.config.reward.judge.engines]
 
     @classmethod
-    def check(cls, config: TrainConfig, scorers: Mapping[str, Scorer], trains: bool, planned: bool) -> list[str]:
+    def check(cls, start: RunStart) -> list[str]:
         from agentrl.contrib.judges.checks import check_budget, check_engines
 
-        if trains:
-            check_budget(config, scorers)
-        return check_engines(config, scorers, trains, planned)
+        if start.purpose == "train":
+            check_budget(start)
+        return check_engines(start)
 
     @classmethod
-    def api_models(cls, config: TrainConfig, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:
+    def api_models(cls, start: RunStart) -> Iterable[ApiModel]:
         from agentrl.contrib.judges.checks import paid_models
 
-        return paid_models(config, scorers)
+        return paid_models(start)
 
     def ask(self, key: str, request: VerdictRequest) -> Verdict:
         if own_name(request.model) is None:
@@ -81,16 +69,16 @@ class Judges(Service):
             return Verdict(None, error=why)
         return await judge.verdict(request)
 
-    async def start(self, config: TrainConfig, scorers: Sequence[Scorer], pools: Pools | None) -> None:
+    async def start(self, run: RunServices, scorers: Sequence[Scorer]) -> None:
         """As of any service; own judges answer on this event loop."""
         from agentrl.contrib.judges.checks import leaves_on_engines
-        from agentrl.contrib.judges.engines import make_judge
+        from agentrl.contrib.judges.engines import OwnJudge
 
-        names = sorted({found.name for found in leaves_on_engines(config, scorers)})
+        names = sorted({found.name for found in leaves_on_engines(run.config.reward.judge, scorers)})
         self._loop = asyncio.get_running_loop()
         try:
             for name in names:
-                self._own[name] = make_judge(config, name, pools)
+                self._own[name] = OwnJudge(run.config, name).make(run)
                 await self._own[name].engine.start()
         except BaseException:
             await self.close()

@@ -20,13 +20,13 @@ from agentrl.contrib.offline.objectives import OBJECTIVES, Found, Objective, cla
 from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import About, RowStore, sources
 from agentrl.data.schedule import Mode, effective_mode
-from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
+from agentrl.run.assembly import RunStart, longest_row, renderer_of, tokenizer_of
 from agentrl.run.checks.model_checks import check_models, check_vision
 from agentrl.run.checks.rollout_checks import check_model
 from agentrl.run.checks.size_checks import check_capacity, check_placement
 from agentrl.run.display import Count, Display, nothing
 from agentrl.run.driver import RUN_KINDS, RunKind
-from agentrl.run.engine_choice import with_threads
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import DRIVER, RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.role_placement import RunRoles, start_actors
@@ -239,16 +239,17 @@ class DataRunKind(RunKind):
         quiet_libraries()
         view = self.relevant_sections()
         check_references(view)
-        check_trackers(view)
+        start = RunStart(view)
+        check_trackers(start)
         check_model(view.model)
-        check_models(view)
-        check_vision(view)
-        check_capacity(view)
+        check_models(start)
+        check_vision(start)
+        check_capacity(start)
         _check_loss(data_of(view.data), view.model)
         check_train_engine(view)
         check_learner(view)
         packing_of(view)
-        check_placement(view, ENGINE)
+        check_placement(start)
         if not prepared:
             sources(data_of(view.data).path)
         renderer_of(view.model, tokenizer_of(view.model))
@@ -276,7 +277,7 @@ class DataRunKind(RunKind):
 
     async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
         """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
-        identity, config = identity_of(self.config, "train"), with_threads(self.relevant_sections())
+        identity, config = identity_of(self.config, "train"), EngineChoice(self.relevant_sections()).with_threads()
         store = await in_thread("files", RowStore, folder.data)
         with display.doing("making the model"):
             path = await in_thread("files", self._start_model, folder)
@@ -288,7 +289,7 @@ class DataRunKind(RunKind):
         try:
             kind = OBJECTIVES[data_of(config.data).loss]
             with display.doing("starting the training processes"):
-                pools = RunRoles(config, ENGINE).open_pools()
+                pools = RunRoles(EngineChoice(config)).open_pools()
                 group = start_actors(config.model, config.cluster, pools, kind.role)
             await check_shared(group, folder.path, "out")
             with display.doing("loading the model"):

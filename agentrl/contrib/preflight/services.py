@@ -79,7 +79,7 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
         for one in config.each():
             yield from _users(one.envs[0].called, EnvRef.of(one))
     for service in RunServices(config).kinds(start.scorers.values()):
-        yield from service.api_models(config, start.scorers)
+        yield from service.api_models(start)
 
 
 def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:

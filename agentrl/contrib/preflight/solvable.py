@@ -23,7 +23,7 @@ from agentrl.rollout.warm_start import gold_transcript, without_chance
 from agentrl.run.assembly import model_length, renderer_of, tokenizer_of
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
-from agentrl.run.engine_choice import engine_name, engine_of, maker_of
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.outcomes import label_of
 from agentrl.utils.errors import ConfigError
 
@@ -158,13 +158,13 @@ def _survey(one: TrainConfig, ref: EnvRef) -> Survey:
         why = f"the environment is at {one.envs[0].url}"
     elif one.agent is not None:
         why = "an agent plays, which renders its own prompts"
-    elif one.model.path is not None and "messages" in engine_of(one).traits:
+    elif one.model.path is not None and "messages" in EngineChoice(one).traits:
         why = "the engine takes messages, so nothing is known of its tokens"
     if why:
         return Survey(called, {}, [], skipped=why)
     limits = {f"rollout.{key}": getattr(rollout, key) for key in ("max_turns", "max_turn_tokens", "max_episode_tokens")}
     if isinstance(make_context_policy(rollout.context), Stop):  # with another policy history is rewritten
-        limits["the context"] = maker_of(engine_name(one), one).context(model_length(one.model))
+        limits["the context"] = EngineChoice(one).maker().context(model_length(one.model))
     renderer, began = renderer_of(one.model, tokenizer_of(one.model)), time.monotonic()
     try:
         parts = in_daemon_thread(

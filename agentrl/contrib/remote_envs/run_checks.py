@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from agentrl.config import TrainConfig
 from agentrl.env.address import PROTOCOLS
 from agentrl.env.catalog import EnvRef
 from agentrl.run.checks import RUN_CHECKS, RunStart
@@ -11,22 +10,20 @@ from agentrl.utils.errors import ConfigError
 
 @RUN_CHECKS.register("remote_envs", traits={"first"})
 def check_servers(start: RunStart) -> list[str]:
-    """Raise a UserError if an environment's server cannot be used, as `check_server` says.
+    """Raise a UserError if the server of an environment cannot be reached, speaks another protocol, has another environment,
+    refuses its parameters, wrappers or tool sets, or takes fewer episodes at once than the run plays; or if an agent of the
+    user would play there.
 
     Reads: env, tools, agent, rollout.max_episodes, sft.
     """
     for env in start.config.envs:
-        with start.config.name_entry_in_errors(env) as one:
-            check_server(one)
+        with start.alone(env) as one:
+            _check_server(one)
     return []
 
 
-def check_server(config: TrainConfig) -> None:
-    """Raise a UserError if the environment's server cannot be reached, speaks another protocol, has another environment, refuses
-    its parameters, wrappers or tool sets, or takes fewer episodes at once than the run plays; or if an
-    agent of the user's would play there.
-    """
-    ref = EnvRef.of(config)
+def _check_server(start: RunStart) -> None:
+    config, ref = start.config, start.env
     if ref.at is None:
         return
     if not ref.at.ours:

@@ -288,12 +288,12 @@ def _obstacles(config: TrainConfig, trains: bool) -> Iterator[tuple[bool, str]]:
     if not trains:
         return
     from agentrl.rollout.engine import ENGINES
-    from agentrl.run.engine_choice import engine_of
+    from agentrl.run.engine_choice import EngineChoice
     from agentrl.trainer.train_engine import TRAIN_ENGINES
 
     able = ENGINES.that_are("vision")
     yield (
-        "vision" not in engine_of(config).traits,
+        "vision" not in EngineChoice(config).traits,
         f'engine = "{config.engine}" (use {able}; the embedded one with engine_args = {{ cache = false }})',
     )
     able = TRAIN_ENGINES.that_are("vision")

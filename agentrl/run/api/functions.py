@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.config import TrainConfig, load_config
+from agentrl.config import TrainConfig
 from agentrl.config.envs import entry_of
-from agentrl.config.identity import check_resumed
-from agentrl.config.load import with_absolute_paths
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.reward.explain import reasons
@@ -244,14 +242,9 @@ def _prepare_run(
         return made, open_folder(made, overwrite=overwrite), notes, False
     if config is not None:
         raise ConfigError("train: a resumed run has its config in its folder; leave out the first argument")
-    file = Path(resume) / "config.toml"
-    if not file.is_file():
-        raise ConfigError(f"{resume}: not a run folder (it has no config.toml)")
-    before = with_absolute_paths(load_config(file))
-    made = config_of(before, top)
-    check_resumed(before, made, Path(resume))
-    folder = RunFolder(Path(resume))
-    return made, folder, Provenance(folder, made).check_resumable(before), True
+    folder = run_folder(resume)
+    made = config_of(before := config_of_run(folder), top)
+    return made, folder, Provenance(folder, made).check_resumable(before, partial(check_train, made)), True
 
 
 __all__ = ["EvalReport", "evaluate", "rollout", "train"]

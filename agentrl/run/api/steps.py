@@ -347,7 +347,7 @@ async def session(
     if there and not known:
         raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
     place = RunFolder(path) if known else await in_thread("files", partial(open_folder, made, overwrite=False))
-    made = place.with_date(made)
+    made = made.with_date(place.day())
     display = Display(console(quiet=True) if quiet else None)
     run_log = RunLog(place, display, [])
     made = await in_thread("load", with_packing, made)  # one decision for all roles and ranks

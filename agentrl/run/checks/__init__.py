@@ -7,9 +7,8 @@ feature of contrib or a plug-in can know, by a function in `RUN_CHECKS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from agentrl.config.envs import warm_start_envs
 from agentrl.config.identity import check_references
@@ -18,6 +17,7 @@ from agentrl.config.schema import TrainConfig
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
+from agentrl.run.assembly import Purpose, RunStart
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.env_checks import check_named, check_start, suite_notes
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
@@ -31,7 +31,6 @@ from agentrl.run.checks.rollout_checks import (
     check_warm_start,
 )
 from agentrl.run.checks.size_checks import check_cache, check_capacity, check_heads, check_placement, check_sizes, check_workers
-from agentrl.run.engine_choice import engine_name
 from agentrl.run.services import RunServices
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
@@ -43,20 +42,6 @@ from agentrl.trainer.update_hooks import SECTIONS
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import quiet_libraries
-
-Purpose = Literal["train", "eval", "rollout"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunStart:
-    """A command about to start. `scorers`: of each environment, once they are made. `planned`: nothing will be started, and
-    nothing that costs money is tried."""
-
-    config: TrainConfig
-    scorers: Mapping[str, Scorer]
-    purpose: Purpose = "train"
-    planned: bool = False
-
 
 RUN_CHECKS: Registry[Callable[[RunStart], Sequence[str]]] = Registry(
     "check",
@@ -114,62 +99,57 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     """As `check_train`, of a training config; `capacity`: of the machine's free resources too."""
     quiet_libraries()  # the checks of a model trace it
     check_references(config)
-    early = run_checks(RunStart(config, {}, planned=planned), "first")
-    check_engine(config)
-    check_trackers(config)
+    scorers: dict[str, Scorer] = {}
+    start = RunStart(config, scorers, planned=planned)
+    notes = run_checks(start, "first")
+    check_engine(start)
+    check_trackers(start)
     check_callbacks(config.callbacks)
-    check_named(config)
+    check_named(start)
     check_model(config.model)
-    check_models(config, True, planned)
-    check_vision(config)
+    check_models(start)
+    check_vision(start)
     if capacity:
-        check_capacity(config)
-    return [*early, *_check_parts(config, planned)]
-
-
-def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
+        check_capacity(start)
     # In this order, because later checks rely on earlier ones: on parts that can be built. What is of one environment is
     # checked in the config of each, as if it were alone.
-    scorers: dict[str, Scorer] = {}
-    notes: list[str] = []
     for env in config.envs:
-        with config.name_entry_in_errors(env) as one:
-            ref, scorers[env.called] = check_assembly(one)
-            if one.trained_envs:
-                check_trainable(one.rollout, env)
-            check_start(one, ref)
-            notes += _run_section_checks(RunStart(one, scorers, planned=planned))
-    check_held_out(config)
+        with start.alone(env) as one:
+            scorers[env.called] = check_assembly(one)
+            if env.trains:
+                check_trainable(one.config.rollout, env)
+            check_start(one)
+            notes += _run_section_checks(one)
+    check_held_out(start)
     make_mixture(config.rollout.mixture)
-    check_router_replay(config)
+    check_router_replay(start)
     check_train_engine(config)
     check_learner(config)
     check_weights(config)
-    check_other_models(config, planned)
+    check_other_models(start)
     packing_of(config)
-    engine = engine_name(config)
     for env in config.envs:
-        with config.name_entry_in_errors(env) as one:
-            if one.trained_envs:
-                check_estimator_inputs(one.algorithm.advantage, scorers[env.called])
-            check_sizes(one, engine)
-            check_prompts(one, engine, EnvRef.of(one))
-    check_cache(config)
-    check_placement(config, engine)
-    check_workers(config, True)
-    notes += RunServices(config).check(scorers, trains=True, planned=planned)
-    notes += run_checks(RunStart(config, scorers, planned=planned))
-    notes += suite_notes(config)
+        with start.alone(env) as one:
+            if env.trains:
+                check_estimator_inputs(one.config.algorithm.advantage, one.scorer)
+            check_sizes(one)
+            check_prompts(one)
+    check_cache(start)
+    check_placement(start)
+    check_workers(start)
+    notes += RunServices(config).check(start)
+    notes += run_checks(start)
+    notes += suite_notes(map(EnvRef.of, config.each()))
     for env in config.envs:
-        with config.name_entry_in_errors(env) as one:
-            check_gold(one.envs, one.eval, EnvRef.of(one), scorers[env.called])
-            check_success(one, EnvRef.of(one), scorers[env.called])
+        with start.alone(env) as one:
+            check_gold(one)
+            check_success(one)
             at = f"{env.called}: " if len(config.envs) > 1 else ""
-            if one.trained_envs:  # a reward that teaches the wrong thing, of what teaches nothing
-                notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
+            if env.trains:  # a reward that teaches the wrong thing, of what teaches nothing
+                notes += [at + line for line in check_lint(one)]
     for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
-        with config.name_entry_in_errors(env) as one:
-            check_warm_start(one, EnvRef.of(one))
+        with start.alone(env) as one:
+            check_warm_start(one)
     return notes
 
 
@@ -177,16 +157,17 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
     """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
     quiet_libraries()
     check_references(config)
-    run_checks(RunStart(config, {}, purpose), "first")
-    check_models(config, False)
-    check_vision(config, False)
-    check_workers(config, False)
     scorers: dict[str, Scorer] = {}
+    start = RunStart(config, scorers, purpose)
+    run_checks(start, "first")
+    check_models(start)
+    check_vision(start)
+    check_workers(start)
     for env in config.envs:
-        with config.name_entry_in_errors(env) as one:
-            ref, scorers[env.called] = check_assembly(one)
-            check_decided(scorers[env.called])
-            check_prompts(one, engine_name(config), ref)
-    check_heads(config, engine_name(config))
-    RunServices(config).check(scorers, trains=False)
-    run_checks(RunStart(config, scorers, purpose))
+        with start.alone(env) as one:
+            scorers[env.called] = check_assembly(one)
+            check_decided(one.scorer)
+            check_prompts(one)
+    check_heads(start.engine)
+    RunServices(config).check(start)
+    run_checks(start)

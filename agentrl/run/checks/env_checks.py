@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from agentrl.config.envs import Keys, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Origins
@@ -17,49 +18,43 @@ from agentrl.rollout.samplers import fresh_seed, make_sampler
 from agentrl.run.digests import suite_env
 from agentrl.utils.errors import CatalogError, ConfigError
 
+if TYPE_CHECKING:
+    from agentrl.run.assembly import RunStart
+
 # Names
 
 
-def check_named(config: TrainConfig, origins: Callable[[], Origins] = Origins) -> None:
+def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only: Collection[str] | None = None) -> None:
     """Raise CatalogError if an environment is nowhere, or does not take the parameters that it is given, in the warm start too.
-    `origins`: of the config's values, asked only for a message.
+    `origins`: of the config's values, asked only for a message; `only`: the names of the environments that are looked at.
 
     Reads: env, sft.params, sft.gate_params, sft.envs.
     """
-    check_played(config, origins)
-    for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
-        sft, (at, entry) = config.alone(env).sft, _place_of(config, config.envs.index(env))
-        assert sft is not None
-        for name, params in (("params", sft.params), ("gate_params", sft.gate_params)):
-            own = env.sft is not None and getattr(env.sft, name) is not None
-            keys: Keys = (*at, "sft", name) if own else ("sft", name)
-            try:
-                check_ref(EnvRef.of(config.alone(env)).with_params(params))
-            except ParameterError as problem:
-                keys = (*keys, problem.name or "")
-                raise _with_key(problem, keys, entry, origins().of(keys)) from problem
-
-
-def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, only: Collection[str] | None = None) -> None:
-    """The part of `check_named` that is of `[env]`, of those environments that are called by a name in `only`."""
+    config = start.config
+    places: list[tuple[Keys, str, TrainConfig]] = []  # of each environment: its keys, their words in messages, its config
     for number, env in enumerate(config.envs):
+        entry = entry_name(number, env.called) if len(config.envs) > 1 else "env"
+        places.append((("env", number) if isinstance(config.env, list) else ("env",), entry, config.alone(env)))
+    for (at, entry, one), env in zip(places, config.envs, strict=True):
         if only is None or env.called in only:
             try:
-                check_ref(EnvRef.of(config.alone(env)))
+                check_ref(EnvRef.of(one))
             except CatalogError as problem:
                 # A parameter that it needs and is not given stands nowhere.
                 name = problem.name if isinstance(problem, ParameterError) else None
                 own = name == "sandbox" and "sandbox" not in env.params
-                at, entry = _place_of(config, number)
                 keys = (*at, *(("id",) if name is None else ("sandbox",) if own else ("params", name)))
                 raise _with_key(problem, keys, entry, origins().of(keys)) from problem
-
-
-def _place_of(config: TrainConfig, number: int) -> tuple[Keys, str]:
-    """Keys of an environment in the config, and their words in messages."""
-    several = len(config.envs) > 1
-    at: Keys = ("env", number) if isinstance(config.env, list) else ("env",)
-    return at, entry_name(number, config.envs[number].called) if several else "env"
+    warm = [] if config.sft is None or start.purpose != "train" else warm_start_envs(config.envs, config.sft)
+    for (at, entry, one), env in zip(places, config.envs, strict=True):
+        sft = one.sft if env in warm else None
+        for name, params in () if sft is None else (("params", sft.params), ("gate_params", sft.gate_params)):
+            own = env.sft is not None and getattr(env.sft, name) is not None
+            try:
+                check_ref(EnvRef.of(one).with_params(params))
+            except ParameterError as problem:
+                keys = (*(at if own else ()), "sft", name, problem.name or "")
+                raise _with_key(problem, keys, entry, origins().of(keys)) from problem
 
 
 def _with_key(problem: CatalogError, keys: Keys, entry: str, place: str) -> CatalogError:
@@ -79,27 +74,26 @@ TASKS = 4
 """Tasks per set of parameters whose gold solution is tried."""
 
 
-def check_start(one: TrainConfig, ref: EnvRef) -> None:
+def check_start(start: RunStart) -> None:
     """Raise ConfigError, naming the obstacle, if gold calls cannot be made before the policy begins.
 
     Reads: rollout.start, rollout.context, rollout.sampler, env, agent, seed.
     """
-    if one.rollout.start is None:
+    if start.config.rollout.start is None:
         return
     why = gold_obstacle(
-        one,
-        ref,
+        start,
         "that plays by itself begins at the beginning",
         "the policy would write summaries of turns that are not its own",
         played=True,
     )
     if why is not None:
-        raise ConfigError(f"rollout.start ({one.envs[0].called}): {why}; leave rollout.start out")
+        raise ConfigError(f"rollout.start ({start.config.the_env.called}): {why}; leave rollout.start out")
 
 
-def gold_obstacle(one: TrainConfig, ref: EnvRef, agent: str, summaries: str, *, played: bool) -> str | None:
+def gold_obstacle(start: RunStart, agent: str, summaries: str, *, played: bool) -> str | None:
     """Why gold solutions cannot be had, or (`played`) not be played by the run; `agent`, `summaries`: why with these two not."""
-    rollout = one.rollout
+    ref, one, rollout = start.env, start.config, start.config.rollout
     if ref.at is not None:
         return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
     if one.agent is not None:
@@ -127,10 +121,6 @@ def each_env(rollout: RolloutConfig, ref: EnvRef) -> Iterator[ToolEnv]:
 # Suites
 
 
-def suite_notes(config: TrainConfig) -> list[str]:
-    """The files that changed since a suite was installed, by name; a line each suite.
-
-    Reads: env.
-    """
-    built = [suite_env(EnvRef.of(config.alone(env))) for env in config.envs]
-    return [note for env in built if env is not None for note in env.source_notes()]
+def suite_notes(envs: Iterable[EnvRef]) -> list[str]:
+    """The files that changed since a suite was installed, by name; a line each suite."""
+    return [note for env in map(suite_env, envs) if env is not None for note in env.source_notes()]

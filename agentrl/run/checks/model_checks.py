@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
+from agentrl.config.schema import DataConfig, ModelConfig
 from agentrl.config.schema.episodes import entry_name
 from agentrl.data.expert_routing import router_code
 from agentrl.data.trajectory import Message
@@ -18,9 +18,8 @@ from agentrl.env.catalog import EnvRef
 from agentrl.render.chatml import advice
 from agentrl.render.modality import modality_of
 from agentrl.rollout.engine import ENGINES
-from agentrl.run.assembly import model_length, renderer_of, tokenizer_of
+from agentrl.run.assembly import RunStart, model_length, renderer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import in_daemon_thread
-from agentrl.run.engine_choice import engine_name, engine_of, maker_of
 from agentrl.trainer.pretrained import (
     is_classifier,
     load_model_config,
@@ -43,19 +42,19 @@ SEEDS = 3
 SAVE = 'M.from_pretrained("FROM", dtype="auto"{how}).save_pretrained("TO"), and the tokenizer likewise'
 
 
-def check_models(config: TrainConfig, trains: bool = True, planned: bool = False) -> None:
+def check_models(start: RunStart) -> None:
     """Raise ModelError if the policy's model cannot be used: no such folder or name, code that is not trusted, weights that are
     quantized, missing, damaged, of other shapes or another model's, no tokenizer or one that does not fit, no chat template.
 
-    `trains`: for a run that trains, else for one that only samples. `planned`: a folder without any weights is fine.
+    Of a plan a folder without any weights is fine.
     Reads: model, data.loss, engine, engine_args, cluster, rollout.colocate.
     """
-    path = config.model.path
-    if path is None or "messages" in engine_of(config).traits:
+    config, path = start.config, start.config.model.path
+    if path is None or "messages" in start.engine.traits:
         return
     with _name_model_in_errors("model.path", path):
-        computed = trains or "transformers" in engine_of(config).traits
-        _check_files(config.model, path, planned, classifier=_scores(config.model, config.data, path), computed=computed)
+        computed = start.purpose == "train" or "transformers" in start.engine.traits
+        _check_files(config.model, path, start.planned, classifier=_scores(config.model, config.data, path), computed=computed)
         check_tokenizer(config.model)
 
 
@@ -64,17 +63,18 @@ def _scores(model: ModelConfig, data: DataConfig | None, path: str) -> bool:
     return data is not None and data.loss == "reward" and is_classifier(path, model)
 
 
-def check_other_models(config: TrainConfig, planned: bool = False) -> None:
+def check_other_models(start: RunStart) -> None:
     """The same for the models of the critic, the reward model and a teacher, which read the policy's token ids: a teacher must
     have the same ones.
 
     Reads: model, critic, reward_model, algorithm.distillation.
     """
-    for key, path in config.other_models().items():
+    model = start.config.model
+    for key, path in start.config.other_models().items():
         with _name_model_in_errors(key, path):
-            _check_files(config.model, path, planned, classifier=key == "reward_model.path")
+            _check_files(model, path, start.planned, classifier=key == "reward_model.path")
             if key == "algorithm.distillation.path":
-                _check_ids(config.model, path)
+                _check_ids(model, path)
 
 
 def check_side_model(engine: str, model: ModelConfig, key: str, planned: bool = False) -> None:
@@ -103,16 +103,16 @@ def _check_ids(model: ModelConfig, path: str) -> None:
         raise ModelError(f"it embeds {size} ids, and the policy may sample up to {largest}; take a teacher with as many")
 
 
-def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
+def check_prompts(start: RunStart) -> None:
     """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn.
 
     Reads: env, tools, engine, engine_args, cluster, model.path, model.init, model.tool_parser, model.chat_template,
     model.date, model.trust_remote_code, vllm, rollout.max_episode_tokens, rollout.env_timeout, rollout.colocate.
     """
-    if "messages" in engine_of(config).traits:
+    if "messages" in start.engine.traits:
         return  # nobody here counts its tokens
-    rollout, model = config.rollout, model_length(config.model)
-    context = maker_of(engine, config).context(model)
+    config, rollout, env, model = start.config, start.config.rollout, start.env, model_length(start.config.model)
+    context = start.engine.maker().context(model)
     room = min(context, rollout.max_episode_tokens)
     seed, longest = longest_prompt(config.model, env, rollout.env_timeout)
     if longest < room:
@@ -129,17 +129,17 @@ def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
     )
 
 
-def model_notes(config: TrainConfig) -> list[str]:
+def model_notes(start: RunStart) -> list[str]:
     """Warnings about a model: tensors of the checkpoint that are not used, and first turns that the context cuts."""
-    path, engine = config.model.path, engine_name(config)
-    if "messages" in engine_of(config).traits:
+    config, path = start.config, start.config.model.path
+    if "messages" in start.engine.traits:
         return []
     found = []
     if path is not None and has_weights(path):
         shell = meta_model(config.model, classifier=_scores(config.model, config.data, path))
         left_out = check_tensors(shell, stored_tensors(path, getattr(shell.config, "transformers_weights", None)))
         found += [f"model.path = {path}: {note}" for note in left_out]
-    context = maker_of(engine, config).context(model_length(config.model))
+    context = start.engine.maker().context(model_length(config.model))
     for number, one in enumerate(config.each()):
         (env,), rollout = one.envs, one.rollout
         at = f"{entry_name(number, env.called)}: " if len(config.envs) > 1 else ""
@@ -277,15 +277,16 @@ def _name_model_in_errors(key: str, path: str) -> Iterator[None]:
 # Images
 
 
-def check_vision(config: TrainConfig, trains: bool = True) -> None:
+def check_vision(start: RunStart) -> None:
     """Raise ConfigError, naming the key, if the policy's model takes images and the config does not fit them,
     or if a model next to it takes images.
 
     Reads: model, engine, engine_args, cluster, critic, reward_model, agent, data, algorithm, rollout.workers, rollout.branch,
     rollout.start, rollout.colocate, weights.lora.
     """
-    if "messages" in engine_of(config).traits:
+    if "messages" in start.engine.traits:
         return
+    config, trains = start.config, start.purpose == "train"
     for key, path in config.other_models().items() if trains else ():
         with suppress(ModelError):  # the check of that model says what is wrong with it
             if modality_of(load_model_config(path, config.model.trust_remote_code)) is not None:
@@ -298,19 +299,20 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
 # Routers
 
 
-def check_router_replay(config: TrainConfig) -> None:
+def check_router_replay(start: RunStart) -> None:
     """Raise ConfigError if routers are to be replayed for an engine that does not tell what they chose, for a dense model, or for
     one whose choices cannot be repeated.
 
     Reads: rollout.router_replay, engine, model.
     """
-    if not config.rollout.router_replay:
+    model, engine = start.config.model, start.engine
+    if not start.config.rollout.router_replay:
         return
-    if "experts" not in (entry := engine_of(config)).traits:
+    if "experts" not in engine.traits:
         raise ConfigError(
-            f"rollout.router_replay: engine = {entry.name} does not tell which experts a token went to; engines that do: "
+            f"rollout.router_replay: engine = {engine.name} does not tell which experts a token went to; engines that do: "
             f"{ENGINES.that_are('experts')}"
         )
-    if config.model.compile:
+    if model.compile:
         raise ConfigError("rollout.router_replay: routers of compiled layers cannot repeat choices; unset model.compile")
-    router_code().check(meta_model(config.model), config.model.path or "[model.init]")
+    router_code().check(meta_model(model), model.path or "[model.init]")

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.config.schema import EnvConfig, EvalConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import EvalConfig, RolloutConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, spec_word
@@ -39,6 +39,7 @@ from agentrl.reward.values import UnscorableError
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import without_chance
+from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError, UserError
 from agentrl.utils.files import shown_path
 from agentrl.utils.search_path import shelves
@@ -64,7 +65,7 @@ def check_decided(scorer: Scorer) -> None:
         )
 
 
-def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
+def check_success(start: RunStart) -> None:
     """Raise ConfigError if the gold solution of a training task is not a success (success rates would then mean nothing), or
     if it cannot be played because the environment fails or hangs. Of an environment that is only evaluated: of a task of that.
 
@@ -74,6 +75,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
 
     Reads: env, tools, checkpoint.best, eval.split, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
     """
+    config, env, scorer = start.config, start.env, start.scorer
     check_decided(scorer)
     word, rollout = spec_word(env, config.the_env.reward, scorer), config.rollout
     if scorer.compares and config.checkpoint.best == "reward":
@@ -187,18 +189,19 @@ GOLD_SECONDS = 60.0
 """No further task is looked at after so long; the log then says how many were."""
 
 
-def check_gold(envs: tuple[EnvConfig, ...], evaluation: EvalConfig, env: EnvRef, scorer: Scorer) -> None:
+def check_gold(start: RunStart) -> None:
     """Raise ConfigError, which names the task, if a leaf that reads gold (`Leaf.gold_fault`) cannot read that of a task to train
     or to be evaluated on. Leaves that an episode may do without are not asked: in a gate's branch, with a `when` or `missing`.
 
     Reads: env, eval.split.
     """
+    env, scorer = start.env, start.scorer
     nodes = list(_sure(scorer))
     if not nodes or env.at is not None:
         return
     seen: set[str] = set()
     until = time.monotonic() + GOLD_SECONDS
-    splits = dict.fromkeys((*(["train"] if any(own.trains for own in envs) else []), evaluation.split))
+    splits = dict.fromkeys((*(["train"] if start.config.trained_envs else []), start.config.eval.split))
     for looked, task in enumerate(_gold_tasks(env, splits), start=1):
         view = episode_view(Trajectory(env.id, task))
         for node in nodes:
@@ -269,7 +272,7 @@ REFUSED = frozenset({"gold-unscored", "gold-no-success", "idle-paid"})
 """Codes of findings in probes that end a run before it starts."""
 
 
-def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
+def check_lint(start: RunStart) -> list[str]:
     """Findings about the reward spec, a line each. Raises ConfigError, with the places in the spec, for faults.
 
     Environments elsewhere and agents with tools of their own are linted without episodes, and that is said. Judges are not asked:
@@ -277,6 +280,7 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
 
     Reads: health.lint, env, tools, agent, rollout.env_timeout, rollout.episode_timeout.
     """
+    config, env, scorer = start.config, start.env, start.scorer
     if not config.health.lint:
         return []
     findings = lint_spec(scorer)

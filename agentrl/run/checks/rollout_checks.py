@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from agentrl.config.envs import check_temperatures, warm_start_envs
-from agentrl.config.schema import EnvConfig, ModelConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import EnvConfig, ModelConfig, RolloutConfig
 from agentrl.data.trajectory import Message, Task
 from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
@@ -20,9 +20,8 @@ from agentrl.rollout.engine import ENGINES
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import Transcripts
-from agentrl.run.assembly import agents_of, longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
+from agentrl.run.assembly import RunStart, agents_of, longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import check_scoring_time, tasks_of
-from agentrl.run.engine_choice import engine_name, engine_of, maker_of
 from agentrl.trainer.publish import check_takes_weights
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderError, TaskDataError
 
@@ -31,16 +30,22 @@ from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderEr
 TRAIN = "train"
 
 
-def check_held_out(config: TrainConfig) -> None:
+def check_held_out(start: RunStart) -> None:
     """Raise ConfigError if a task that an environment of the run trains on is also one of those that it, or another of the run,
     is evaluated on. Compared by content, of environments with finitely many tasks that are played here; others make them by
     content (`agentrl.env.authoring.draw`), or are beyond reach. Also if one of the two splits has no task at all.
 
     Reads: env, tools, eval.split, rollout.sampler, sft.params, sft.envs.
     """
+    config = start.config
+    warm = [] if config.sft is None else warm_start_envs(config.envs, config.sft)
     trained: dict[str, tuple[str, Task]] = {}
-    for env in config.envs:
-        refs = _trained_on(config, env)
+    for env, one in zip(config.envs, config.each(), strict=True):
+        # With each set of parameters that training gives it: the sampler's, if an update draws its tasks, and the warm start's.
+        ref = EnvRef.of(one)
+        sampler = make_sampler(one.rollout.sampler)
+        refs = [ref, *(ref.with_params(params) for params in sampler.variants())] if env.trains else []
+        refs += [ref.with_params(one.sft.params)] if one.sft is not None and env in warm else []
         if refs and env.params.get("split", TRAIN) != TRAIN:
             raise ConfigError(
                 f"env.params.split = {env.params['split']!r} ({env.called}): a run trains on the split {TRAIN!r} and on no other"
@@ -49,29 +54,17 @@ def check_held_out(config: TrainConfig) -> None:
         for ref in refs:
             for task in _tasks(ref, TRAIN, env.called):
                 trained.setdefault(_content(task), (env.called, task))
-    for env in config.envs if trained else ():
-        one = config.alone(env)
-        split = one.eval.split
-        for task in () if split == TRAIN else _tasks(EnvRef.of(one), split, env.called):
+    for one in config.each() if trained else ():
+        called, split = one.the_env.called, one.eval.split
+        for task in () if split == TRAIN else _tasks(EnvRef.of(one), split, called):
             if (found := trained.get(_content(task))) is not None:
                 trains, other = found
-                where = "" if trains == env.called else f" by {trains}"
+                where = "" if trains == called else f" by {trains}"
                 raise ConfigError(
-                    f"env ({env.called}): task {task.id!r} of the split {split!r} is also trained on{where}, as {other.id!r}: "
+                    f"env ({called}): task {task.id!r} of the split {split!r} is also trained on{where}, as {other.id!r}: "
                     "the run would be evaluated on what it trains on. Choose env.params that keep them apart, or eval.split = "
                     '"train" if that is meant'
                 )
-
-
-def _trained_on(config: TrainConfig, env: EnvConfig) -> list[EnvRef]:
-    """The environment under each set of parameters that training gives it: the sampler's if an update draws its tasks, and the
-    warm start's if it takes part in that; none if it is only evaluated."""
-    one = config.alone(env)
-    ref = EnvRef.of(one)
-    sampler = make_sampler(one.rollout.sampler)
-    drawn = [ref, *(ref.with_params(params) for params in sampler.variants())] if one.trained_envs else []
-    sft = one.sft if config.sft is not None and env in warm_start_envs(config.envs, config.sft) else None
-    return drawn if sft is None else [*drawn, ref.with_params(sft.params)]
 
 
 def _tasks(ref: EnvRef, split: str, called: str) -> Iterator[Task]:
@@ -97,14 +90,14 @@ def _content(task: Task) -> str:
 # The section [rollout]
 
 
-def check_rollout(config: TrainConfig, env: EnvRef) -> None:
+def check_rollout(start: RunStart) -> None:
     """Raise ConfigError if the sampler, the environment parameters that it sets, or the context policy cannot work.
 
     Reads: rollout.temperature, rollout.sampler, rollout.accept, rollout.context, rollout.summary_model, rollout.colocate,
     rollout.max_staleness, rollout.filter_zero_variance, rollout.grow, rollout.group_size, rollout.oversample_members,
     eval.temperature, algorithm.experience, reward_model, weights.lora, engine, env, seed.
     """
-    rollout = config.rollout
+    config, rollout, env = start.config, start.config.rollout, start.env
     check_temperatures(rollout, config.eval, config.algorithm.experience is not None)
     if rollout.accept is not None:
         FILTERS.bind(rollout.accept.name, rollout.accept.args)
@@ -116,9 +109,9 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             raise ConfigError(f"rollout.sampler: with env.params = {dict(params)!r}: {problem}") from problem
     if rollout.colocate and rollout.max_staleness > 0:
         raise ConfigError("rollout.colocate: an engine that sleeps during updates needs rollout.max_staleness = 0")
-    if rollout.colocate and "sleeps" not in engine_of(config).traits:
+    if rollout.colocate and "sleeps" not in start.engine.traits:
         raise ConfigError(f"rollout.colocate: only engine = {ENGINES.that_are('sleeps')} can free its memory")
-    if rollout.colocate and config.weights.lora == "adapter" and "keeps" not in engine_of(config).traits:
+    if rollout.colocate and config.weights.lora == "adapter" and "keeps" not in start.engine.traits:
         raise ConfigError(
             'rollout.colocate: an engine that slept has lost the base weights of the adapter; use weights.lora = "merged", or '
             f"engine = {ENGINES.that_are('keeps')}, which keeps them"
@@ -169,15 +162,13 @@ def check_trainable(rollout: RolloutConfig, env: EnvConfig) -> None:
 # Parts
 
 
-def check_engine(config: TrainConfig) -> None:
+def check_engine(start: RunStart) -> None:
     """Raise ConfigError if the config's engine cannot be trained, or does not accept its `engine_args`.
 
     Reads: engine, engine_args, model.path, cluster, rollout.colocate.
     """
-    entry = engine_of(config)
-    claimed = entry.make.claims(config.model.path)
-    setting = f"model.path = {config.model.path}" if claimed else f"engine = {entry.name}"
-    check_takes_weights(maker_of(entry.name, config).engine(), setting)
+    maker, path = start.engine.maker(), start.config.model.path
+    check_takes_weights(maker.engine(), f"model.path = {path}" if maker.claims(path) else f"engine = {start.engine.name}")
 
 
 def check_model(model: ModelConfig) -> None:
@@ -189,22 +180,21 @@ def check_model(model: ModelConfig) -> None:
         raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
 
 
-def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
-    """Raise a UserError if a part cannot be built or does not fit the others. Nothing is started.
+def check_assembly(start: RunStart) -> Scorer:
+    """Raise a UserError if a part cannot be built or does not fit the others; returns the scorer. Nothing is started.
 
     Reads: env, tools, agent, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser,
     model.chat_template, model.date, reward, rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
     """
-    env = EnvRef.of(config)
-    built = env.build()
+    config, built = start.config, start.env.build()
     tools = built.toolbox.schemas()
     built.close()
-    maker_of(engine_name(config), config).check()
+    start.engine.maker().check()
     inputs = read_inputs(config)
     agents_of(config.agent, inputs.tokenizer)
     scorer = scorer_of(config, inputs.specs[0])
     check_scoring_time(config.rollout, scorer)
-    check_rollout(config, env)
+    check_rollout(start)
     if inputs.tokenizer is not None:
         try:
             renderer = renderer_of(config.model, inputs.tokenizer)
@@ -212,20 +202,20 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
             renderer.start([*opening, Message("user", "Question")], tools)
         except (ModelError, RenderError) as problem:
             raise ModelError(f"model.path = {config.model.path}: {problem}") from problem
-    return env, scorer
+    return scorer
 
 
 # The warm start
 
 
-def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
+def check_warm_start(start: RunStart) -> None:
     """Raise ConfigError if the warm start cannot run: max_steps is below min_steps, the model has adapters, there is no
     teacher, or a transcript of the first step is longer than a row may be (and so are those that could replace it).
 
     Reads: sft, env, tools, seed, model.path, model.init, model.lora, model.tool_parser, model.chat_template,
     model.date, optim.micro_tokens.
     """
-    sft = config.sft
+    config, sft = start.config, start.config.sft
     if sft is None:
         return
     if sft.min_steps > sft.max_steps:
@@ -238,7 +228,7 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
             "CONFIG model.lora=false), and train from its result (sft=false model.path=runs/NAME/warm_start)"
         )
     source = Transcripts(
-        replace(env, params={**env.params, **sft.params}),
+        start.env.with_params(sft.params),
         renderer_of(config.model, tokenizer_of(config.model)),
         sft.teacher,
         config.seed,

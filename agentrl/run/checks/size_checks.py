@@ -11,14 +11,14 @@ from statistics import NormalDist
 from typing import Any
 
 from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
-from agentrl.config import Choice, ClusterConfig, ModelConfig, TrainConfig
+from agentrl.config import Choice, ClusterConfig, ModelConfig
 from agentrl.config.schema import DataConfig, OptimConfig
 from agentrl.engines.weights.base import ROUTES
 from agentrl.reward.leaf import SERVICES
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, Processes
-from agentrl.run.assembly import model_length
+from agentrl.run.assembly import RunStart, model_length
 from agentrl.run.checks.model_checks import model_notes
-from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.role_placement import RunMemory, RunRoles
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
@@ -36,34 +36,34 @@ MIN_MEMORY_MIB = 1500
 MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
-def check_capacity(config: TrainConfig) -> None:
+def check_capacity(start: RunStart) -> None:
     """Raise ResourceError if disk, memory or cores do not suffice for the config.
 
     Reads: out, engine, engine_args, model.path, cluster, rollout.colocate, rollout.workers, vllm,
     reward.judge.engines.
     """
-    out = Path(config.out)
+    out = Path(start.config.out)
     folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free >> 20
     if free < MIN_DISK_MIB:
         raise ResourceError(f"{out}: {free} MiB of disk are free, {MIN_DISK_MIB} MiB are needed; free some space or set out=DIR")
     if not os.access(folder, os.W_OK):
         raise ResourceError(f"{folder}: no permission to write; set out=DIR")
-    roles = RunRoles(config, engine_name(config))
+    roles = RunRoles(start.engine)
     _check_memory(roles)
-    if config.cluster.backend == "ray":
+    if roles.cluster.backend == "ray":
         _check_cores(roles)
 
 
 def _check_memory(roles: RunRoles) -> None:
-    config, engine = roles.config, roles.engine
+    config, engine, apart = roles.config, roles.engine, roles.choice.workers_apart()
     need, away = MIN_MEMORY_MIB, joins(config.cluster)  # processes on a cluster use the memory of its nodes
     if config.cluster.backend == "ray" and not away:
-        need += MEMORY_PER_PROCESS_MIB * (config.cluster.actors + workers_apart(config))
+        need += MEMORY_PER_PROCESS_MIB * (config.cluster.actors + apart)
     if not away:
         need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [own for _, own in roles.side])
     free = usable_memory().free >> 20
-    workers = ["rollout.workers"] if workers_apart(config) else []
+    workers = ["rollout.workers"] if apart else []
     if free < need:
         raise ResourceError(
             f"{free} MiB of memory are free, about {need} MiB are needed for {config.cluster.actors} actor(s) and the "
@@ -111,7 +111,7 @@ WORDS: dict[Task, str] = {
 }
 
 
-def check_sizes(config: TrainConfig, engine_name: str) -> None:
+def check_sizes(start: RunStart) -> None:
     """Raise ConfigError for groups that are too small to compare, for rows longer than a micro-batch or than a model computes
     whatever other rows are with them, and for attention heads that the engine cannot compute; and for keys that free GPUs where
     there are none.
@@ -120,14 +120,15 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
     model.trust_remote_code, model.offload, critic, reward_model, algorithm.distillation,
     cluster; and as `check_heads`.
     """
-    check_heads(config, engine_name)
+    config = start.config
+    check_heads(start.engine)
     if not has_gpus(config.cluster, "actor"):
         check_on_host(config.model)
     rollout = config.rollout
     taught = config.algorithm.distillation
     if taught is None or taught.reward_coef > 0:
         _check_groups(rollout.group_size, config.algorithm.advantage)
-    context = maker_of(engine_name, config).context(model_length(config.model))
+    context = start.engine.maker().context(model_length(config.model))
     longest = min(rollout.max_episode_tokens, context)
     if config.optim.micro_tokens < longest and (config.trained_envs or not config.envs):  # no evaluated row is trained
         raise ConfigError(
@@ -175,15 +176,14 @@ def _check_groups(size: int, advantage: Choice) -> None:
         )
 
 
-def check_heads(config: TrainConfig, engine_name: str) -> None:
+def check_heads(engine: EngineChoice) -> None:
     """Raise ConfigError if the engine has no attention kernel for the model's head size on the nodes that run it.
 
     Reads: engine_args, model.path, model.init, cluster.
     """
-    sizes = maker_of(engine_name, config).heads()
+    sizes, config, init = engine.maker().heads(), engine.config, engine.config.model.init
     if sizes is None:
         return
-    init = config.model.init
     key, size = (
         ("model.path", head_dim(str(config.model.path), config.model.trust_remote_code))
         if init is None
@@ -194,12 +194,12 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
         fine = [e.name for e in ENGINES.own() if "messages" not in e.traits and e.make(config).heads() is None]
         others = " or ".join(f"engine={name}" for name in fine)
         raise ConfigError(
-            f"{what}: on the nodes that run it, engine={engine_name} supports head sizes {', '.join(map(str, sizes))}, and dies "
+            f"{what}: on the nodes that run it, engine={engine.name} supports head sizes {', '.join(map(str, sizes))}, and dies "
             f"at the first request with others; use {others}, or a model with such heads"
         )
 
 
-def check_cache(config: TrainConfig) -> None:
+def check_cache(start: RunStart) -> None:
     """Raise ConfigError or ResourceError if the engine's cache holds no sequence: next to its weights on this machine's GPUs, or
     as `engine_args` says. A cluster's are not asked: they may be in use until the run has them.
 
@@ -207,6 +207,7 @@ def check_cache(config: TrainConfig) -> None:
     """
     if is_planned():
         return  # the cards of another machine are counted by the plan
+    config = start.config
     cards = not joins(config.cluster) and has_gpus(config.cluster, "rollout")
     card = card_bytes(config.cluster) if cards else None
     if card is not None or "kv_cache_mib" in config.engine_args:
@@ -246,7 +247,7 @@ MISMATCH = 2e-4
 MANY = 0.05
 
 
-def sequence_ratio_notes(config: TrainConfig) -> list[str]:
+def sequence_ratio_notes(start: RunStart) -> list[str]:
     """A warning if a loss bounds the ratio of whole sequences to the engine's policy, with the share of sequences that the
     engine's mismatch alone puts outside the bounds.
 
@@ -254,7 +255,7 @@ def sequence_ratio_notes(config: TrainConfig) -> list[str]:
     ratio is 1, to first order); their mean over n tokens has the variance 2 k / n. PPO's minimum drops the gradient beyond one
     bound: the upper one for A > 0, the lower one for A < 0, taken to be equally frequent.
     """
-    algorithm = config.algorithm
+    config, algorithm = start.config, start.config.algorithm
     name, traits = algorithm.loss.name, POLICY_LOSSES.entry(algorithm.loss.name).traits
     if algorithm.proximal != "behaviour" or "sequence_ratio" not in traits:
         return []
@@ -283,19 +284,19 @@ def sequence_ratio_notes(config: TrainConfig) -> list[str]:
     ]
 
 
-def start_notes(config: TrainConfig) -> list[str]:
+def start_notes(start: RunStart) -> list[str]:
     """Warnings of a start and of a dry run: rates, ratios of sequences, and files of the model, unless a run is planned for other
     machines or for a model that is known by its shape alone."""
-    path = config.model.path
+    config, path = start.config, start.config.model.path
     shape = path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     rates = rate_notes(config.model, config.data, optims_of(config))
-    return [*rates, *sequence_ratio_notes(config), *([] if shape or is_planned() else model_notes(config))]
+    return [*rates, *sequence_ratio_notes(start), *([] if shape or is_planned() else model_notes(start))]
 
 
 # Places
 
 
-def check_placement(config: TrainConfig, engine_name: str) -> None:
+def check_placement(start: RunStart) -> None:
     """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, for several
     actors in the driver's process, for a weight route that does not leave a process if there are several, and for the address of
     a cluster that no part of the run would join.
@@ -303,7 +304,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, algorithm.distillation, critic, reward_model,
     model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route, reward.
     """
-    cluster, places = config.cluster, RunRoles(config, engine_name)
+    config, cluster, places = start.config, start.config.cluster, RunRoles(start.engine)
     engine = places.engine
     _check_one_process(places)
     check_roles(cluster)
@@ -322,7 +323,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
         return
     if "rollout" in cluster.roles and engine is None:
         raise ConfigError(
-            f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {places.engines_apart()}"
+            f"cluster.roles.rollout: the {start.engine.name} engine samples in the driver; set engine = {places.engines_apart()}"
         )
     side_roles = {one.role for one, _ in places.side}
     if idle := [role for role in cluster.roles if role in SERVICES and role not in side_roles]:
@@ -361,7 +362,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
 
 
 def _check_one_process(places: RunRoles) -> None:
-    route, cluster, engine_name = places.config.weights.route, places.cluster, places.engine_name
+    route, cluster, engine_name = places.config.weights.route, places.cluster, places.choice.name
     samples = places.engine is not None
     if route in ROUTES and "one_process" in ROUTES.entry(route).traits:
         if cluster.backend == "ray":
@@ -456,15 +457,16 @@ def _check_colocated(cluster: ClusterConfig, engine: Processes) -> None:
 # Rollout workers
 
 
-def check_workers(config: TrainConfig, trains: bool) -> None:
+def check_workers(start: RunStart) -> None:
     """Raise ConfigError if all of the run is to be in one process, or API models may be called less often at once than there are
-    workers, ResourceError if the nodes have too few CPU slots. `trains`: whether actors take some of them.
+    workers, ResourceError if the nodes have too few CPU slots; in training actors take some of them.
 
     Raises ConfigError too for Python objects that cannot be sent to the processes that need them.
 
     Reads: rollout.workers, rollout.summary_model, cluster, engine, api.concurrency, algorithm.
     """
-    workers, table = config.rollout.workers, config.model_dump(mode="json", exclude_none=True)
+    config, workers = start.config, start.config.rollout.workers
+    table = config.model_dump(mode="json", exclude_none=True)
     if workers or config.cluster.backend == "ray":  # actors need a loss, workers also environments and rewards
         pack_given(used_names(table if workers else table["algorithm"]))
     if not workers:
@@ -474,11 +476,11 @@ def check_workers(config: TrainConfig, trains: bool) -> None:
             f'rollout.workers = {workers}: with cluster.backend = "inline" all of the run is in this process; set '
             'cluster.backend = "ray", or rollout.workers = 0'
         )
-    calls = "messages" in engine_of(config).traits or config.rollout.summary_model is not None
+    calls = "messages" in start.engine.traits or config.rollout.summary_model is not None
     if calls and config.api.concurrency < workers:
         raise ConfigError(
             f"api.concurrency = {config.api.concurrency} calls at once are shared by rollout.workers = {workers}, which leaves "
             "some of them none; raise the one or lower the other"
         )
     if not is_planned():
-        RunRoles(config, engine_name(config)).check_worker_room(trains)
+        RunRoles(start.engine).check_worker_room(start.purpose == "train")

@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from, load_config, with_absolute_paths
-from agentrl.contrib.agents.run_checks import check_agent, rehearse
-from agentrl.env.catalog import EnvRef
+from agentrl.contrib.agents.run_checks import check_agents, rehearse
+from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError, ResourceError, UserError
 
 AGENT = str(Path(__file__).with_name("agent_over_http.py"))
@@ -34,7 +34,7 @@ def config_of(*overrides: str, env: str = "key_value", **agent: object) -> Train
 def test_what_cannot_go_with_an_agent_is_refused_by_name(env: str, override: str, said: str) -> None:
     config = config_of(url="http://127.0.0.1:9/") if override == "URL" else config_of(override, env=env)
     with pytest.raises(UserError) as refused:
-        check_agent(config, EnvRef.of(config))
+        check_agents(RunStart(config))
     assert said in str(refused.value) and isinstance(refused.value, ConfigError | ResourceError)
 
 
@@ -44,7 +44,7 @@ def test_what_cannot_go_with_an_agent_is_refused_by_name(env: str, override: str
 ])  # fmt: skip
 def test_what_can_go_with_an_agent_is_not_refused(env: str, override: str) -> None:
     config = config_of(override, env=env)
-    check_agent(config, EnvRef.of(config))
+    check_agents(RunStart(config))
 
 
 def test_a_rehearsal_plays_the_gold_turns_and_says_what_an_agent_that_fails_wrote() -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import Choice, load_config
-from agentrl.env.catalog import EnvRef
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.rollout.samplers import GroupOutcome, TaskSampler, make_sampler
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.metrics import info_of
 from agentrl.utils.errors import ConfigError
@@ -90,7 +90,7 @@ def test_weights_are_those_of_a_fit_of_the_last_groups_and_a_resume_keeps_them(
 def test_from_a_config_what_is_learned_decides_the_next_draws(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG)
     config = load_config(tmp_path / "c.toml")
-    check_rollout(config, EnvRef.of(config))
+    check_rollout(RunStart(config))
     tasks, rising = MixedTasks(parts_of(config), config.rollout.mixture, config.seed), 0
     for index in range(64):  # while the middle arm learns, the others stand still
         choice = tasks.draw(index)

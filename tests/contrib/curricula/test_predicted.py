@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import Choice, load_config
-from agentrl.env.catalog import EnvRef
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.rollout.samplers import GroupOutcome, TaskSampler, make_sampler
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.metrics import info_of
 from agentrl.utils.errors import ConfigError
@@ -155,7 +155,8 @@ def test_the_check_before_a_run_sees_the_extremes(ranges: dict[str, list[int]], 
 def test_from_a_config_with_two_environments_each_learns_by_itself(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG)
     config = load_config(tmp_path / "c.toml")
-    check_rollout(config, EnvRef("key_value", {"keys": 14, "set_share": 0.0}))
+    for one in config.each():
+        check_rollout(RunStart(one))
     tasks = MixedTasks(parts_of(config), config.rollout.mixture, config.seed)
     for update in range(10):
         for index in range(8 * update, 8 * update + 8):
@@ -190,5 +191,5 @@ def test_what_cannot_be_is_refused_before_the_run_by_name(args: dict[str, Any], 
     (tmp_path / "c.toml").write_text('model = { init = { layers = 1, hidden = 16 } }\nenv = { id = "key_value" }\n')
     config = load_config(tmp_path / "c.toml", [f"rollout.sampler={lines}".replace('": ', '" = ')])
     with pytest.raises(ConfigError) as refused:
-        check_rollout(config, EnvRef.of(config))
+        check_rollout(RunStart(config))
     assert said in str(refused.value)

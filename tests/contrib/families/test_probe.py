@@ -184,7 +184,7 @@ def test_critic_and_reward_model_are_tried_with_what_is_on_top_of_them(tmp_path:
 
 def test_a_run_of_the_packaged_model_is_tried_in_no_time() -> None:
     """Nothing is said of seconds: two layers of 16 wide MLPs, as many as the tiny model's sizes allow."""
-    [(_, _, config)] = choice.models_of(config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, []))
+    config = choice.model_config(config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, []).model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small(config, "policy"))
     assert sum(p.numel() for p in model.parameters()) < 100_000 and len(layers_of(model)) == 2

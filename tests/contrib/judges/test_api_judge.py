@@ -22,13 +22,14 @@ from agentrl.contrib.judges.client import Judge
 from agentrl.contrib.judges.leaf import VerdictRequest
 from agentrl.render import litellm_calls
 from agentrl.reward import Context, compile_spec, make_context
-from agentrl.run.assembly import scorer_of
+from agentrl.run.assembly import RunStart, scorer_of
 from agentrl.utils.errors import ConfigError, JudgeBudgetError, ResourceError, RewardSpecError
 from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.reward.reward_episodes import SHELF, call, episode, leaf, spec
 from tests.rollout.loopback import Loopback
 from tests.run.own_spec import RIGHT, with_spec
+from tests.run.starts import scored
 from tests.run.test_api_reasoning import Strict
 
 MODEL = "openai/test-judge-2026-01-01"
@@ -335,7 +336,7 @@ def test_the_import_of_litellm_reads_its_own_prices_and_leaves_the_environment(b
 
 
 def budget(config: TrainConfig) -> None:
-    check_budget(config, {"key_value": scorer_of(config)})
+    check_budget(scored(config))
 
 
 def test_every_key_reaches_the_judge() -> None:
@@ -393,7 +394,7 @@ def test_of_several_environments_the_budget_is_of_all(tmp_path: Path, caplog: py
             {"id": "key_value", "name": "silent", "weight": weight},
         ]
         table = {**config.model_dump(), "env": envs, "reward": {"judge": {"calls": calls}}}
-        check_budget(TrainConfig.model_validate(table), {"asks": scorer, "silent": silent})
+        check_budget(RunStart(TrainConfig.model_validate(table), {"asks": scorer, "silent": silent}))
 
     with pytest.raises(ConfigError, match=r"15 calls .* at least 16 times \(10 steps x 0 \+ 2 evaluations x 8\). .*calls=176"):
         checked(15)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.config.schema import JudgeConfig, JudgeEngineConfig
 from agentrl.contrib.judges.checks import leaves_on_engines
-from agentrl.contrib.judges.engines import EngineJudge, form_of, judge_config
+from agentrl.contrib.judges.engines import EngineJudge, OwnJudge, form_of
 from agentrl.contrib.judges.leaf import VerdictRequest
 from agentrl.contrib.judges.service import Judges
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -28,6 +28,7 @@ from agentrl.render import make_renderer
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
+from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import load_tokenizer
 from agentrl.utils.errors import EngineError, UserError
 from agentrl.utils.redaction import GONE, remember
@@ -389,14 +390,14 @@ def test_a_judge_is_started_for_a_leaf_in_any_place_of_a_spec(place: str, judge:
     more: dict[str, Any] = {"metrics": {"metrics": [LEAF]}, "success": {"success": LEAF}, "root": {}}[place]
     root = {"op": "gate", "if": DIGIT, "then": LEAF} if place == "root" else DIGIT
     config = config_of(tmp_path, "r", *words(tmp_path, judge, root=root, **more))
-    assert {found.name for found in leaves_on_engines(config, [scorer_of(config)])} == {"strict"}
+    assert {found.name for found in leaves_on_engines(config.reward.judge, [scorer_of(config)])} == {"strict"}
 
 
 def test_a_judge_takes_what_its_model_its_config_and_vllm_all_take(judge: Path, tmp_path: Path) -> None:
     more = [f"{ENGINE}.engine=vllm", f"{ENGINE}.max_model_len=400", f"{ENGINE}.vllm.max_model_len=300"]
     config = config_of(tmp_path, "r", *words(tmp_path, judge, *more))
     for positions, longest in ((None, 300), (512, 300), (200, 200)):
-        one = judge_config(config, "strict", positions)
+        one = OwnJudge(config, "strict").as_policy(positions)
         assert (one.rollout.max_episode_tokens, one.vllm.max_model_len) == (longest, longest)
 
 
@@ -410,11 +411,11 @@ async def test_a_judge_that_did_not_start_can_be_started_again_and_says_until_th
     try:
         for _ in range(2):
             with pytest.raises(UserError, match="model"):
-                await judges.start(config, scorers, None)
+                await judges.start(RunServices(config), scorers)
             assert "nothing here has its engine" in (await judges.aask("", request("a"))).error
     finally:
         broken.rename(judge)
-    await judges.start(config, scorers, None)
+    await judges.start(RunServices(config), scorers)
     said = await judges.aask("", request("a"))
     assert said.value is not None and await asyncio.to_thread(judges.ask, "", request("a")) == said
     await judges.close()

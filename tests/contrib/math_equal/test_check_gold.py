@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agentrl.config.load import config_from
-from agentrl.env.catalog import EnvRef
 from agentrl.reward import compile_spec
 from agentrl.run import checks
 from agentrl.run.checks.reward_checks import check_gold
 from agentrl.utils.errors import ConfigError
+from tests.run.starts import scored
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
 
@@ -65,7 +65,7 @@ def run(path: Path, changed: dict[str, Any], root: dict[str, Any] = ROOT, whole:
     config = config_from({"name": "x", "env": env, "sft": sft, "model": {"init": {"layers": 1, "hidden": 32}}}, [])
     if whole:
         checks.check_config(config)
-    check_gold(config.envs, config.eval, EnvRef.of(config), compile_spec(spec))
+    check_gold(scored(config, compile_spec(spec)))
 
 
 def test_the_task_is_named_of_either_split_and_before_any_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.contrib.moe.routers import RouterWatch, check_vllm
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks.model_checks import check_router_replay
 from agentrl.trainer.train_engine import TRAIN_ENGINES, check_train_engine
 from agentrl.utils.errors import ConfigError
@@ -65,16 +66,16 @@ def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
 )
 def test_what_cannot_be_repeated_is_refused_by_name(model: str, tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_router_replay(config_of(tmp_path, "x", f"model.path={model}", REPLAY, *overrides))
+        check_router_replay(RunStart(config_of(tmp_path, "x", f"model.path={model}", REPLAY, *overrides)))
 
 
 def test_models_without_routers_that_can_be_told_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[model.init\] is a dense model"):
-        check_router_replay(config_of(tmp_path, "x", REPLAY))
+        check_router_replay(RunStart(config_of(tmp_path, "x", REPLAY)))
     sparse = moe.build("phimoe", tmp_path / "sparse")
     with pytest.raises(ConfigError, match="PhimoeTopKRouter does not choose experts by one topk"):
-        check_router_replay(config_of(tmp_path, "x", f"model.path={sparse}", REPLAY))
-    check_router_replay(config_of(tmp_path, "x"))
+        check_router_replay(RunStart(config_of(tmp_path, "x", f"model.path={sparse}", REPLAY)))
+    check_router_replay(RunStart(config_of(tmp_path, "x")))
 
 
 def test_an_engine_that_cannot_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

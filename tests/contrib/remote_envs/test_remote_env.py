@@ -14,7 +14,7 @@ from agentrl.config.identity import identity_of
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
 from agentrl.contrib.remote_envs import client as link
-from agentrl.contrib.remote_envs.run_checks import check_server, remote_lines
+from agentrl.contrib.remote_envs.run_checks import check_servers, remote_lines
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.data.trajectory import StopReason
 from agentrl.env.catalog import EnvRef
@@ -96,7 +96,7 @@ def test_what_cannot_be_played_there_is_refused_before_the_run(
 ) -> None:
     monkeypatch.setattr("agentrl.contrib.remote_envs.client.CHECK_PATIENCE", 0.1)
     with pytest.raises(UserError, match=why):
-        check_server(made(server, *overrides))
+        check_servers(RunStart(made(server, *overrides)))
 
 
 def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
@@ -114,8 +114,8 @@ def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
 
 def test_an_address_needs_a_url() -> None:
     with pytest.raises(ConfigError, match=r"env\.protocol, env\.token_env: only for an environment elsewhere"):
-        check_server(made(None, "env.token_env=X"))
-    check_server(made(None))
+        check_servers(RunStart(made(None, "env.token_env=X")))
+    check_servers(RunStart(made(None)))
 
 
 def test_where_it_runs_is_no_part_of_what_a_run_is(server: Running) -> None:

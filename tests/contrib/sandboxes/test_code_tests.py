@@ -17,6 +17,7 @@ from agentrl.contrib.sandboxes.code_tests import grade as grading
 from agentrl.contrib.sandboxes.code_tests.grade import Graded, GradeLimits, grade, last_block
 from agentrl.contrib.sandboxes.local import LocalSandbox
 from agentrl.reward import compile_spec, make_context
+from agentrl.run.assembly import RunStart
 from agentrl.run.checks import check_config
 from agentrl.run.checks.rollout_checks import check_assembly
 from agentrl.utils.errors import ConfigError, RewardSpecError, SandboxError
@@ -299,8 +300,8 @@ def test_a_run_whose_spec_may_take_longer_than_its_scoring_is_refused(tmp_path):
     ):
         check_config(config_of(tmp_path, "r", *sure, "rollout.env_timeout=120"))
     with pytest.raises(ConfigError, match=r"rollout\.env_timeout"):
-        check_assembly(config_of(tmp_path, "r", *sure, "rollout.env_timeout=120"))
-    check_assembly(config_of(tmp_path, "r", *sure, f"rollout.env_timeout={math.ceil(170 + math_s)}"))
+        check_assembly(RunStart(config_of(tmp_path, "r", *sure, "rollout.env_timeout=120")))
+    check_assembly(RunStart(config_of(tmp_path, "r", *sure, f"rollout.env_timeout={math.ceil(170 + math_s)}")))
 
 
 def test_arguments():

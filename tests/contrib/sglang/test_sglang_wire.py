@@ -14,7 +14,7 @@ from agentrl.contrib.sglang.engine import SglangEngine
 from agentrl.contrib.sglang.servers import Facts, TurnRequests, Versions, check_names
 from agentrl.engines.weights.parameters import expected_parameters
 from agentrl.rollout.engine import Sampling
-from agentrl.run.engine_choice import maker_of
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.utils.errors import ConfigError, EngineError
 from tests.contrib.sglang.sglang_stand_in.requests import FROZEN, INSTALLED, BadRequestError, frozen, requests, text_of
 from tests.contrib.sglang.sglang_stand_in.server import DEFAULTS, Settings, StandIn
@@ -258,7 +258,7 @@ def config(model, server, *overrides):
 
 async def test_before_a_run_the_servers_are_asked(model_folder, tmp_path, monkeypatch):
     with StandIn(model_folder, Settings(context=512)) as server:
-        maker = maker_of("sglang", config(model_folder, server.address))
+        maker = EngineChoice(config(model_folder, server.address), "sglang").maker()
         maker.check()
         assert maker.context(2048) == 506 and maker.context(100) == 100
         other = tmp_path / "other"
@@ -276,10 +276,10 @@ async def test_before_a_run_the_servers_are_asked(model_folder, tmp_path, monkey
         }
         for given, message in refused.items():
             with pytest.raises(ConfigError, match=re.escape(message)):
-                maker_of("sglang", config(*given)).check()
+                EngineChoice(config(*given), "sglang").maker().check()
     with StandIn(model_folder, Settings(api_key="secret")) as server:
         monkeypatch.setenv("KEY", "secret")
-        maker_of("sglang", config(model_folder, server.address, "sglang.api_key_env=KEY")).check()
+        EngineChoice(config(model_folder, server.address, "sglang.api_key_env=KEY"), "sglang").maker().check()
     with pytest.raises(EngineError, match="do not give 'version': is it SGLang"):
         Facts.of("http://a:1", {"is_generation": True}, {})
 

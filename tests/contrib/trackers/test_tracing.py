@@ -30,6 +30,7 @@ from agentrl.contrib.trackers import tracing as otel
 from agentrl.contrib.trackers.prometheus import MetricsEndpoint, metric_of_key
 from agentrl.contrib.trackers.tracing import Timeline, Tracing, attributes_of, lanes, name_of
 from agentrl.data.trajectory import Trajectory
+from agentrl.run.assembly import RunStart
 from agentrl.run.folder import RunFolder
 from agentrl.run.run_log import RunLog
 from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker, check_trackers
@@ -337,20 +338,20 @@ def test_unscored_episodes_are_counted_by_cause_and_restarts_too() -> None:
 
 def test_a_port_that_is_taken_and_a_host_that_is_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client", reason="needs agentrl[prometheus]")
-    check_trackers(of(prometheus={"port": free_port()}))
+    check_trackers(RunStart(of(prometheus={"port": free_port()})))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ResourceError, match=rf"prometheus.port = {port}: 127.0.0.1:{port} cannot be listened at .*in use"):
-            check_trackers(of(prometheus={"port": port}))
+            check_trackers(RunStart(of(prometheus={"port": port})))
         with pytest.raises(ResourceError, match=f"prometheus.port = {port}"):
             MetricsEndpoint(PrometheusConfig(port=port))
     with pytest.raises(ConfigError, match=r"prometheus.host = 'no.such.host.invalid': not an address"):
-        check_trackers(of(prometheus={"host": "no.such.host.invalid"}))
+        check_trackers(RunStart(of(prometheus={"host": "no.such.host.invalid"})))
     monkeypatch.setattr(scrape, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[prometheus\]'"):
-        check_trackers(of(prometheus={}))
+        check_trackers(RunStart(of(prometheus={})))
 
 
 # -- what is recorded --------------------------------------------------------------------------------
@@ -428,19 +429,19 @@ def of(**sections: Any) -> Any:
 
 def test_what_cannot_be_traced_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"profile.steps = \[2, 4\]: the run has steps = 3"):
-        check_trackers(of(profile={"steps": [2, 4]}))
-    check_trackers(of(profile={"steps": [3]}))
-    check_trackers(of())
+        check_trackers(RunStart(of(profile={"steps": [2, 4]})))
+    check_trackers(RunStart(of(profile={"steps": [3]})))
+    check_trackers(RunStart(of()))
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     pytest.importorskip("opentelemetry.sdk", reason="needs agentrl[otel]")
-    check_trackers(of(traces={}))
+    check_trackers(RunStart(of(traces={})))
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkn")
     with pytest.raises(ConfigError, match=r"no installed package has the OpenTelemetry exporter 'zipkn'; there are: .*console"):
-        check_trackers(of(traces={}))
+        check_trackers(RunStart(of(traces={})))
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier pigeon")
     with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL = 'carrier pigeon': expected one of http/protobuf, grpc"):
-        check_trackers(of(traces={}))
+        check_trackers(RunStart(of(traces={})))
     monkeypatch.setattr(otel, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[otel\]'"):
-        check_trackers(of(traces={}))
+        check_trackers(RunStart(of(traces={})))

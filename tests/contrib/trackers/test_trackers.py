@@ -14,6 +14,7 @@ import pytest
 
 from agentrl.config.load import config_from
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
+from agentrl.run.assembly import RunStart
 from agentrl.run.folder import RunFolder
 from agentrl.run.trackers import (
     CHARACTERS,
@@ -198,7 +199,7 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     monkeypatch.setattr("agentrl.contrib.trackers.services.find_spec", hidden)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     with pytest.raises(DependencyError, match=rf"pip install 'agentrl\[{name}\]'"):
-        check_trackers(tracked(tmp_path, {"name": name}).config)
+        check_trackers(RunStart(tracked(tmp_path, {"name": name}).config))
 
 
 def test_a_login_that_is_missing_is_refused_with_the_way_that_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +209,7 @@ def test_a_login_that_is_missing_is_refused_with_the_way_that_needs_none(tmp_pat
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
     def checked(name: str, **args: Any) -> None:
-        check_trackers(tracked(tmp_path / f"{time.monotonic_ns()}", {"name": name, "args": args}).config)
+        check_trackers(RunStart(tracked(tmp_path / f"{time.monotonic_ns()}", {"name": name, "args": args}).config))
 
     with pytest.raises(ConfigError, match=r'there is no login: run `wandb login`.*args.mode = "offline"'):
         checked("wandb")

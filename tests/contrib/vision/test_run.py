@@ -28,7 +28,7 @@ from agentrl.render.template import make_renderer
 from agentrl.rollout.context import ContextPolicy, KeepRecent, Stop
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import Limits, Policy
-from agentrl.run.assembly import renderer_of, tokenizer_of
+from agentrl.run.assembly import RunStart, renderer_of, tokenizer_of
 from agentrl.run.checks.model_checks import check_vision
 from agentrl.trainer.families import packing_of
 from agentrl.trainer.model_folder import export_run
@@ -212,18 +212,18 @@ async def test_the_engine_samples_with_the_images_of_each_prompt(kind: str, fold
     ],
 )
 def test_what_does_not_go_with_images_is_refused_by_name(more: list[str], why: str) -> None:
-    check_vision(config())
+    check_vision(RunStart(config()))
     with pytest.raises(ConfigError, match=why):
-        check_vision(config(*more))
-    check_vision(config_from({}, [*RUN, *more, "model.init={}"]))  # a model of text is none of its business
+        check_vision(RunStart(config(*more)))
+    check_vision(RunStart(config_from({}, [*RUN, *more, "model.init={}"])))  # a model of text is none of its business
 
 
 def test_the_cache_and_shared_prefixes_are_refused() -> None:
-    from agentrl.run.engine_choice import engine_name, maker_of
+    from agentrl.run.engine_choice import EngineChoice
 
     made = config("engine_args={}")
     with pytest.raises(ConfigError, match=r"engine_args.cache: the model takes images.*cache = false"):
-        maker_of(engine_name(made), made).check()
+        EngineChoice(made).maker().check()
     with pytest.raises(ConfigError, match=r'optim.prefix_sharing = "on"'):
         packing_of(config("optim.prefix_sharing=on"))
     assert not packing_of(config()).shares

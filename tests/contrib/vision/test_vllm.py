@@ -24,7 +24,7 @@ from agentrl.contrib.vision.model import Vision
 from agentrl.data.images import Image
 from agentrl.data.token_ledger import PromptIds, TokenLedger
 from agentrl.rollout.engine import Engine, Generation, Sampling
-from agentrl.run.engine_choice import make_engine, maker_of
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError
 from tests.conftest import proof
@@ -66,7 +66,7 @@ def vision(folder: Path, reference: Any) -> Vision:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncIterator[Engine]:
-    made = make_engine("vllm", str(folder), config())
+    made = EngineChoice(config(), "vllm").make(str(folder))
     await made.start()
     yield made
     await made.close()
@@ -181,8 +181,8 @@ async def test_published_weights_and_tokens_that_stand_for_images(
 )
 async def test_what_does_not_go_with_images_is_refused_by_name(more: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        maker_of("vllm", config(*more)).check()
-    maker_of("vllm", config()).check()
+        EngineChoice(config(*more), "vllm").maker().check()
+    EngineChoice(config(), "vllm").maker().check()
 
 
 @proof
@@ -190,7 +190,7 @@ async def test_a_qwen3_vl_is_sampled_with_its_images(deep: tuple[Path, Any], tmp
     """Features of the tower's early layers come into the language model's: with and without the cache, also after a publish."""
     folder, own_model = deep
     eyes, weights = Vision(str(folder), own_model.config), load_file(folder / "model.safetensors")
-    made = make_engine("vllm", str(folder), config(f"model.path={folder}", "model.init=false"))
+    made = EngineChoice(config(f"model.path={folder}", "model.init=false"), "vllm").make(str(folder))
     await made.start()
     try:
         one, two = prompt(eyes, TEXT, RED, MORE), prompt(eyes, TEXT, BLUE, MORE)
