@@ -301,14 +301,17 @@ class _Options:
         that neither the spec asks nor one of `others`."""
         from agentrl.config import TrainConfig
         from agentrl.config.schema import HealthConfig
+        from agentrl.run.checks import RUN_CHECKS, RunStart
         from agentrl.run.services import RunServices
         from agentrl.utils.threads import background
 
         config = TrainConfig(reward=self.reward, health=HealthConfig(preflight=False))
         scorers = {str(number): self.scorer(one) for number, one in enumerate((spec, *others))}
         services, loop = RunServices(config), background().loop
-        for note in services.check(scorers, trains=True):
-            say(note, file=sys.stderr)
+        asked = config.reward.model_fields_set.union(*(scorer.asks for scorer in scorers.values()))
+        for name in sorted(asked & set(RUN_CHECKS)):
+            for note in RUN_CHECKS.entry(name).make(RunStart(config, scorers)):
+                say(note, file=sys.stderr)
         scorer = self.scorer(spec, services=services)
         try:
             asyncio.run_coroutine_threadsafe(services.start([scorer]), loop).result()

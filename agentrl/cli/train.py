@@ -89,13 +89,13 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     if args.resume is None:
         if args.config is None:
             raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
-        command = Command(args, restarts, read_config(args))
+        command = TrainCommand(args, restarts, read_config(args))
     else:
         texts = resume_overrides(args)
         before, config = read_resumed(args.resume, texts)
         if before.data is not None:
             raise ConfigError(f"{args.resume}: a run on data; continue it by agentrl sft --resume {shlex.quote(args.resume)}")
-        command = Command(args, restarts, config, before, texts)
+        command = TrainCommand(args, restarts, config, before, texts)
     if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
         raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: GiB of a card are needed, for example 80")
     if args.dry_run:
@@ -118,7 +118,7 @@ def _nodes(args: argparse.Namespace) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class TrainCommand:
     """A command that trains. `before`: the config with which a resumed run began; `texts`: its overrides now."""
 
     args: argparse.Namespace
@@ -263,10 +263,10 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
         return _resume(args, restarts)
     config, overrides = _sft_config(args)
     if config.data is not None:
-        return Command(args, restarts, config, texts=overrides).begin_on_data()
+        return TrainCommand(args, restarts, config, texts=overrides).begin_on_data()
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
-    return Command(args, restarts, config).begin(only_warm_start=True)
+    return TrainCommand(args, restarts, config).begin(only_warm_start=True)
 
 
 def _options_as_overrides(args: argparse.Namespace) -> list[str]:
@@ -311,4 +311,4 @@ def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -
             f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
         )
     kind = RUN_KINDS[DATA](config)
-    return Command(args, restarts, config, before, texts).go_on(partial(kind.check, prepared=True))
+    return TrainCommand(args, restarts, config, before, texts).go_on(partial(kind.check, prepared=True))

@@ -17,7 +17,7 @@ from agentrl.cluster.group import check_arrived
 from agentrl.cluster.ray_cluster import last_words, while_ray_lives
 from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
 from agentrl.config.origin import Origins
-from agentrl.config.schema import DataConfig, TrainConfig
+from agentrl.config.schema import TrainConfig
 from agentrl.run.assembly import RunStart
 from agentrl.run.callbacks import Callback
 from agentrl.run.checks import run_checks
@@ -131,7 +131,7 @@ def execute(
     outcome = RunOutcome(only_warm_start=only_warm_start, restarts=restarts)
     trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
     with (
-        full_disk_said(folder.path, f"continue with: {_resume_command(config.data, folder)}"),
+        full_disk_said(folder.path, f"continue with: {folder.resume_command()}"),
         lock_folder(folder.path),
         _log_to(folder),
         Display() as display,
@@ -158,7 +158,7 @@ def execute(
             display.warn(line)
         run = RunDriver(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks)
         try:
-            with last_words(unsaid(f"continue with: {run.resume_command()}")):
+            with last_words(unsaid(f"continue with: {folder.resume_command()}")):
                 run_loop(run.train())
         except (asyncio.CancelledError, KeyboardInterrupt):
             outcome.status = "interrupted"
@@ -168,7 +168,7 @@ def execute(
                 outcome.status = MOSTLY_UNSCORED
             elif isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
                 then = "\n" if "\n" in str(error) else "; "  # below a table
-                raise type(error)(f"{error}{then}continue with: {run.resume_command()}") from error
+                raise type(error)(f"{error}{then}continue with: {folder.resume_command()}") from error
             elif not isinstance(error, AgentrlError) and not (isinstance(error, OSError) and error.errno in FULL):
                 log.exception("the run failed")
             raise
@@ -192,10 +192,6 @@ class RunDriver:
     outcome: RunOutcome
     interrupt: Interrupt
     callbacks: Sequence[Callback] = ()
-
-    def resume_command(self) -> str:
-        """Command that continues the run."""
-        return _resume_command(self.config.data, self.folder)
 
     async def train(self) -> None:
         """Attempt the run until it ends; after the loss of a worker again, from the newest checkpoint."""
@@ -221,7 +217,7 @@ class RunDriver:
 
     async def _attempt(self) -> None:
         config, folder, outcome = self.config, self.folder, self.outcome
-        then = f"continue with: {self.resume_command()}"
+        then = f"continue with: {folder.resume_command()}"
         tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
         if outcome.restarts:
             Provenance(folder, config).check_contents()  # the files are read again
@@ -277,7 +273,7 @@ class RunDriver:
         except JudgeBudgetError as error:
             step = await session.saver.save_missing()
             raise JudgeBudgetError(
-                f"{error}, and continue from the checkpoint of step {step}: {self.resume_command()} reward.judge..."
+                f"{error}, and continue from the checkpoint of step {step}: {folder.resume_command()} reward.judge..."
             ) from error
         if session.collector.ledger.version >= config.steps or not interrupt.requested:
             session.display.phase("finish", 1)
@@ -315,7 +311,7 @@ class RunDriver:
         config, display, folder, outcome = self.config, self.display, self.folder, self.outcome
         if outcome.status == "interrupted":
             display.say(f"newest checkpoint           {newest_checkpoint(folder.path)}")
-            display.say(f"interrupted. Continue with: {self.resume_command()}")
+            display.say(f"interrupted. Continue with: {folder.resume_command()}")
             return
         if config.data is not None:
             where = shlex.quote(str(folder.final))
@@ -426,10 +422,6 @@ def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None
     for label, one in horizons.items() if len(horizons) > 1 else ():
         ends = f"before {percent(one['success_before'])}   after {percent(one['success_after'])}"
         display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {one['tasks']} tasks")
-
-
-def _resume_command(data: DataConfig | None, folder: RunFolder) -> str:
-    return f"agentrl {'train' if data is None else 'sft'} --resume {shlex.quote(str(folder.path))}"
 
 
 @contextmanager

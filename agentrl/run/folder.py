@@ -54,7 +54,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     with open(folder / LOCK, "a+", encoding="utf-8", opener=plain_file) as file:
         _try_lock(folder, file, fcntl.LOCK_EX)
-        _note(file)
+        file.seek(0)
+        file.truncate()
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else "Python"  # embedded, it may have none
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}, file)
+        file.flush()
         yield
 
 
@@ -87,15 +92,6 @@ def _try_lock(folder: Path, file: IO[str], kind: int) -> None:
         f"{folder}: process {by['pid']} on {by['host']} has been writing this run since {by['since']} ({by['command']}). Wait "
         f"for it, or end it ({here}; it then leaves a checkpoint), or choose another name: name={folder.name}-2"
     )
-
-
-def _note(file: IO[str]) -> None:
-    file.seek(0)
-    file.truncate()
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else "Python"  # embedded, it may have no arguments
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}, file)
-    file.flush()
 
 
 # The log
@@ -158,10 +154,9 @@ def check_free(name: str, out: str) -> None:
         return
     if not (path / "config.toml").is_file():
         raise ConfigError(f"{path}: it exists and is no run; choose another name: name={name}-2, or another folder: out=")
-    command = "sft" if (path / "data" / "data.json").is_file() else "train"
     raise NameTakenError(
-        f"{path}: there is a run of that name. Continue it: agentrl {command} --resume {shlex.quote(str(path))}; or choose "
-        f"another name: name={name}-2; or start over: --overwrite"
+        f"{path}: there is a run of that name. Continue it: {RunFolder(path).resume_command(path)}; or choose another name: "
+        f"name={name}-2; or start over: --overwrite"
     )
 
 
@@ -234,6 +229,11 @@ class RunFolder:
             return None
         self.trajectories.mkdir()
         return f"{self.trajectories}: the folder was deleted. It is made again; the episodes of earlier updates are gone"
+
+    def resume_command(self, shown: Path | None = None) -> str:
+        """Command that continues the run; `shown`: its path as the user wrote it."""
+        command = "sft" if (self.data / "data.json").is_file() else "train"
+        return f"agentrl {command} --resume {shlex.quote(str(shown or self.path))}"
 
     def day(self) -> str:
         """The date on which this run started."""

@@ -1,4 +1,4 @@
-"""Services that answer reward leaves from outside of an episode, as judges do: their checks, their engines, start and end."""
+"""Services that answer reward leaves from outside of an episode, as judges do: their engines, start and end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
     from agentrl.reward import Scorer
     from agentrl.rollout.engine import EngineMaker, Processes
-    from agentrl.run.assembly import RunStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,8 @@ class ApiModel:
 
 class Service(Client):
     """Answers the leaves of a run that name it (`Leaf.asks`). Registered in `agentrl.reward.leaf.SERVICES`, it is made with the
-    config's `reward`; outside of runs it is only asked, and not started."""
+    config's `reward`; outside of runs it is only asked, and not started. A check in `RUN_CHECKS` under its name refuses what
+    cannot work."""
 
     @classmethod
     def engines(cls, run: RunServices) -> Sequence[SideEngine]:
@@ -65,14 +65,8 @@ class Service(Client):
         return ()
 
     @classmethod
-    def check(cls, start: RunStart) -> list[str]:
-        """Raise a UserError for what cannot work, before anything is started; returns warnings. In training the scorers of
-        `start` are all that will ask."""
-        return []
-
-    @classmethod
-    def api_models(cls, start: RunStart) -> Iterable[ApiModel]:
-        """The models behind an API that it asks for the scorers, with `QUESTION`; each is asked for a word before a run."""
+    def api_models(cls, run: RunServices, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:
+        """The models behind an API that it asks for these scorers, with `QUESTION`; each is asked for a word before a run."""
         return ()
 
     async def start(self, run: RunServices, scorers: Sequence[Scorer]) -> None:
@@ -90,7 +84,7 @@ class Service(Client):
 
 
 class RunServices(Services):
-    """The services of a run's leaves: their checks, their engines and the places of these, start and end."""
+    """The services of a run's leaves: their engines and the places of these, start and end."""
 
     def __init__(self, config: TrainConfig, pools: Pools | None = None) -> None:
         super().__init__(config.reward)
@@ -100,10 +94,6 @@ class RunServices(Services):
         """The services that the config has keys for (`reward.NAME`), or that leaves ask."""
         names = self.config.reward.model_fields_set.union(*(scorer.asks for scorer in scorers))
         return [cast("type[Service]", SERVICES.entry(name).make) for name in sorted(names) if name in SERVICES]
-
-    def check(self, start: RunStart) -> list[str]:
-        """All checks of the services, each of which reads more; returns warnings. Raises UserError. Reads: reward."""
-        return [note for service in self.kinds(start.scorers.values()) for note in service.check(start)]
 
     def engines(self) -> list[SideEngine]:
         """The engines next to the policy's."""

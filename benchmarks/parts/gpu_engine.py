@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from gpu_common import GIB, SHAPES, Shape, model_folder, one_rank, rounded, seconds, trainer, wait
 
-from agentrl.config import VllmConfig, parse_overrides
+from agentrl.config import parse_overrides
 from agentrl.config.load import apply_overrides
+from agentrl.config.schema import VllmConfig
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.trainer.fsdp import FsdpEngine

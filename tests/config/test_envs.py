@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import EnvConfig, SftConfig, TrainConfig, load_config, to_toml
+from agentrl.config import TrainConfig, load_config, to_toml
 from agentrl.config.envs import eval_weights, warm_start_envs, weight_at
 from agentrl.config.identity import differences, identity_of
 from agentrl.config.load import with_absolute_paths
+from agentrl.config.schema import EnvConfig, SftConfig
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.rollout.player import Evaluation, together

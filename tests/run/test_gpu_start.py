@@ -15,8 +15,9 @@ import pytest
 from agentrl.cluster import placement as devices
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
-from agentrl.config import InitModelConfig, TrainConfig, load_config
+from agentrl.config import TrainConfig, load_config
 from agentrl.config.load import config_from
+from agentrl.config.schema import InitModelConfig
 from agentrl.env.catalog import find_config
 from agentrl.rollout.engine import Sampling
 from agentrl.run import role_placement as memory

@@ -21,7 +21,12 @@ from tests.run.own_spec import RIGHT
 
 PLUGIN = """
 from agentrl.reward.leaf import LEAVES, SERVICES, Leaf, PendingError, Reading
+from agentrl.run.checks import RUN_CHECKS
 from agentrl.run.services import Service
+
+@RUN_CHECKS.register("planted")
+def check(start):
+    return [f"{len(start.scorers)} specs, purpose: {start.purpose}"]
 
 class Question:
     def assumption(self, best):
@@ -40,10 +45,6 @@ class Mark(Leaf):
 class Planted(Service):
     def __init__(self, config):
         self.name, self.course = "", []
-
-    @classmethod
-    def check(cls, start):
-        return [f"{len(start.scorers)} specs, purpose: {start.purpose}"]
 
     def ask(self, key, request):
         self.course.append("asked")

@@ -171,7 +171,7 @@ def test_a_signal_before_the_run_begins_is_an_interruption_too(folder: Path, mon
         "import sys\nif 'train' in sys.orig_argv:\n"
         "    import agentrl.cli.train as train\n"
         "    def slow(*_, **__):\n        import time\n        open('starts', 'w').write('x'); time.sleep(60)\n"
-        "    train.Command.begin = slow\n"
+        "    train.TrainCommand.begin = slow\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     run = Run(folder, "train", "config.toml")

@@ -24,12 +24,13 @@ from agentrl.reward.values import decider, follow, parse_pointer, references
 from agentrl.rollout.collector import largest
 from agentrl.rollout.samplers import make_sampler
 from agentrl.run.assembly import RunStart
+from agentrl.run.checks import RUN_CHECKS
 from agentrl.run.checks.model_checks import check_side_model
 from agentrl.run.checks.reward_checks import evaluations_of
 from agentrl.run.checks.size_checks import check_heads
 from agentrl.run.digests import suite_env
 from agentrl.run.engine_choice import EngineChoice
-from agentrl.run.services import QUESTION, ApiModel
+from agentrl.run.services import QUESTION, ApiModel, RunServices
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.pretrained import load_model_config, load_tokenizer, model_context
 from agentrl.utils.errors import ConfigError, ModelError, RenderError, hint_text
@@ -136,13 +137,16 @@ def leaves_on_engines(judge: JudgeConfig, scorers: Iterable[Scorer]) -> list[Own
     return leaves
 
 
-def check_engines(start: RunStart) -> list[str]:
-    """Raise ConfigError for a leaf whose judge is not in the config, for a judge that no leaf asks (in training: an evaluation
-    may be of other environments), for an engine that cannot be a judge's, and for a prompt that leaves no room for a verdict;
-    ModelError for a model that cannot be used. In a plan a folder may lack its weights. Returns the warnings.
+@RUN_CHECKS.register("judge")
+def check_judges(start: RunStart) -> list[str]:
+    """Raise ConfigError for a budget that cannot last, for a leaf whose judge is not in the config, for a judge that no leaf asks
+    (in training: an evaluation may be of other environments), for an engine that cannot be a judge's, and for a prompt that
+    leaves no room for a verdict; ModelError for a model that cannot be used. In a plan a folder may lack its weights.
 
-    Reads: reward.judge.engines, env.reward, model.trust_remote_code, cluster.
+    Reads: reward, env.reward, model, cluster, health; and as `check_budget`.
     """
+    if start.purpose == "train":
+        check_budget(start)
     engines, leaves = start.config.reward.judge.engines, leaves_on_engines(start.config.reward.judge, start.scorers.values())
     if start.purpose == "train" and (idle := sorted(set(engines) - {found.name for found in leaves})):
         specs = " or ".join(sorted({repr(scorer.name) for scorer in start.scorers.values()}))
@@ -191,14 +195,14 @@ def _check_engine(judge: OwnJudge, leaves: list[OwnLeaf], planned: bool) -> None
 # Models behind an API
 
 
-def paid_models(start: RunStart) -> Iterator[ApiModel]:
+def paid_models(run: RunServices, scorers: Mapping[str, Scorer]) -> Iterator[ApiModel]:
     """The judges behind an API, with the parameters of a verdict; of a benchmark, if one of its tasks asks it by its `when`.
 
     Reads: env, reward.judge.
     """
-    judge = start.config.reward.judge
-    for one in start.config.each():
-        scorer = start.scorers[one.the_env.called]
+    judge = run.config.reward.judge
+    for one in run.config.each():
+        scorer = scorers[one.the_env.called]
         tasks = _all_tasks(EnvRef.of(one), one.rollout.sampler) if scorer.asks else None
         for _, leaf, whens, *_ in paid_nodes(scorer):
             if tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks):

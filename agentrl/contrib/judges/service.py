@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import RewardConfig
@@ -16,7 +16,6 @@ from agentrl.utils.threads import background
 if TYPE_CHECKING:
     from agentrl.contrib.judges.engines import EngineJudge
     from agentrl.reward import Scorer
-    from agentrl.run.assembly import RunStart
 
 
 @SERVICES.register("judge")
@@ -38,18 +37,10 @@ class Judges(Service):
         return [OwnJudge(run.config, name).side_engine() for name in run.config.reward.judge.engines]
 
     @classmethod
-    def check(cls, start: RunStart) -> list[str]:
-        from agentrl.contrib.judges.checks import check_budget, check_engines
-
-        if start.purpose == "train":
-            check_budget(start)
-        return check_engines(start)
-
-    @classmethod
-    def api_models(cls, start: RunStart) -> Iterable[ApiModel]:
+    def api_models(cls, run: RunServices, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:
         from agentrl.contrib.judges.checks import paid_models
 
-        return paid_models(start)
+        return paid_models(run, scorers)
 
     def ask(self, key: str, request: VerdictRequest) -> Verdict:
         if own_name(request.model) is None:

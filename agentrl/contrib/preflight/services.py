@@ -78,8 +78,9 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
     if not is_script(config.model.path):  # its user is scripted too
         for one in config.each():
             yield from _users(one.envs[0].called, EnvRef.of(one))
-    for service in RunServices(config).kinds(start.scorers.values()):
-        yield from service.api_models(start)
+    run = RunServices(config)
+    for service in run.kinds(start.scorers.values()):
+        yield from service.api_models(run, start.scorers)
 
 
 def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:

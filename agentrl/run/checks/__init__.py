@@ -17,7 +17,8 @@ from agentrl.config.schema import TrainConfig
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
-from agentrl.run.assembly import Purpose, RunStart
+from agentrl.run.assembly import Purpose as Purpose
+from agentrl.run.assembly import RunStart as RunStart
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.env_checks import check_named, check_start, suite_notes
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
@@ -31,7 +32,6 @@ from agentrl.run.checks.rollout_checks import (
     check_warm_start,
 )
 from agentrl.run.checks.size_checks import check_cache, check_capacity, check_heads, check_placement, check_sizes, check_workers
-from agentrl.run.services import RunServices
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
 from agentrl.trainer.families import packing_of
@@ -137,7 +137,6 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     check_cache(start)
     check_placement(start)
     check_workers(start)
-    notes += RunServices(config).check(start)
     notes += run_checks(start)
     notes += suite_notes(map(EnvRef.of, config.each()))
     for env in config.envs:
@@ -169,5 +168,4 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
             check_decided(one.scorer)
             check_prompts(one)
     check_heads(start.engine)
-    RunServices(config).check(start)
     run_checks(start)

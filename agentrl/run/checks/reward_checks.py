@@ -202,19 +202,19 @@ def check_gold(start: RunStart) -> None:
     seen: set[str] = set()
     until = time.monotonic() + GOLD_SECONDS
     splits = dict.fromkeys((*(["train"] if start.config.trained_envs else []), start.config.eval.split))
-    for looked, task in enumerate(_gold_tasks(env, splits), start=1):
-        view = episode_view(Trajectory(env.id, task))
-        for node in nodes:
-            if (why := _fault(node, view, seen)) is not None:
-                raise ConfigError(
-                    f"env ({env.id}): task {task.id!r} of the split {task.split!r}: at {node.pointer} of reward spec "
-                    f"{scorer.name!r}: {why}. Correct the task, or leave it out"
-                )
-        if time.monotonic() > until:
-            log.warning(
-                "%s: the gold of the first %d tasks was read in %g s, and no more before the start", env.id, looked, GOLD_SECONDS
-            )
-            return
+    with closing(replace(env, wrappers=()).build()) as built:
+        for looked, task in enumerate((task for name in splits for task in tasks_of(built, name, ENDLESS)), start=1):
+            view = episode_view(Trajectory(env.id, task))
+            for node in nodes:
+                if (why := _fault(node, view, seen)) is not None:
+                    raise ConfigError(
+                        f"env ({env.id}): task {task.id!r} of the split {task.split!r}: at {node.pointer} of reward spec "
+                        f"{scorer.name!r}: {why}. Correct the task, or leave it out"
+                    )
+            if time.monotonic() > until:
+                said = "%s: the gold of the first %d tasks was read in %g s, and no more before the start"
+                log.warning(said, env.id, looked, GOLD_SECONDS)
+                return
 
 
 def _fault(node: LeafNode, view: View, seen: set[str]) -> str | None:
@@ -243,12 +243,6 @@ def _sure(scorer: Scorer) -> Iterator[LeafNode]:
 
     for top in tops:
         yield from visit(top)
-
-
-def _gold_tasks(env: EnvRef, splits: Iterable[str]) -> Iterator[Task]:
-    with closing(replace(env, wrappers=()).build()) as built:
-        for name in splits:
-            yield from tasks_of(built, name, ENDLESS)
 
 
 def tasks_of(env: ToolEnv, split: str, endless: int) -> Iterator[Task]:
