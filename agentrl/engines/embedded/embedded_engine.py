@@ -259,13 +259,22 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def _run(self) -> None:
         batcher, _ = self._running_parts()
+
+        def advance() -> Drawn:
+            own_threads(self._threads)  # torch's number is that of the thread that sets it
+            return batcher.advance()
+
         while True:
             async with self._turn:
                 runs = batcher.busy and not self._paused
                 if runs and self._unfit is not None:
                     self._fail_all(self._unfit)
                 elif runs:
-                    await self._pass(batcher)
+                    try:
+                        batcher.settle(await in_thread("engine", advance) if self._apart else batcher.advance())
+                    except Exception as problem:  # every caller must be told; nothing is swallowed
+                        self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
+                        batcher.reset()
             if not runs:
                 self._wake.clear()
                 await self._wake.wait()
@@ -273,17 +282,6 @@ class EmbeddedEngine(Engine, WeightTarget):
             # The one place where tools and new requests get to run: without it, they would wait until the batch is done.
             for _ in range(ITERATIONS if self._apart else 1):
                 await asyncio.sleep(0)
-
-    async def _pass(self, batcher: Batcher) -> None:
-        def advance() -> Drawn:
-            own_threads(self._threads)  # torch's number is that of the thread that sets it
-            return batcher.advance()
-
-        try:
-            batcher.settle(await in_thread("engine", advance) if self._apart else batcher.advance())
-        except Exception as problem:  # every caller must be told; nothing is swallowed
-            self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
-            batcher.reset()
 
     def _fail_all(self, reason: str, cause: Exception | None = None) -> None:
         batcher, _ = self._running_parts()

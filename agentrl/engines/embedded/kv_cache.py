@@ -156,16 +156,16 @@ class Slots:
         pool = self._room(len(sequence.tokens))
         if pool is None:
             return False
-        source, slot = sequence.pool, sequence.slot
+        old, left, length = sequence.pool, sequence.slot, sequence.computed
         sequence.pool, sequence.slot = pool, pool.take()
-        self._copy(source, slot, sequence, sequence.computed)
-        source.give(slot)
+        pool.kv[:, :, sequence.slot, :, :length] = old.kv[:, :, left, :, :length]
+        old.give(left)
         return True
 
     def share(self, source: CachedSequence, target: CachedSequence, length: int) -> None:
         """Copy the cache of the first `length` tokens, which both sequences have in common."""
         # A copy, no shared pages: decoding reads a slot's keys in place, as one block of memory.
-        self._copy(source.pool, source.slot, target, length)
+        target.pool.kv[:, :, target.slot, :, :length] = source.pool.kv[:, :, source.slot, :, :length]
         target.computed, target.experts = length, source.experts[:length]
 
     def reset(self, wipe: bool) -> None:
@@ -176,25 +176,20 @@ class Slots:
     def _room(self, length: int) -> Pool | None:
         """The smallest pool with a free slot of that length; None if memory allows none."""
         fitting = [pool for pool in self.pools if pool.capacity >= length]
-        if fitting[0].grow(self._limit - self._bytes()):
+        left = self._limit - sum(pool.slots * pool.slot_bytes for pool in self.pools)
+        if fitting[0].grow(left):
             return fitting[0]
         # Unused pools keep their memory, and it counts against the limit until it is freed here.
         for pool in self.pools:
             if pool.slots and not pool.used_slots:
+                left += pool.slots * pool.slot_bytes
                 pool.clear()
-        return next((pool for pool in fitting if pool.grow(self._limit - self._bytes())), None)
+        return next((pool for pool in fitting if pool.grow(left)), None)
 
     @property
     def used_share(self) -> float:
         """The share of the memory limit that slots in use take."""
         return sum(pool.used_slots * pool.slot_bytes for pool in self.pools) / self._limit
-
-    def _bytes(self) -> int:
-        return sum(pool.slots * pool.slot_bytes for pool in self.pools)
-
-    @staticmethod
-    def _copy(pool: Pool, slot: int, target: CachedSequence, length: int) -> None:
-        target.pool.kv[:, :, target.slot, :, :length] = pool.kv[:, :, slot, :, :length]
 
 
 def cache_limit(given_mib: int | None, room: int | None, weights: int, token: int, length: int) -> int:
@@ -276,9 +271,6 @@ class PrefixIndex:
         for block in blocks:
             if self._holders.get(block) is sequence:
                 del self._holders[block]
-
-    def clear(self) -> None:
-        self._holders.clear()
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

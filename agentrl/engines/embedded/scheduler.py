@@ -127,14 +127,6 @@ class Request:
         if self.sequence is not None:
             self.experts += self.sequence.experts[len(self.experts) :]
 
-    def told_experts(self) -> npt.NDArray[Any] | None:
-        """`Generation.experts`."""
-        self.keep_experts()
-        start = self.sampling.experts_from
-        if start is None or start >= len(self.experts):
-            return None
-        return np.stack(self.experts[start : len(self.tokens) - 1])
-
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -234,11 +226,15 @@ class Batcher:
 
     def finish(self, request: Request, reason: Finish) -> None:
         """Answer a request with what it sampled and keep its cache for the episode's next turn."""
-        experts = request.told_experts()
+        request.keep_experts()
         self.drop(request, keep=True)
-        if not request.done.done():
-            sampled = request.tokens[request.prompt :]
-            request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason, experts=experts))
+        if request.done.done():
+            return
+        start, experts = request.sampling.experts_from, None
+        if start is not None and start < len(request.experts):
+            experts = np.stack(request.experts[start : len(request.tokens) - 1])
+        sampled = request.tokens[request.prompt :]
+        request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason, experts=experts))
 
     def fail(self, request: Request, error: EngineError) -> None:
         self.drop(request)
@@ -253,7 +249,7 @@ class Batcher:
         self.waiting.extendleft(reversed(self.running))
         self.running = []
         self.idle.clear()
-        self._index.clear()
+        self._index = PrefixIndex()
         self.slots.reset(wipe=self._poisoned or free_memory)
         self._poisoned = False
 
@@ -329,8 +325,19 @@ class Batcher:
         """The tokens that each request computes in this step: one while decoding, a share of the budget in prefill."""
         budget = self._step_tokens
         for request in list(self.running):
-            sequence = request.sequence
-            if sequence is None or not self._make_room(request, sequence):
+            # Let its cache grow: evict idle episodes, then send the youngest requests back to the queue, if necessary this one
+            # itself (it is then the only one, and gets a slot alone).
+            while (sequence := request.sequence) is not None and not self.slots.enlarge(sequence):
+                if self._evict():
+                    continue
+                # The youngest has the least computed to lose, and the oldest are sure to finish, so nothing starves.
+                youngest = self.running.pop()
+                if youngest.sequence is not None:
+                    youngest.keep_experts()
+                    self._release(youngest.sequence)
+                    youngest.sequence = None
+                self.waiting.appendleft(youngest)
+            if sequence is None:
                 continue
             due = len(request.tokens) - sequence.computed
             # Decoding is not charged to the budget: long prompts would otherwise stall those who already sample.
@@ -339,23 +346,6 @@ class Batcher:
                 budget -= count
             if count:
                 yield request, sequence, count
-
-    def _make_room(self, request: Request, sequence: Sequence) -> bool:
-        """Let a sequence grow: evict idle episodes, then send the youngest requests back to the queue, if necessary
-        the growing one itself (it is then the only one, and gets a slot alone)."""
-        while not self.slots.enlarge(sequence):
-            if self._evict():
-                continue
-            # The youngest has the least computed to lose, and the oldest are sure to finish, so nothing starves.
-            youngest = self.running.pop()
-            if youngest.sequence is not None:
-                youngest.keep_experts()
-                self._release(youngest.sequence)
-                youngest.sequence = None
-            self.waiting.appendleft(youngest)
-            if youngest is request:
-                return False
-        return True
 
     def _evict(self, spare: Sequence | None = None) -> bool:
         """Forget the episode that has been idle longest, except `spare`. False without one."""
