@@ -111,25 +111,23 @@ class Shard(Strategy):
                 raise DispatchError(f"{label}: unknown {name} {value!r}")
 
     def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
-        batch = batch_of(label, args)
-        shards, ranks = self._shards(label, batch, mesh.size("dp")), list(range(mesh.world_size))
-        # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
-        rows = {rank: shards[mesh.index(rank, "dp")] for rank in ranks}
-        return Shipment(args[1:], kwargs, ranks, batch.exclude(*self.stays) if self.stays else batch, rows)
-
-    def _shards(self, label: str, batch: TensorDict, count: int) -> list[np.ndarray]:
+        batch, count = batch_of(label, args), mesh.size("dp")
         if self.balance == "tokens":
             tokens = lengths(batch).numpy().astype(np.float64)
             # Sorted: adjacent rows are then copied as one span, and results come back nearly in order.
-            return [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, count)]
-        if "dp_rank" not in batch.keys():  # noqa: SIM118 - `in` of a batch asks for an item
-            raise DispatchError(f"{label}: the batch has no column dp_rank. Cut it into minibatches first (cut_update)")
-        owner = np.asarray(batch.get("dp_rank"))
-        least = 0 if self.collect == "source" else -1
-        if len(owner) and (owner.min() < least or owner.max() >= count):
-            wrong = owner.max() if owner.max() >= count else owner.min()
-            raise DispatchError(f"{label}: column dp_rank names rank {wrong}, the axis has {count}")
-        return [np.flatnonzero(owner == rank) for rank in range(count)]
+            shards = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, count)]
+        else:
+            if "dp_rank" not in batch.keys():  # noqa: SIM118 - `in` of a batch asks for an item
+                raise DispatchError(f"{label}: the batch has no column dp_rank. Cut it into minibatches first (cut_update)")
+            owner = np.asarray(batch.get("dp_rank"))
+            least = 0 if self.collect == "source" else -1
+            if len(owner) and (owner.min() < least or owner.max() >= count):
+                wrong = owner.max() if owner.max() >= count else owner.min()
+                raise DispatchError(f"{label}: column dp_rank names rank {wrong}, the axis has {count}")
+            shards = [np.flatnonzero(owner == rank) for rank in range(count)]
+        # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
+        rows = {rank: shards[mesh.index(rank, "dp")] for rank in range(mesh.world_size)}
+        return Shipment(args[1:], kwargs, list(rows), batch.exclude(*self.stays) if self.stays else batch, rows)
 
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         sources = mesh.sources("dp")
@@ -201,29 +199,33 @@ class WorkerGroup(Generic[W]):
         with the remote traceback, WorkerDiedError if a process is gone, StalledError after the
         group's `call_timeout`, or the worker's own UserError.
         """
-        name, strategy, shipment = self._split(method, args, kwargs)
-        results = self.backend.submit(name, shipment).wait()
-        combined: R = strategy.gather(self._label(name), results, shipment, self.mesh)
+        name, strategy = resolve(self.cls, method)
+        label = f"{self.cls.__name__}.{name}"
+        shipment = strategy.scatter(label, args, kwargs, self.mesh)
+        combined: R = strategy.gather(label, self.backend.submit(name, shipment).wait(), shipment, self.mesh)
         return combined
 
     async def arun(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`run`, awaited: the event loop keeps running while a batch is split and shipped and while the workers work."""
         with span("call", f"{self.name}: {method.__name__}", track="calls"):
+            name, strategy = resolve(self.cls, method)
+            label = f"{self.cls.__name__}.{name}"
             # Only a Shard works enough before and after the call to block the event loop: it serializes and joins batches.
-            heavy = isinstance(resolve(self.cls, method)[1], Shard)
+            heavy = isinstance(strategy, Shard)
 
-            def send() -> tuple[str, Strategy, Shipment, Pending]:
-                name, strategy, shipment = self._split(method, args, kwargs)
-                return name, strategy, shipment, self.backend.submit(name, shipment)
+            def send() -> tuple[Shipment, Pending]:
+                shipment = strategy.scatter(label, args, kwargs, self.mesh)
+                return shipment, self.backend.submit(name, shipment)
 
-            name, strategy, shipment, pending = await in_thread("batch", send) if heavy else send()
-            gather = partial(strategy.gather, self._label(name), await pending.await_(), shipment, self.mesh)
+            shipment, pending = await in_thread("batch", send) if heavy else send()
+            gather = partial(strategy.gather, label, await pending.await_(), shipment, self.mesh)
             combined: R = await in_thread("batch", gather) if heavy else gather()
             return combined
 
     def run_all(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """`run`, but with the results of all ranks, in rank order."""
-        name, _, shipment = self._split(method, args, kwargs)
+        name, strategy = resolve(self.cls, method)
+        shipment = strategy.scatter(f"{self.cls.__name__}.{name}", args, kwargs, self.mesh)
         results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
 
@@ -243,13 +245,6 @@ class WorkerGroup(Generic[W]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _label(self, method: str) -> str:
-        return f"{self.cls.__name__}.{method}"
-
-    def _split(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Strategy, Shipment]:
-        name, strategy = resolve(self.cls, method)
-        return name, strategy, strategy.scatter(self._label(name), args, kwargs, self.mesh)
 
 
 # Folders that the driver and a group's processes must share: proven with files, never assumed because the paths are equal.

@@ -142,20 +142,13 @@ def row_index(rows: Rows) -> np.ndarray:
 
 
 def token_runs(rows: np.ndarray, offsets: np.ndarray) -> list[tuple[int, int]]:
-    """The token spans [start, stop) that `rows` cover, in order, adjacent rows merged into one span."""
+    """The token spans [start, stop) that `rows` cover, in order, adjacent rows merged into one span; an empty one for no rows."""
     if len(rows) == 0:
-        return []
+        return [(0, 0)]
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
     first = np.concatenate(([0], breaks))
     last = np.concatenate((breaks, [len(rows)])) - 1
     return list(zip(offsets[rows[first]].tolist(), offsets[rows[last] + 1].tolist(), strict=True))
-
-
-def gather_runs(values: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The spans of `values` [T, ...], one after the other, in fresh storage."""
-    if not runs:
-        return values[:0].clone()
-    return torch.cat([values[start:stop] for start, stop in runs])
 
 
 def select(batch: TensorDict, rows: Rows) -> TensorDict:
@@ -246,8 +239,10 @@ def pack(view: Ragged, rows: Rows) -> TensorDict:
             flat = value.values() if is_ragged(value) else value
             if len(index) == 0:
                 out[key] = torch.zeros(1, *flat.shape[1:], dtype=flat.dtype)
+            elif is_ragged(value):
+                out[key] = torch.cat([flat[start:stop] for start, stop in runs])
             else:
-                out[key] = gather_runs(flat, runs) if is_ragged(value) else flat[torch.from_numpy(index)]
+                out[key] = flat[torch.from_numpy(index)]
     out["position_ids"] = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - counts, counts)
     # int32 is what the attention kernels take.
     out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
@@ -349,7 +344,8 @@ def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
         fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(np.diff(serialized.offsets)[index]), 0, out=fresh[1:])
         for key, values in serialized.ragged.items():
-            out[key] = nested_tensor(gather_runs(_to_torch(values, serialized.dtypes[key]), runs), fresh)
+            column = _to_torch(values, serialized.dtypes[key])
+            out[key] = nested_tensor(torch.cat([column[start:stop] for start, stop in runs]), fresh)
     for key, values in serialized.dense.items():
         out[key] = _to_torch(values, serialized.dtypes[key])[torch.from_numpy(index)]
     for key, items in serialized.items.items():

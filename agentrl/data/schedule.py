@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -81,7 +82,11 @@ def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]
 
 def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, int]]:
     """Sorted texts cut into runs, each with its common prefix (0 for a run of one), so that the most tokens are saved."""
-    common = [_common(texts[i], texts[i + 1]) for i in range(len(texts) - 1)]
+    common: list[int] = []  # the longest common prefix of each text and the next
+    for one, other in pairwise(texts):
+        most = min(len(one), len(other))
+        differ = np.flatnonzero(one[:most] != other[:most])
+        common.append(int(differ[0]) if len(differ) else most)
     best: list[tuple[int, int, int]] = [(0, 0, 0)]  # up to text j: tokens saved, start and prefix of its run
     for stop in range(1, len(texts) + 1):
         # Dynamic programming over where the last run begins: at the last text, or at an earlier one. Going backwards, the
@@ -101,13 +106,6 @@ def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, 
         runs.append((range(start, stop), prefix))
         stop = start
     return runs
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of the longest common prefix."""
-    most = min(len(one), len(other))
-    differ = np.flatnonzero(one[:most] != other[:most])
-    return int(differ[0]) if len(differ) else most
 
 
 def share(view: Ragged, rows: Rows, trees: Sequence[Tree]) -> SharedPack:
@@ -330,18 +328,16 @@ def plan_ranks(
     used = (tree >= 0) & (count[np.maximum(tree, 0)] > 1)
     together, prefix = np.where(used, tree, -1), np.where(used, prefix, 0)
     shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
-    if plain_load <= shared_load + tree_cost * max(own_cost(together[rows]) for rows in shared):
+    extra = 0.0  # of the trees on one rank, the most
+    for rows in shared:
+        sizes = np.unique(together[rows][together[rows] >= 0], return_counts=True)[1]
+        extra = max(extra, float(PER_TREE * len(sizes) + PER_ROW * sizes.sum()))
+    if plain_load <= shared_load + tree_cost * extra:
         return RankPlan(plain, apart, nothing, plain_load)
     if keep is not None:
         # Rows of a kept group without a tree still stay with their group, under a number that no tree has.
         together = np.where(together >= 0, together, together.max() + 1 + keep)
     return RankPlan(shared, together, prefix, shared_load)
-
-
-def own_cost(together: np.ndarray) -> float:
-    """Extra cost of the trees among some rows, in tokens. `together`: each row's tree, -1 if it has none."""
-    rows = np.unique(together[together >= 0], return_counts=True)[1]
-    return float(PER_TREE * len(rows) + PER_ROW * rows.sum())
 
 
 def _spread(

@@ -19,7 +19,16 @@ from agentrl.data.rows import Ragged
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent, Stream, make_sender
 from agentrl.engines.weights.parameters import Saving
-from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, counts_of, minibatches
+from agentrl.trainer.minibatch import (
+    MINIBATCHES,
+    SOURCE,
+    LogRatios,
+    RowsShard,
+    Visits,
+    counts_of,
+    log_ratios_of,
+    minibatches,
+)
 from agentrl.trainer.optim import optim_of, rate, sft_optim
 from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
 from agentrl.trainer.train_engine import BaseEngine
@@ -214,19 +223,19 @@ class Actor(TrainedRole):
         """
         engine = self._ready()
         check_algorithm(algorithm)
-        factor = self._set_rate()
+        lr = self._set_rate()
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
         # Greedy sampling (temperature 0) has no distribution to train: its logprobs are those at temperature 1.
         settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
-        self._visits = Visits() if SOURCE in batch.keys() else None  # noqa: SIM118 - `in` of a batch asks for an item
+        self._visits = [] if SOURCE in batch.keys() else None  # noqa: SIM118 - `in` of a batch asks for an item
         metrics = update_policy(engine, Ragged.of(batch), algorithm, settings, self._visits)
         self._updates += 1
-        return {**metrics, "lr": factor * self._lr}
+        return {**metrics, "lr": lr}
 
     def take_visits(self) -> LogRatios:
         """The log ratios that the last update saw of this rank's rows, if its batch had the column `SOURCE`; once."""
         visits, self._visits = self._visits, None
-        return {} if visits is None else visits.take()
+        return log_ratios_of(visits or [])
 
     # -- a training step, piece by piece ---------------------------------------------------------------
 
@@ -259,10 +268,7 @@ class Actor(TrainedRole):
         if self._waiting is None:
             raise AgentrlError("optim_step: no gradients wait; call forward_backward first")
         engine, waiting = self._ready(), self._waiting
-        if lr is None:
-            lr = self._set_rate() * self._lr
-        else:
-            engine.set_rate(lr / self._lr)
+        lr = self._set_rate(lr)
         norm = engine.step(waiting.sound)
         self._waiting, self._stepped = None, True
         if not engine.finite():

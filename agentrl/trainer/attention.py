@@ -269,14 +269,8 @@ def runs_after(spans: Tensor) -> tuple[tuple[int, int, int, int], ...]:
     return tuple(runs)
 
 
-def shared_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
-    """[T, H, D], [T, H, D], [T, H, D] -> [T, H, D], on a CPU."""
-    out: Tensor = _Shared.apply(q, k, v, spans, scale)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Shared(torch.autograd.Function):
-    """See the module."""
+class SharedAttention(torch.autograd.Function):
+    """Attention of `Spans` on a CPU: [T, H, D], [T, H, D], [T, H, D] -> [T, H, D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
@@ -339,7 +333,7 @@ class PackedSequences:
 
     If rows share prefixes (`spans` of data/schedule.py), the blocks hold the spans without a prefix before them,
     which include the prefixes themselves, and `suffixes` the suffixes after them; on a CPU, `parts` has all of it for
-    `shared_attention`. `experts`: where routers are to send the
+    `SharedAttention`. `experts`: where routers are to send the
     tokens of this rank (Micro.experts)."""
 
     cu_seqlens: Tensor
@@ -476,7 +470,8 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
     if packed.parts is not None and form.plain_up_to(packed.longest):
         if k.shape[1] != heads:
             k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
-        return shared_attention(*same_width(q, k, v), packed.parts, form.scale)[..., :wide]
+        call: Callable[..., Tensor] = SharedAttention.apply
+        return call(*same_width(q, k, v), packed.parts, form.scale)[..., :wide]
     out = q.new_zeros(*q.shape[:2], wide)
     for block in packed.blocks:
         out = attend_into(out, q, k, v, [block], form)

@@ -32,7 +32,6 @@ from agentrl.trainer.minibatch import (
     adapted_kl_coef,
     broken_rows,
     cut_update,
-    describe_broken,
 )
 from agentrl.trainer.optim import check_optims
 from agentrl.trainer.pretrained import named_anywhere
@@ -261,17 +260,15 @@ class Learner:
         algorithm, own = algorithm or self.algorithm, self._own if own is None else own
         view, metrics = await self._prepare(Ragged.of(batch), self._temperature(step))
         # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
-        found = await in_thread("batch", broken_rows, view)
-        if found:
-            return view, metrics, describe_broken(view, found)
+        if broken := await in_thread("batch", broken_rows, view):
+            return view, metrics, broken
         view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, own, estimator)
         metrics |= formed
         for hook in self.hooks.values():
             view, changed = await in_thread("batch", hook.change_advantages, view)
             metrics |= changed
         metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, view)
-        found = await in_thread("batch", broken_rows, view)
-        return view, metrics, describe_broken(view, found) if found else ""
+        return view, metrics, await in_thread("batch", broken_rows, view)
 
     async def learn(self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False) -> dict[str, float]:
         """The second half of `step`: the updates of critic and actor on a batch from `ready`, and their consequences. Returns the

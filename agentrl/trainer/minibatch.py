@@ -30,28 +30,20 @@ if TYPE_CHECKING:
 
 SOURCE = "source_row"
 """The row column that asks for visits: each row's number in the driver's batch."""
+Visits = list[tuple[Tensor, Tensor, Tensor]]
+"""Of each micro-batch: numbers [N] of its rows, offsets [N + 1] of their sampled tokens, and log pi - log mu of these [M]. They
+stay on the device until the update is over: reading them before would wait for it."""
 LogRatios = dict[int, npt.NDArray[np.float16]]
 
 
-class Visits:
-    """On a worker: the log ratios of the rows of an update, by the rows' numbers on the driver."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def add(self, rows: Tensor, offsets: Tensor, log_ratio: Tensor) -> None:
-        """A micro-batch: numbers [N] of its rows, offsets [N + 1] of their sampled tokens, and log pi - log mu of these [M]."""
-        # Left on the device until the end: reading them now would wait for it.
-        self._kept.append((rows, offsets, log_ratio.detach()))
-
-    def take(self) -> LogRatios:
-        """float16, whose relative precision of 1e-3 holds down to log ratios of 1e-4."""
-        out: LogRatios = {}
-        for rows, offsets, values in self._kept:
-            numbers, cuts = values.float().cpu().numpy().astype(np.float16), offsets.cpu().tolist()
-            for place, row in enumerate(rows.cpu().tolist()):
-                out[row] = numbers[cuts[place] : cuts[place + 1]]
-        return out
+def log_ratios_of(visits: Visits) -> LogRatios:
+    """By row: float16, whose relative precision of 1e-3 holds down to log ratios of 1e-4."""
+    out: LogRatios = {}
+    for rows, offsets, values in visits:
+        numbers, cuts = values.float().cpu().numpy().astype(np.float16), offsets.cpu().tolist()
+        for place, row in enumerate(rows.cpu().tolist()):
+            out[row] = numbers[cuts[place] : cuts[place + 1]]
+    return out
 
 
 @dataclass(frozen=True)
@@ -108,9 +100,9 @@ COLUMNS = ("reward", "rewards", "baseline", "logprobs", "old_logprobs", "ref_log
 SHOWN = 8
 
 
-def broken_rows(view: Ragged) -> dict[str, list[int]]:
-    """Rows in which a column of `COLUMNS` has a number that is not finite, by column; empty if all are finite."""
-    broken: dict[str, list[int]] = {}
+def broken_rows(view: Ragged) -> str:
+    """Rows in which a column of `COLUMNS` has a number that is not finite, by column, in words; "" if all are finite."""
+    broken: list[str] = []
     for name in COLUMNS:
         if name not in view:
             continue
@@ -121,13 +113,8 @@ def broken_rows(view: Ragged) -> dict[str, list[int]]:
         bad = ~torch.isfinite(values)
         rows = np.flatnonzero(row_counts(bad, view.offsets).numpy() > 0 if is_ragged(column) else bad.numpy()).tolist()
         if rows:  # none if only the sum overflowed
-            broken[name] = rows
-    return broken
-
-
-def describe_broken(view: Ragged, broken: dict[str, list[int]]) -> str:
-    """The result of `broken_rows` as text."""
-    return "; ".join(f"{name} of {named_rows(view, rows)}" for name, rows in broken.items())
+            broken.append(f"{name} of {named_rows(view, rows)}")
+    return "; ".join(broken)
 
 
 def named_rows(view: Ragged, rows: Sequence[int]) -> str:

@@ -138,20 +138,13 @@ class TrainedRole(SavedRole):
     _optim: OptimConfig
     _total_steps: int | None
 
-    @property
-    def _lr(self) -> float:
-        """Peak learning rate, which a schedule scales."""
+    def _set_rate(self, lr: float | None = None) -> float:
+        """Set the learning rate of the next training step, by default the schedule's; returns it."""
         assert self._optim.lr is not None  # of trainer/optim.py
-        return self._optim.lr
-
-    def _set_rate(self) -> float:
-        """Set the learning rate of the next training step; returns it as a fraction of the configured one."""
-        factor = self._rate_at(self._updates)
-        self._ready().set_rate(factor)
-        return factor
-
-    def _rate_at(self, step: int) -> float:
-        return rate(step, self._optim.warmup, self._optim.schedule, self._total_steps)
+        peak = self._optim.lr
+        share = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps) if lr is None else lr / peak
+        self._ready().set_rate(share)
+        return share * peak if lr is None else lr
 
 
 # A reference that moves
@@ -261,7 +254,7 @@ class Critic(TrainedRole):
         the weights are not finite afterwards.
         """
         engine, cfg, view = self._ready(), self._critic, Ragged.of(batch)
-        factor = self._set_rate()
+        lr = self._set_rate()
         parts, counts = minibatches(view), counts_of(view)
         micros = plan_micro_batches(view, parts, self._cap, engine)
         meter, steps = Meter(), Steps(engine, view, f"critic update {step}")
@@ -286,7 +279,7 @@ class Critic(TrainedRole):
                 steps.take(number, micros[number], partial(loss_of, number=number))
         steps.check()
         self._updates += 1
-        found = {"critic/lr": factor * self._lr}
+        found = {"critic/lr": lr}
         sums, _ = meter.totals(engine)
         if not steps.norms:
             return found

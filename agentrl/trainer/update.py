@@ -311,7 +311,7 @@ class _Job:
             self.added.measure(kinds, given, out, self.meter)
         self._measure(piece, given, out, entropy, total, fresh)
         if self.visits is not None and rows:
-            self.visits.add(piece.row(SOURCE), piece.compact, given.logprobs - given.behaviour_logprobs)
+            self.visits.append((piece.row(SOURCE), piece.compact, (given.logprobs - given.behaviour_logprobs).detach()))
         return total
 
     def _measure(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from agentrl.trainer.attention import packed_trees, runs_after, shared_attention
+from agentrl.trainer.attention import SharedAttention, packed_trees, runs_after
 
 SPANS = torch.tensor([[0, 0, 0, 30], [0, 30, 30, 41], [0, 30, 41, 60], [60, 60, 60, 70], [70, 70, 70, 75], [70, 75, 75, 76]])
 
@@ -20,7 +20,7 @@ def test_results_and_gradients_are_those_of_one_softmax(dtype: torch.dtype, most
     upstream = torch.randn(76, 2, 16, dtype=dtype)
     layout = packed_trees(SPANS, 49, torch.device("cpu"))
     assert layout.parts is not None
-    found = shared_attention(given[0], given[1], given[2], layout.parts, None)
+    found = SharedAttention.apply(given[0], given[1], given[2], layout.parts, None)
     found.backward(upstream)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     q, k, v = exact

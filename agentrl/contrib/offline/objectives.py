@@ -48,17 +48,19 @@ class OfflineActor(Actor):
 
     def supervise(self, batch: TensorDict) -> dict[str, float]:
         """One supervised optimizer step, with the optimizer and the schedule of [optim]."""
-        [metrics] = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
+        optim, lr = self._optim, self._set_rate()
+        rate_at = partial(rate, warmup=optim.warmup, schedule=optim.schedule, total=self._total_steps)
+        [metrics] = sft_steps(self._ready(), Ragged.of(batch), rate_at, self._updates, optim.micro_tokens)
         self._updates += 1
-        return {**metrics, "lr": metrics["lr_factor"] * self._lr}
+        return {**metrics, "lr": lr}
 
     def prefer(self, batch: TensorDict, pairs: int, beta: float) -> dict[str, float]:
         """One optimizer step of `dpo` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the column
         `trajectory`, with the row column `reference`."""
-        engine, factor = self._ready(), self._set_rate()
+        engine, lr = self._ready(), self._set_rate()
         metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, policy_totals, partial(dpo, beta=beta))
         self._updates += 1
-        return {**metrics, "lr": factor * self._lr}
+        return {**metrics, "lr": lr}
 
 
 class RewardTrainer(TrainedRole):
@@ -85,10 +87,10 @@ class RewardTrainer(TrainedRole):
 
     def prefer(self, batch: TensorDict, pairs: int) -> dict[str, float]:
         """One optimizer step over `pairs` pairs, whose episodes count by their last row (the column `whole`)."""
-        engine, factor = self._ready(), self._set_rate()
+        engine, lr = self._ready(), self._set_rate()
         metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, _row_scores, bradley_terry)
         self._updates += 1
-        return {**metrics, "lr": factor * self._lr}
+        return {**metrics, "lr": lr}
 
     def export_hf(self, folder: str) -> None:
         """Write a folder that plain transformers loads, and [reward_model]."""
