@@ -24,10 +24,25 @@ class InlinePending(Pending):
         self._results: dict[int, Any] | None = None
 
     def wait(self) -> dict[int, Any]:
-        if self._results is None:
-            ranks = self._shipment.ranks
-            self._results = {rank: self._backend.one(self._method, self._shipment, rank) for rank in ranks}
-        return self._results
+        """Run each rank's part. A UserError is raised as it is, any other exception as a WorkerError."""
+        if self._results is not None:
+            return self._results
+        method, shipment, results = self._method, self._shipment, dict[int, Any]()
+        for rank in shipment.ranks:
+            worker = self._backend.workers[rank]
+            # A copy even of all rows, as with Ray: the method may write into it.
+            rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
+            own_threads(worker.threads)  # this thread may be another one than that of the last call
+            try:
+                with record_call(worker, method):
+                    results[rank] = getattr(worker, method)(*rows, *shipment.args, **shipment.kwargs)
+            except UserError:
+                raise
+            except Exception as error:
+                label = f"group {worker.context.group!r}: {type(worker).__name__}.{method}, rank {rank}"
+                raise WorkerError(f"{label}: {type(error).__name__}: {error}") from error
+        self._results = results
+        return results
 
     async def await_(self) -> dict[int, Any]:
         return await in_thread("update", self.wait)
@@ -44,28 +59,13 @@ class InlineBackend(Backend):
                 "as torch.distributed has one rank per process: "
                 "set cluster.actors = 1 or cluster.backend = 'ray'"
             )
-        self._name, self._cls = name, cls
-        self._workers = [cls(WorkerContext(name, rank, mesh)) for rank in range(mesh.world_size)]
+        self.workers = [cls(WorkerContext(name, rank, mesh)) for rank in range(mesh.world_size)]
 
     def submit(self, method: str, shipment: Shipment) -> Pending:
         return InlinePending(self, method, shipment)
 
     def close(self) -> None:
-        self._workers.clear()
-
-    def one(self, method: str, shipment: Shipment, rank: int) -> Any:
-        """Run one rank's part. A UserError is raised as it is, any other exception as a WorkerError."""
-        # A copy even of all rows, as with Ray: the method may write into it.
-        rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
-        own_threads(self._workers[rank].threads)  # this thread may be another one than that of the last call
-        try:
-            with record_call(self._workers[rank], method):
-                return getattr(self._workers[rank], method)(*rows, *shipment.args, **shipment.kwargs)
-        except UserError:
-            raise
-        except Exception as error:
-            label = f"group {self._name!r}: {self._cls.__name__}.{method}, rank {rank}"
-            raise WorkerError(f"{label}: {type(error).__name__}: {error}") from error
+        self.workers.clear()
 
 
 W = TypeVar("W", bound=Worker)

@@ -6,7 +6,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +125,20 @@ Json = Any
 
 
 _ROOM = 64  # tokens that a ledger has room for after its first append; it then grows by a quarter
+Kind = TypeVar("Kind", bound=np.generic)
+
+
+class LedgerColumn(Generic[Kind]):
+    """A column of a ledger as a read-only view of the tokens that are there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, ledger: TokenLedger, _: object = None) -> npt.NDArray[Kind]:
+        # No copy is needed: an append writes behind the view, or into new arrays.
+        view = ledger._room[self.name][: ledger._length]
+        view.flags.writeable = False  # a caller must not be able to change what the trainer learns from
+        return view
 
 
 class TokenLedger:
@@ -145,6 +159,12 @@ class TokenLedger:
 
     __slots__ = ("_length", "_room", "experts", "images", "oldest", "sampled_tokens")
 
+    token_ids: LedgerColumn[np.int32] = LedgerColumn("token_ids")
+    sampled: LedgerColumn[np.bool_] = LedgerColumn("sampled")
+    logprobs: LedgerColumn[np.float32] = LedgerColumn("logprobs")
+    versions: LedgerColumn[np.int32] = LedgerColumn("versions")
+    turns: LedgerColumn[np.int16] = LedgerColumn("turns")
+
     def __init__(self) -> None:
         self._length = 0
         self.experts: npt.NDArray[Any] | None = None
@@ -159,14 +179,14 @@ class TokenLedger:
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TokenLedger)
-            and all(np.array_equal(self._column(name), other._column(name), equal_nan=name == "logprobs") for name in KINDS)
+            and all(np.array_equal(getattr(self, one), getattr(other, one), equal_nan=one == "logprobs") for one in KINDS)
             and equal(self.experts, other.experts)
             and self.images == other.images
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the room to grow, and without `oldest` and the count: they follow from the columns.
-        state: dict[str, Any] = {name: self._column(name).copy() for name in KINDS}
+        state: dict[str, Any] = {name: getattr(self, name).copy() for name in KINDS}
         others = {"experts": self.experts, "images": self.images or None}
         return state | {name: value for name, value in others.items() if value is not None}
 
@@ -254,32 +274,6 @@ class TokenLedger:
             lowest = int(fresh.min())
             self.oldest = lowest if self.oldest is None else min(self.oldest, lowest)
 
-    def _column(self, name: str) -> npt.NDArray[Any]:
-        # No copy is needed: an append writes behind the view, or into new arrays.
-        view = self._room[name][: self._length]
-        view.flags.writeable = False  # a caller must not be able to change what the trainer learns from
-        return view
-
-    @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
-        return self._column("token_ids")
-
-    @property
-    def sampled(self) -> npt.NDArray[np.bool_]:
-        return self._column("sampled")
-
-    @property
-    def logprobs(self) -> npt.NDArray[np.float32]:
-        return self._column("logprobs")
-
-    @property
-    def versions(self) -> npt.NDArray[np.int32]:
-        return self._column("versions")
-
-    @property
-    def turns(self) -> npt.NDArray[np.int16]:
-        return self._column("turns")
-
     @property
     def nbytes(self) -> int:
         """Memory of the columns in bytes, including room to grow."""
@@ -313,7 +307,7 @@ class TokenLedger:
     def to_json(self) -> dict[str, Any]:
         """Plain lists, one per column, and `experts` as in `to_packed_json`; `from_json` is the inverse."""
         plain: dict[str, Any] = {
-            name: self._column(name).astype(np.int32 if name == "sampled" else kind).tolist() for name, kind in KINDS.items()
+            name: getattr(self, name).astype(np.int32 if name == "sampled" else kind).tolist() for name, kind in KINDS.items()
         }
         return {**plain, **packed_experts(self.experts)}
 

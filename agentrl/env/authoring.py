@@ -288,8 +288,14 @@ class ToolSide(EnvHooks):
     _class_tools: ClassVar[tuple[dict[str, Tool], dict[str, Tool]]]
 
     def _init_toolboxes(self, count_tokens: CountTokens) -> None:
-        """Begin with the class's own tools."""
-        offered, users = self._tables()
+        """Begin with the class's own tools, read once: methods in order of definition, then `tools`."""
+        cls = type(self)
+        if "_class_tools" not in cls.__dict__:
+            found: list[Tool | Callable[..., Any]] = [*tool_methods(cls), *cls.tools]
+            own = [item for item in found if isinstance(item, Tool) and item.options.by == "user"]
+            tables = (Toolbox(item for item in found if item not in own), Toolbox(own))
+            cls._class_tools = {item.name: item for item in tables[0]}, {item.name: item for item in tables[1]}
+        offered, users = cls._class_tools
         self.toolbox = Toolbox.shared(offered, self, count_tokens)
         self.user_toolbox = Toolbox.shared(users, self, count_tokens)
         if self.max_output is not None:
@@ -338,16 +344,6 @@ class ToolSide(EnvHooks):
     def waiting(self) -> Sequence[Waiting]:
         """The calls in progress, the policy's and the user's."""
         return [*self.toolbox.waiting, *self.user_toolbox.waiting]
-
-    @classmethod
-    def _tables(cls) -> tuple[dict[str, Tool], dict[str, Tool]]:
-        """The class's tools by name, the policy's and the user's, read once: methods in order of definition, then `tools`."""
-        if "_class_tools" not in cls.__dict__:
-            found: list[Tool | Callable[..., Any]] = [*tool_methods(cls), *cls.tools]
-            users = [item for item in found if isinstance(item, Tool) and item.options.by == "user"]
-            offered = Toolbox(item for item in found if item not in users)
-            cls._class_tools = {item.name: item for item in offered}, {item.name: item for item in Toolbox(users)}
-        return cls._class_tools
 
     async def _open_sessions(self) -> None:
         self._sets, owners = {}, dict[str, str]()

@@ -117,7 +117,12 @@ class ChatML(Renderer):
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if tools:
-            listing = "Tools: " + " ".join(_signature(tool) for tool in tools)
+            listing = "Tools:"
+            for tool in tools:
+                schema = tool["function"].get("parameters") or {}
+                required = schema.get("required") or []
+                names = [name if name in required else f"{name}?" for name in schema.get("properties") or {}]
+                listing += f" {tool['function']['name']}({', '.join(names)})"
             if messages and messages[0].role == "system":
                 content = f"{messages[0].content}\n{listing}" if messages[0].content else listing
                 messages = [Message("system", content), *messages[1:]]
@@ -160,14 +165,6 @@ class ChatML(Renderer):
             raise RenderError(f"expected an assistant's message, got one of role {message.role!r}")
         # Without the newline after END, as a policy samples it: `extend` adds that one.
         return self._codec.encode(*_body(message), Markup(END), after=Place.TEXT)
-
-
-def _signature(tool: Mapping[str, Any]) -> str:
-    function = tool["function"]
-    schema = function.get("parameters") or {}
-    required = schema.get("required") or []
-    names = [name if name in required else f"{name}?" for name in schema.get("properties") or {}]
-    return f"{function['name']}({', '.join(names)})"
 
 
 def _turns(messages: Sequence[Message]) -> list[str]:

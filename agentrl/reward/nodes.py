@@ -210,7 +210,20 @@ class LeafNode(Node):
         place = (self.key, *view.place)
         kept = frame.readings.get(place)
         if kept is None:
-            kept = frame.readings[place] = self._read(view, frame)
+            try:
+                value, evidence, turns = self.leaf.read(view, self.args_for(view))
+                kept = Result(value, {"evidence": evidence}, dict(turns or {}))
+            except UnscorableError as error:
+                kept = Result(None, {"unscored": str(error)})
+            except PendingError as error:
+                frame.pending[error.key] = str(self.leaf.asks), error.request
+                kept = Result(None, {"unscored": "waits for an answer"})
+            except Exception as error:
+                if type(self.leaf).__module__.startswith("agentrl.") or isinstance(error, AgentrlError):
+                    raise
+                # A plug-in's code may raise anything.
+                kept = Result(None, {"unscored": f"{self.label} raised {type(error).__name__}: {error}"})
+            frame.readings[place] = kept
         # A copy, because the node modifies its result; a node that has a scope emits its parts' values instead.
         steps = dict(kept.steps) if self.mods.emit == "step" and self.mods.scope is None else {}
         return Result(kept.value, kept.evidence, steps, kept.skipped)
@@ -218,22 +231,6 @@ class LeafNode(Node):
     def args_for(self, view: View) -> Mapping[str, Any]:
         """The leaf's arguments with references followed. Raises UnscorableError for one that resolves to nothing."""
         return self.leaf.args if self._resolve is None else self._resolve(view)
-
-    def _read(self, view: View, frame: Frame) -> Result:
-        try:
-            args = self.args_for(view)
-            value, evidence, turns = self.leaf.read(view, args)
-        except UnscorableError as error:
-            return Result(None, {"unscored": str(error)})
-        except PendingError as error:
-            frame.pending[error.key] = str(self.leaf.asks), error.request
-            return Result(None, {"unscored": "waits for an answer"})
-        except Exception as error:
-            if type(self.leaf).__module__.startswith("agentrl.") or isinstance(error, AgentrlError):
-                raise
-            # A plug-in's code may raise anything.
-            return Result(None, {"unscored": f"{self.label} raised {type(error).__name__}: {error}"})
-        return Result(value, {"evidence": evidence}, dict(turns or {}))
 
 
 class ConstantNode(Node):

@@ -350,23 +350,22 @@ class Scorer:
         size = said + 10 * calls**2 + size_of(trajectory.state, _LONG)
         answers: Answers = {}
         for _ in range(_MOST_PASSES):
-            result, frame = await self._pass_over(work, answers, size)
+            found: tuple[T, Frame] | None = None
+            if not self._blocking and size < _LONG:  # on the event loop, unless it takes long: seen beforehand or by trying
+                with contextlib.suppress(TooLongError):
+                    found = at_once(work, answers)
+            if found is None:
+                async with SCORING.slot():
+                    # Inside the place: waiting for one is not the spec's time.
+                    found = await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
+            result, frame = found
             if not frame.pending:
                 return result
-            if not (found := self._assume(trajectory, frame)):
+            if not (given := self._assume(trajectory, frame)):
                 asked = (self._services[name].aask(key, request) for key, (name, request) in frame.pending.items())
-                found = dict(zip(frame.pending, await asyncio.gather(*asked), strict=True))
-            answers |= found
+                given = dict(zip(frame.pending, await asyncio.gather(*asked), strict=True))
+            answers |= given
         raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
-
-    async def _pass_over(self, work: Work[T], answers: Answers, size: int) -> tuple[T, Frame]:
-        """One pass: on the event loop unless it may take long, which is seen beforehand or by trying."""
-        if not self._blocking and size < _LONG:
-            with contextlib.suppress(TooLongError):
-                return at_once(work, answers)
-        async with SCORING.slot():
-            # Inside the place: waiting for one is not the spec's time.
-            return await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")
 
     def _assume(self, trajectory: Trajectory, frame: Frame) -> Answers:
         """The answers to a pass's requests if services are not to be asked; none if they are."""
