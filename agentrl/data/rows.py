@@ -109,9 +109,8 @@ class Ragged:
         return Ragged(self.batch.exclude(name), self.offsets, self.lengths)
 
 
-def nested_tensor(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """A nested tensor [N, ragged, ...] over `values` [T, ...] and `offsets` int64 [N + 1]; no copy."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+nested_tensor = torch.nested.nested_tensor_from_jagged
+"""A nested tensor [N, ragged, ...] over values [T, ...] and offsets int64 [N + 1]; no copy."""
 
 
 def is_ragged(value: Any) -> bool:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokenizers import Tokenizer
 
@@ -132,7 +132,7 @@ class Codec:
         unknown = tokenizer.unk_token_id
         self._forbidden = {self.added[content] for content in self.control} - {unknown}
         longest_first = sorted(self.added, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._plain = plain_tokenizers(self._full, self.control)
         for content in self.control:
             try:
@@ -148,8 +148,9 @@ class Codec:
         run: list[str] = []
         strip = False
         for part in parts:
-            for piece in self._pieces(part) if isinstance(part, Markup) else (part,):
-                if isinstance(piece, Markup):
+            # Cut at added tokens, every other piece is one. Only the template may write them.
+            for number, piece in enumerate(self._pattern.split(part) if isinstance(part, Markup) else (part,)):
+                if number % 2:
                     text = "".join(run)
                     # Some added tokens swallow the white space next to them; the tokenizer would do the same here.
                     text = text.rstrip() if piece in self._strip_before else text
@@ -193,14 +194,6 @@ class Codec:
             return str(self._full.decode_batch([ids], skip_special_tokens=False)[0])
         return str(self._full.decode(ids, skip_special_tokens=False)) if ids else ""
 
-    def _pieces(self, markup: Markup) -> list[str]:
-        pieces: list[str] = []
-        position = 0
-        for match in self._pattern.finditer(markup):
-            pieces += [str(markup[position : match.start()]), Markup(match.group())]
-            position = match.end()
-        return [*pieces, str(markup[position:])]
-
     def _ordinary(self, text: str, after: Place) -> list[int]:
         if not text:
             return []
@@ -242,19 +235,11 @@ class TurnReader:
         return ""
 
 
-class Vocabulary(Protocol):
-    """Operations of a `Codec` that are needed here."""
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def piece(self, number: int) -> str: ...
-
-
 class SettledText:
     """The text of ids that come one after the other, in pieces that together are the text of all."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
         self._told: list[int] = []  # the ids of the last piece, without which the next ones may decode otherwise
         self._new: list[int] = []
         self._tried = 0
@@ -263,12 +248,12 @@ class SettledText:
         """The next piece; empty while a character is incomplete."""
         self._new += token_ids
         # Bytes that stand for themselves are read together: those before may still turn out to be no characters.
-        if not self._new or _BYTE.fullmatch(self._vocabulary.piece(self._new[-1])):
+        if not self._new or _BYTE.fullmatch(self._codec.piece(self._new[-1])):
             return ""
         # Ids that never make a whole character are tried again only once they are twice as many.
         if len(self._new) < 2 * self._tried:
             return ""
-        before, text = self._vocabulary.decode(self._told), self._vocabulary.decode([*self._told, *self._new])
+        before, text = self._codec.decode(self._told), self._codec.decode([*self._told, *self._new])
         if text.endswith(REPLACEMENT) or not text.startswith(before):
             self._tried = len(self._new) if len(self._new) > _LONGEST_CHARACTER else 0
             return ""
@@ -281,7 +266,7 @@ class ProseReader(TurnReader):
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        codec: Codec,
         frame: tuple[str, str],
         ends: Sequence[str],
         *,
@@ -292,7 +277,7 @@ class ProseReader(TurnReader):
         """`frame`: the marks around a reasoning; `ends`: texts from which on nothing is settled (of calls, stop strings).
         `last`: ids after which nothing is. `thinking`: the turn begins within the reasoning. `thinks`: whether the mark of a
         reasoning that is in the text of these ids is one, and no text that only looks like it."""
-        self._text = SettledText(vocabulary)
+        self._text = SettledText(codec)
         self._open, self._close = frame
         self._ends, self._last = [end for end in ends if end], frozenset(last)
         self._thinks = thinks

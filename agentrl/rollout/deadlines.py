@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agentrl.data.token_ledger import TokenLedger
@@ -98,48 +97,6 @@ class Quiet:
         return self.seconds
 
 
-@dataclass(slots=True)
-class EpisodeClock:
-    """Seconds of an episode by who used them: the policy (tools that run its own code) or the infrastructure (the environment,
-    its other tools, an agent's program). Each has `limit` seconds of its own, and the engine's are on neither clock."""
-
-    limit: float
-    used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
-
-    def add(self, who: Blame, seconds: float) -> float:
-        """Count seconds; returns those that are left to `who`."""
-        self.used[who] += seconds
-        return self.limit - self.used[who]
-
-
-class RequestClock:
-    """Clock of the engine's silence while one request waits for it.
-
-    Any token or answer begins the time anew, also another episode's: an engine that is slow, or has a queue, is at work.
-    """
-
-    def __init__(self, engine: Engine, key: str, limit: float, watch: Watch) -> None:
-        self._engine, self._key, self._limit, self._watch = engine, key, limit, watch
-        self._silent, self._waited = Quiet(watch.heard), 0.0
-        self.tokens: int | None = None
-
-    def spend(self, passed: float) -> float:
-        """For `deadline.in_time`: the seconds of silence that are left."""
-        self._waited += passed
-        tokens = self._engine.progress(self._key)
-        if tokens is not None:
-            if tokens > (self.tokens or 0):
-                self._watch.hear()
-            self.tokens = tokens
-        return self._limit - self._silent.add(passed, self._watch.heard)
-
-    def __str__(self) -> str:
-        if self.tokens is None:
-            return f"the engine ({self._waited:.0f} s; it does not report tokens)"
-        speed = self.tokens / self._waited if self._waited else 0.0
-        return f"the engine ({self.tokens} tokens after {self._waited:.0f} s: {speed:.2g} tokens/s)"
-
-
 # Waits under a deadline
 
 Answer = TypeVar("Answer")
@@ -154,11 +111,13 @@ class CutError(Exception):
 
 
 class Waits:
-    """The waits of one episode. Limits in seconds: `turn` of silence of the engine, `episode` of all other time (see
-    `clock`)."""
+    """The waits of one episode. `used`: its seconds by who used them, the policy (tools that run its own code) or the
+    infrastructure (the environment, its other tools, an agent's program); each has `limit` of its own."""
 
     def __init__(self, key: str, turn: float, episode: float, watch: Watch) -> None:
-        self.clock, self.watch = EpisodeClock(episode), watch
+        """Limits in seconds: `turn` of silence of the engine, `episode` of all other time."""
+        self.limit, self.watch = episode, watch
+        self.used: dict[Blame, float] = {"policy": 0.0, "infrastructure": 0.0}
         self._key, self._turn = key, turn
 
     async def environment(
@@ -179,7 +138,8 @@ class Waits:
             at_work = not env.queued and (not calls or any(call.running for call in calls))
             counted = passed if at_work else 0.0
             spent += counted
-            return min(limit - spent, self.clock.add(whose_it_was, counted))
+            self.used[whose_it_was] += counted
+            return min(limit - spent, self.limit - self.used[whose_it_was])
 
         def doing() -> str:
             own = "; ".join(map(str, env.waiting)) or f"{what} of environment {env.id}"
@@ -198,20 +158,37 @@ class Waits:
 
     def over(self, doing: str) -> CutError:
         """The end of an episode whose time is up: why, and what it was doing last."""
-        stop = StopReason.MAX_EPISODE_TIME if self.clock.used["policy"] >= self.clock.limit else StopReason.EPISODE_TIMEOUT
-        limit = f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout)"
-        return CutError(stop, f"{limit}, last on {doing}")
+        stop = StopReason.MAX_EPISODE_TIME if self.used["policy"] >= self.limit else StopReason.EPISODE_TIMEOUT
+        return CutError(stop, f"{self.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}")
 
     async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str) -> Generation:
-        """The engine's `answer` to the request `key`. Raises EngineError if it fails, and CutError if it falls silent."""
-        request = RequestClock(engine, key, self._turn, self.watch)
+        """The engine's `answer` to the request `key`. Raises EngineError if it fails, and CutError if it falls silent: any token
+        or answer begins the time anew, also another episode's, since an engine that is slow, or has a queue, is at work."""
+        silent, waited = Quiet(self.watch.heard), 0.0
+        tokens: int | None = None
+
+        def spend(passed: float) -> float:
+            nonlocal waited, tokens
+            waited += passed
+            before, now = tokens or 0, engine.progress(key)
+            if now is not None:
+                tokens = now
+                if now > before:
+                    self.watch.hear()
+            return self._turn - silent.add(passed, self.watch.heard)
+
+        def doing() -> str:
+            if tokens is None:
+                return f"{what} at the engine ({waited:.0f} s; it does not report tokens)"
+            speed = tokens / waited if waited else 0.0
+            return f"{what} at the engine ({tokens} tokens after {waited:.0f} s: {speed:.2g} tokens/s)"
 
         def late() -> Exception:
-            silent = f"no token came for {self._turn:g} s (rollout.turn_timeout), last on {what} at {request}"
-            return CutError(StopReason.ENGINE_TIMEOUT, silent)
+            text = f"no token came for {self._turn:g} s (rollout.turn_timeout), last on {doing()}"
+            return CutError(StopReason.ENGINE_TIMEOUT, text)
 
-        with self.watch.waits(self._key, lambda: f"{what} at {request}"):
-            answered = await self._in_time(run_contained(answer, what, EngineError), what, request.spend, late)
+        with self.watch.waits(self._key, doing):
+            answered = await self._in_time(run_contained(answer, what, EngineError), what, spend, late)
         self.watch.hear()
         return answered
 

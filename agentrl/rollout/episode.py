@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -20,7 +20,7 @@ from agentrl.env import ToolEnv
 from agentrl.render.base import Renderer
 from agentrl.reward import Score, Scorer
 from agentrl.rollout.context import ContextPolicy, Moment, Stop, elide_outputs
-from agentrl.rollout.deadlines import CutError, EpisodeClock, Waits, Watch, whose
+from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
 from agentrl.rollout.engine import Engine, Generation, Sampling, derive
 from agentrl.rollout.starts import prefix_of, scripted_ids
 from agentrl.utils.errors import AgentFaultError, AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError
@@ -94,7 +94,7 @@ class Limits:
     `context`: the most tokens that the model can take, which bounds each ledger. `max_episode_tokens`: the most
     that all ledgers of the episode may hold together, which is what training on it computes. `turn_timeout`: without a
     token of the engine for so long, a request is given up. `episode_timeout` limits the policy's own code and, by itself, the
-    all time but the engine's (see `rollout.clock`), `env_timeout` the environment's setup and its teardown.
+    all time but the engine's (see `deadlines.Waits`), `env_timeout` the environment's setup and its teardown.
     """
 
     max_turns: int
@@ -198,7 +198,7 @@ def sampling_attributes(generation: Generation, sampling: Sampling, prompt: int)
 
 
 async def complete(
-    env: ToolEnv, record: Trajectory | None, spec: EpisodeSpec, stop: StopReason, error: str | None, clock: EpisodeClock
+    env: ToolEnv, record: Trajectory | None, spec: EpisodeSpec, stop: StopReason, error: str | None, used: Mapping[Blame, float]
 ) -> Trajectory:
     """Tear the environment down and record how the episode ended; its ledgers and timings are left to the caller. `record`: None
     if the reset itself failed."""
@@ -216,9 +216,9 @@ async def complete(
             trajectory.stop = StopReason.ENV_ERROR
             trajectory.error = f"environment {env.id}: its end failed: {type(fault).__name__}: {fault}"
     timed = trajectory.stop in (StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT)
-    used: dict[str, Json] = {f"{who}_s": seconds for who, seconds in clock.used.items()} if timed else {}
+    seconds: dict[str, Json] = {f"{who}_s": taken for who, taken in used.items()} if timed else {}
     blame = trajectory.stop.blame
-    trajectory.cause = None if blame is None else {"blame": blame, **used}
+    trajectory.cause = None if blame is None else {"blame": blame, **seconds}
     trajectory.seed, trajectory.member = spec.seed, spec.member
     return trajectory
 
@@ -300,7 +300,8 @@ class RunningEpisode:
         return ended or StopReason.MAX_TURNS
 
     async def begin(self) -> StopReason | None:
-        """Reset the environment, and make the gold calls that the episode is given. Returns why it ends already, if it does."""
+        """Reset the environment, and make the gold calls that the episode is given. Returns why it ends already, if there is no
+        room for them. Raises EnvError if they end it."""
         reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
         observation, _ = await self._env(reset, "the setup", limit=self.limits.env_timeout)
         self.record = self.env.trajectory
@@ -309,13 +310,9 @@ class RunningEpisode:
         # A prompt that alone exceeds a limit leaves no room for a turn, but its row must still respect the limit.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         self.ledger.append_context((await self._start(observation))[:most], turn=0)
-        return await self._begin_after(self.spec.given) if self.spec.given else None
-
-    async def _begin_after(self, calls: int) -> StopReason | None:
-        """Make the first gold calls in the environment; their turns are context. Returns why the episode ends already, if
-        there is no room for them. Raises EnvError if the solution ends it."""
-        assert self.record is not None
-        for said in prefix_of(self.env.gold_turns(self.env.task), calls):
+        # The turns of the gold calls are context too.
+        given = prefix_of(self.env.gold_turns(self.env.task), self.spec.given) if self.spec.given else ()
+        for said in given:
             for ids in scripted_ids(self.renderer, said):
                 turn = len(self.record.turns)
                 room, reason = self._room(len(ids))
@@ -512,7 +509,7 @@ class RunningEpisode:
 
     async def end(self, stop: StopReason, error: str | None) -> Trajectory:
         """Tear the environment down and complete the record."""
-        trajectory = await complete(self.env, self.record, self.spec, stop, error, self.waits.clock)
+        trajectory = await complete(self.env, self.record, self.spec, stop, error, self.waits.used)
         trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
         trajectory.rewrites = self.rewrites
         self.hook.complete(trajectory)

@@ -92,7 +92,7 @@ class WeightSource:
             return None
         bucket = self._channel().send(self._stream)
         # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
-        if self._stream.done and bucket is None:
+        if self._stream.next is None and bucket is None:
             self._stream = None
         return bucket
 

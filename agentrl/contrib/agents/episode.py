@@ -172,7 +172,7 @@ class AgentEpisode:
             self.record.catch_up()
 
     async def end(self, stop: StopReason, error: str | None) -> Trajectory:
-        trajectory = await complete(self.env, self._opened, self.spec, stop, error, self.waits.clock)
+        trajectory = await complete(self.env, self._opened, self.spec, stop, error, self.waits.used)
         if self.session is not None:
             trajectory.ledgers = [ledger for ledger in self.session.ledgers if len(ledger)]
             self.about |= {"requests": self.session.requests, "other_sampling": dict(self.session.other)}
@@ -388,14 +388,14 @@ class AgentEpisode:
             passed = now - self._idle_since
             self.agent_s += passed
             # Its program is not what is trained.
-            self.waits.clock.add("infrastructure", passed)
+            self.waits.used["infrastructure"] += passed
         self._idle_since = now
 
     def _spend(self, passed: float) -> float:
         before = self.agent_s
         self._charge()
         self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
-        left = self.waits.clock.limit - self.waits.clock.used["infrastructure"]
+        left = self.waits.limit - self.waits.used["infrastructure"]
         return min(self.config.idle_timeout - self._quiet, left)
 
     def _late(self) -> Exception:

@@ -55,7 +55,7 @@ class Fork(EpisodeHook):
             raise EnvError(f"no fork before turn {turn}: {type(fault).__name__}: {fault}") from fault
         conversation = {name: getattr(episode, name) for name in CONVERSATION} | {"rewrites": list(episode.rewrites)}
         ledgers = [(ledger, len(ledger)) for ledger in episode.ledgers]
-        return cls(episode.spec.member, turn, env, ledgers, dict(episode.waits.clock.used), conversation)
+        return cls(episode.spec.member, turn, env, ledgers, dict(episode.waits.used), conversation)
 
     async def close(self) -> None:
         """Tear its environment down. An error of that is logged: the episodes keep their results."""
@@ -75,7 +75,7 @@ class Fork(EpisodeHook):
         for name, value in self.conversation.items():
             setattr(episode, name, value)
         episode.rewrites = list(episode.rewrites)
-        episode.waits.clock.used.update(self.used)
+        episode.waits.used.update(self.used)
         return None
 
     def complete(self, trajectory: Trajectory) -> None:

@@ -91,24 +91,16 @@ NOTHING_LENT = Lent()
 
 
 class Stream:
-    """Tensors in order, with a peek at the next one, because filling a bucket requires to know whether it still fits."""
+    """Tensors in order. `next` is seen before it is taken, because filling a bucket requires to know whether it still fits; it is
+    valid until `advance` is called, and None at the end."""
 
     def __init__(self, tensors: Iterator[Named]) -> None:
         self._tensors = tensors
-        self._next = next(tensors, None)
-
-    @property
-    def done(self) -> bool:
-        return self._next is None
-
-    def peek(self) -> Named:
-        """The next tensor, without consuming it. It is valid until `advance` is called."""
-        assert self._next is not None
-        return self._next
+        self.next: Named | None = next(tensors, None)
 
     def advance(self) -> None:
-        self._next = None  # drops the last reference first: two whole layers must not be in memory at once
-        self._next = next(self._tensors, None)
+        self.next = None  # drops the last reference first: two whole layers must not be in memory at once
+        self.next = next(self._tensors, None)
 
 
 def fill(
@@ -125,8 +117,8 @@ def fill(
     """
     entries: list[TensorEntry] = []
     used = 0
-    while not stream.done:
-        name, tensor = stream.peek()
+    while stream.next is not None:
+        name, tensor = stream.next
         if used + tensor.nbytes > room or used % tensor.itemsize:
             if not entries:
                 raise ValueError(f"weight {name!r} has {tensor.nbytes} bytes, a bucket {room}")
@@ -206,7 +198,7 @@ class Sender(ABC):
 
     def send(self, stream: Stream) -> Bucket | None:
         """Fill the next slot from the stream and send it; None at the stream's end."""
-        if stream.done:
+        if stream.next is None:
             return None
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
         # `self.slot` blocks until the bucket before the last, which used this slot, is no longer read.
@@ -239,7 +231,7 @@ class Silent(Sender):
         return Offer("none", self.slot_bytes, self.receivers, ())
 
     def send(self, stream: Stream) -> Bucket | None:
-        if not stream.done:
+        if stream.next is not None:
             fill(stream, self.slot_bytes, None, self._as)
         return None
 

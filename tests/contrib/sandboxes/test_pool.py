@@ -297,7 +297,7 @@ def test_the_watch_is_told_what_an_episode_queues_for_and_its_clock_stands(provi
         assert (
             "episode e1" in told and "the setup of environment test/Waiting-v0, which waits for a local sandbox for 1 s" in told
         )
-        assert not task.done() and waits.clock.used["infrastructure"] < 0.1
+        assert not task.done() and waits.used["infrastructure"] < 0.1
         await first.stop()
         await asyncio.wait_for(task, 2)
         await env.held.stop()
