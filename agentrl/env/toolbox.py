@@ -282,29 +282,30 @@ class Toolbox:
         if the policy is responsible (`Options.late`), else ToolTimeoutError.
         """
         with span("tool", call.name) as opened:
-            result = await self._call(call)
+            began = time.monotonic()
+            prepared = await by_size(len(call.raw) or size_of(call.arguments), self._prepare, call)
+            if isinstance(prepared, Problem):
+                answer: Any = prepared
+            else:
+                item, values = prepared
+                waiting = Waiting(item, call.id)
+                self.waiting.append(waiting)
+                try:
+                    answer = await self._run(waiting, values)
+                finally:
+                    self.waiting.remove(waiting)
+                began, most = waiting.since, self._budget(item)
+            if isinstance(answer, Problem):
+                text = redact(self.refusal(call, answer))
+                result = ToolResult(call.id, call.name, text, None, answer.kind, time.monotonic() - began)
+            else:
+                value, content, images = await by_size(size_of(answer), shape_result, item.name, answer, most, self._count)
+                if (clean := redact(content)) != content:
+                    content, value = clean, redact_json(value)
+                result = ToolResult(call.id, call.name, content, value, None, time.monotonic() - began, images)
             if opened is not None:
                 opened.set(call=call.id, refused=None if result.error is None else str(result.error))
             return result
-
-    async def _call(self, call: ToolCall) -> ToolResult:
-        began = time.monotonic()
-        prepared = await by_size(len(call.raw) or size_of(call.arguments), self._prepare, call)
-        if isinstance(prepared, Problem):
-            return self._refuse(call, prepared, began)
-        item, values = prepared
-        waiting = Waiting(item, call.id)
-        self.waiting.append(waiting)
-        try:
-            answer = await self._run(waiting, values)
-        finally:
-            self.waiting.remove(waiting)
-        if isinstance(answer, Problem):
-            return self._refuse(call, answer, waiting.since)
-        value, content, images = await by_size(size_of(answer), shape_result, item.name, answer, self._budget(item), self._count)
-        if (clean := redact(content)) != content:
-            content, value = clean, redact_json(value)
-        return ToolResult(call.id, call.name, content, value, None, time.monotonic() - waiting.since, images)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Answer the calls of one turn, in order. Adjacent calls run in parallel if their tools allow it."""
@@ -391,10 +392,6 @@ class Toolbox:
             return form_error(item.options.error, item.name, cut)
         own: Callable[[ToolCall, Problem], str] | None = getattr(self._owner, "error_text", None)
         return error_text(cut.kind, cut.message) if own is None else own(call, cut)
-
-    def _refuse(self, call: ToolCall, problem: Problem, began: float) -> ToolResult:
-        text = redact(self.refusal(call, problem))
-        return ToolResult(call.id, call.name, text, None, problem.kind, time.monotonic() - began)
 
     def _budget(self, item: Tool | None) -> int:
         own = None if item is None else item.options.max_output

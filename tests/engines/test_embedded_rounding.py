@@ -68,15 +68,13 @@ async def test_a_sleep_gives_the_memory_back_to_other_processes(tmp_path, monkey
     """The allocator is told once everything is freed: weights and cache."""
     engine = EmbeddedEngine(build_model(tmp_path), device="cpu")
     await engine.start()
-    slots = engine._batcher.slots
-    sequence = slots.new("a", list(range(40)))
-    assert sum(pool.kv.nbytes for pool in slots.pools) > 0
+    pools = engine._batcher.slots.pools
+    sequence = engine._batcher.slots.new("a", list(range(40)))
+    assert sequence.pool.kv.nbytes > 0
     sequence.pool.give(sequence.slot)
     held = []
-    parameters = list(engine._model.module.parameters())
-    monkeypatch.setattr(
-        torch.cuda, "empty_cache", lambda: held.append(sum(t.nbytes for t in (*parameters, *(pool.kv for pool in slots.pools))))
-    )
+    weights = list(engine._model.module.parameters())
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.append(sum(x.nbytes for x in (*weights, *(p.kv for p in pools)))))
     await engine.sleep()
     await engine.close()
     assert held == [0]

@@ -387,16 +387,14 @@ class AgentEpisode:
         if not self._busy:
             passed = now - self._idle_since
             self.agent_s += passed
-            # Its program is not what is trained.
-            self.waits.used["infrastructure"] += passed
+            self.waits.used["infrastructure"] += passed  # its program is not what is trained
         self._idle_since = now
 
     def _spend(self, passed: float) -> float:
         before = self.agent_s
         self._charge()
         self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
-        left = self.waits.limit - self.waits.used["infrastructure"]
-        return min(self.config.idle_timeout - self._quiet, left)
+        return min(self.config.idle_timeout - self._quiet, self.waits.limit - self.waits.used["infrastructure"])
 
     def _late(self) -> Exception:
         if self._quiet >= self.config.idle_timeout:
