@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
+from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of, identity_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
 from agentrl.env.official import Benchmark
 from agentrl.run.services import RunServices
-from agentrl.utils.search_path import source_digest, used_names, value_of
+from agentrl.utils.redaction import resolve_references
+from agentrl.utils.search_path import PRIVATE, source_digest, used_names, value_of
 
 SOURCE = "the source of "
+_ARGUMENTS = ("params", "gate_params", "args", "wrappers", "chat_template")
+"""Parts of keys below which texts may name files."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CHUNK = 64 << 10
 _CHUNKS = 128
 
 
 def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
-    """Digests of the reward spec and of the files of models, environments, tool sets and of those that sets are given, for an
-    identity.
+    """Digests of the reward spec and of the files of models, environments and tool sets, and of those that arguments name (data,
+    a chat template), for an identity.
 
     Models on a hub or behind an API and environments of installed packages have no digest. Raises CatalogError or
     RewardSpecError if the spec, an environment or a tool set is not found.
@@ -31,6 +40,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
         **{f"{one.key}.path": _files(one.config.model.path) for one in RunServices(config).engines()},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
+    suites: list[str] = []
     for own in config.envs:
         with config.name_entry_in_errors(own) as one:
             env = EnvRef.of(one)
@@ -42,13 +52,18 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             else:
                 files = [] if env.at is not None else sorted(_sources(env.entry.path))
                 digests |= _digests({f"{at}.id": files, f"{tools}.sets": [find_tools(name) for name in env.tools.sets]})
-            # The files that arguments of tool sets name, and those in folders that they name.
-            values = [value for given in env.tools.args.values() for value in given.values()]
-            paths = [Path(value) for value in values if isinstance(value, str) and value]
-            inside = [file for path in paths if path.is_dir() for file in _plain(path.rglob("*"))]
-            digests |= _digests({f"{tools}.args": sorted([*inside, *(path for path in paths if path.is_file())])})
             if (suite := suite_env(env)) is not None:
                 digests[f"the files of {at}.params.source"] = suite.source_digest()
+                suites.append(f"{at}.params")
+    named: dict[str, list[Path]] = defaultdict(list)
+    for key, value in identity_of(config, purpose).items():
+        parts = key.split(".")
+        of = next((".".join(parts[: parts.index(part) + 1]) for part in _ARGUMENTS if part in parts), None)
+        if of is not None and of not in suites:
+            named[of] += _named_in(resolve_references(value, key))
+    digests |= _digests({key: sorted(paths) for key, paths in named.items()})
+    if purpose == "train":
+        digests |= _digests(_own_code(config))
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
         if (digest := source_digest(name)) is not None:
             digests[f"{SOURCE}{name}"] = digest
@@ -61,15 +76,23 @@ def files_digest(folder: str) -> str | None:
 
 
 def code_of(config: TrainConfig) -> list[str]:
-    """The keys of `contents_of` that are of code: the environments' and their tools'."""
+    """The keys of `contents_of` that are of code: of environments, their tools, plug-ins, and functions that are named."""
     several = isinstance(config.env, list)
     places = [f"env.{env.called}" if several else "env" for env in config.envs]
     given = used_names(config.model_dump(mode="json", exclude_none=True))  # reward specs among them are no code
-    keys = ["tools.sets", *(key for at in places for key in (f"{at}.id", f"{at}.tools.sets"))]
+    keys = ["tools.sets", *_own_code(config), *(key for at in places for key in (f"{at}.id", f"{at}.tools.sets"))]
     return [
         *(f"the files of {key}" for key in keys),
         *(f"{SOURCE}{name}" for name in given if not isinstance(value_of(name), Mapping)),
     ]
+
+
+def _own_code(config: TrainConfig) -> dict[str, list[Path]]:
+    """The loaded files of plug-ins, and of modules whose functions the config names."""
+    named = re.findall(r'"([\w.]+):[A-Za-z_]\w*"', config.model_dump_json())
+    loaded = [(name, Path(getattr(module, "__file__", None) or "")) for name, module in list(sys.modules.items())]
+    files = [file for name, file in loaded if name in named or (name.startswith(PRIVATE) and file.parent.name == "plugins")]
+    return {f"{file.parent.name}/{file.name}": [file] for file in files if file.is_file()}
 
 
 def suite_env(env: EnvRef) -> Benchmark | None:
@@ -94,6 +117,18 @@ def _digest_all(paths: Sequence[Path]) -> str | None:
     return digest_of([[path.name, _digest(path)] for path in paths]) if paths else None
 
 
+def _named_in(value: Any) -> Iterator[Path]:
+    """The files that texts of a JSON value name, and those in folders that they name."""
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from _named_in(inner)
+    with suppress(OSError, ValueError, RuntimeError):  # a prompt is no path
+        path = Path(value if isinstance(value, str) else "").expanduser()
+        if path.is_file():
+            yield path
+        elif path.is_dir() and not Path.cwd().is_relative_to(path.resolve()):  # that one holds the runs too
+            yield from _plain(path.rglob("*"))
+
+
 def _files(folder: str | None) -> list[Path]:
     return sorted(_plain(Path(folder).iterdir())) if folder is not None and Path(folder).is_dir() else []
 
@@ -115,15 +150,16 @@ def _plain(paths: Iterator[Path]) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Digest of a file's size and content; of a large file (weights), of its size and `_CHUNKS` chunks."""
+    """Digest of a file's size and content; of large weights, of their size and `_CHUNKS` chunks."""
     size, digest = path.stat().st_size, sha256()
     digest.update(str(size).encode())
     with path.open("rb") as file:
-        if size <= _CHUNK * _CHUNKS:
-            digest.update(file.read())
+        if size <= _CHUNK * _CHUNKS or path.suffix not in _WEIGHTS:  # of other files a row may change alone
+            while chunk := file.read(_CHUNK * _CHUNKS):
+                digest.update(chunk)
             return digest.hexdigest()
         # Evenly spread samples: a training step changes nearly all weights, and reading 100 GB would take minutes.
-        for chunk in range(_CHUNKS):
-            file.seek(chunk * (size - _CHUNK) // (_CHUNKS - 1))
+        for number in range(_CHUNKS):
+            file.seek(number * (size - _CHUNK) // (_CHUNKS - 1))
             digest.update(file.read(_CHUNK))
     return digest.hexdigest()

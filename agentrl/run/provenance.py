@@ -37,7 +37,8 @@ class Provenance:
 
     def write(self) -> None:
         """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
-        provenance = {"folder": str(Path.cwd()), "contents": contents_of(self.config, "train")}
+        contents, identity = contents_of(self.config, "train"), identity_of(self.config, "train")
+        provenance = {"folder": str(Path.cwd()), "contents": contents, "identity": identity}
         atomic_write(self.folder.path / FILE, json.dumps(redact_json(provenance), indent=2) + "\n")
 
     def check_resumable(self, before: TrainConfig, check: Callable[[], list[str]]) -> tuple[str, ...]:
@@ -54,16 +55,12 @@ class Provenance:
             notes = check()
         except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
             raise type(error)(f"{error}{origin_hint(folder)}") from None
-        if (recorded := _read_provenance(folder)) is None:
+        if _read_provenance(folder) is None:
             self.write()  # so that the next resume can compare
             old = "started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
             said = [f"{folder.path}: {old}"]
         else:
-            self.check_contents()
-            # Code may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed.
-            now = contents_of(config, "train")
-            changed = [key for key in code_of(config) if recorded["contents"].get(key) != now.get(key)]
-            said = [f"{key} have changed since the run began" for key in changed]
+            said = self.check_contents()
         return (*said, *notes, *self._later_notes(before))
 
     def check_unchanged(self, before: TrainConfig) -> None:
@@ -75,18 +72,22 @@ class Provenance:
         check_resumed(before, self.config, self.folder.path)
         check_own_config(identity_of(before, "train"), self.folder)
 
-    def check_contents(self) -> None:
-        """Raises ConfigError if the reward spec or the model's files changed since the run began."""
+    def check_contents(self) -> list[str]:
+        """Notes on code that changed since the run began. Raises ConfigError if the reward spec, data or a model did."""
         if (recorded := _read_provenance(self.folder)) is None:
-            return
-        config, code = self.config, code_of(self.config)
-        both = (recorded["contents"], contents_of(config, "train"))
-        if found := differences(*({key: value for key, value in one.items() if key not in code} for one in both)):
-            named = [value for value in (*(env.reward for env in config.envs), config.model.path) if value is not None]
+            return []
+        then, now, code = recorded["contents"], contents_of(self.config, "train"), code_of(self.config)
+        # With what an older version did not record, nothing can be compared.
+        both = ({key: one.get(key) for key in then if key not in code} for one in (then, now))
+        if found := changes(*both):
+            keys = tuple(f"{line.split(' was ')[0].rpartition(' ')[2]}." for line in found)
+            named = [v for k, v in identity_of(self.config, "train").items() if f"{k}.".startswith(keys) and isinstance(v, str)]
             raise ConfigError(
-                f"{self.folder.path / FILE}: what the run has learned so far was learned with other files: {found}; restore "
-                f"{' or '.join(named) or 'the reward spec of the environment'}, or start another run"
+                f"{self.folder.path / FILE}: what the run has learned so far was learned with other files: {'; '.join(found)}; "
+                f"restore {' or '.join(named) or 'the reward spec of the environment'}, or start another run"
             )
+        # Code may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed.
+        return [f"{key} have changed since the run began" for key in code if then.get(key, now.get(key)) != now.get(key)]
 
     def _later_notes(self, before: TrainConfig) -> list[str]:
         """Notes on keys that steer later updates, and on the end of the run."""
@@ -96,6 +97,9 @@ class Provenance:
             notes.append(
                 f"steps = {steps}, and the run has done {done} updates: it is over; continue with more, as steps={done + 10}"
             )
+        last = max((row["step"] for row in self.folder.read_metrics() if row["phase"] == "train"), default=0)
+        if last > done:
+            notes.append(f"updates {done + 1} to {last} are in no checkpoint of {self.folder.checkpoints}; they are done again")
         optim = config.optim
         if optim.schedule != "constant" and before.steps != steps:
             # Updates in which only the critic learns do not count for the policy's schedule.
@@ -161,14 +165,15 @@ def check_own_config(now: Identity, folder: RunFolder) -> None:
     """Raises ConfigError if config.toml was changed by hand or is another run's. Keys that one lacks are another version's."""
     newest = Checkpoints(folder.checkpoints, keep=1).newest()
     try:
-        then: Identity = {} if newest is None else read_json(read_plain(newest / DRIVER)).get("identity", {})
+        began = (_read_provenance(folder) or {}).get("identity", {})
+        then: Identity = began if newest is None else read_json(read_plain(newest / DRIVER)).get("identity", {})
     except (OSError, ValueError, AttributeError):
         return  # damaged: it is not loaded either, which is said then
     both = then.keys() & now.keys()
-    if newest is not None and (found := differences({k: then[k] for k in both}, {k: now[k] for k in both})):
+    if found := differences({k: then[k] for k in both}, {k: now[k] for k in both}):
         raise ConfigError(
-            f"{folder.config}: {newest} was trained with other values: {found}; put them back (what the file was is in "
-            f"{folder.history.name}/ if a resume changed it), or start another run"
+            f"{folder.config}: {newest or 'the run'} was trained with other values: {found}; put them back (what the file was is "
+            f"in {folder.history.name}/ if a resume changed it), or start another run"
         )
 
 

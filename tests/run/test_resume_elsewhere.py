@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.schema import InitModelConfig
+from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import WorkerDiedError
 
@@ -116,6 +118,98 @@ def test_other_weights_under_the_old_path_end_a_run(executed: Executed, capsys: 
     assert len(executed) == 1
 
 
+def swap(path: Path) -> None:
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+
+
+def one_letter(path: Path) -> None:
+    """Between the chunks that are read of large weights, and of the same size."""
+    data, chunk = bytearray(path.read_bytes()), 64 << 10
+    data[64 * (len(data) - chunk) // 127 + chunk + 1000] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (swap, "rows.jsonl"),
+        (lambda path: path.write_text(path.read_text() * 2), "rows.jsonl"),
+        (lambda path: path.write_text(path.read_text().splitlines(keepends=True)[0]), "folder"),
+        (lambda path: (path.parent / "more.jsonl").write_text("{}\n"), "folder"),
+        (one_letter, "nested"),
+        (one_letter, "variable"),
+        (swap, "mixed"),
+    ],
+)
+def test_data_that_an_argument_names_may_not_change(
+    executed: Executed,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], object],
+    where: str,
+) -> None:
+    """Else rows of it are skipped or come twice, as a seed is the number of a row."""
+    assert main(["env", "new", "mine"]) == 0
+    source = Path("envs/mine/env.py")
+    source.write_text(source.read_text().replace("things: int = 4,", "things: int = 4, tasks='', more=(),"))
+    monkeypatch.setenv("DATA", str(Path.cwd()))
+    Path("data").mkdir()
+    rows = Path("data/rows.jsonl")
+    rows.write_text("".join(f'{{"row": {number}}}\n' for number in range(700_000 if change is one_letter else 9)))
+    named = {
+        "rows.jsonl": "env.params={tasks='data/rows.jsonl'}",
+        "folder": "env.params={tasks='data'}",
+        "nested": "env.params.more=[{path='data/rows.jsonl'}]",
+        "variable": "env.params={tasks='${env:DATA}/data/rows.jsonl',more='a\\nb'}",
+        "mixed": "env=[{id='key_value'},{id='mine',name='b',params={tasks='data/rows.jsonl'}}]",
+    }[where]
+    assert train("model.init={}", named, env="mine") == 0
+    assert main(["train", "--resume", "runs/r"]) == 0
+    change(rows)
+    assert main(["train", "--resume", "runs/r"]) == 2
+    said = capsys.readouterr().err
+    assert "the files of env." in said and "was sha256:" in said and "restore" in said
+    assert len(executed) == 2
+
+
+def test_a_chat_template_may_not_change_and_changed_code_is_said(
+    executed: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "there")
+    Path("own.jinja").write_text(CHATML_TEMPLATE)
+    Path("plugins").mkdir()
+    plugin, module = Path("plugins/of_mine.py"), Path("resumed_code.py")
+    plugin.write_text(
+        "from agentrl.trainer.algorithms.losses import POLICY_LOSSES, LossOutput\n"
+        "@POLICY_LOSSES.register('of_mine')\ndef of_mine(batch): return LossOutput(-batch.advantages * batch.logprobs)\n"
+    )
+    module.write_text("def half(view, args): return 0.5\n")
+    more = ["algorithm.loss.name=of_mine", "reward.python.half=resumed_code:half", "model.chat_template=own.jinja"]
+    assert train("model.init={}", *more) == 0
+    assert main(["train", "--resume", "runs/r"]) == 0 and executed[1][1] == ()
+    for file in (plugin, module):
+        file.write_text(file.read_text() + "# mended\n")
+    assert main(["train", "--resume", "runs/r"]) == 0
+    assert sorted(note.split(" have changed")[0] for note in executed[2][1]) == [
+        "the files of plugins/of_mine.py",
+        "the files of there/resumed_code.py",
+    ]
+    Path("own.jinja").write_text(CHATML_TEMPLATE + " ")
+    assert main(["train", "--resume", "runs/r"]) == 2
+    assert "the files of model.chat_template was sha256:" in capsys.readouterr().err
+
+
+def test_a_config_that_is_edited_before_the_first_checkpoint_is_refused(
+    executed: Executed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model of the old values lies there, and would be trained under the new ones."""
+    assert train("model.init={hidden=32}") == 0
+    file = Path("runs/r/config.toml")
+    file.write_text(file.read_text().replace("hidden = 32", "hidden = 64"))
+    assert main(["train", "--resume", "runs/r"]) == 2
+    assert "was trained with other values: model.init.hidden was 32, is 64" in capsys.readouterr().err
+
+
 def test_an_environment_that_was_mended_goes_on_and_this_is_said(executed: Executed) -> None:
     """A run that stopped at a bug of its environment must be able to continue with the bug fixed."""
     assert main(["env", "new", "mine"]) == 0
@@ -168,6 +262,22 @@ def test_an_end_that_is_past_is_said(executed: Executed, steps: int, said: bool)
     assert main(["train", "--resume", "runs/r", f"steps={steps}"]) == 0
     expected = "steps = 9, and the run has done 10 updates: it is over; continue with more, as steps=20"
     assert executed[1][1] == ((expected,) if said else ())
+
+
+@pytest.mark.parametrize(("left", "said"), [((), "updates 1 to 7"), ((4,), "updates 5 to 7"), ((4, 7), "")])
+def test_updates_without_a_checkpoint_are_done_again_and_this_is_said(
+    executed: Executed, left: tuple[int, ...], said: str
+) -> None:
+    """Of checkpoints that were deleted, or did not come along when the folder was copied."""
+    assert train("model.init={}") == 0
+    rows = [json.dumps({"step": step, "phase": "train"}) for step in range(1, 8)]
+    Path("runs/r/metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 9, "pha')
+    for step in left:
+        Path(f"runs/r/checkpoints/step_{step:06d}").mkdir(parents=True)
+        Path(f"runs/r/checkpoints/step_{step:06d}/manifest.json").write_text('{"files": {}}')
+    assert main(["train", "--resume", "runs/r"]) == 0
+    notes = executed[1][1]
+    assert [note.split(" are in no checkpoint of ")[0] for note in notes] == ([said] if said else [])
 
 
 # -- paths beside the file that names them ---------------------------------------------------------
