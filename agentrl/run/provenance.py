@@ -49,7 +49,7 @@ class Provenance:
         ConfigError if a file has other content than at the start, or config.toml other values than the newest checkpoint was
         trained with.
         """
-        config, folder = self.config, self.folder
+        folder = self.folder
         self._check_config(before)
         try:
             notes = check()
