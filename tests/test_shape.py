@@ -120,7 +120,7 @@ for command in sys.argv[1:]:
     if os.fork() == 0:  # as in a process of its own, whose start is paid for once
         with contextlib.redirect_stdout(io.StringIO()) as said:
             try:
-                code = parser.parse_args([command, "--help"])
+                code = parser.parse_args([*command.split(), "--help"])
             except SystemExit as end:
                 code = end.code
         print(json.dumps([command, str(code), "torch" in sys.modules, said.getvalue()]), flush=True)
