@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from agentrl.config.schema import TrainConfig
 from agentrl.contrib.branching.checks import fork_obstacle
@@ -14,7 +13,7 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeHook, EpisodeSpec, RunningEpisode
-from agentrl.rollout.player import SCRIPTS, Job, LocalPlayer, Script
+from agentrl.rollout.player import SCRIPTS, Job, LocalPlayer, Script, success_rate
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.utils.errors import ConfigError
 
@@ -60,8 +59,7 @@ class ValueScript(Script):
             async with asyncio.TaskGroup() as tasks:
                 played = [[tasks.create_task(play_on(fork, number)) for number in range(self.samples)] for fork in forks]
             for fork, found in zip(forks, played, strict=True):
-                known = [task.result().success for task in found if task.result().success is not None]
-                root.turns[fork.turn].value = fmean(map(float, known)) if known else None
+                root.turns[fork.turn].value = success_rate(task.result() for task in found)
             return [root]
         finally:
             for fork in hook.forks:
