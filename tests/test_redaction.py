@@ -116,7 +116,7 @@ def test_what_a_config_holds_leaves_only_in_its_own_private_file(tmp_path: Path)
     assert set(found_in(folder.config.read_text())) == held  # of references only the name
     assert "env:REFERRED" in folder.config.read_text() and "${env:WITHIN}" in folder.config.read_text()
     assert stat.S_IMODE(folder.config.stat().st_mode) == 0o600 and stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    folder.keep_config(config.model_copy(update={"seed": config.seed + 1}), {}, 3)
+    folder.keep_config(to_toml(config.model_copy(update={"seed": config.seed + 1})), 3)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (folder.config, *folder.history.iterdir())} == {0o600}
     everything = " ".join(PLANTED[name] for name in held)
     folder.write_summary({"status": "failed", "error": everything, "deep": [{everything: everything}]})

@@ -83,9 +83,9 @@ def run_show(args: argparse.Namespace) -> int:
     config, origins = _load_with_origins(args.config, args.overrides)
     here: dict[str, str] = {}
     if args.origin:
-        from agentrl.run.plan import derived_values
+        from agentrl.run.plan import Planner
 
-        here = derived_values(config)
+        here = Planner(config).derived_values()
 
     def origin(keys: Keys) -> str:
         derived = here.get(".".join(map(str, keys)))

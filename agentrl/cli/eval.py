@@ -324,7 +324,10 @@ def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[st
 
 
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
+    from agentrl.env.catalog import EnvRef
+    from agentrl.run.compare import suite_choice, suite_tasks
     from agentrl.run.engine_choice import EngineChoice
+    from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.provenance import Provenance, model_note, other_engine
 
     args = argparse.Namespace(**{**vars(args), "model": path})
@@ -332,14 +335,26 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     name = config.name if args.config is not None else "_".join(env.called for env in config.envs)
     name = name if folder is None else folder.path.name
     out = Path(args.out or f"{args.defaults['folder']}/{name}") / ("" if args.out and alone else label)
-    plan = Plan(label, config, _requests(args, config, out, folder, several), out, about)
+    # A request for each environment; of a config with several, each in a folder of its own, also if one is chosen.
+    requests, given = {}, args.config is not None or folder is not None
+    for env, one in zip(config.envs, config.each(), strict=True):
+        own, ref = one.eval, EnvRef.of(one)
+        split = args.split or (own.split if given or several else args.defaults["split"])
+        there = suite_tasks(ref, split)
+        tasks = args.tasks or (own.tasks if given or env.eval is not None else there or args.defaults["tasks"])
+        tasks = tasks if there is None else min(tasks, there)  # a benchmark's tasks once each: all, if nothing else is said
+        place = out / env.called if several else out
+        # A run's model plays what the run evaluates on, which are the first ones.
+        chosen = () if there is None or folder is not None else suite_choice(ref, split, tasks, config.seed)
+        requests[env.called] = RolloutRequest("eval", path, tasks, args.samples or 1, split, place, chosen)
+    plan = Plan(label, config, requests, out, about)
     if folder is None:
         note = model_note(path, config)
         plan.notes = [] if note is None else [note]
         return plan
     differs = [line for env in config.envs for line in Provenance(folder, config).differences(env.called)]
-    tasks, unpaired = _other_tasks(args, {one.envs[0].called: one.eval for one in config.each()})
-    differs += [*Provenance(folder, config).changed_files(), *tasks, *other_engine(folder, EngineChoice(config).name)]
+    other, unpaired = _other_tasks(args, {one.the_env.called: one.eval for one in config.each()})
+    differs += [*Provenance(folder, config).changed_files(), *other, *other_engine(folder, EngineChoice(config).name)]
     plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan
@@ -361,29 +376,6 @@ def _other_tasks(args: argparse.Namespace, own: Mapping[str, EvalConfig]) -> tup
         f"its tasks are not those of the run's own evaluations ({were}), so its figures are not paired with theirs; for that "
         f"leave {' and '.join(options)} out"
     ]
-
-
-def _requests(
-    args: argparse.Namespace, config: TrainConfig, out: Path, folder: RunFolder | None, several: bool
-) -> dict[str, RolloutRequest]:
-    """A request for each environment; of a config with several, each in a folder of its own, also if one is chosen."""
-    from agentrl.env.catalog import EnvRef
-    from agentrl.run.compare import suite_choice, suite_tasks
-    from agentrl.run.evaluate import RolloutRequest
-
-    requests, given = {}, args.config is not None or folder is not None
-    for env in config.envs:
-        one = config.alone(env)
-        own, ref = one.eval, EnvRef.of(one)
-        split = args.split or (own.split if given or several else args.defaults["split"])
-        there = suite_tasks(ref, split)
-        tasks = args.tasks or (own.tasks if given or env.eval is not None else there or args.defaults["tasks"])
-        tasks = tasks if there is None else min(tasks, there)  # a benchmark's tasks once each: all, if nothing else is said
-        place = out / env.called if several else out
-        # A run's model plays what the run evaluates on, which are the first ones.
-        chosen = () if there is None or folder is not None else suite_choice(ref, split, tasks, config.seed)
-        requests[env.called] = RolloutRequest("eval", args.model, tasks, args.samples or 1, split, place, chosen)
-    return requests
 
 
 def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainConfig, bool]:

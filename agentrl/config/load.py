@@ -400,11 +400,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), find: Find = Pa
     `find` locates a base that is not a file next to the one that names it, for example on a shelf. Raises ConfigError, which
     names the file or override, the key, the expected value and the nearest key.
     """
-    return config_of_layers(read_layers(Path(path), find), overrides)
-
-
-def config_of_layers(layers: Layers, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The validated config of tables, the topmost first, with overrides applied. Raises ConfigError as `load_config`."""
+    layers = read_layers(Path(path), find)
     return config_from(join_layers(layers), overrides, layers)
 
 

@@ -166,14 +166,13 @@ def read_results(folder: Path) -> dict[str, Results]:
             members[episode.task.id].append(episode)
         identity = read_json((part / "eval.json").read_text()).get("identity") or {}
         env = episodes[0].env or episodes[0].env_id
-        found[env] = Results(label, env, {task: _task_result(own) for task, own in members.items()}, identity)
+        tasks: dict[str, TaskResult] = {}
+        for name, played in members.items():
+            first, known = played[0], [float(t.success) for t in played if t.success is not None]
+            content = json.dumps([first.task.data, first.task.gold], sort_keys=True, default=str)
+            tasks[name] = TaskResult(content, mean_of(known), mean_of(t.reward for t in played), first.horizon)
+        found[env] = Results(label, env, tasks, identity)
     return found
-
-
-def _task_result(members: Sequence[Trajectory]) -> TaskResult:
-    task, known = members[0].task, [float(t.success) for t in members if t.success is not None]
-    content = json.dumps([task.data, task.gold], sort_keys=True, default=str)
-    return TaskResult(content, mean_of(known), mean_of(t.reward for t in members), members[0].horizon)
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

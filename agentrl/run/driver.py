@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.cluster.group import check_arrived
 from agentrl.cluster.ray_cluster import last_words, while_ray_lives
 from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
-from agentrl.config.origin import Origins
+from agentrl.config.origin import Origins, to_toml
 from agentrl.config.schema import TrainConfig
 from agentrl.run.assembly import RunStart
 from agentrl.run.callbacks import Callback
@@ -143,7 +143,7 @@ def execute(
         display.say(f"agentrl {'train' if config.data is None else 'sft'}: {folder.path} ({'resumed' if resumed else 'new'})")
         if resumed and (restored := folder.restore()) is not None:
             display.say(restored)
-        if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
+        if resumed and (old := folder.keep_config(to_toml(config, origins), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
         shown = config if config.data is None else RUN_KINDS[DATA](config).relevant_sections()
         packing = packing_of(shown)

@@ -240,10 +240,9 @@ class RunFolder:
         model = tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {})
         return str(model.get("date") or date.today().isoformat())
 
-    def keep_config(self, config: TrainConfig, origins: Origins, step: int) -> Path | None:
-        """Make `config` the run's, from `step` (updates done) on, if it says anything else than the one before, which is then in
-        `config_history/until_NNNNNN.toml`; returns that file. Of several that ended at the same step the first one ran."""
-        now = to_toml(config, origins)
+    def keep_config(self, now: str, step: int) -> Path | None:
+        """Make `now`, a config as TOML, the run's, from `step` (updates done) on, if it says anything else than the one before,
+        which is then in `config_history/until_NNNNNN.toml`; returns that file. Of several until one step the first ran."""
         before = self.config.read_text(encoding="utf-8")
         if tomllib.loads(before) == tomllib.loads(now):
             return None

@@ -42,36 +42,6 @@ from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import head_dim, model_context, shape_folder
 from agentrl.trainer.train_engine import check_train_engine, mesh_of
 
-# Derived values
-
-
-def derived_values(config: TrainConfig) -> dict[str, str]:
-    """Key -> its value as TOML. `--dry-run` says the rest, which takes the model and the cluster's nodes.
-
-    Raises UserError as the choice of an engine does.
-    """
-    several = isinstance(config.env, list)
-    called = {f"env.{number}.name" if several else "env.name": env for number, env in enumerate(config.envs) if env.name is None}
-    found = {key: inline(env.called) for key, env in called.items()}
-    algorithm = config.algorithm
-    if algorithm.length_norm is None and (settled := config.settled_algorithm().length_norm) is not None:
-        found["algorithm.length_norm"] = inline(settled)
-    if algorithm.kl.kind is None and algorithm.kl.coef > 0:
-        found["algorithm.kl.kind"] = inline(kl_kind(algorithm.kl))
-    given = {"optim": config.optim, "critic": config.critic, "sft": config.sft}
-    rates = {f"{at}.lr": optim.lr for at, optim in optims_of(config).items() if getattr(given[at], "lr") is None}  # noqa: B009
-    found |= {key: inline(lr) for key, lr in rates.items()}
-    if config.sft is not None and config.sft.optimizer is None:
-        found["sft.optimizer"] = inline(optims_of(config)["sft"].name)
-    if joins(config.cluster):  # what its nodes have is not known here
-        return found
-    if config.engine == AUTO:
-        found["engine"] = inline(EngineChoice(config).name)
-    if config.model.dtype == "auto":
-        found["model.dtype"] = inline(config.model.computes_in(has_gpus(config.cluster, "actor")))
-    return found
-
-
 # The plan
 
 
@@ -149,17 +119,40 @@ class RunPlan:
     recomputed: int
     model_bytes: int
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of checkpoints that are kept at once, with one that is being written, and of the final model."""
-        return min(self.kept + 1, len(self.checkpoints)) * self.recomputed + self.model_bytes
-
 
 class Planner:
     """Plans a run of a config."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+
+    def derived_values(self) -> dict[str, str]:
+        """Key -> its value as TOML. `--dry-run` says the rest, which takes the model and the cluster's nodes.
+
+        Raises UserError as the choice of an engine does.
+        """
+        config, several = self.config, isinstance(self.config.env, list)
+        called = {
+            f"env.{number}.name" if several else "env.name": env for number, env in enumerate(config.envs) if env.name is None
+        }
+        found = {key: inline(env.called) for key, env in called.items()}
+        algorithm = config.algorithm
+        if algorithm.length_norm is None and (settled := config.settled_algorithm().length_norm) is not None:
+            found["algorithm.length_norm"] = inline(settled)
+        if algorithm.kl.kind is None and algorithm.kl.coef > 0:
+            found["algorithm.kl.kind"] = inline(kl_kind(algorithm.kl))
+        given = {"optim": config.optim, "critic": config.critic, "sft": config.sft}
+        rates = {f"{at}.lr": optim.lr for at, optim in optims_of(config).items() if getattr(given[at], "lr") is None}  # noqa: B009
+        found |= {key: inline(lr) for key, lr in rates.items()}
+        if config.sft is not None and config.sft.optimizer is None:
+            found["sft.optimizer"] = inline(optims_of(config)["sft"].name)
+        if joins(config.cluster):  # what its nodes have is not known here
+            return found
+        if config.engine == AUTO:
+            found["engine"] = inline(EngineChoice(config).name)
+        if config.model.dtype == "auto":
+            found["model.dtype"] = inline(config.model.computes_in(has_gpus(config.cluster, "actor")))
+        return found
 
     def dry_run(self, gpu_memory: float | None) -> DryRun:
         """The plan, on cards of `gpu_memory` GiB or on those that there are. Raises as `dry_run`."""
@@ -327,12 +320,13 @@ def lines(plan: RunPlan) -> list[str]:
     if plan.transcripts is not None:
         rows.append(("warm start", f"{plan.transcripts[0]:,} to {plan.transcripts[1]:,} transcripts of the teacher before it"))
     rows += [("evaluated", f"{name}: {how}, {_schedule_text(ev.after)}") for name, how in ev.environments.items()]
-    # A checkpoint may be one of the newest and of the best.
+    # With a checkpoint that is being written; one may be of the newest and of the best.
+    disk = min(plan.kept + 1, len(plan.checkpoints)) * plan.recomputed + plan.model_bytes
     kept = "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
     rows += [
         ("written", f"{plan.folder}: config.toml, metrics.jsonl, the final model; {', '.join(plan.trackers) or 'no tracker'}"),
         ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {kept}, {_size(plan.recomputed)} each"),
-        ("on disk", f"about {_size(plan.disk_bytes)}: checkpoints and the final model, without episodes"),
+        ("on disk", f"about {_size(disk)}: checkpoints and the final model, without episodes"),
         ("episodes", f"in trajectories/, {_schedule_text(plan.trajectories)}"),
     ]
     width = max(len(name) for name, _ in rows)

@@ -308,22 +308,18 @@ class RunMemory:
     def engine(self) -> EngineMemory | None:
         """The engine's own memory on a device. Raises UserError if that holds no episode."""
         counted = card_of_engine(self.choice.traits, self.card) is not None and "kv_cache_mib" not in self.config.engine_args
-        return self._with_engine(self._count_others(trains=True) if counted else [])[1]
+        return self._with_engine(self.count_others(trains=True) if counted else [])[1]
 
     def _with_engine(self, others: list[RolePlacement]) -> tuple[EngineMaker, EngineMemory | None]:
         """The engine's maker, and the memory that it takes in addition to the roles `others`."""
         config = self.config
         maker, dtype = self.choice.maker(), config.model.dtype
-        maker.room = self._bytes_for_engine(others, card_of_engine(self.choice.traits, self.card))
+        maker.room = self.bytes_for_engine(others, card_of_engine(self.choice.traits, self.card))
         model = shell(config.model.model_copy(update={"lora": None}))
         assert dtype is not None
         return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
 
-    def room(self, trains: bool) -> int | None:
-        """Bytes of the card that the run's other roles leave to its engine. Raises UserError as `roles`."""
-        return self._bytes_for_engine(self._count_others(trains), self.card)
-
-    def _count_others(self, trains: bool) -> list[RolePlacement]:
+    def count_others(self, trains: bool) -> list[RolePlacement]:
         """As `_others`, for the size of the engine's cache."""
         try:
             return self._others(trains)
@@ -341,7 +337,7 @@ class RunMemory:
         found = [self._trained_role(role, grouped) for role in roles if role in MODULE_OF]
         return found + [self._side_engine(one) for one in RunServices(self.config).engines()]
 
-    def _bytes_for_engine(self, found: list[RolePlacement], card: int | None) -> int | None:
+    def bytes_for_engine(self, found: list[RolePlacement], card: int | None) -> int | None:
         """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
         if card is None:
             return None
@@ -440,7 +436,8 @@ def engine_room(choice: EngineChoice, *, trains: bool) -> int | None:
     Raises UserError as `RunMemory.roles`."""
     if "kv_cache_mib" in choice.config.engine_args or (card := card_of_engine(choice.traits, None)) is None:
         return None
-    return RunMemory(choice.config, card).room(trains)
+    memory = RunMemory(choice.config, card)
+    return memory.bytes_for_engine(memory.count_others(trains), card)
 
 
 def card_of_engine(traits: frozenset[str], card: int | None) -> int | None:

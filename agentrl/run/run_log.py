@@ -324,7 +324,7 @@ class Health:
         why the first episode of theirs was unscored, once there was one."""
         config, most = self._config, self._config.health.idle_updates
         before = [row for row in rows if row["phase"] == "train" and row["step"] <= step]
-        self._updates, self._faults = self._updates_of(before), fault
+        self._updates, self._faults = Updates(config.critic, most, before), fault
         # Signs of episodes are looked for in each environment, if there are several.
         names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
         self._watches = [
@@ -390,10 +390,7 @@ class Health:
         first, newest = ([row["success"] for row in part if row["success"] is not None] for part in parts)
         if any(map(has_trained, updates)) and first and newest and sum(newest) / len(newest) > sum(first) / len(first):
             return None
-        return idle(self._updates_of(updates), self._config.rollout)
-
-    def _updates_of(self, rows: Iterable[HealthRow]) -> Updates:
-        return Updates(self._config.critic, self._config.health.idle_updates, rows)
+        return idle(Updates(self._config.critic, cfg.idle_updates, updates), self._config.rollout)
 
 
 def finding_text(one: Mapping[str, Any]) -> str:

@@ -44,9 +44,8 @@ def qwen3_8b(tmp_path: Path) -> str:
 
 
 def maker(path: str, *overrides: str) -> Any:
-    return engines.EngineChoice(
-        config_from({"env": {"id": "key_value"}, "model": {"path": path}}, list(overrides)), "vllm"
-    ).maker()
+    config = config_from({"env": {"id": "key_value"}, "model": {"path": path}}, list(overrides))
+    return engines.EngineChoice(config, "vllm").maker()
 
 
 def options_of(path: str, *overrides: str) -> dict[str, Any]:

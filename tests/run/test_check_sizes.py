@@ -120,9 +120,13 @@ def test_the_sizes_of_heads_are_those_of_vllms_cpu_build() -> None:
     assert listed is not None and tuple(map(int, listed[1].split(","))) == make.CPU_HEADS
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "gigpo", "turn_returns", "pass_at_k", "multi_reward"])
+COMPARE = ["grpo", "rloo", "dr_grpo", "gigpo", "turn_returns", "pass_at_k", "multi_reward"]
+
+
+@pytest.mark.parametrize("advantage", [*COMPARE, "gae", "gae_turns", "reinforce_pp", "remax"])
 def test_one_episode_a_group_is_refused_where_it_would_teach_nothing(advantage: str) -> None:
-    with pytest.raises(ConfigError, match=f'rollout.group_size = 1: algorithm.advantage "{advantage}"'):
+    refusal = pytest.raises(ConfigError, match=f'rollout.group_size = 1: algorithm.advantage "{advantage}"')
+    with refusal if advantage in COMPARE else nullcontext():
         sizes.check_sizes(start_of(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded"))
 
 
@@ -136,11 +140,6 @@ def test_pass_at_k_needs_groups_larger_than_k(size: int, args: dict[str, int], k
     with pytest.raises(ConfigError, match=rf"rollout.group_size = {size}: .*k = {k}.*at least {k + 1}"):
         sizes.check_sizes(start_of(config(size), "embedded"))
     sizes.check_sizes(start_of(config(k + 1), "embedded"))
-
-
-@pytest.mark.parametrize("advantage", ["gae", "gae_turns", "reinforce_pp", "remax"])
-def test_one_episode_a_group_is_enough_for_others(advantage: str) -> None:
-    sizes.check_sizes(start_of(config_of("rollout.group_size=1", f"algorithm.advantage.name={advantage}"), "embedded"))
 
 
 @pytest.mark.parametrize(("context", "budget", "stop"), [(4096, 20, StopReason.MAX_TOKENS), (20, 4096, StopReason.CONTEXT_FULL)])

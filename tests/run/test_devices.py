@@ -87,11 +87,6 @@ def test_vllms_heads_are_those_of_the_build_on_the_nodes(
         sizes.check_heads(engines.EngineChoice(run_of(), "vllm"))
 
 
-def test_inline_asks_this_machine_whatever_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined(monkeypatch, (8, 8))
-    assert engines.EngineChoice(run_of("cluster.backend=inline")).name == "embedded"
-
-
 @pytest.mark.parametrize(
     ("nodes", "overrides", "message"),
     [
@@ -105,9 +100,8 @@ def test_more_actors_than_slots_is_said_before_anything_starts(
 ) -> None:
     """Ray would wait `startup_timeout` seconds for a place that there is not."""
     joined(monkeypatch, *nodes)
-    config = run_of(*overrides.split())
     with nullcontext() if message is None else pytest.raises(ResourceError, match=message):
-        capacity.check_capacity(RunStart(config))
+        capacity.check_capacity(RunStart(run_of(*overrides.split())))
 
 
 def test_one_card_for_an_actor_and_a_replica_is_refused_with_the_table_unless_they_take_turns(
@@ -148,13 +142,14 @@ def test_gpus_that_do_not_suit_their_roles_are_refused(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str | None
 ) -> None:
     joined(monkeypatch, (8, 8))
-    config = run_of(*overrides)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        check_placement(start_of(config, "vllm"))
+        check_placement(start_of(run_of(*overrides), "vllm"))
 
 
 def test_the_drivers_own_gpu_is_not_given_to_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """With backend "inline" the trainer computes on GPU 0 of this machine, which Ray would hand out first."""
+    joined(monkeypatch, (8, 8))
+    assert engines.EngineChoice(run_of("cluster.backend=inline")).name == "embedded", "whatever is joined"
     joined(monkeypatch, (8, 2), card=True)
     inline = ["cluster={backend='inline'}", "cluster.address="]
     assert engines.EngineChoice(run_of(*inline)).name == "embedded"

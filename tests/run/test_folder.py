@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import TrainConfig, load_config
-from agentrl.config.origin import Origins, read_origins
+from agentrl.config import TrainConfig, load_config, to_toml
+from agentrl.config.origin import read_origins
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks import size_checks as capacity
 from agentrl.run.folder import RunFolder
@@ -54,14 +54,14 @@ def test_rewind_forgets_rows_beyond_the_checkpoint_and_a_row_cut_short(tmp_path:
 def test_the_config_in_the_folder_is_what_runs_and_what_ran_is_kept(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path, steps=3))
     first = folder.config.read_text()
-    assert folder.keep_config(load_config(folder.config), Origins(), 2) is None and not folder.history.exists()
+    assert folder.keep_config(to_toml(load_config(folder.config)), 2) is None and not folder.history.exists()
     for steps in (5, 7):  # the second one is given before anything was trained with the first
         longer = load_config(folder.config, [f"steps={steps}"])
         origins = read_origins(folder.config, [f"steps={steps}"])
-        assert folder.keep_config(longer, origins, 2) == folder.history / "until_000002.toml"
+        assert folder.keep_config(to_toml(longer, origins), 2) == folder.history / "until_000002.toml"
         assert load_config(folder.config).steps == steps and f"override steps={steps}" in folder.config.read_text()
     assert (folder.history / "until_000002.toml").read_text() == first
-    folder.keep_config(load_config(folder.config, ["steps=9"]), Origins(), 4)
+    folder.keep_config(to_toml(load_config(folder.config, ["steps=9"])), 4)
     assert [load_config(file).steps for file in sorted(folder.history.iterdir())] == [3, 7]
 
 

@@ -14,7 +14,7 @@ import torch
 from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.load import config_from
 from agentrl.config.schema import LoraSection, ModelConfig, OptimConfig, SftConfig
-from agentrl.run.plan import derived_values
+from agentrl.run.plan import Planner
 from agentrl.trainer import optim
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
@@ -192,7 +192,7 @@ def test_rates_that_are_left_open_are_those_of_what_is_trained(words: list[str],
     assert {section: made.lr for section, made in optims_of(config).items()} == rates
     assert all(made.name == "adamw" for made in optims_of(config).values())
     left = {f"{at}.lr": f"{lr:.0e}" for at, lr in rates.items() if getattr(getattr(config, at), "lr", None) is None}
-    assert {key: f"{float(lr):.0e}" for key, lr in derived_values(config).items() if key.endswith(".lr")} == left
+    assert {key: f"{float(lr):.0e}" for key, lr in Planner(config).derived_values().items() if key.endswith(".lr")} == left
 
 
 def test_a_warm_start_with_a_rate_of_muon_has_muon_as_it_always_had() -> None:

@@ -24,7 +24,7 @@ from agentrl.render.base import Renderer
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, Sampling
 from agentrl.run.digests import files_digest
 from agentrl.run.engine_choice import AUTO, EngineChoice
-from agentrl.run.services import RunServices, SideEngine
+from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import load_tokenizer, model_context, named_anywhere, unused_ids
 from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, RenderError
 from agentrl.utils.event_loop import LateError, within
@@ -205,11 +205,6 @@ class OwnJudge:
             "vllm": one.vllm.model_copy(update={"max_model_len": longest}),
         }
         return self.config.model_copy(update=own)
-
-    def side_engine(self) -> SideEngine:
-        """Its engine, as a run places it."""
-        lower = f"concurrency = {self.own.concurrency}"
-        return SideEngine(f"judge {self.name}", "judge", self.key, self.as_policy(), self.maker, lower)
 
     def maker(self, positions: int | None = None) -> EngineMaker:
         """Maker of its engine. Raises ConfigError for one that judges cannot be on."""

@@ -34,7 +34,11 @@ class Judges(Service):
             return ()
         from agentrl.contrib.judges.engines import OwnJudge
 
-        return [OwnJudge(run.config, name).side_engine() for name in run.config.reward.judge.engines]
+        judges = [OwnJudge(run.config, name) for name in run.config.reward.judge.engines]
+        return [
+            SideEngine(f"judge {one.name}", "judge", one.key, one.as_policy(), one.maker, f"concurrency = {one.own.concurrency}")
+            for one in judges
+        ]
 
     @classmethod
     def api_models(cls, run: RunServices, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:

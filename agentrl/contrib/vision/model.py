@@ -9,7 +9,7 @@ the largest of them."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
@@ -71,7 +71,42 @@ class Vision(Modality):
 
     @classmethod
     def check(cls, config: TrainConfig, trains: bool) -> None:
-        for wrong, what in _obstacles(config, trains):
+        rollout, model, algorithm = config.rollout, config.model, config.algorithm
+        # Obstacles to sampling and to training, each with the key and its value.
+        obstacles = [
+            (rollout.workers > 0, f"rollout.workers = {rollout.workers}"),
+            (config.agent is not None, "[agent], whose endpoint takes no images,"),
+        ]
+        if trains:
+            from agentrl.rollout.engine import ENGINES
+            from agentrl.run.engine_choice import EngineChoice
+            from agentrl.trainer.train_engine import TRAIN_ENGINES
+
+            sees, trainers = ENGINES.that_are("vision"), TRAIN_ENGINES.that_are("vision")
+            spread = {
+                name: getattr(model, name) for name in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel")
+            }
+            obstacles += [
+                (
+                    "vision" not in EngineChoice(config).traits,
+                    f'engine = "{config.engine}" (use {sees}; the embedded one with engine_args = {{ cache = false }})',
+                ),
+                ("vision" not in TRAIN_ENGINES.entry(model.engine).traits, f'model.engine = "{model.engine}" (use {trainers})'),
+                *((ranks > 1, f"model.{name} = {ranks}") for name, ranks in spread.items()),
+                (config.weights.lora == "adapter", 'weights.lora = "adapter"'),
+                (model.packing.startswith("one_row"), f'model.packing = "{model.packing}"'),
+                (model.compile, "model.compile = true"),
+                (config.critic is not None, "[critic]"),
+                (config.reward_model is not None, "[reward_model]"),
+                (algorithm.kl.reference == "moving", 'algorithm.kl.reference = "moving"'),
+                (algorithm.experience is not None, "[algorithm.experience]"),
+                (algorithm.demonstrations is not None, "[algorithm.demonstrations]"),
+                (algorithm.distillation is not None, "[algorithm.distillation]"),
+                (rollout.branch is not None, "[rollout.branch]"),
+                (rollout.start is not None, "[rollout.start]"),
+                (config.data is not None, "[data], whose rows are tokens alone,"),
+            ]
+        for wrong, what in obstacles:
             if wrong:
                 raise ConfigError(
                     f"{what} does not go with a model that takes images ({' or '.join(ARCHITECTURES)}): "
@@ -278,36 +313,3 @@ def _processor(path: str, vision: Any) -> Any:
         return Qwen2VLImageProcessorPil.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as problem:
         raise ModelError(f"{path}: preprocessor_config.json cannot be read: {problem}") from problem
-
-
-def _obstacles(config: TrainConfig, trains: bool) -> Iterator[tuple[bool, str]]:
-    """Obstacles to sampling and training: whether it is so, and the key with its value."""
-    rollout, model, algorithm = config.rollout, config.model, config.algorithm
-    yield rollout.workers > 0, f"rollout.workers = {rollout.workers}"
-    yield config.agent is not None, "[agent], whose endpoint takes no images,"
-    if not trains:
-        return
-    from agentrl.rollout.engine import ENGINES
-    from agentrl.run.engine_choice import EngineChoice
-    from agentrl.trainer.train_engine import TRAIN_ENGINES
-
-    able = ENGINES.that_are("vision")
-    yield (
-        "vision" not in EngineChoice(config).traits,
-        f'engine = "{config.engine}" (use {able}; the embedded one with engine_args = {{ cache = false }})',
-    )
-    able = TRAIN_ENGINES.that_are("vision")
-    yield "vision" not in TRAIN_ENGINES.entry(model.engine).traits, f'model.engine = "{model.engine}" (use {able})'
-    for name in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel"):
-        yield getattr(model, name) > 1, f"model.{name} = {getattr(model, name)}"
-    yield config.weights.lora == "adapter", 'weights.lora = "adapter"'
-    yield model.packing.startswith("one_row"), f'model.packing = "{model.packing}"'
-    yield model.compile, "model.compile = true"
-    yield config.critic is not None, "[critic]"
-    yield config.reward_model is not None, "[reward_model]"
-    yield algorithm.kl.reference == "moving", 'algorithm.kl.reference = "moving"'
-    for name in ("experience", "demonstrations", "distillation"):
-        yield getattr(algorithm, name) is not None, f"[algorithm.{name}]"
-    for name in ("branch", "start"):
-        yield getattr(rollout, name) is not None, f"[rollout.{name}]"
-    yield config.data is not None, "[data], whose rows are tokens alone,"

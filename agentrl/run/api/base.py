@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from agentrl.config import TrainConfig
-from agentrl.config.load import IN_PYTHON, config_of_layers, read_layers, with_absolute_paths
+from agentrl.config.load import IN_PYTHON, config_from, join_layers, read_layers, with_absolute_paths
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import make_env
 from agentrl.run.config_file import find_config_file
@@ -177,7 +177,7 @@ def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> Tra
         layers += [(HERE, table), *([] if base is None else read_layers(find_config_file(str(base)), find_config_file))]
     else:
         layers += read_layers(find_config_file(str(config)), find_config_file)
-    return with_absolute_paths(config_of_layers(layers))
+    return with_absolute_paths(config_from(join_layers(layers), (), layers))
 
 
 def env_table(env: Any, params: Mapping[str, Any] | None = None, reward: Any = None) -> Table:
