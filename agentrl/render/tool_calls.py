@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall
 from agentrl.render.base import Marks
-from agentrl.utils.parsing import is_unbounded
+from agentrl.utils.parsing import is_unbounded, kind_of_json
 from agentrl.utils.schemas import found_in_time, with_nulls
 
 # Grammars of a turn
@@ -216,7 +216,7 @@ def closed_blocks(text: str, opening: str, closing: str, read: Callable[[str, st
 def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "arguments") -> ToolCall:
     """A `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` set if it is not one."""
     if not isinstance(value, dict):
-        return malformed_call(call_id, raw, f"expected a JSON object, got {_kind(value)}")
+        return malformed_call(call_id, raw, f"expected a JSON object, got {kind_of_json(value)}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return malformed_call(call_id, raw, 'expected a non-empty string under "name"')
@@ -224,7 +224,7 @@ def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "ar
         return malformed_call(call_id, raw, f'expected an object under "{arguments_key}", which is missing', name)
     arguments = value[arguments_key]
     if not isinstance(arguments, dict):
-        error = f'expected an object under "{arguments_key}", got {_kind(arguments)}'
+        error = f'expected an object under "{arguments_key}", got {kind_of_json(arguments)}'
         return malformed_call(call_id, raw, error, name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
 
@@ -402,11 +402,6 @@ def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
         return broken_call(text, start, (OPEN, CLOSE), call_id, f"expected {CLOSE} after the JSON object")
     stop = close + len(CLOSE)
     return [call_from_json(value, call_id, text[start:stop])], stop
-
-
-def _kind(value: Json) -> str:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 # Values of a tool-call syntax that writes everything as text, read as the types declared by the tool.

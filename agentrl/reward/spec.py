@@ -18,6 +18,7 @@ from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
 from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
+from agentrl.utils.parsing import kind_of_json
 
 # JSON Schema of a spec
 
@@ -191,7 +192,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     the run does not allow).
     """
     if not isinstance(source, Mapping | str | Path):
-        raise RewardSpecError(f"reward spec: at (the top): a spec must be a JSON object or a path, not {_kind(source)}")
+        raise RewardSpecError(f"reward spec: at (the top): a spec must be a JSON object or a path, not {kind_of_json(source)}")
     where = str(source)
     if isinstance(source, Mapping):
         where = f"reward spec {source['name']!r}" if isinstance(source.get("name"), str) else "reward spec"
@@ -234,7 +235,7 @@ class _Check:
 
     def spec(self, spec: Any) -> None:
         if not isinstance(spec, Mapping):
-            self.fail("", f"a reward spec must be a JSON object, not {_kind(spec)}")
+            self.fail("", f"a reward spec must be a JSON object, not {kind_of_json(spec)}")
         # Before the schemas: NaN passes each of their bounds, as no comparison with it is true.
         self._finite(spec, "")
         self._against("spec", spec, "")
@@ -249,7 +250,7 @@ class _Check:
 
     def node(self, node: Any, pointer: str, depth: int) -> None:
         if not isinstance(node, Mapping):
-            self.fail(pointer, f'a node must be an object with "use" or "op", not {_kind(node)}')
+            self.fail(pointer, f'a node must be an object with "use" or "op", not {kind_of_json(node)}')
         if depth > _DEEPEST:
             self.fail(pointer, f"nested more than {_DEEPEST} nodes deep")
         self._against(self._choice(node, pointer), node, pointer)
@@ -310,7 +311,7 @@ class _Check:
 
     def _ref(self, text: Any, pointer: str) -> None:
         if not isinstance(text, str):
-            self.fail(pointer, f'a reference must be a string like "/task/gold/answer", not {_kind(text)}')
+            self.fail(pointer, f'a reference must be a string like "/task/gold/answer", not {kind_of_json(text)}')
         try:
             tokens = parse_pointer(text)
         except ValueError as error:
@@ -372,7 +373,7 @@ def _explain_error(error: jsonschema.ValidationError, place: str) -> tuple[str, 
     if rule == "type":
         names = [wanted] if isinstance(wanted, str) else wanted
         expected = " or ".join(f"{'an' if name[0] in 'aio' else 'a'} {name}" for name in names)
-        return place, f"must be {expected}, not {_kind(found)}"
+        return place, f"must be {expected}, not {kind_of_json(found)}"
     if rule == "pattern" and place.endswith("/$"):
         roots = ("task", "episode", "turn", "call")
         first, *rest = str(found).lstrip("/").split("/")
@@ -380,11 +381,6 @@ def _explain_error(error: jsonschema.ValidationError, place: str) -> tuple[str, 
         begins = f"/{', /'.join(roots[:-1])} or /{roots[-1]}"
         return place, f"{_short(found)!r} is no pointer of a spec, which begins with {begins}{hint}"
     return place, _short(error.message, 300)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
 def _short(value: Any, limit: int = 80) -> str:
