@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
 from agentrl.run.interrupt import ended_as_interrupted
-from agentrl.utils.errors import UserError, WorkerDiedError, hint_text
+from agentrl.utils.errors import UserError, WorkerDiedError, fault_text, hint_text
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say
 
@@ -37,7 +37,7 @@ def add_command(commands: Any, name: str) -> None:
     except Exception as error:
         if module.startswith("agentrl."):
             raise
-        problem = UserError(f"command {name}: its plug-in does not load: {type(error).__name__}: {error}. Fix or remove its file")
+        problem = UserError(f"command {name}: its plug-in does not load: {fault_text(error)}. Fix or remove its file")
         commands.choices.pop(word, None)
         commands.add_parser(word, help="(its plug-in does not load)").set_defaults(run=partial(_refuse, problem))
 

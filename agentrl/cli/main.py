@@ -16,7 +16,7 @@ from traceback import walk_tb
 from agentrl import __version__
 from agentrl.cli.arguments import COMMANDS, ENV_ACTION, Parser, add_command
 from agentrl.run.config_file import is_override
-from agentrl.utils.errors import AgentrlError, UserError
+from agentrl.utils.errors import AgentrlError, UserError, fault_text
 from agentrl.utils.files import disk_full, full_text
 from agentrl.utils.network import exempt
 from agentrl.utils.processor import PASSIVE
@@ -93,7 +93,7 @@ def _run(argv: Sequence[str] | None) -> int:
         say(f"agentrl: {error}", file=sys.stderr)
         return 2
     except AgentrlError as error:
-        say(f"agentrl: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"agentrl: {fault_text(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `agentrl ... | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -113,7 +113,7 @@ def _of_shelf(error: Exception) -> str | None:
     from agentrl.env import ToolEnv
     from agentrl.utils.search_path import PRIVATE
 
-    said = f"{type(error).__name__}: {error}"
+    said = fault_text(error)
     for frame, line in reversed(list(walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__", "").startswith(PRIVATE):
             return f"{frame.f_code.co_filename}:{line}: {frame.f_code.co_name} raised {said}. Correct it there"

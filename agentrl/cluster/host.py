@@ -19,7 +19,7 @@ import numpy as np
 from agentrl.cluster.machine import Rendezvous
 from agentrl.cluster.machine import open_rendezvous as listen
 from agentrl.cluster.worker import Worker, WorkerContext
-from agentrl.utils.errors import ResourceError, UserError, WorkerError
+from agentrl.utils.errors import ResourceError, UserError, WorkerError, fault_text
 from agentrl.utils.redaction import guard_process
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def failure(label: str, error: BaseException) -> RemoteFailure:
     trace = "".join(traceback.format_exception(type(error), error, entry))
     if isinstance(error, UserError):
         return RemoteFailure(label, str(error), trace, type(error))
-    return RemoteFailure(label, f"{type(error).__name__}: {error}", trace, None)
+    return RemoteFailure(label, fault_text(error), trace, None)
 
 
 class Host:

@@ -9,7 +9,7 @@ from agentrl.cluster.group import Backend, Pending, WorkerGroup
 from agentrl.cluster.host import record_call
 from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.data.rows import select
-from agentrl.utils.errors import AgentrlError, DispatchError, ResourceError, UserError, WorkerError
+from agentrl.utils.errors import AgentrlError, DispatchError, ResourceError, UserError, WorkerError, fault_text
 from agentrl.utils.processor import own_threads
 from agentrl.utils.threads import in_thread
 
@@ -40,7 +40,7 @@ class InlinePending(Pending):
                 raise
             except Exception as error:
                 label = f"group {worker.context.group!r}: {type(worker).__name__}.{method}, rank {rank}"
-                raise WorkerError(f"{label}: {type(error).__name__}: {error}") from error
+                raise WorkerError(f"{label}: {fault_text(error)}") from error
         self._results = results
         return results
 

@@ -42,7 +42,7 @@ from agentrl.render.litellm_calls import (
 from agentrl.render.tool_calls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
 from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError, did_you_mean, raised_text
-from agentrl.utils.event_loop import EPISODE
+from agentrl.utils.event_loop import EPISODE, run_contained
 from agentrl.utils.threads import DaemonThreads, in_thread
 
 # Messages by number
@@ -364,7 +364,7 @@ class FunctionEngine(MessageEngine):
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
     ) -> tuple[Message, dict[str, Json], None, Finish]:
         """Raises EngineError if the policy raises, or returns no message."""
-        said = await self._ask([dict(row) for row in messages], tools)
+        said = await run_contained(self._ask([dict(row) for row in messages], tools), f"policy {self._name}", EngineError)
         message = number_calls(said, turns_in(messages))
         return message, row_of(message), None, "stop"
 

@@ -20,7 +20,7 @@ from agentrl.env.spaces import Action, Observation
 from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, error_text
 from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource, tool_methods
 from agentrl.env.users import User, UserModel
-from agentrl.utils.errors import EnvError, HookError, TaskDataError, answer_problem, did_you_mean, place_of
+from agentrl.utils.errors import EnvError, HookError, TaskDataError, answer_problem, did_you_mean, is_alien, place_of, raised_text
 from agentrl.utils.parsing import json_form
 
 # Tasks from seeds, with disjoint train and held-out content by construction.
@@ -265,7 +265,12 @@ def _check_hook(hook: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: EnvHooks, *args: Any, **kwargs: Any) -> Any:
         if hook == "make_task":
             self.check_split(kwargs["split"] if "split" in kwargs else args[1])
-        answer = own(self, *args, **kwargs)
+        try:
+            answer = own(self, *args, **kwargs)
+        except BaseException as problem:  # of `state`, which is read with the record: also where no other hook is called
+            if hook != "state" or not is_alien(problem):
+                raise
+            raise HookError(f"{self.id}: state {raised_text(problem, own)}") from problem
         check_answer(self.id, getattr(EnvHooks, hook), own, answer)
         if hook != "state":
             return answer

@@ -20,7 +20,7 @@ from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
 from agentrl.env.toolbox import CountTokens, estimate_tokens
 from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, heard, make_call, next_step, note
-from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, place_of
+from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, fault_text, place_of
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
 
@@ -548,7 +548,7 @@ class ToolEnv(Forkable):
             stop = StopReason.TOOL_TIMEOUT
         elif isinstance(fault, asyncio.CancelledError | KeyboardInterrupt):
             stop = StopReason.CANCELLED
-        record.stop, record.error = self._cut_for or stop, f"{type(fault).__name__}: {fault}"
+        record.stop, record.error = self._cut_for or stop, fault_text(fault)
         await self.aclose()
 
     def _info(self) -> dict[str, Any]:

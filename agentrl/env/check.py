@@ -43,7 +43,7 @@ from agentrl.env.check_tools import (
 )
 from agentrl.env.official import Benchmark, Played, played_of
 from agentrl.env.spaces import Action, sample_arguments
-from agentrl.utils.errors import AgentrlError
+from agentrl.utils.errors import AgentrlError, fault_text
 
 # Reset and step
 
@@ -507,7 +507,7 @@ def check_all(
                 ok, evidence = None, str(reason)
             except Exception as fault:
                 # The environment is the code under test, so anything that it raises is a finding.
-                ok, evidence = False, f"raised {type(fault).__name__}: {fault}"
+                ok, evidence = False, f"raised {fault_text(fault)}"
             with lock:
                 found[name] = CheckFinding(name, ok, evidence, time.perf_counter() - began)
                 report(found[name])

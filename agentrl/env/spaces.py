@@ -334,7 +334,11 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
         loop: asyncio.AbstractEventLoop | None = _local.__dict__.get("held")
         if loop is None or loop.is_closed():
             loop = _local.held = asyncio.new_event_loop()
-        return loop.run_until_complete(work)
+        try:
+            return loop.run_until_complete(work)
+        except (KeyboardInterrupt, SystemExit):
+            del _local.held  # its tasks would go on with the next call, and raise this once more
+            raise
     held = background()
     if held.here:
         work.close()

@@ -19,7 +19,7 @@ from agentrl.data.chat_forms import without_padding
 from agentrl.data.trajectory import Json, Task
 from agentrl.env.authoring import content_split, held_out_families, task_rng
 from agentrl.env.call_options import nearest
-from agentrl.utils.errors import DependencyError, TaskDataError
+from agentrl.utils.errors import DependencyError, TaskDataError, fault_text
 from agentrl.utils.files import decode_text
 from agentrl.utils.parsing import read_json
 from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
@@ -235,7 +235,7 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
     try:
         data, gold = (raw["data"], raw["gold"]) if to_task is None else to_task(raw)
     except (KeyError, TypeError, ValueError, IndexError) as problem:
-        raise TaskDataError(f"{where}: {type(problem).__name__}: {problem}") from problem
+        raise TaskDataError(f"{where}: {fault_text(problem)}") from problem
     own = raw.get("split")
     if own is not None and not isinstance(own, str):
         raise TaskDataError(f"{where}: field split: expected a string, got {own!r}")

@@ -24,9 +24,10 @@ from agentrl.utils.errors import (
     ToolError,
     ToolSchemaError,
     ToolTimeoutError,
+    fault_text,
 )
 from agentrl.utils.event_loop import LateError, run_contained, within
-from agentrl.utils.parsing import deep_copy_json, in_json, json_text
+from agentrl.utils.parsing import as_value_error, deep_copy_json, in_json, json_text
 from agentrl.utils.redaction import redact, redact_json, redact_said
 from agentrl.utils.spans import span
 from agentrl.utils.threads import by_size, size_of
@@ -89,22 +90,21 @@ def estimate_tokens(text: str) -> int:
 
 def shape_result(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
     """A tool's result, as JSON and as the text within its budget that the model reads; its images, with lines in both."""
-    answer, images = extract_images(name, answer)
-    value = to_json(name, answer)
+    value, images = to_json(name, answer)
     text = fit(to_text(value), budget, count)
     return value, with_lines(text, images) if images else text, images
 
 
-def to_json(name: str, value: Any) -> Json:
-    """The value as JSON (`plain_data.in_json`). Raises EnvError if a tool returned something that has no JSON form, which is an
-    error in the tool."""
-    # Not float, which may be NaN or infinite: JSON has neither.
-    if value is None or type(value) in (str, bool):
-        return value
+def to_json(name: str, answer: Any) -> tuple[Json, tuple[Image, ...]]:
+    """The answer as JSON (`parsing.in_json`), and its images. Raises EnvError if a tool returned something that has no JSON form,
+    or whose own methods raise, which is an error in the tool."""
     try:
-        return in_json(value)
-    except ValueError as problem:  # pydantic's are ValueErrors too
-        raise EnvError(f"tool {name} returned {type(value).__name__}, which has no JSON form: {problem}") from problem
+        with as_value_error():
+            value, images = extract_images(name, answer)
+        # Not float, which may be NaN or infinite: JSON has neither.
+        return (value if value is None or type(value) in (str, bool) else in_json(value)), images
+    except ValueError as problem:
+        raise EnvError(f"tool {name} returned {type(answer).__name__}, which has no JSON form: {problem}") from problem
 
 
 def to_text(value: Json) -> str:
@@ -117,7 +117,7 @@ def to_text(value: Json) -> str:
 
 def as_text(name: str, answer: Any) -> str:
     """The whole text that a model reads of a tool's return value. Raises EnvError as `to_json`."""
-    return to_text(to_json(name, extract_images(name, answer)[0]))
+    return to_text(to_json(name, answer)[0])
 
 
 def error_text(kind: str, message: str) -> str:
@@ -295,7 +295,7 @@ class Toolbox:
                 finally:
                     self.waiting.remove(waiting)
                 began, most = waiting.since, self._budget(item)
-            if isinstance(answer, Problem):
+            if type(answer) is Problem:  # not isinstance, which asks the answer
                 text = redact(self.refusal(call, answer))
                 result = ToolResult(call.id, call.name, text, None, answer.kind, time.monotonic() - began)
             else:
@@ -381,7 +381,7 @@ class Toolbox:
             kind = PolicyTimeoutError if item.options.policy_late else ToolTimeoutError
             raise kind(f"tool {item.name}: {message}") from None
         except Exception as fault:
-            raise EnvError(redact_said(f"tool {item.name} failed: {type(fault).__name__}: {fault}")) from fault
+            raise EnvError(redact_said(f"tool {item.name} failed: {fault_text(fault)}")) from fault
 
     def refusal(self, call: ToolCall, problem: Problem) -> str:
         """Text that the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the
@@ -402,7 +402,8 @@ async def _invoke_tool(item: Tool, owner: object | None, values: Mapping[str, An
     """Call the tool and return its result. Raises what it raises; what the policy is to read of, as ToolError."""
     try:
         return await item.invoke(owner, values, child)
-    except AgentrlError:
+    except AgentrlError as fault:
+        str(fault)  # which may raise as well, then here
         raise
     except Exception as fault:
         if not item.options.answers_errors:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from agentrl.data.trajectory import Json
 from agentrl.reward.leaf import Leaf, LeafRequest, PendingError, View, object_schema
 from agentrl.reward.values import ABSENT, UnscorableError, decider, references
-from agentrl.utils.errors import AgentrlError
+from agentrl.utils.errors import fault_text, is_alien
 
 # Nodes
 
@@ -218,11 +218,11 @@ class LeafNode(Node):
             except PendingError as error:
                 frame.pending[error.key] = str(self.leaf.asks), error.request
                 kept = Result(None, {"unscored": "waits for an answer"})
-            except Exception as error:
-                if type(self.leaf).__module__.startswith("agentrl.") or isinstance(error, AgentrlError):
+            except BaseException as error:
+                if type(self.leaf).__module__.startswith("agentrl.") or not is_alien(error):
                     raise
                 # A plug-in's code may raise anything.
-                kept = Result(None, {"unscored": f"{self.label} raised {type(error).__name__}: {error}"})
+                kept = Result(None, {"unscored": f"{self.label} raised {fault_text(error)}"})
             frame.readings[place] = kept
         # A copy, because the node modifies its result; a node that has a scope emits its parts' values instead.
         steps = dict(kept.steps) if self.mods.emit == "step" and self.mods.scope is None else {}

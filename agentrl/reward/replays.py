@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, Trajectory
 from agentrl.reward.values import UnscorableError
+from agentrl.utils.errors import fault_text, is_from_outside
 from agentrl.utils.parsing import deep_copy_json, identical, is_unbounded
 from agentrl.utils.threads import fork_safe
 
@@ -246,11 +247,11 @@ class Replays:
             env.replay(record, rounds, found, gold=gold)
         except UnscorableError as error:
             found.fault = error
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # an author's code may raise anything, which must not stop a run
+            if is_from_outside(error):
+                raise
             log.exception("a replay failed (task %s)", record.task.id)
-            found.fault = UnscorableError(f"the replay environment failed: {type(error).__name__}: {error}")
+            found.fault = UnscorableError(f"the replay environment failed: {fault_text(error)}")
         return found
 
     def _of(self, task: Task) -> TaskReplays:

@@ -23,7 +23,7 @@ from agentrl.rollout.context import ContextPolicy, Moment, Stop, elide_outputs
 from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
 from agentrl.rollout.engine import Engine, Generation, Sampling, derive
 from agentrl.rollout.starts import prefix_of, scripted_ids
-from agentrl.utils.errors import AgentFaultError, AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError
+from agentrl.utils.errors import AgentFaultError, AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError, fault_text
 from agentrl.utils.event_loop import LateError
 from agentrl.utils.spans import span
 
@@ -214,7 +214,7 @@ async def complete(
         except Exception as fault:
             log.exception("the end of environment %s failed (task seed %d)", env.id, spec.task_seed)
             trajectory.stop = StopReason.ENV_ERROR
-            trajectory.error = f"environment {env.id}: its end failed: {type(fault).__name__}: {fault}"
+            trajectory.error = f"environment {env.id}: its end failed: {fault_text(fault)}"
     timed = trajectory.stop in (StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT)
     seconds: dict[str, Json] = {f"{who}_s": taken for who, taken in used.items()} if timed else {}
     blame = trajectory.stop.blame
@@ -443,7 +443,7 @@ class RunningEpisode:
             raise
         except Exception as fault:
             log.exception("environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)
-            raise EnvError(f"{type(fault).__name__}: {fault}") from fault
+            raise EnvError(fault_text(fault)) from fault
         finally:
             self.env_s += time.monotonic() - began
 

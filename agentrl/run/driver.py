@@ -47,6 +47,7 @@ from agentrl.utils.errors import (
     ResourceError,
     StalledError,
     WorkerDiedError,
+    fault_text,
 )
 from agentrl.utils.event_loop import run_loop
 from agentrl.utils.files import full_disk_said
@@ -163,7 +164,7 @@ def execute(
         except (asyncio.CancelledError, KeyboardInterrupt):
             outcome.status = "interrupted"
         except BaseException as error:
-            outcome.error = f"{type(error).__name__}: {error}"
+            outcome.error = fault_text(error)
             if isinstance(error, NothingScoredError):
                 outcome.status = MOSTLY_UNSCORED
             elif isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's

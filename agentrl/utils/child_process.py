@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agentrl.utils.errors import EnvError, ToolError
+from agentrl.utils.errors import EnvError, ToolError, fault_text
 from agentrl.utils.threads import TOOLS
 
 FunctionRef = tuple[str, str, str]
@@ -135,7 +135,7 @@ def serve(pipe: Connection, path: list[str]) -> None:
             answer = True, function(**values) if values is not None else None
         except SystemExit as leaving:
             answer = False, RuntimeError(f"{place[1]} called sys.exit({leaving.code!r})")
-        except Exception as fault:
+        except BaseException as fault:
             answer = False, fault
         pipe.send_bytes(_pickle_call(answer))
 
@@ -151,8 +151,8 @@ def _pickle_call(answer: tuple[bool, Any]) -> bytes:
         if isinstance(result, ToolError):
             return pickle.dumps((False, ToolError(str(result))))
         if not answered:
-            return pickle.dumps((False, RuntimeError(f"{type(result).__name__}: {result}")))
-        return pickle.dumps((False, TypeError(f"what it returned cannot be pickled: {problem}")))
+            return pickle.dumps((False, RuntimeError(fault_text(result))))
+        return pickle.dumps((False, TypeError(f"what it returned cannot be pickled: {fault_text(problem)}")))
 
 
 def _find(module: str, name: str, file: str) -> Callable[..., Any]:

@@ -4,8 +4,10 @@ command line prints their message without a stack trace and exits with code 2.""
 from __future__ import annotations
 
 import difflib
+import dis
 import errno
 import inspect
+import signal
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
@@ -41,9 +43,42 @@ def hint_text(word: object, known: Iterable[object], *, show: Callable[[str], st
     return f"; {hint}" if hint else ""
 
 
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def fault_text(problem: BaseException) -> str:
+    """The problem's kind and text; if its `__str__` raises, its kind and what that raises."""
+    try:
+        return f"{type(problem).__name__}: {problem}"
+    except BaseException as second:
+        if is_from_outside(second):
+            raise
+        return f"{type(problem).__name__} (its __str__ raises {type(second).__name__})"
+
+
+def is_from_outside(fault: BaseException) -> bool:
+    """Return True for a user's Ctrl-C, and for the end of a coroutine that is closed; False for all that code raises itself, even
+    KeyboardInterrupt or GeneratorExit: that is its fault, and must end no run."""
+    if not isinstance(fault, KeyboardInterrupt | GeneratorExit):
+        return False
+    handler: Any = signal.getsignal(signal.SIGINT)
+    own, place, raises = getattr(getattr(handler, "func", handler), "__code__", None), fault.__traceback__, False
+    while place is not None:
+        code, at, place = place.tb_frame.f_code, place.tb_lasti, place.tb_next
+        if code is own:
+            return True
+        raises = code.co_code[at] == _RAISE
+    return not raises  # Python's own handler has no frame: its Ctrl-C comes between two instructions
+
+
+def is_alien(fault: BaseException) -> bool:
+    """Return True for a fault of code that agentrl calls: nothing that agentrl raises on purpose, and nothing from outside."""
+    return not (isinstance(fault, AgentrlError) or is_from_outside(fault))
+
+
 def raised_text(problem: BaseException, made: Any) -> str:
     """Problem that a user's function or class raised, as words: its kind, its text, and its FILE:LINE."""
-    return f"raised {type(problem).__name__}: {problem} ({place_of(made, problem)})"
+    return f"raised {fault_text(problem)} ({place_of(made, problem)})"
 
 
 def place_of(made: Any, problem: BaseException | None = None) -> str:

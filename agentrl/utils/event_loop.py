@@ -25,6 +25,8 @@ from types import FrameType
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+from agentrl.utils.errors import fault_text, is_from_outside
+
 # Deadlines that count only the time in which the event loop was running.
 #
 # `asyncio.timeout` counts wall-clock time: if something blocks the loop for longer than a deadline, everything that was
@@ -154,12 +156,11 @@ async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = R
         if task is not None and task.cancelling():
             raise
         raise kind(f"{name} was cancelled from inside") from None
-    except SystemExit as fault:
-        raise kind(f"{name} called sys.exit({fault.code!r})") from fault
-    except (Exception, GeneratorExit, KeyboardInterrupt):  # closed, or a user's Ctrl-C
-        raise
     except BaseException as fault:
-        raise kind(f"{name} raised {type(fault).__name__}: {fault}") from fault
+        if isinstance(fault, Exception) or is_from_outside(fault):
+            raise
+        raised = f"called sys.exit({fault.code!r})" if isinstance(fault, SystemExit) else f"raised {fault_text(fault)}"
+        raise kind(f"{name} {raised}") from fault
 
 
 async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:

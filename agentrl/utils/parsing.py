@@ -13,7 +13,7 @@ import threading
 import tomllib
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pydantic_core import to_jsonable_python
 
+from agentrl.utils.errors import fault_text, is_alien
 from agentrl.utils.threads import fork_safe
 
 # JSON and TOML
@@ -105,18 +106,31 @@ def is_unbounded(value: Any) -> bool:
 def in_json(value: Any) -> Any:
     """A Python value (dataclasses, pydantic models, enums and dates included) as one that JSON can represent: NaN and the
     infinities are texts ("NaN", "-Infinity"), integers beyond a double a text that names their size. Raises ValueError for what
-    has no JSON form."""
-    # pydantic's own `inf_nan_mode` leaves floats as they are in Python's form.
+    has no JSON form, and in place of what its own methods raise."""
+    with as_value_error():
+        # pydantic's own `inf_nan_mode` leaves floats as they are in Python's form.
+        try:
+            return _in_words(to_jsonable_python(value, fallback=_of_array))
+        except UnicodeEncodeError:  # half of a surrogate pair in a key, which pydantic refuses and a policy may write
+            return _in_words(json.loads(json.dumps(value, default=partial(to_jsonable_python, fallback=_of_array))))
+
+
+@contextmanager
+def as_value_error() -> Iterator[None]:
+    """Inside, whatever the methods of a user's value raise becomes a ValueError, and so does endless recursion."""
     try:
-        return _in_words(to_jsonable_python(value, fallback=_of_array))
-    except UnicodeEncodeError:  # half of a surrogate pair in a key, which pydantic refuses and a policy may write
-        return _in_words(json.loads(json.dumps(value, default=partial(to_jsonable_python, fallback=_of_array))))
+        yield
+    except BaseException as fault:
+        if not is_alien(fault):
+            raise
+        why = "it contains itself, or is nested too deep" if isinstance(fault, RecursionError) else fault_text(fault)
+        raise ValueError(why.removeprefix("ValueError: ")) from fault
 
 
 def json_form(value: Any) -> Any:
     """The value itself if it is JSON; else as `in_json`, which a reader of its stored text sees. Raises ValueError for what has
     no JSON form, and for a set (no order)."""
-    with suppress(ValueError):
+    with suppress(ValueError), as_value_error():
         # In C: states may be large. No array passes the first, no unbounded number the second.
         if to_jsonable_python(value) == value and json.dumps(value, allow_nan=False):
             return value

@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.utils.errors import AgentrlError, ConfigError, hint_text, place_of
+from agentrl.utils.errors import AgentrlError, ConfigError, fault_text, hint_text, place_of
 from agentrl.utils.parsing import module_of
 from agentrl.utils.search_path import PRIVATE, given_object, is_given, load_module, shelves
 
@@ -171,9 +171,7 @@ class Registry(Mapping[str, T]):
         except Exception as problem:
             if isinstance(problem, AgentrlError) or not self.is_plugin(name):
                 raise
-            raise ConfigError(
-                f"{self.kind} {name!r}: it raised {type(problem).__name__}: {problem}. Correct the plug-in"
-            ) from problem
+            raise ConfigError(f"{self.kind} {name!r}: it raised {fault_text(problem)}. Correct the plug-in") from problem
         own = [word for word in vars(kind) if not word.startswith("_")]
         if not (isinstance(made, kind) or all(callable(getattr(made, word, None)) for word in own)):
             at = place_of(self.entry(name).make)
@@ -333,7 +331,7 @@ def _load_place(place: str, point: str) -> str:
     except Exception as problem:
         if place.startswith("agentrl."):  # agentrl's own file: a fault of its own, not the name of one
             raise
-        reason = f"{type(problem).__name__}: {problem}"
+        reason = fault_text(problem)
         raise ConfigError(f"the entry point {point} names {place!r}, which does not import: {reason}") from problem
     return place
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, hint_text
+from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, fault_text, hint_text
 
 # What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
 # losses, filters, policies.
@@ -137,7 +137,7 @@ def pack_given(used_names: Iterable[str]) -> bytes:
             raise
         except Exception as problem:  # whatever its attributes and globals raise when they are pickled
             raise ConfigError(
-                f"{name!r} cannot be sent to another process: {type(problem).__name__}: {problem}; define what it uses inside of "
+                f"{name!r} cannot be sent to another process: {fault_text(problem)}; define what it uses inside of "
                 "it, put it into a file of envs/ or plugins/, or set rollout.workers = 0 and cluster.backend = 'inline'"
             ) from problem
     return cloudpickle.dumps(found) if found else b""
@@ -268,7 +268,7 @@ def load_module(path: Path) -> types.ModuleType:
         spec.loader.exec_module(module)
     except Exception as problem:
         del sys.modules[name]
-        raise CatalogError(f"{path} does not load: {type(problem).__name__}: {problem}") from problem
+        raise CatalogError(f"{path} does not load: {fault_text(problem)}") from problem
     return module
 
 

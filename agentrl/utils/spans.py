@@ -22,6 +22,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from agentrl.utils.errors import fault_text
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -151,7 +153,7 @@ def _open_span(kind: Kind, name: str, place: TracePlace, track: str | None) -> I
     try:
         yield opened
     except BaseException as fault:
-        opened.error = f"{type(fault).__name__}: {fault}"[:300]
+        opened.error = fault_text(fault)[:300]
         raise
     finally:
         _HERE.reset(token)

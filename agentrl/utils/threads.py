@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from agentrl.utils.errors import HungError
+from agentrl.utils.errors import AgentrlError, HungError, fault_text, is_from_outside
 
 # Threads by purpose, so that work of one kind that hangs never keeps another kind from running.
 #
@@ -94,7 +94,7 @@ QUICK: contextvars.ContextVar[bool] = contextvars.ContextVar("agentrl_quick", de
 """Whether work is tried on an event loop, so that what takes long raises TooLongError instead."""
 
 
-class TooLongError(Exception):
+class TooLongError(AgentrlError):
     """Work that was tried at once takes too long for an event loop, and has changed nothing."""
 
 
@@ -126,16 +126,21 @@ def size_of(value: Any, most: int = LONG_TEXT) -> int:
     if value is None or kind in (int, float, bool):
         return 4
     size, rest = 0, [value]
-    while rest and size < most:
-        item = rest.pop()
-        size += len(item) if isinstance(item, str | bytes) else 4
-        if isinstance(item, dict):
-            size += sum(len(key) for key in item if isinstance(key, str))
-            rest.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            rest.extend(item)
-        elif hasattr(item, "__dict__") and not isinstance(item, type):
-            rest.extend(vars(item).values())
+    try:
+        while rest and size < most:
+            item = rest.pop()
+            size += len(item) if isinstance(item, str | bytes) else 4
+            if isinstance(item, dict):
+                size += sum(len(key) for key in item if isinstance(key, str))
+                rest.extend(item.values())
+            elif isinstance(item, list | tuple | set | frozenset):
+                rest.extend(item)
+            elif hasattr(item, "__dict__") and not isinstance(item, type):
+                rest.extend(vars(item).values())
+    except BaseException as fault:  # of its own methods, which who reads all of it meets again
+        if is_from_outside(fault):
+            raise
+        return most
     return size
 
 
@@ -205,7 +210,7 @@ class DaemonThreads:
             except BaseException as fault:
                 if not isinstance(fault, Exception | SystemExit | asyncio.CancelledError) or isinstance(fault, StopIteration):
                     # A future refuses it, or it would end the program: a Rust library's panic, Ctrl-C in code of a policy.
-                    fault = RuntimeError(f"{type(fault).__name__}: {fault}").with_traceback(fault.__traceback__)
+                    fault = RuntimeError(fault_text(fault)).with_traceback(fault.__traceback__)
                 settle = partial(_settle, answer, fault=fault)
             # Under one lock with the caller's cancellation below: exactly one of the two sees the other, so that the count of
             # abandoned calls is raised and lowered in pairs.

@@ -360,6 +360,12 @@ async def later(self: Any, *args: Any) -> Any:
     return []
 
 
+def circle() -> Any:
+    whole: list[Any] = []
+    whole.append(whole)
+    return whole
+
+
 @pytest.mark.parametrize(
     ("hook", "answer", "said"),
     [
@@ -374,6 +380,7 @@ async def later(self: Any, *args: Any) -> Any:
         ("gold_user", "bob", "returned 'bob', expected a User or None"),
         ("state", {"seen": {1}}, "is no JSON value: a set has no order ({1})"),
         ("state", object(), "is no JSON value: a object has no JSON form"),
+        ("state", circle(), "is no JSON value: it contains itself, or is nested too deep"),
     ],
 )
 def test_a_hook_that_answers_with_another_type_is_named(hook: str, answer: Any, said: str) -> None:
@@ -387,6 +394,19 @@ def test_a_hook_that_answers_with_another_type_is_named(hook: str, answer: Any, 
             raise error.value
         odd.reset(seed=0)
         odd.step("done")
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, BaseException])
+def test_a_state_that_raises_is_the_environments_fault_wherever_it_is_read(kind: Any) -> None:
+    """It is read with the record: a policy's first prompt ended the whole run."""
+
+    def broken(self: Any) -> Any:
+        raise kind("the disk is gone")
+
+    odd: Any = type("Odd", (Notes,), {"state": broken})()
+    odd.reset(seed=0)
+    with pytest.raises(HookError, match=f"state raised {kind.__name__}: the disk is gone \\({__file__}:"):
+        _ = odd.trajectory
 
 
 def test_a_reply_of_the_user_that_is_no_list_of_messages_is_named() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -18,6 +20,7 @@ from pydantic import BaseModel
 
 from agentrl.data.trajectory import ToolCall, ToolResult
 from agentrl.env import Tool, tool
+from agentrl.env.spaces import run_sync
 from agentrl.env.toolbox import Toolbox, estimate_tokens, fit
 from agentrl.utils.errors import EnvError, ToolError, ToolTimeoutError
 from tests.conftest import examples
@@ -159,10 +162,136 @@ def interrupts() -> str:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("function", [panics, panics_while_others_run, interrupts])
-def test_a_tool_that_raises_what_is_no_exception_is_a_fault_and_ends_no_program(function: Any) -> None:
-    with pytest.raises(EnvError, match=f"tool {function.__name__} failed: .*(PanicException: index out of|KeyboardInterrupt)"):
-        asyncio.run(Toolbox([tool(function)]).call(ToolCall(function.__name__, {})))
+async def interrupts_while_others_run() -> str:
+    return interrupts()
+
+
+async def closes_while_others_run() -> str:
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize(
+    "function", [panics, panics_while_others_run, interrupts, interrupts_while_others_run, closes_while_others_run]
+)
+def test_a_tool_that_raises_what_is_no_exception_is_a_fault_and_ends_no_program(function: Any, inline: bool) -> None:
+    kinds = "PanicException: index out of|KeyboardInterrupt|GeneratorExit"
+    with pytest.raises(EnvError, match=f"tool {function.__name__} failed: .*({kinds})"):
+        asyncio.run(Toolbox([tool(inline=inline)(function)]).call(ToolCall(function.__name__, {})))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, run_sync])
+def test_ctrl_c_while_a_tool_holds_the_loop_is_the_users(run: Any) -> None:
+    """asyncio.run's handler cancels at the first and raises at the second; Python's own raises at once."""
+
+    async def holds() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0)
+
+    box = Toolbox([tool(holds), get])
+    with pytest.raises(KeyboardInterrupt):
+        run(box.call(ToolCall("holds", {})))
+    assert run(box.call(ToolCall("get", {"key": "a"}))).value == "a:1"  # it is over with that
+
+
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+class UnreadableRefusalError(ToolError):
+    __str__ = UnreadableError.__str__
+
+
+class UnreadablePanic(BaseException):
+    __str__ = UnreadableError.__str__
+
+
+@pytest.mark.parametrize("way", ["async", "thread", "inline", "process"])
+@pytest.mark.parametrize("kind", [UnreadableError, UnreadableRefusalError, UnreadablePanic])
+def test_an_error_whose_text_cannot_be_made_is_the_tools_fault(kind: Any, way: str) -> None:
+    if way == "process":
+        made = tool(process=True, timeout=30)(raise_of)
+        box, call = Toolbox([made]), ToolCall("raise_of", {"kind": kind.__name__})
+    else:
+
+        def fails() -> None:
+            raise kind
+
+        async def fails_on_the_loop() -> None:
+            raise kind
+
+        box = Toolbox([tool(name="fails", inline=way == "inline", timeout=5)(fails_on_the_loop if way == "async" else fails)])
+        call = ToolCall("fails", {})
+    with pytest.raises(EnvError, match=r"tool \w+ failed: .*LookupError") as caught:
+        asyncio.run(box.call(call))
+    assert not isinstance(caught.value, ToolTimeoutError)
+
+
+def raise_of(kind: str) -> None:
+    raise globals()[kind]
+
+
+def nested(depth: int) -> Any:
+    whole: Any = []
+    for _ in range(depth):
+        whole = [whole]
+    return whole
+
+
+def circle(kind: Any) -> Any:
+    whole = kind()
+    whole.append(whole) if kind is list else whole.update(a=[whole])
+    return whole
+
+
+class HostileList(list[int]):
+    def __iter__(self) -> Any:
+        raise LookupError
+
+    __len__ = __iter__
+
+
+class HostileDict(dict[str, int]):
+    def items(self) -> Any:
+        raise LookupError
+
+    __len__ = __iter__ = keys = values = items
+
+
+class HostileArray:
+    def tolist(self) -> Any:
+        raise SystemExit(3)
+
+
+class HostileClass:
+    @property
+    def __class__(self) -> Any:
+        raise LookupError
+
+    def __getattr__(self, name: str) -> Any:
+        raise LookupError
+
+
+def breaks_off() -> Any:
+    yield 1
+    raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(lambda: nested(500), "nested too deep"), (lambda: nested(300), "depth"), (lambda: nested(100_000), "nested too deep"),
+     (lambda: circle(list), "contains itself"), (lambda: circle(dict), "contains itself"), (lambda: (circle(list),), "itself"),
+     (lambda: HostileList([1]), "LookupError"), (lambda: HostileDict(a=1), "LookupError"), (HostileArray, "SystemExit: 3"),
+     (HostileClass, "LookupError"), (breaks_off, "LookupError")],
+)  # fmt: skip
+def test_an_answer_that_cannot_be_read_is_the_tools_fault(answer: Any, why: str) -> None:
+    async def gives() -> Any:
+        return answer()
+
+    with pytest.raises(EnvError, match=rf"tool gives returned \w+, which has no JSON form: .*{why}"):
+        asyncio.run(Toolbox([tool(gives)]).call(ToolCall("gives", {})))
 
 
 def test_plain_functions_run_in_a_thread_unless_inline() -> None:

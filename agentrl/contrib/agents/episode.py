@@ -40,6 +40,7 @@ from agentrl.utils.errors import (
     PolicyTimeoutError,
     PromptTooLongError,
     UserLimitError,
+    fault_text,
 )
 from agentrl.utils.event_loop import end, in_time, loop_clock
 from agentrl.utils.spans import TracePlace, at, here, span
@@ -416,7 +417,7 @@ class AgentEpisode:
             raise
         except Exception as fault:
             log.exception("environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)
-            raise EnvError(f"{type(fault).__name__}: {fault}") from fault
+            raise EnvError(fault_text(fault)) from fault
         finally:
             self.env_s += time.monotonic() - began
 

@@ -20,7 +20,7 @@ from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.record import Brief, Outcome, ServedEpisode, after_a_cut, before_a_cut, text_of
 from agentrl.data.trajectory import Json
 from agentrl.utils import keeper
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import ConfigError, fault_text, is_from_outside
 from agentrl.utils.network import exempt, exempt_own, through_proxy
 from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import learn, redact, resolve_references
@@ -234,10 +234,10 @@ class Function(Program):
             if task is not None and task.cancelling():
                 raise
             return Outcome(None, "it was cancelled from inside")
-        except KeyboardInterrupt:
-            raise
         except BaseException as fault:  # somebody else's code may raise anything, which must not stop the run
-            record["error"] = text_of(f"{type(fault).__name__}: {fault}", brief.key)
+            if is_from_outside(fault):
+                raise
+            record["error"] = text_of(fault_text(fault), brief.key)
             return Outcome(None, record["error"][:_SHOWN])
         if answer is not None and not isinstance(answer, str):
             return Outcome(None, f"it returned {type(answer).__name__}, expected text or None")
@@ -264,7 +264,7 @@ class Remote(Program):
             async with self._client.stream("POST", resolve_references(self._url, "agent.url"), json=brief.to_json()) as answer:
                 data = await _read_limited(answer)
         except httpx.HTTPError as fault:
-            why = f"{type(fault).__name__}: {fault}{through_proxy(resolve_references(self._url, 'agent.url'))}"
+            why = f"{fault_text(fault)}{through_proxy(resolve_references(self._url, 'agent.url'))}"
             return Outcome(None, text_of(f"{self._url}: {why}", brief.key))
         record["status"] = answer.status_code
         if data is None:

@@ -15,7 +15,7 @@ from agentrl.data.trajectory import Json, Message, Turn
 from agentrl.engines.chat_format import RequestError, number_calls
 from agentrl.render.base import Renderer, TurnReader
 from agentrl.rollout.engine import Engine, Generation, Sampling, Told, derive
-from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError
+from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError, fault_text
 from agentrl.utils.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def refusal_of(problem: Exception) -> RequestError:
         return RequestError("the request has half of a character (a lone surrogate)")
     if isinstance(problem, AgentrlError):
         return RequestError(str(problem), status=503, code="engine_failed")
-    return RequestError(f"{type(problem).__name__}: {problem}", status=500)
+    return RequestError(fault_text(problem), status=500)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from agentrl.rollout.collector import MEMBERS, GroupRun
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.episode import EpisodeHook, EpisodeSpec, RunningEpisode
 from agentrl.rollout.player import Job, LocalPlayer, Script
-from agentrl.utils.errors import EnvError
+from agentrl.utils.errors import EnvError, fault_text
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Fork(EpisodeHook):
         try:
             env = episode.env.fork()
         except Exception as fault:
-            raise EnvError(f"no fork before turn {turn}: {type(fault).__name__}: {fault}") from fault
+            raise EnvError(f"no fork before turn {turn}: {fault_text(fault)}") from fault
         conversation = {name: getattr(episode, name) for name in CONVERSATION} | {"rewrites": list(episode.rewrites)}
         ledgers = [(ledger, len(ledger)) for ledger in episode.ledgers]
         return cls(episode.spec.member, turn, env, ledgers, dict(episode.waits.used), conversation)
@@ -217,7 +217,7 @@ async def _attempt_branch(
             env = fork.env.fork()
         except Exception as fault:  # whatever an author's class raises: a fault of the infrastructure, as in an episode
             made = Trajectory(fork.env.id, Task("", spec.task_seed, spec.split), spec.seed, spec.member, parent=fork.member)
-            made.error = f"no fork of environment {fork.env.id}: {type(fault).__name__}: {fault}"
+            made.error = f"no fork of environment {fork.env.id}: {fault_text(fault)}"
             made.stop, made.cause, made.branch_turn = StopReason.ENV_ERROR, {"blame": "infrastructure"}, fork.turn
             found.append(made)
             continue

@@ -28,7 +28,7 @@ from agentrl.run.registries import registry_of
 from agentrl.run.trackers import Tracker
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of
 from agentrl.trainer.train_engine import BaseEngine
-from agentrl.utils.errors import ConfigError, UserError, place_of
+from agentrl.utils.errors import ConfigError, UserError, fault_text, place_of
 from agentrl.utils.files import shown_path
 from agentrl.utils.registry import Registry, second_load
 
@@ -103,7 +103,7 @@ def _try(key: str, registry: Registry[Any], choice: Choice, trial: Callable[[Any
     except UserError:
         raise
     except Exception as problem:
-        said = str(problem) if isinstance(problem, TrialError) else f"raised {type(problem).__name__}: {problem}"
+        said = str(problem) if isinstance(problem, TrialError) else f"raised {fault_text(problem)}"
         place = shown_path(place_of(make, problem))
         raise ConfigError(f"{key}: {place}: {choice.name!r} {said} (a trial on made-up data). Correct it there") from problem
     finally:

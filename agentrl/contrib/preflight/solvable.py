@@ -25,7 +25,7 @@ from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.outcomes import label_of
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import ConfigError, fault_text
 
 SOLVABLE_SECONDS = 3.0
 """No solution of an environment is begun after this many seconds."""
@@ -174,7 +174,7 @@ def _survey(one: TrainConfig, ref: EnvRef) -> Survey:
     except NotImplementedError:
         return Survey(called, {}, [], skipped="it has no gold solutions")
     except Exception as fault:  # the environment's own code; where gold is played for its score, its check names the fault
-        return Survey(called, {}, [], skipped=f"its gold cannot be played: {type(fault).__name__}: {fault}")
+        return Survey(called, {}, [], skipped=f"its gold cannot be played: {fault_text(fault)}")
     if not any(part.needs for part in parts):
         why = next((why for part in parts for why in part.unplayed.values()), "there was no time for one")
         return Survey(called, {}, [], skipped=f"its gold cannot be played: {why}")
@@ -216,7 +216,7 @@ async def _play(kinds: list[Kind], renderer: Renderer, limits: dict[str, int], u
             except NotImplementedError:
                 raise
             except Exception as fault:  # of one task: the others say what there is room for
-                part.unplayed[f"{split} {seed}"] = f"{type(fault).__name__}: {fault}"
+                part.unplayed[f"{split} {seed}"] = fault_text(fault)
     finally:
         for env in opened:
             await env.aclose()

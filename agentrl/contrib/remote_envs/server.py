@@ -26,7 +26,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.address import Asked
 from agentrl.env.base import plain_prompt
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
-from agentrl.utils.errors import CatalogError, ConfigError, DependencyError, EnvError, UserError, hint_text
+from agentrl.utils.errors import CatalogError, ConfigError, DependencyError, EnvError, UserError, fault_text, hint_text
 from agentrl.utils.network import strict_json
 from agentrl.utils.redaction import references
 
@@ -80,7 +80,7 @@ class EnvApp:
             except (UserError, EnvError, NotImplementedError) as fault:
                 return self._answer(422, wire.dumps({"fault": wire.fault_row(fault)}))
             except (KeyError, TypeError, ValueError) as problem:
-                text = f"{type(problem).__name__}: {problem}"
+                text = fault_text(problem)
                 return self._answer(400, wire.dumps({"refused": "bad_request", "message": text}))
             except ClientDisconnect:
                 raise

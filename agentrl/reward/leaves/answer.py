@@ -14,7 +14,7 @@ from agentrl.data.trajectory import Json, StopReason
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
 from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, numbers_close
 from agentrl.reward.values import show_number as shown
-from agentrl.utils.errors import did_you_mean, place_of, raised_text
+from agentrl.utils.errors import did_you_mean, is_from_outside, place_of, raised_text
 from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
 from agentrl.utils.schemas import TextTooLongError, compile_pattern, within_seconds
 from agentrl.utils.search_path import PREFIX, is_given
@@ -369,9 +369,9 @@ class PythonFunction(Leaf):
     def read(self, view: View, args: Args) -> Reading:
         try:
             answer: Any = self.function(view, args.get("args"))
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # user code may raise anything, which must not stop a run
+            if is_from_outside(error):
+                raise
             raise UnscorableError(f"{args['name']} {raised_text(error, self.function)}") from error
         value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if value is None:
