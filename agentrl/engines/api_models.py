@@ -36,6 +36,7 @@ from agentrl.render.litellm_calls import (
     no_listener,
     passes,
     read_answer,
+    refusal,
     request_of,
     said_of,
 )
@@ -214,7 +215,7 @@ class LiteLlmEngine(MessageEngine):
         self.request([], [], Sampling(max_tokens=1))  # so that an address that none can be made of is refused now
         self._gate = asyncio.Semaphore(cfg.concurrency)
         self._prompt_tokens = self._sampled_tokens = self._attempts = 0
-        self._unheard = False
+        self._unheard = self._heard = False
         self.renderer = ApiRenderer(self._transcript)
 
     async def start(self) -> None:
@@ -268,13 +269,20 @@ class LiteLlmEngine(MessageEngine):
         return request_of(own, self._cfg.args, self._cfg.base, args_key="api.args", base_key="api.base")
 
     async def _ask(self, request: dict[str, Any]) -> Any:
-        """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
+        """The answer of the first successful attempt. Raises ConfigError for a refused key, account or model, else EngineError;
+        its message starts with the error's class."""
         for attempt in range(self._cfg.retries + 1):
             try:
                 async with self._gate:
                     self._attempts += 1
-                    return await load_litellm().acompletion(**request)
+                    answer = await load_litellm().acompletion(**request)
+                self._heard = True
+                return answer
             except Exception as problem:  # litellm's errors have no common base class of their own
+                refused = refusal(problem, request, self._cfg.base)
+                # Once it has answered, these may be of one request: a filter, or one of a router's models.
+                if refused is not None and not (self._heard and getattr(problem, "status_code", None) in (403, 404)):
+                    raise ConfigError(f"API model {refused}") from problem
                 wait = self._wait(problem, attempt)
                 text = said_of(problem, request.get("api_base"))
                 if no_listener(problem):

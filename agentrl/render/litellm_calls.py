@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ _BUSY = (408, 409, 425, 429)
 _FAILED = {"error", "network_error", "insufficient_system_resource", "insufficient_quota", "abort", "cancelled", "timeout",
            "failed", "content_filter", "sensitive"}  # fmt: skip
 """Ends of an answer that its provider made, by the names of several; litellm calls those that it does not know "stop"."""
+_UNPAID = re.compile(r"(?i)insufficient.(quota|credit|balance|fund)|exceeded_current_quota|credit balance|billing[_ ](hard|not)")
+_KEYLESS = re.compile(r"(?i)missing\b.{0,30}\b(api.?key|credentials)|api_key\b.{0,30}\b(not|be) set|unable to locate credentials")
 _CUT = {"model_length", "max_output_tokens", "incomplete"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -104,7 +107,34 @@ def passes(problem: BaseException) -> bool:
 
     status = getattr(problem, "status_code", None)  # of litellm's errors some have a class of openai's for theirs, and some none
     busy = isinstance(status, int) and (status >= 500 or status in _BUSY)
-    return isinstance(problem, openai.APIConnectionError) or (isinstance(problem, openai.APIError) and busy)
+    lost = isinstance(problem, openai.APIConnectionError) or (isinstance(problem, openai.APIError) and busy)
+    return lost and _refusal(problem) is None
+
+
+def _refusal(problem: BaseException) -> tuple[str, str] | None:
+    """A refusal for good, of the key, the account or the model, and its fix; None for an error of any other kind. Some come as a
+    server's error, or as a rate limit: litellm finds no key, or the account's credit is used up."""
+    links = list(causes(problem))
+    said = " ".join(f"{link} {getattr(link, 'code', '')} {getattr(link, 'type', '')}" for link in links)
+    status = getattr(problem, "status_code", None)
+    if status == 402 or (status in (400, 403, 429) and _UNPAID.search(said)):
+        return "has no quota or credit left for the key", "Add credit to its account, or set another key"
+    if status in (401, 403) or any(_KEYLESS.search(str(link)) for link in links):
+        return "refuses the key", "Set one that may use this model"
+    return ("has no such model", "Correct its name, or the address") if status == 404 else None
+
+
+def refusal(problem: BaseException, request: Mapping[str, Any], base: str | None) -> str | None:
+    """Text for such an error: the model, the key's variable and the fix; None for others. `base`: the address in the config."""
+    if (found := _refusal(problem)) is None:
+        return None
+    what, fix = found
+    model = request["model"]
+    named = ["api_key"] if request.get("api_key") else load_litellm().validate_environment(model)["missing_keys"]
+    variable = f"{model.partition('/')[0].upper().replace('-', '_')}_API_KEY"
+    named = named or [variable] * (variable in os.environ)
+    keys = f" ({'environment variable ' * (named != ['api_key'])}{', '.join(named)})" if named and "key" in what else ""
+    return f"({model}): {base or 'its provider'} {what}{keys}: {said_of(problem, request.get('api_base'))}. {fix}"
 
 
 def said_of(problem: BaseException, base: str | None) -> str:

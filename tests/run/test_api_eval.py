@@ -179,7 +179,7 @@ async def test_a_full_queue_is_waited_for_as_long_as_it_says() -> None:
 
 
 async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> None:
-    for status, attempts in ((500, 3), (400, 1), (401, 1), (404, 1)):
+    for status, attempts in ((500, 3), (429, 3), (400, 1), (422, 1)):
         with Loopback(lambda body, number, status=status: {"status": status}) as server:
             with pytest.raises(EngineError, match=rf"\({attempts} attempts\)"):
                 await ask(engine(server, retries=2))
@@ -189,6 +189,64 @@ async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> N
         await ask(engine(server, retries=1, timeout=0.2))
     with Loopback(lambda body, number: None if number == 0 else "back") as server:
         assert await ask(engine(server)) == "back"
+
+
+QUOTA = "You exceeded your current quota, please check your plan and billing details."
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "says"),
+    [
+        (401, "Incorrect API key provided", r"refuses the key \(api_key\): .*Incorrect API key provided\. Set one"),
+        (403, "You may not", r"refuses the key \(api_key\)"),
+        (404, "The model `test` does not exist", r"has no such model: .*\. Correct its name"),
+        (402, "pay first", r"no quota or credit left for the key \(api_key\): .*\. Add credit"),
+        (429, f"{QUOTA} insufficient_quota", "no quota or credit left"),
+        (400, "Your credit balance is too low", "no quota or credit left"),
+        (400, "billing_hard_limit_reached", "no quota or credit left"),
+        (403, "Insufficient credits", "no quota or credit left"),
+    ],
+)
+async def test_a_refused_key_account_or_model_ends_it_at_once(status: int, message: str, says: str) -> None:
+    """Each of hundreds of episodes asked in vain, and was called unscored for a fault of the server."""
+    with Loopback(lambda body, number: {"status": status, "message": message}) as server:
+        with pytest.raises(ConfigError, match=rf"^API model \(openai/test\): {server.url} .*{says}"):
+            await ask(engine(server, retries=2))
+        assert len(server.requests) == 1
+    # A limit of a minute, in the words that one provider has for it, passes.
+    minute = {"status": 429, "message": f"{QUOTA} Please retry in 1 s. RESOURCE_EXHAUSTED"}
+    with Loopback(lambda body, number: minute if number == 0 else "yes") as server:
+        assert await ask(engine(server)) == "yes"
+
+
+async def test_a_request_that_is_refused_after_others_were_answered_is_an_episodes_own() -> None:
+    with Loopback(lambda body, number: {"status": 403, "message": "flagged"} if number else "yes") as server:
+        asked = engine(server)
+        assert await ask(asked) == "yes"
+        with pytest.raises(EngineError, match=r"flagged.*\(1 attempts\)"):
+            await ask(asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "variable"),
+    [("openai/m", "OPENAI_API_KEY"), ("anthropic/claude-x", "ANTHROPIC_API_KEY"), ("gemini/g", "GEMINI_API_KEY"),
+     ("fireworks_ai/m", "FIREWORKS")],
+)  # fmt: skip
+async def test_a_key_that_is_missing_is_named_at_the_first_call(
+    model: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """litellm calls most of these an error of the server, which was tried again and again."""
+    for name in [name for name in os.environ if name.endswith("_API_KEY")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=rf"\({model}\): its provider refuses the key \(environment variable .*{variable}"):
+        await ask(LiteLlmEngine(model, ApiConfig(retries=2), backoff=0.01))
+
+
+def test_an_evaluation_whose_key_is_refused_ends_with_that(capsys: pytest.CaptureFixture[str]) -> None:
+    with Loopback(lambda body, number: {"status": 401, "message": "Incorrect API key"}) as server:
+        evaluate(server, "-n", "20", "--max-concurrent", "1", code=2)
+        assert len(server.requests) == 1
+    assert "refuses the key (environment variable OPENAI_API_KEY)" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

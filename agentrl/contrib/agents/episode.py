@@ -35,6 +35,7 @@ from agentrl.rollout.player import AGENTS
 from agentrl.utils.errors import (
     AgentFaultError,
     AgentrlError,
+    ConfigError,
     EngineError,
     EnvError,
     PolicyTimeoutError,
@@ -273,9 +274,9 @@ class AgentEpisode:
         except asyncio.CancelledError:
             self._gave_up = True
             raise
-        except (CutError, EngineError) as fault:
+        except (ConfigError, CutError, EngineError) as fault:
             self._stop(fault)
-            raise fault if isinstance(fault, EngineError) else RequestError(str(fault), code="episode_over") from None
+            raise RequestError(str(fault), code="episode_over") if isinstance(fault, CutError) else fault from None
         finally:
             self._reserved -= reserved
             self.engine_s += time.monotonic() - began

@@ -6,12 +6,11 @@ those that play users, as far as the environment names them (`ToolEnv.user_model
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.cluster.placement import is_planned
 from agentrl.config import TrainConfig
@@ -23,7 +22,7 @@ from agentrl.engines.makers import api_name, is_script
 from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
 from agentrl.env.tools import TOOL_SOURCES
-from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
+from agentrl.render.litellm_calls import ONCE, causes, load_litellm, refusal, said_of
 from agentrl.rollout.engine import Sampling
 from agentrl.run.checks import RUN_CHECKS, Purpose, RunStart
 from agentrl.run.services import QUESTION, ApiModel, RunServices
@@ -159,19 +158,16 @@ def _ask(asked: ApiModel, seconds: float) -> None:
     where, said = asked.base or "its provider", partial(said_of, base=asked.request.get("api_base"))
     try:
         load_litellm().completion(**{**asked.request, "timeout": seconds})
-    except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:
-        keys = _keys(asked.model)
-        raise ConfigError(f"{asked.key} ({asked.model}): {where} refuses the key{keys}: {said(problem)}") from problem
-    except openai.NotFoundError as problem:
-        raise ConfigError(f"{asked.key} ({asked.model}): {where} has no such model: {said(problem)}") from problem
-    except openai.BadRequestError as problem:
+    except openai.APIError as problem:
+        if (refused := refusal(problem, asked.request, asked.base)) is not None:
+            raise ConfigError(f"{asked.key} {refused}") from problem
         if "Provider NOT provided" in str(problem):
             raise ConfigError(f"{asked.key}: {asked.model!r} names no provider; litellm's form is PROVIDER/MODEL") from problem
-        raise ConfigError(
-            f"{asked.key} ({asked.model}): {where} refuses the request that the run would make: "
-            f"{said(problem)}{_fix(asked, problem)}"
-        ) from problem
-    except openai.APIError as problem:
+        if isinstance(problem, openai.BadRequestError):
+            raise ConfigError(
+                f"{asked.key} ({asked.model}): {where} refuses the request that the run would make: "
+                f"{said(problem)}{_fix(asked, problem)}"
+            ) from problem
         # Others come from a server that is there and busy, or has an outage of the moment: runs have retries for that.
         # No answer at all, or one too late; litellm says so only in what its error was raised from.
         if any(isinstance(link, openai.APIConnectionError) for link in causes(problem)):
@@ -199,11 +195,3 @@ def _fix(asked: ApiModel, problem: openai.BadRequestError) -> str:
     elif name in asked.given:
         ways = [f"{asked.args} without {name}"]
     return f". The parameter {name} = {asked.request[name]!r} is refused; set {' or '.join(ways)}"
-
-
-def _keys(model: str) -> str:
-    """The environment variables that may hold the key, as far as they are set or litellm names them."""
-    found: Any = load_litellm().validate_environment(model)
-    provider = model.partition("/")[0].upper().replace("-", "_")
-    named = found["missing_keys"] or [name for name in (f"{provider}_API_KEY",) if name in os.environ]
-    return f" (environment variable {', '.join(named)})" if named else ""
