@@ -320,6 +320,13 @@ def test_a_client_of_an_environment_s_server_reads_none_of_its_variables() -> No
         ({"env": {"id": "key_value"}, "api": {"base": "http://${env:WITHIN}@h"}}, None),
         ({"env": {"id": "key_value"}, "model": {"path": "env:REFERRED"}}, "model.path = 'env:REFERRED': a reference"),
         ({"env": {"id": "key_value"}, "engine_args": {"key": "a${env:WITHIN}"}}, "engine_args.key = 'a${env:WITHIN}': a ref"),
+        ({"env": {"id": "key_value"}, "name": "a-${env:REFERRED}"}, "name = 'a-${env:REFERRED}': a reference"),
+        ({"env": {"id": "key_value"}, "name": "$REFERRED"}, "name = '$REFERRED': a shell's variables stay"),
+        ({"env": {"id": "key_value"}, "out": "${SCRATCH}/runs"}, "out = '${SCRATCH}/runs': a shell's variables stay"),
+        ({"env": {"id": "key_value"}, "model": {"path": "$HOME/m"}}, "model.path = '$HOME/m': a shell's variables stay"),
+        ({"env": {"id": "key_value"}, "api": {"base": "http://${ env:WITHIN }@h"}}, "http://${ env:WITHIN }@h': no ref"),
+        ({"env": {"id": "key_value", "params": {"x": "${oc.env:REFERRED}"}}}, "env.params.x = '${oc.env:REFERRED}': no ref"),
+        ({"env": {"id": "key_value", "params": {"x": "it costs $5, ${ENV} says"}}}, None),
         ({"env": {"id": "key_value", "params": {"x": "env:NOWHERE_SET"}}}, "env.params.x: the environment variable NOWHERE_SET"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 from agentrl.config.envs import named_leaves
 from agentrl.config.schema import TrainConfig
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.redaction import redact_json, references, resolve_references
+from agentrl.utils.redaction import redact_json, references, resolve_references, texts
 
 # References to environment variables
 
@@ -23,6 +24,10 @@ TAKEN = (
     "api.base", "api.args", "reward.judge.api_base", "reward.judge.args", "trackers.args",
 )  # fmt: skip
 """Keys whose texts, or those below them, are resolved where they are used."""
+PLACES = ("name", "out", "model.path", "critic.path", "reward_model.path", "*.distillation.path", "data.path", "weights.folder",
+          "model.chat_template", "reward.judge.cache", "reward.judge.engines.*.path", "env.reward")  # fmt: skip
+"""Keys with names of files and folders, in which a shell's `$NAME` would stay as it is."""
+_ALMOST = re.compile(r"(?i)\$\{(?!(?-i:env:[a-zA-Z_][a-zA-Z0-9_]*\}))\s*(?:oc\.)?env\s*:")
 
 
 def check_references(config: TrainConfig) -> None:
@@ -31,13 +36,18 @@ def check_references(config: TrainConfig) -> None:
 
     Reads: env, tools, sft, agent, api, reward, trackers, engine_args.
     """
-    for key, text in references(config.model_dump(mode="json", exclude_none=True)):
-        if not any(fnmatchcase(key, pattern) for name in TAKEN for pattern in (name, f"{name}.*")):
-            raise ConfigError(
-                f"{key} = {text!r}: a reference to an environment variable is not resolved here, and would be taken for plain "
-                f"text; the keys that take one: {', '.join(TAKEN)}"
-            )
-        resolve_references(text, key)
+    for key, text in texts(config.model_dump(mode="json", exclude_none=True)):
+        if _ALMOST.search(text):
+            raise ConfigError(f"{key} = {text!r}: no reference to an environment variable. Write ${{env:NAME}}")
+        if any(references(text)):
+            if not any(fnmatchcase(key, pattern) for name in TAKEN for pattern in (name, f"{name}.*")):
+                raise ConfigError(
+                    f"{key} = {text!r}: a reference to an environment variable is not resolved here, and would be taken for "
+                    f"plain text; the keys that take one: {', '.join(TAKEN)}"
+                )
+            resolve_references(text, key)
+        elif "$" in text and any(fnmatchcase(key, name) for name in PLACES):
+            raise ConfigError(f"{key} = {text!r}: a shell's variables stay as they are here. Write the value")
     check_base(config.api.base, "api.base")
     check_base(config.reward.judge.api_base, "reward.judge.api_base")
 

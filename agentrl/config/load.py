@@ -55,8 +55,8 @@ READ = (
 """Keys that name what a run reads: a path, or a list of them."""
 WORDS = (("env", "agent", "command"), ("agent", "command"), ("tools", "args", "*", "*"), ("env", "tools", "args", "*", "*"))
 """Keys with words; only those that begin with `./` or `../` are taken for paths; "*" is any key."""
-WRITTEN = (("reward", "judge", "cache"), ("weights", "folder"))
-"""Keys that name folders that a run writes; like `out`, they are relative to the working folder."""
+WRITTEN = (("reward", "judge", "cache"), ("weights", "folder"), ("out",))
+"""Keys that name folders that a run writes, relative to the working folder."""
 
 
 def beside(file: Path, table: Table) -> Table:
@@ -90,8 +90,16 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
     table = _change_strings(config.model_dump(), READ, there)
     table = _change_strings(table, WORDS, lambda word, key: there(word, key) if word.startswith(("./", "../")) else word)
-    table = _change_strings(table, WRITTEN, lambda path, key: str(Path(there(path, key)).absolute()))
+    table = _change_strings(table, WRITTEN[:-1], lambda path, key: str(Path(there(path, key)).absolute()))
     return TrainConfig.model_validate(table)
+
+
+def _from_home(path: str, key: str) -> str:
+    """The path with the user's folder for a `~` that it begins with. Raises ConfigError for a user that there is not."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:
+        raise ConfigError(f"{key} = {path!r}: there is no such user. Write the whole path") from None
 
 
 def _change_strings(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
@@ -411,6 +419,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     """
     parsed = parse_overrides(overrides)
     table = _in_new_keys(_without_false(apply_overrides(table, parsed), TrainConfig))
+    table = _change_strings(table, READ + WRITTEN, _from_home)
     if table.get("env") is None and not table.get("data"):
         raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
     try:

@@ -63,15 +63,19 @@ def resolve_references(value: Any, where: str) -> Any:
 
 def references(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     """References of a value to environment variables: the key of each text that does, below `where`, and the text."""
+    return ((key, text) for key, text in texts(value, where) if _WHOLE.fullmatch(text) or _WITHIN.search(text))
+
+
+def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a value, each with its key below `where`."""
     if isinstance(value, str):
-        if _WHOLE.fullmatch(value) or _WITHIN.search(value):
-            yield where, value
+        yield where, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from references(inner, f"{where}.{key}" if where else str(key))
+            yield from texts(inner, f"{where}.{key}" if where else str(key))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from references(inner, where)
+            yield from texts(inner, where)
 
 
 def _variable(name: str, where: str) -> str:

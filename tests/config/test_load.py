@@ -294,6 +294,21 @@ def test_a_key_of_several_forms_is_named_by_its_own_name(value: Any) -> None:
         config_from({"env": {"id": "key_value"}, "model": {"init": {}, "threads": value}})
 
 
+def test_a_path_may_begin_with_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these made a folder that is called ~, or was looked for on the hub."""
+    monkeypatch.setenv("HOME", "/home/me")
+    wanted = {
+        "out": "/home/me/runs",
+        "model.path": "/home/me/m",
+        "weights.folder": "/home/me",
+        "reward.judge.cache": "/home/me/kept",
+    }
+    found = config_of("quickstart", {key: path.replace("/home/me", "~") for key, path in wanted.items()})
+    assert (found.out, found.model.path, found.weights.folder, found.reward.judge.cache) == tuple(wanted.values())
+    with pytest.raises(ConfigError, match="out = '~nobody_here/x': there is no such user"):
+        config_of("quickstart", {"out": "~nobody_here/x"})
+
+
 @pytest.mark.parametrize("key", ["model.path", "env.reward", "weights.folder", "reward.judge.cache"])
 def test_an_empty_path_is_not_the_working_folder(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}: '' is no path and no name"):
