@@ -14,7 +14,7 @@ import tomllib
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -292,8 +292,22 @@ _VALUE = (
     rf"(?:(?:\^|\*\*)\s?[{{(]?\s?(?P<power>{_SIGN}?[0-9]{{1,4}})\s?[}})]?|(?P<raised>[⁺⁻]?[{_RAISED}]{{1,4}}))"
     rf"|(?P<plain>{_PLAIN}))"
 )
+_POWERS: Mapping[str, Fraction] = {
+    **{word: Fraction(10) ** power for power, words in {
+        2: "hundred", 3: "thousand tausend tsd тыс", 5: "lakh", 6: "million millionen millones mio mln mn млн", 7: "crore",
+        9: "billion milliard milliarde milliarden mrd bn bln млрд", 12: "trillion trn tn", 15: "quadrillion", 18: "quintillion",
+        -1: "tenths", -2: "hundredths", -3: "thousandths", -6: "millionths", -9: "billionths",
+    }.items() for word in words.split()},
+    "dozen": Fraction(12),
+}  # fmt: skip
+_LETTERS = {"k": Fraction(1000), "m": Fraction(10**6), "b": Fraction(10**9), "t": Fraction(10**12)}
+MAGNITUDE = rf"(?i:{'|'.join(sorted(_POWERS, key=len, reverse=True))})s?(?!{_LETTER})"
+"""A word behind a number that makes a multiple of it."""
+GAP = r"(?:[ \t\u00a0\u2009\u202f~*_-]|\\[,;: ]|\\text\s?\{\s?|</?b>|\((?:in )?){0,6}"
 _TOKEN = re.compile(
-    rf"(?P<sign>{_SIGN}?)(?P<money>(?:{_MONEY}\s?)?)(?P<sign2>{_SIGN}?){_VALUE}(?P<percent>\s?(?:\\?%|per ?cent\b|pct\b))?"
+    rf"(?P<sign>(?:(?<!\w)(?i:minus|negative)\s+|{_SIGN})?)(?P<money>(?:{_MONEY}\s?)?)(?P<sign2>{_SIGN}?){_VALUE}"
+    rf"(?:(?!\s?[0-9.,;:?!)])(?:(?P<times>(?:{GAP}{MAGNITUDE}\}}?){{1,3}})|(?P<letter>\s?[kmbtKMBT](?!{_LETTER}))))?"
+    r"(?P<percent>\s?(?:\\?%|per ?cent\b|pct\b))?"
 )
 # Beside these a number is part of another one, or of what is none: a power, a product, a date, a version, a name.
 _BEFORE = re.compile(
@@ -301,7 +315,7 @@ _BEFORE = re.compile(
 )
 _AFTER = re.compile(
     rf"{_LETTER}|{_TIMES_TEN}|[.,:/'\u2019*×·⋅][0-9]|[-\u2013][0-9]{{1,4}}[-\u2013][0-9]|\s?\^(?!\{{?\\circ)|\*\*[({{0-9]|\s?√|\s?\\sqrt"
-    rf"|[{_VULGAR}]|\s?/\s?[0-9]|\s?\\frac"
+    rf"|[{_VULGAR}]|\s?/\s?[0-9]|\s?\\frac|\s?[‰‱万萬億亿만억]|(?i:\s+(?:squared|cubed|and\s+(?:an?|one|two|three)[\s-]+(?:half|thirds?|quarters?))\b)"
 )
 _FULL = str.maketrans({0xFF01 + i: 0x21 + i for i in range(94)})
 _MINUS = frozenset("-\u2212\u2010\u2011\u2013\ufe63⁻")
@@ -340,7 +354,11 @@ def _match_number(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]
         signed = ""
     else:
         signed = found["sign"]
-    end = found.end()
+    if signed[:1] in ("m", "M") and re.search(r"(?:[\d)\]}%]|(?<!\w)[A-Za-z])\s*\Z", before):
+        begin, signed = found.start("money"), ""  # a difference: 7 minus 5, x minus 5
+    end, letter = found.end(), found["letter"] or ""
+    if letter and not (found["money"] or letter in ("k", "K", "M", "B", " k") or text[end : end + 1] in tuple("€$£¥₹₩")):
+        end, letter = found.start("letter"), ""  # a unit, or a name
     if _BEFORE.search(before) or _AFTER.match(text, end) or len(found.group()) > LONGEST:
         joined = _JOINED.match(text, end)  # no number either
         return None, end if joined is None else joined.end()
@@ -349,8 +367,11 @@ def _match_number(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]
     value = _value(found, text[begin:end])
     if value is None:
         return None, max(value_at + 1, end)
-    negative = signed in _MINUS or found["sign2"] in _MINUS
-    return (Numeral(-value.value, value.text, value.exact, value.lowest, value.percent) if negative else value), end
+    negative = signed in _MINUS or signed[:1].isalpha() or found["sign2"] in _MINUS
+    times = _LETTERS.get(letter.strip().lower(), Fraction(1))
+    for word in re.findall(MAGNITUDE, found["times"] or ""):
+        times *= _POWERS.get(word.lower()) or _POWERS[word.lower().removesuffix("s")]
+    return replace(value, value=-value.value * times if negative else value.value * times), end
 
 
 _JOINED = re.compile(rf"(?:{_LETTER}|[.,:/'\u2019^*×·⋅√{_VULGAR}\-\u2212\u2010\u2011\u2013{{}}](?=[\w{{]))*")
@@ -404,7 +425,8 @@ def numeral(text: str) -> Numeral | None:
         text = text[1:-1].strip()
     text = re.sub(rf"^({_SIGN})\s+", r"\1", text).translate(_FULL)
     found = _TOKEN.fullmatch(text) or _TOKEN.fullmatch(text.removesuffix("."))
-    return None if found is None else _match_number(found.string, found)[0]
+    number, end = (None, 0) if found is None else _match_number(found.string, found)
+    return number if found is not None and end == found.end() else None
 
 
 def digits(text: str) -> str | None:

@@ -26,7 +26,7 @@ from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import verify
 from math_verify.grader import get_pct_val, should_treat_as_complex
 
-from agentrl.utils.parsing import Numeral, numeral
+from agentrl.utils.parsing import GAP, MAGNITUDE, Numeral, numeral
 
 MEMORY = 1 << 30
 """Bytes of address space; SymPy and its parser take a fifth of that."""
@@ -152,7 +152,7 @@ def _with_unit(bare: str) -> Read | None:
     if first.lower() in NAMES or (unit["words"] and not words[:1].isspace() and _is_product(words.replace(" ", ""))):
         return _expression(bare)  # 2 sin x, 3xyz
     parts = words.replace(".", " ").split()
-    if _NO_UNIT.intersection(map(str.lower, parts)) or any(map(str.isdigit, words)):
+    if _NO_UNIT.intersection(map(str.lower, parts)) or re.search(rf"\b{MAGNITUDE}|\d", words):
         return _expression(bare)
     if unit[2] is None and not all(len(part) > 2 or part in _SHORT_UNITS for part in parts):
         return _expression(bare)
@@ -209,7 +209,8 @@ def _contradicts(side: str, last: Read) -> bool:
 
 
 def _number(text: str, bare: str) -> Read | None:
-    number = None if text[:1] == "(" and "," in text else numeral(text)  # (2,500) is a pair
+    # (2,500) is a pair, and 5k a product.
+    number = None if (text[:1] == "(" and "," in text) or re.search(r"\d\s?[A-Za-z]$", text) else numeral(text)
     return None if number is None else Read(bare, sympy.Rational(number.value), number)
 
 
@@ -254,18 +255,26 @@ _ATOM = (
 )
 _RUN = re.compile(rf"{_SPAN}|(?P<e>{_ATOM}(?:[ ]?{_ATOM})*)", re.DOTALL)
 _ANCHOR, _BOX = re.compile(r"(?i)\banswer\b"), re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
+_TIMES = re.compile(rf"(?:{GAP}{MAGNITUDE}){{1,3}}| (?P<power>squared|cubed)\b")
 _BETWEEN = re.compile(r"\s*(?:,\s*)?(?:and|or)\s*")
 
 
 def answer_in(text: str) -> str | None:
     """The part of a text that is its answer: in a box, or first behind "answer", or last. None without any."""
     if _BOX.search(text):
-        return str(extract_boxed_content(text, "last"))
+        inner = str(extract_boxed_content(text, "last"))
+        return inner + _magnitude(text, text.rfind(f"{inner}}}") + len(inner) + 1)
     anchors = list(_ANCHOR.finditer(text))
     if anchors and (found := _parts(text[anchors[-1].end() :])):
         return found[0]
     found = _parts(text)
     return found[-1] if found else None
+
+
+def _magnitude(text: str, end: int) -> str:
+    """The words behind a number, which ends there, that make another of it: million, squared."""
+    found = _TIMES.match(text, end)
+    return "" if found is None else "^2" if found["power"] == "squared" else "^3" if found["power"] else found.group()
 
 
 def _parts(text: str) -> list[str]:
@@ -280,6 +289,9 @@ def _parts(text: str) -> list[str]:
             )
             if not re.search(r"[0-9π∞½⅓⅔¼¾]|\\[a-z]", part):
                 continue
+        part += _magnitude(text, match.end()) * part[-1:].isdigit()
+        if re.search(r"(?i)(?<![\d)] )\b(?:minus|negative) \Z", text[max(0, match.start() - 11) : match.start()]):
+            part = f"-{part}"
         if end >= 0 and _BETWEEN.fullmatch(text[end : match.start()]):
             found[-1] += f", {part}"
         else:

@@ -204,6 +204,8 @@ def test_a_process_that_a_large_one_starts_is_not_taken_for_a_large_one():
 
 
 RIGHT = [
+    ("It is 5 million.", "5000000"), ("5000000", "5 million"), ("2,500,000", r"2.5\text{ million}"), ("minus 5", "-5"),
+    ("5 hundredths", "0.05"), (r"\boxed{5 \text{ thousand}}", "5000"), ("**5** million people", "5000000"), ("5k", "5k"),
     ("The answer is 42.", "42"), ("It is 1,234.", "1234"), (r"so \boxed{\frac{1}{2}}", "0.5"), ("$0.75$", r"\frac{3}{4}"),
     (r"\boxed{(x+1)^2}", "x^2+2x+1"), (r"$\sqrt{8}$", r"2\sqrt{2}"), (r"\boxed{2, 1}", r"\{1, 2\}"), (r"\boxed{x=5}", "5"),
     ("22 zeros: 10000000000000000000000", "10000000000000000000000"), ("50%", "0.5"), (r"\boxed{[0,1)}", "[0,1)"),
@@ -262,6 +264,8 @@ RIGHT = [
 ]  # fmt: skip
 """An answer and the gold that it equals."""
 WRONG = [
+    ("It is 5 million.", "5"), ("5 thousand", "5"), ("**5** million", "5"), ("$5$ billion", "5"), (r"\boxed{5} million", "5"),
+    ("5 dozen", "5"), ("5 hundred dollars", "5"), ("5 tenths", "5"), ("minus 5", "5"), ("5 squared", "5"), ("5000", "5k"),
     ("The answer is 41.", "42"), (r"\boxed{x^2+1}", "x^2+2x+1"), (r"\boxed{(0,1)}", "[0,1)"), (r"\boxed{y}", "x"),
     ("I do not know", "42"), ("", "42"), (r"\boxed{3} or \boxed{4} or \boxed{5}", "4"), (r"\boxed{9/10 + 6/2}", "3.9"),
     (r"\boxed{\frac{9}{10}+\frac62}", r"\frac{39}{10}"), ("What is 9/10 + 6/2?", "3.9"), ("9/10 + 6/2", "39/10"),
