@@ -109,9 +109,9 @@ class Markup(str):
 class Codec:
     """Encodes and decodes for one tokenizer (a `tokenizers`-backed one of transformers)."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ModelError if the tokenizer has no `tokenizers` backend or turns ordinary text
-        into a control token."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, written: str = "") -> None:
+        """`written`: text of the chat template for some messages. Raises ModelError if the tokenizer has no `tokenizers` backend
+        or turns ordinary text into a control token."""
         if not tokenizer.is_fast:
             raise ModelError(f"{type(tokenizer).__name__} has no `tokenizers` backend (no tokenizer.json)")
         self._full: Tokenizer = tokenizer.backend_tokenizer
@@ -119,7 +119,7 @@ class Codec:
         self.added = {entry.content: number for number, entry in entries.items()}
         # An added token is a control token if it is special or the template uses it (`<tool_call>`); the others
         # (runs of spaces, HTML tags) are ordinary vocabulary, which plain text may use.
-        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+        template = written + tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
         self.control: frozenset[str] = frozenset(
             entry.content
             for entry in entries.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -18,6 +19,8 @@ from agentrl.render.syntaxes import HARMONY, SYNTAXES, harmony_parts, syntax_ask
 from agentrl.render.template_text import (
     ANSWER,
     CALL,
+    EQUAL_ROUNDS,
+    MANY,
     MARK,
     QUESTION,
     TOOL,
@@ -75,6 +78,11 @@ class TemplateRenderer(Renderer):
         self._parse_calls = self._bound(())
         # Where the list of tools stands may change what a new message does to the turns before it.
         self._tools_matter = not self.no_tools and self._appends(_SAID, True) != self._appends(_SAID, False)
+        # Of a template that counts messages no short conversation says what it does to a long one.
+        forms = [(_SAID, False)] if self.no_tools else [(_SAID, False), (_CALLED, True)]
+        long = [replace(form, rounds=form.rounds * MANY) for form, _ in forms]
+        counts = any(self._appends(a, tools) != self._appends(b, tools) for (a, tools), b in zip(forms, long, strict=True))
+        self._equal = sys.maxsize if counts else EQUAL_ROUNDS
         if not self.no_tools:
             self._check_parser(named=parser is not None)
         self.tools_need_system = self._turns.tools_need_system
@@ -99,9 +107,9 @@ class TemplateRenderer(Renderer):
         if tools and self.tools_need_system and all(message.role != "system" for message in messages):
             raise RenderError("the chat template shows tools only with a system message. Begin the prompt with one")
         text = self._turns.prompt(messages, tools)
-        if tools and tools[0]["function"]["name"] not in text:
-            raise RenderError(f"the chat template ignores tools; {self._what_to_do}")
         for tool in tools:
+            if (name := tool["function"]["name"]) not in text:
+                raise RenderError(f"the chat template ignores tools, it does not show {name!r}; {self._what_to_do}")
             self._check_callable(tool)
         return self._with_images(self._text.encode(text, Place.START), messages)
 
@@ -196,7 +204,7 @@ class TemplateRenderer(Renderer):
         return self._text.encode(self._turns.turn(message), self._text.codec.place_after(self._turns.opening))
 
     def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
-        key = (shape_of(earlier, begun, message, following), self._tools_offered)
+        key = (shape_of(earlier, begun, message, following, self._equal), self._tools_offered)
         kept = self._kept.get(key)
         if kept is None:
             if len(self._kept) >= _SHAPES_REMEMBERED:
@@ -254,7 +262,7 @@ class TemplateRenderer(Renderer):
         call = ToolCall(function["name"], {name: _probe_value(schema) for name, schema in properties.items()}, id="call_0")
         ids = self.assistant(Message("assistant", "", (call,)))
         found = self.with_tools([tool]).parse(ids, "stop").tool_calls
-        if [(one.name, set(one.arguments or ())) for one in found] != [(call.name, set(properties))]:
+        if [(one.name, one.arguments) for one in found] != [(call.name, call.arguments)]:
             raise RenderError(
                 f"tool {call.name!r}: the syntax {self.syntax!r} cannot write a call of it that is read back; it writes "
                 f"{self._text.decode(ids)[:200]!r}. Rename the tool or its arguments, or set model.tool_parser"
@@ -268,6 +276,8 @@ class TemplateRenderer(Renderer):
         only, and only if what comes before and after it stays: such a turn is never appended to (`keeps`)."""
         try:
             replayed, whole = self._turns.ledger_text(shape, False), self._turns.whole(shape, False)
+            ((turn, (answer,)),) = shape.rounds
+            self._turns.require_whole(turn, answer)
         except RenderError as problem:
             raise ModelError(f"the chat template does not render by appending: {problem}; {self._text.advice}") from problem
         if replayed != whole and not self._turns.rewrites_only_the_turn(shape, whole):
@@ -286,7 +296,7 @@ def _probe_value(schema: Json) -> Json:
     """A value of the first type that a parameter declares."""
     declared = schema.get("type") if isinstance(schema, Mapping) else None
     first = declared[0] if isinstance(declared, list) and declared else declared
-    return {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}.get(str(first), "a")
+    return {"integer": 12345678901, "number": 0.0625, "boolean": True, "array": [], "object": {}}.get(str(first), "a")
 
 
 # Choose the renderer

@@ -7,12 +7,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from itertools import product
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import TemplateError
 
 from agentrl.data.images import Image
 from agentrl.data.images import split_at_images as shown
@@ -31,8 +30,9 @@ if TYPE_CHECKING:
 # Text from outside goes through the template with placeholders for control tokens, so that a tool which prints `<|im_end|>`
 # does not end its turn; the same is done in the other direction, when sampled ids become text for a parser.
 
-# Private-use characters, which templates copy like letters; a _HIDE in the text itself is escaped like a control token.
-_HIDE, _SHOW = "\ue000", "\ue001"
+# Letters, which every filter of a template copies (JSON's and Python's escapes spare no private characters); a _HIDE in the text
+# itself is escaped like a control token.
+_HIDE, _SHOW = "Qhiddenx", "q"
 _PICTURE = 1 << 40  # and more: an image of so many more tokens
 _HIDDEN = re.compile(f"{_HIDE}([0-9]+){_SHOW}")
 
@@ -59,7 +59,7 @@ class Form:
     one_call: the template takes only one call a turn; several go into the content.
     malformed_as_calls: a call that could not be parsed as one without arguments, since the template shows no answer to text.
     content_as_reasoning: text next to calls as reasoning, since the template takes only one of the two.
-    nothing: the content of a turn in which nothing was sampled.
+    nothing: the content of a turn in which nothing was sampled. empty: that of an empty message to the policy.
     no_list: without tools there is no list of them, and not an empty one.
     """
 
@@ -71,6 +71,7 @@ class Form:
     malformed_as_calls: bool = False
     content_as_reasoning: bool = False
     nothing: str = ""
+    empty: str = ""
     no_list: bool = True
 
 
@@ -97,7 +98,7 @@ class TemplateText:
         moment = datetime.combine(day or date.today(), time.min)
         given = {"strftime_now": moment.strftime} | ({"date_string": moment.strftime("%d %b %Y")} if day else {})
         self._dates = {name: value for name, value in given.items() if name in str(tokenizer.chat_template)}
-        self.codec = Codec(tokenizer)
+        self.codec = Codec(tokenizer, _sample_text(tokenizer))
         self.form = Form()
         self.advice = advice(tokenizer)
         # The longest first: of two tokens with the same beginning, the pattern must find the one that the tokenizer would.
@@ -121,8 +122,7 @@ class TemplateText:
                 tokenize=False,
                 **self._dates,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as problem:
-            # Templates are programs: one that expects another form of a message fails in its own ways.
+        except Exception as problem:  # templates are programs: one that expects another form of a message fails in its own ways
             raise RenderError(f"the chat template refused the messages: {problem}") from problem
         return str(text)
 
@@ -183,7 +183,8 @@ class TemplateText:
         form = self.form
         calls = [call for call in message.tool_calls if call.arguments is not None or form.malformed_as_calls]
         aside = [call.raw for call in message.tool_calls if call.arguments is None and not form.malformed_as_calls]
-        content = self._place_images(message) or (form.nothing if message.role == "assistant" and not calls else "")
+        blank = form.empty if message.role != "assistant" else "" if calls else form.nothing
+        content = self._place_images(message) or blank
         if aside:  # no template can render a malformed call; as text it stays exactly as sampled
             content = self.hide("\n".join([message.content, *aside]).strip())
         syntax = form.calls_in_content or (form.one_call if len(calls) > 1 else None)
@@ -231,6 +232,16 @@ def _substitute(value: Any, pattern: re.Pattern[str], by: Callable[[re.Match[str
     return [_substitute(item, pattern, by) for item in value] if isinstance(value, list | tuple) else value
 
 
+def _sample_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text of a template for plain messages. Markers may be put together in it: '<|' + role + '|>'."""
+    text = ""
+    for roles in ("system user", "user assistant user", "user assistant tool"):
+        rows = [{"role": role, "content": "Text"} for role in roles.split()]
+        with suppress(Exception):  # as in `render`
+            text += str(tokenizer.apply_chat_template(rows, add_generation_prompt=True, tokenize=False))
+    return text
+
+
 def nine(call_id: str) -> str:
     """Nine letters or digits, which some templates (Mistral) require of an id; the others do not render ids."""
     if len(call_id) == 9 and call_id.isalnum():
@@ -260,8 +271,10 @@ TOOL = {
 }
 Round = tuple[Message, tuple[Message, ...]]
 """An assistant's turn and what followed it."""
-# Of equal rounds this many are kept, and the last one: a template may treat the first one of a kind differently.
-_EQUAL_ROUNDS = 2
+EQUAL_ROUNDS = 2
+"""Of equal rounds this many are kept, and the last one: a template may treat the first one of a kind differently."""
+MANY = 30
+"""Rounds after which a template that looks at numbers of messages has shown it."""
 # (reasoning: none, empty or some; calls: 0, 1 or more; whether something is said)
 _Turn = tuple[int, int, bool]
 _Rounds = tuple[tuple[_Turn, tuple[str, ...]], ...]
@@ -281,10 +294,10 @@ class Skeleton:
         return (*self.opening, *(message for turn, answers in self.rounds for message in (turn, *answers)))
 
 
-def shape_of(earlier: Sequence[Message], begun: int, message: Message, following: Sequence[Message]) -> Shape:
-    """Of a ledger that began with the first `begun` messages of `earlier`, before `message` was sampled."""
-    lead, opening = _rounds(earlier[:begun])
-    _, sampled = _rounds([*earlier[begun:], message, *following])
+def shape_of(earlier: Sequence[Message], begun: int, message: Message, following: Sequence[Message], equal: int) -> Shape:
+    """Of a ledger that began with the first `begun` messages of `earlier`, before `message` was sampled; `equal` rounds stay."""
+    lead, opening = _rounds(earlier[:begun], equal)
+    _, sampled = _rounds([*earlier[begun:], message, *following], equal)
     return lead or ("user",), opening, sampled
 
 
@@ -296,7 +309,7 @@ def skeleton(shape: Shape) -> Skeleton:
     return Skeleton(tuple(began), tuple(map(_probe, sampled)))
 
 
-def _rounds(messages: Sequence[Message]) -> tuple[tuple[str, ...], _Rounds]:
+def _rounds(messages: Sequence[Message], equal: int) -> tuple[tuple[str, ...], _Rounds]:
     """The roles before the first turn, and the rounds."""
     lead: list[str] = []
     rounds: list[tuple[_Turn, list[str]]] = []
@@ -313,7 +326,7 @@ def _rounds(messages: Sequence[Message]) -> tuple[tuple[str, ...], _Rounds]:
     for index, (turn, roles) in enumerate(rounds):
         item = (turn, tuple(roles))
         seen[item] += 1
-        if seen[item] <= _EQUAL_ROUNDS or index == len(rounds) - 1:
+        if seen[item] <= equal or index == len(rounds) - 1:
             kept.append(item)
     return tuple(lead), tuple(kept)
 
@@ -366,6 +379,8 @@ class LostTextError(RenderError):
     """A template drops a part of a conversation."""
 
 
+_WHOLE = 'Qaq <Qbq> "Qcq" {{ Qdq }}\n\n\tQeq </think> Qfq' + " word" * 20_000 + " Qgq"
+"""Text with what a filter, a split or a limit may cut."""
 _THOUGHT = "Qthoughtq"
 _SHAPES_CHECKED = 4096
 _INSTEAD = {
@@ -398,7 +413,9 @@ class TurnText:
             )
         self.stop = self._first_control([QUESTION, _ASKED]) or self.written_stop
         self.call_stop = self.stop
-        self.opening = text.render([QUESTION], generate=True)
+        self.opening, *others = {text.render([QUESTION], generate=True) for _ in range(8)}
+        if others:
+            raise ModelError("the chat template writes the same messages otherwise each time. Remove what is random in it")
         if not self._render_text([QUESTION, Message("assistant"), QUESTION], ()):  # a turn in which the policy said nothing
             text.change(nothing=" ")
         self._learn_reasoning()
@@ -499,10 +516,34 @@ class TurnText:
                 f"{_INSTEAD.get(role, 'Leave it out')}, or {self._text.advice}"
             )
 
+    def require_whole(self, turn: Message, answer: Message) -> None:
+        """Learn the form of an empty answer. Raise LostTextError if the template cuts a long message, or leaves out earlier ones
+        once there are many."""
+        begun, tools = [QUESTION, turn], [TOOL] if turn.tool_calls else []
+        for empty in ("", " ", "(empty)"):
+            self._text.change(empty=empty or self._text.form.empty)
+            if self._render_text([*begun, replace(answer, content="")], tools):
+                break
+        long = [*begun, replace(answer, content=_WHOLE), *(turn, answer) * MANY]
+        text = self._text.render(long, tools, generate=True)
+        system = self._render_text([replace(QUESTION, role="system", content=_WHOLE), QUESTION], tools)
+        if QUESTION.content not in text or text.count(answer.content) < MANY:
+            raise LostTextError(f"the chat template leaves out messages once there are {2 * MANY}. Remove the limit")
+        for role, written in ((answer.role, text), ("system", system if "Qaq" in system else _WHOLE)):
+            if (seen := "".join(re.findall("Q[a-g]q", written))) != "".join(re.findall("Q[a-g]q", _WHOLE)):
+                raise LostTextError(
+                    f"the chat template cuts long or marked text of a message of role {role!r}: of {_WHOLE[:54]!r}... it shows "
+                    f"{seen!r}. Remove the limit or the filter"
+                )
+
     def ledger_text(self, shape: Skeleton, tools: bool) -> str:
         """The conversation as a ledger has it: each turn as it was sampled, each answer as it was appended."""
-        text = self._text.render(shape.opening, [TOOL] if tools else [], generate=True)
-        return text + "".join(self.turn(turn) + self.suffix(answers) for turn, answers in shape.rounds)
+        text, parts = self._text.render(shape.opening, [TOOL] if tools else [], generate=True), dict[int, str]()
+        for one in shape.rounds:
+            if id(one) not in parts:  # a round may come many times
+                parts[id(one)] = self.turn(one[0]) + self.suffix(one[1])
+            text += parts[id(one)]
+        return text
 
     def whole(self, shape: Skeleton, tools: bool) -> str:
         """The conversation as the template writes it."""

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
@@ -327,3 +328,118 @@ def test_each_result_of_a_turn_is_shown_as_its_own_calls():
     shown = [("get", '"7"'), ("add", '"8"'), ("user", "Go on")]
     expected = "".join(f"{head}{who}{tail}{what}<|eot_id|>" for who, what in shown) + f"{head}assistant{tail}"
     assert tokenizer.decode(renderer.extend("stop", results)) == expected
+
+
+PLAIN = QWEN25
+ANSWERED = "m.content + '\\n</tool_response>'"
+LOOP = "{%- for m in messages %}"
+
+
+def answering(form, template=PLAIN):
+    """The template with another form of a tool's answer."""
+    assert ANSWERED in template
+    return template.replace(ANSWERED, f"({form}) + '\\n</tool_response>'")
+
+
+def limited(most):
+    return PLAIN.replace(LOOP, f"{{%- for m in messages[-{most}:] %}}", 1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["m.content|striptags", "m.content[:20000]", "m.content|truncate(5000)", "m.content.split('\n')[0]"],
+)
+def test_a_template_that_cuts_what_a_tool_says_is_refused_with_tools(form):
+    """The policy was asked about what it could not see."""
+    renderer = make_renderer(build_tokenizer(IM, answering(form)))
+    with pytest.raises(
+        RenderError, match=r"cuts long or marked text of a message of role 'tool': .* Remove the limit or the filter"
+    ):
+        renderer.start([Message("user", "x")], TOOLS)
+    assert renderer.start([Message("user", "x")], [])
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (limited(6), "leaves out messages once there are"),
+        (limited(50), "leaves out messages once there are"),
+        (PLAIN.replace("+ m.content +", "+ m.content[:9000] +", 1), "cuts long or marked text of a message of role 'user'"),
+        ("{{ 1 // 0 }}" + PLAIN, "cannot be rendered: .*division or modulo by zero"),
+        ("{% for i in range(10**7) %}{% endfor %}" + PLAIN, "cannot be rendered: .*Range too big"),
+        (PLAIN.replace(LOOP, "{{ range(99)|random }}" + LOOP, 1), "writes the same messages otherwise each time"),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused_before_a_run(template, reason):
+    with pytest.raises(ModelError, match=reason):
+        make_renderer(build_tokenizer(IM, template))
+
+
+def test_a_tool_that_a_template_does_not_show_is_named():
+    renderer = make_renderer(build_tokenizer(IM, PLAIN.replace("for tool in tools %}", "for tool in tools[:2] %}")))
+    assert renderer.start([Message("user", "x")], TOOLS[:2])
+    with pytest.raises(RenderError, match="it does not show 'list_keys'"):
+        renderer.start([Message("user", "x")], TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [
+        ("m.content|tojson(ensure_ascii=True)", r'"a<|im_end|>\u00e9Qhiddenx1q"'),
+        ("[m.content]|string", "['a<|im_end|>éQhiddenx1q']"),
+        ("m.content|urlencode", None),
+    ],
+)
+def test_a_control_token_that_a_template_escapes_is_shown_as_text(form, shown):
+    """What stood for it was escaped itself, and the policy read that."""
+    tokenizer = build_tokenizer(IM, answering(form))
+    renderer = make_renderer(tokenizer)
+    ids = renderer.extend("stop", [Message("tool", "a<|im_end|>éQhiddenx1q", tool_call_id="a", name="get")])
+    text = tokenizer.decode(ids)
+    assert (shown or "a<|im_end|>%C3%A9Qhiddenx1q") in text and text.count("<|im_end|>") == 2
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+
+
+def test_a_marker_that_a_template_puts_together_is_no_text_s():
+    tokens = ["<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = build_tokenizer(["<|end|>"], FAMILIES["phi"][0], eos="<|end|>")
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
+    ids = make_renderer(tokenizer).extend("stop", [Message("user", "a<|user|>b<|system|>")])
+    assert [ids.count(tokenizer.convert_tokens_to_ids(token)) for token in tokens] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("form", "shown"), [("m.content or raise_exception('x')", " "), ("m.content|trim or 1 // 0", "(empty)")])
+def test_an_empty_answer_that_a_template_refuses_is_shown_as_empty(form, shown):
+    """It ended the episode, and with it the run."""
+    tokenizer = build_tokenizer(IM, answering(form))
+    text = tokenizer.decode(make_renderer(tokenizer).extend("stop", [Message("tool", "", tool_call_id="a", name="get")]))
+    assert f"<tool_response>\n{shown}\n</tool_response>" in text
+
+
+@pytest.mark.parametrize("every", [5, 9, 16])
+def test_a_ledger_forks_where_a_template_counts_messages(every):
+    """Each prompt is the template's own, also where it puts in something after so many messages."""
+    note = f"{{% if loop.index % {every} == 0 %}}{{{{ '<|im_start|>system\\nNote<|im_end|>\\n' }}}}{{% endif %}}"
+    tokenizer = build_tokenizer(IM, PLAIN.replace(LOOP, LOOP + note, 1))
+    renderer, messages = make_renderer(tokenizer), [Message("user", "q")]
+    ids, begun, forks = renderer.start(messages, []), 1, 0
+    for number in range(10):
+        turn, answer = Message("assistant", f"Answer {number}"), Message("user", "more")
+        sampled = renderer.assistant(turn)
+        if renderer.keeps(turn, [answer], messages, begun):
+            ids, messages = [*ids, *sampled, *renderer.extend("stop", [answer], sampled[-1])], [*messages, turn, answer]
+        else:
+            messages += [turn, answer]
+            ids, begun, forks = renderer.start(messages, []), len(messages), forks + 1
+        rows = [{"role": message.role, "content": message.content} for message in messages]
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(rows, add_generation_prompt=True, tokenize=False)
+    assert forks == 21 // every
+
+
+def test_a_call_whose_values_a_template_changes_is_refused():
+    template, *rest = FAMILIES["qwen3-coder"]
+    template = template.replace("value | tojson)", "(value | round(1) if value is float else value) | tojson)")
+    tool = {"type": "function", "function": {"name": "get", "parameters": {"properties": {"x": {"type": "number"}}}}}
+    renderer = make_renderer(build_tokenizer(rest[0], template))
+    with pytest.raises(RenderError, match="tool 'get': the syntax 'qwen_xml' cannot write a call of it that is read back"):
+        renderer.start([Message("user", "x")], [tool])
