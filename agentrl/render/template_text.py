@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
 from agentrl.data.images import Image
@@ -114,9 +114,10 @@ class TemplateText:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
         """The template's text. Raises RenderError if the template refuses the messages."""
+        turns = accumulate(message.role == "assistant" for message in messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                [self._row(message) for message in messages],
+                [self._row(message, turn) for message, turn in zip(messages, turns, strict=True)],
                 tools=[self.hide(tool) for tool in tools] or (None if self.form.no_list else []),
                 add_generation_prompt=generate,
                 tokenize=False,
@@ -178,8 +179,8 @@ class TemplateText:
         number = int(match.group(1))
         return self._names[number] if number < len(self._names) else match.group()
 
-    def _row(self, message: Message) -> dict[str, Json]:
-        """A message as the template reads it."""
+    def _row(self, message: Message, turn: int) -> dict[str, Json]:
+        """A message as the template reads it, in the conversation's turn of that number."""
         form = self.form
         calls = [call for call in message.tool_calls if call.arguments is not None or form.malformed_as_calls]
         aside = [call.raw for call in message.tool_calls if call.arguments is None and not form.malformed_as_calls]
@@ -197,9 +198,9 @@ class TemplateText:
             if form.arguments_as_text:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             function = {"name": self.hide(call.name or "unknown"), "arguments": arguments}
-            row.setdefault("tool_calls", []).append({"type": "function", "id": nine(call.id), "function": function})
+            row.setdefault("tool_calls", []).append({"type": "function", "id": nine(call.id, turn), "function": function})
         if message.role == "tool":
-            row["tool_call_id"] = nine(message.tool_call_id or "")
+            row["tool_call_id"] = nine(message.tool_call_id or "", turn)
             row["name"] = self.hide(message.name or "")
         reasoning = self.hide(message.reasoning)
         if calls and content and form.content_as_reasoning:
@@ -242,11 +243,13 @@ def _sample_text(tokenizer: PreTrainedTokenizerBase) -> str:
     return text
 
 
-def nine(call_id: str) -> str:
-    """Nine letters or digits, which some templates (Mistral) require of an id; the others do not render ids."""
+def nine(call_id: str, turn: int = 0) -> str:
+    """Nine letters or digits, which some templates (Mistral) require of an id; others look for the call of an answer by it, so
+    ids that parsers give, which count the calls of a turn, are of this turn alone."""
     if len(call_id) == 9 and call_id.isalnum():
         return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+    counted = f"{call_id} {turn}" if call_id.startswith("call_") else call_id
+    return hashlib.sha256(counted.encode()).hexdigest()[:9]
 
 
 # The shape of a conversation as a short one of probes: who spoke in which order, with or without reasoning and calls.
@@ -415,7 +418,7 @@ class TurnText:
         self.call_stop = self.stop
         self.opening, *others = {text.render([QUESTION], generate=True) for _ in range(8)}
         if others:
-            raise ModelError("the chat template writes the same messages otherwise each time. Remove what is random in it")
+            raise ModelError("the chat template writes the same messages otherwise each time. Remove its random parts")
         if not self._render_text([QUESTION, Message("assistant"), QUESTION], ()):  # a turn in which the policy said nothing
             text.change(nothing=" ")
         self._learn_reasoning()

@@ -443,3 +443,21 @@ def test_a_call_whose_values_a_template_changes_is_refused():
     renderer = make_renderer(build_tokenizer(rest[0], template))
     with pytest.raises(RenderError, match="tool 'get': the syntax 'qwen_xml' cannot write a call of it that is read back"):
         renderer.start([Message("user", "x")], [tool])
+
+
+@pytest.mark.parametrize("keep", ["ns.n == ''", "true"], ids=["the first", "the last"])
+def test_an_answer_is_that_of_its_own_turn_s_call(keep):
+    """Parsers count the calls of a turn, so ids repeat; templates that look for a call by its id found that of another turn."""
+    find = (
+        "{% set ns = namespace(n='') %}{% for o in messages %}{% for c in o.tool_calls or [] %}{% if c.id == m.tool_call_id and "
+        f"({keep}) %}}{{% set ns.n = c.function.name %}}{{% endif %}}{{% endfor %}}{{% endfor %}}"
+    )
+    template = answering("ns.n + ': ' + m.content").replace("{{- '\\n<tool_response>", find + "{{- '\\n<tool_response>", 1)
+    messages = [Message("user", "q")]
+    for name in ("get", "add", "get"):
+        messages.append(Message("assistant", "", (ToolCall(name, {}, id="call_0"), ToolCall("set", {}, id="call_1"))))
+        messages += [Message("tool", x, tool_call_id=f"call_{n}", name=x) for n, x in enumerate((name, "set"))]
+    tokenizer = build_tokenizer(IM, template)
+    text = tokenizer.decode(make_renderer(tokenizer).start(messages, TOOLS))
+    for name, times in (("get", 2), ("add", 1), ("set", 3)):
+        assert text.count(f"{name}: {name}\n") == times
