@@ -154,10 +154,10 @@ async def _measure(run: DataRun, step: int) -> float | None:
 
 async def _load(run: DataRun) -> int:
     """Load the newest checkpoint; the steps done by then."""
+    run.checkpoints.recover_interrupted()  # first: it may move back a checkpoint, which is then the newest one
     newest, damaged = await in_thread("files", run.checkpoints.newest_intact)
     for problem in damaged:
         run.display.say(f"a checkpoint is damaged: {problem}; going on from {newest and newest.name}")
-    run.checkpoints.recover_interrupted()
     if newest is None:
         run.folder.rewind(-1)
         run.run_log.rewound(-1)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import StopReason, Task, Trajectory
+from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
 from agentrl.utils.errors import BadRowError, CheckpointError, ConfigError, DependencyError, hint_text
 from agentrl.utils.files import atomic_write, decode_text, open_plain
 from agentrl.utils.parsing import read_json
@@ -143,7 +144,7 @@ def without_nulls(value: Any) -> Any:
 # token_ids.bin  int32, sampled.bin  bool    of all ledgers, end to end
 # ledgers.npy    int64 [L, 2]                the episode of each ledger, and where it ends
 # tasks.npy      int64 [X]                   of each example, the number of the task that it is of
-# data.json      written last: what is in the folder, and which tasks are held out
+# data.json      what is in the folder, and which tasks are held out; written last, but for the manifest with the sums of all
 
 ABOUT = "data.json"
 
@@ -171,7 +172,8 @@ class RowWriter:
 
     def __init__(self, folder: Path, each: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ABOUT).unlink(missing_ok=True)
+        for last in (ABOUT, MANIFEST):
+            (folder / last).unlink(missing_ok=True)
         self.folder, self.each = folder, each
         self._ids, self._sampled = (folder / "token_ids.bin").open("wb"), (folder / "sampled.bin").open("wb")
         self._ledgers: list[tuple[int, int]] = []
@@ -234,6 +236,7 @@ class RowWriter:
             dict(unread or {}),
         )
         atomic_write(self.folder / ABOUT, json.dumps(asdict(about)))
+        seal(self.folder, 0)
         return about
 
 
@@ -242,13 +245,14 @@ class RowStore:
 
     def __init__(self, folder: Path) -> None:
         try:
+            check_model(folder)  # of the same sizes may be other rows: of a copy that was cut short, or zeros after a power cut
             found: dict[str, Any] = read_json((folder / ABOUT).read_text())
             self.about = About(**{**found, "left_out": [(str(a), str(b)) for a, b in found["left_out"]]})
             ledgers = np.load(folder / "ledgers.npy")
             tasks = np.load(folder / "tasks.npy")
             self._ids = _map_array(folder / "token_ids.bin", "<i4", self.about.tokens)
             self._sampled = _map_array(folder / "sampled.bin", "?", self.about.tokens)
-        except (OSError, ValueError, TypeError, KeyError) as problem:
+        except (OSError, ValueError, TypeError, KeyError, CheckpointError) as problem:
             raise CheckpointError(
                 f"{folder}: the data of this run is missing or damaged: {problem}; start over: --overwrite"
             ) from None

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image as Pictures
 
 from agentrl.config.schema import DataConfig
+from agentrl.contrib.offline.data_run import _load
 from agentrl.contrib.offline.prepare import Preparation, chat_of, filter_episode, pairs
 from agentrl.contrib.offline.store import About, RowPlace, RowStore, rows_of, sources
 from agentrl.data.images import Image
@@ -22,8 +24,9 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import transcript
+from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.pretrained import packaged_tokenizer
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import CheckpointError, ConfigError
 
 TOKENIZER = packaged_tokenizer(512)
 RENDERER = make_renderer(TOKENIZER)
@@ -323,3 +326,31 @@ def test_a_conversation_that_stands_twice_is_held_out_whole_and_by_what_it_says(
 
     first = held(file, 60)
     assert first == held(tmp_path / ".." / tmp_path.name / "a.jsonl", 60) == held(alone, 20) and len(first) == 5
+
+
+@pytest.mark.parametrize("name", ["token_ids.bin", "sampled.bin", "ledgers.npy", "tasks.npy"])
+def test_data_of_another_content_is_refused(whole: Trajectory, tmp_path: Path, name: str) -> None:
+    """Of a copy that was cut short, or zeros after a power cut: sizes are as they were, and the run went on with it."""
+    written(tmp_path, [whole.to_json()])
+    file = tmp_path / "store" / name
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"the data of this run is .* damaged: .*{name}: not as written.*; start over"):
+        RowStore(tmp_path / "store")
+
+
+async def test_a_run_goes_on_from_a_checkpoint_that_was_moved_aside(tmp_path: Path) -> None:
+    """A kill between the two renames with which a checkpoint takes the place of one of the same step."""
+    checkpoints, loaded = Checkpoints(tmp_path / "checkpoints", keep=3), []
+    for step in (1, 2):
+        with checkpoints.writing(step) as folder:
+            (folder / "driver.json").write_text(json.dumps({"step": step}))
+    folder.with_name("step_000002").rename(folder.with_name(".old_step_000002"))
+
+    async def load(*given: object) -> None:
+        loaded.append(given[1])
+
+    parts = {"display": None, "folder": SimpleNamespace(rewind=loaded.append), "run_log": SimpleNamespace(rewound=loaded.append)}
+    run: Any = SimpleNamespace(checkpoints=checkpoints, group=SimpleNamespace(arun=load), **parts)
+    assert await _load(run) == 2 and [str(one).rpartition("/checkpoints/")[2] for one in loaded[:1]] == ["step_000002/actor"]
