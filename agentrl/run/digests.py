@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from agentrl import __version__
 from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of, identity_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
@@ -20,6 +22,7 @@ from agentrl.utils.redaction import resolve_references
 from agentrl.utils.search_path import PRIVATE, source_digest, used_names, value_of
 
 SOURCE = "the source of "
+VERSIONS = "the versions of agentrl, torch and transformers"
 _ARGUMENTS = ("params", "gate_params", "args", "wrappers", "chat_template")
 """Parts of keys below which texts may name files."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -64,6 +67,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     digests |= _digests({key: sorted(paths) for key, paths in named.items()})
     if purpose == "train":
         digests |= _digests(_own_code(config))
+        digests[VERSIONS] = f"{__version__}, {version('torch')}, {version('transformers')}"
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
         if (digest := source_digest(name)) is not None:
             digests[f"{SOURCE}{name}"] = digest
@@ -76,12 +80,13 @@ def files_digest(folder: str) -> str | None:
 
 
 def code_of(config: TrainConfig) -> list[str]:
-    """The keys of `contents_of` that are of code: of environments, their tools, plug-ins, and functions that are named."""
+    """The keys of `contents_of` that are of code: of environments, tools, plug-ins, functions by name, agentrl's own."""
     several = isinstance(config.env, list)
     places = [f"env.{env.called}" if several else "env" for env in config.envs]
     given = used_names(config.model_dump(mode="json", exclude_none=True))  # reward specs among them are no code
     keys = ["tools.sets", *_own_code(config), *(key for at in places for key in (f"{at}.id", f"{at}.tools.sets"))]
     return [
+        VERSIONS,
         *(f"the files of {key}" for key in keys),
         *(f"{SOURCE}{name}" for name in given if not isinstance(value_of(name), Mapping)),
     ]
