@@ -147,6 +147,16 @@ def interval(values: Sequence[float]) -> str:
     return f"{found.mean():.3f} ({low:.3f} to {high:.3f})"
 
 
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Student's t at 97.5 % by the number of differences."""
+
+
+def paired(values: Sequence[float]) -> str:
+    """Mean and half of its 95 % t-interval; of one seed no interval."""
+    half = T95[len(values)] * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
+    return f"{np.mean(values):+.3f} ± {half:.3f}"
+
+
 def table(args: argparse.Namespace) -> None:
     """Per environment a row per entry, the largest mean first; a seed has the same start and tasks in all of them."""
     for env, tokens in TOKENS.items():
@@ -156,11 +166,13 @@ def table(args: argparse.Namespace) -> None:
             curves.setdefault(one["entry"], {})[one["seed"]] = one["curve"]
         short = sorted({one["entry"] for one in mine if one["curve"][-1][1] < tokens})
         print(f"\n{env}, {tokens:,} sampled tokens" + (f"; fewer in {', '.join(short)}" if short else ""))
-        print("\n| | seeds | mean until then (95 %) | less that of `grpo`, by seed | success then |\n|---|--:|---|---|---|")
+        print(
+            "\n| | seeds | mean until then (95 %) | less that of `grpo`, paired by seed | success then |\n|---|--:|---|---|---|"
+        )
         means = {entry: {seed: average(rows, tokens) for seed, rows in of.items()} for entry, of in curves.items()}
         for entry, of in sorted(means.items(), key=lambda pair: -float(np.mean(list(pair[1].values())))):
             last = interval([at(rows, tokens) for rows in curves[entry].values()])
-            gain = interval([of[seed] - means["grpo"][seed] for seed in of]) if entry != "grpo" else ""
+            gain = paired([of[seed] - means["grpo"][seed] for seed in of]) if entry != "grpo" else ""
             print(f"| `{entry}` | {len(of)} | {interval(list(of.values()))} | {gain} | {last} |")
 
 
