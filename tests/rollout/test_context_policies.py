@@ -324,9 +324,8 @@ def config(**rollout: Any) -> TrainConfig:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_the_run(rollout: dict[str, Any], said: str) -> None:
-    made = config(**rollout)
     with pytest.raises(ConfigError) as caught:
-        check_rollout(RunStart(made))
+        check_rollout(RunStart(config(**rollout)))
     assert said in str(caught.value)
 
 

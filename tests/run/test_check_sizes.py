@@ -133,13 +133,11 @@ def test_one_episode_a_group_is_refused_where_it_would_teach_nothing(advantage: 
 @pytest.mark.parametrize(("size", "args", "k"), [(4, {}, 4), (3, {}, 4), (2, {"k": 2}, 2)])
 def test_pass_at_k_needs_groups_larger_than_k(size: int, args: dict[str, int], k: int) -> None:
     """A group of k has one subset of k: the best of it is the mean, and every advantage 0."""
-
-    def config(group_size: int) -> Any:
-        return config_of(f"rollout.group_size={group_size}", algorithm={"advantage": {"name": "pass_at_k", "args": args}})
-
+    chosen = {"advantage": {"name": "pass_at_k", "args": args}}
+    few, enough = (config_of(f"rollout.group_size={n}", algorithm=chosen) for n in (size, k + 1))
     with pytest.raises(ConfigError, match=rf"rollout.group_size = {size}: .*k = {k}.*at least {k + 1}"):
-        sizes.check_sizes(start_of(config(size), "embedded"))
-    sizes.check_sizes(start_of(config(k + 1), "embedded"))
+        sizes.check_sizes(start_of(few, "embedded"))
+    sizes.check_sizes(start_of(enough, "embedded"))
 
 
 @pytest.mark.parametrize(("context", "budget", "stop"), [(4096, 20, StopReason.MAX_TOKENS), (20, 4096, StopReason.CONTEXT_FULL)])

@@ -86,10 +86,9 @@ def test_a_row_is_as_long_as_a_micro_batch_and_as_the_model_takes() -> None:
 
 @pytest.mark.parametrize(("least", "most", "refused"), [(401, 400, True), (400, 400, False), (1, 400, False)])
 def test_the_least_steps_are_not_above_the_most(least: int, most: int, refused: bool) -> None:
-    config = config_of(f"sft.min_steps={least}", f"sft.max_steps={most}")
     refusal = pytest.raises(ConfigError, match=f"sft.min_steps = {least} is above sft.max_steps = {most}")
     with refusal if refused else nullcontext():
-        check_warm_start(RunStart(config))
+        check_warm_start(RunStart(config_of(f"sft.min_steps={least}", f"sft.max_steps={most}")))
 
 
 def test_a_teacher_that_is_none_is_told_before_the_run() -> None:

@@ -336,10 +336,6 @@ def test_the_import_of_litellm_reads_its_own_prices_and_leaves_the_environment(b
 # -- before a run -------------------------------------------------------------------------------------
 
 
-def budget(config: TrainConfig) -> None:
-    check_budget(scored(config))
-
-
 def test_every_key_reaches_the_judge() -> None:
     changed: dict[str, Any] = {
         "api_base": "http://127.0.0.1:1/v1", "args": {"seed": 1}, "cache": "verdicts", "calls": 7, "usd": 0.5,
@@ -368,18 +364,18 @@ def test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers(tmp_path:
     """128 episodes a step; the evaluation before takes 16 of the 10,000 calls: 9,984 / 128 = 78 steps."""
     sections: dict[str, Any] = {"steps": 200, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 16, "every": 0}}
     with pytest.raises(ConfigError) as caught:
-        budget(with_spec(tmp_path, MARK, **sections))
+        check_budget(scored(with_spec(tmp_path, MARK, **sections)))
     for part in ("reward.judge.calls: 10000", "25632 times", "200 steps x 128 + 2 evaluations x 16", "at about step 78",
                  "reward.judge.calls=25632"):  # fmt: skip
         assert part in str(caught.value), part
-    budget(with_spec(tmp_path, MARK, reward={"judge": {"calls": 25632}}, **sections))
+    check_budget(scored(with_spec(tmp_path, MARK, reward={"judge": {"calls": 25632}}, **sections)))
 
 
 def test_a_budget_that_may_end_before_the_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gated = {"op": "gate", "if": RIGHT, "then": MARK, "else": 0}
     sections: dict[str, Any] = {"steps": 100, "rollout": {"groups": 8, "group_size": 16}, "eval": {"tasks": 10, "every": 10}}
     with caplog.at_level(logging.WARNING, logger="agentrl"):
-        budget(with_spec(tmp_path, gated, **sections))
+        check_budget(scored(with_spec(tmp_path, gated, **sections)))
     assert "up to 12910 (100 steps x 128 + 11 evaluations x 10" in caplog.text
 
 
