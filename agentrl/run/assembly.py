@@ -152,8 +152,8 @@ class Inputs:
             engine, renderer = _api_model(choice.maker())
         else:
             renderer = renderer_of(config.model, self.tokenizer, sees="vision" in choice.traits)
-            unused = unused_ids(self.tokenizer, path, config.model.trust_remote_code)
-            engine = connected or choice.make(path, pools, unused, room)
+            trust = config.model.trust_remote_code
+            engine = connected or choice.make(path, pools, unused_ids(self.tokenizer, path, trust), room)
         policy, envs, services = self.policy(engine, renderer), [], RunServices(config, pools)
         for own, spec in zip(config.envs, self.specs, strict=True):
             with config.name_entry_in_errors(own) as one:
