@@ -409,7 +409,7 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
         positions, given = position_ids[None], {"input_ids": ids[None]}
         if micro.inputs is not None:
             model, positions, given = micro.inputs(model)
-        out = model(**given, use_cache=False, **accepted_arguments(model, positions, packed))
+        out = model(**given, use_cache=False, **accepted_arguments(model, positions))
     return out.last_hidden_state[0], first
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 from agentrl.config.schema import LoraSection
 from agentrl.render.modality import modality_of
-from agentrl.trainer.attention import PACKED, PackedSequences, packed_attention
+from agentrl.trainer.attention import PACKED, packed_attention
 from agentrl.trainer.language_model import HeadKernels, slope, summary
 from agentrl.utils.errors import DependencyError, ModelError
 
@@ -105,41 +103,25 @@ def merge_adapters(held: Iterable[str], full: Callable[[str], Tensor], cfg: Lora
 # Kernels
 
 BACKEND = "inductor"
-_layout: ContextVar[PackedSequences | None] = ContextVar("layout of the packed rows")
 
 
 def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
     """Compile the forward pass of each layer with torch.compile, for token counts that differ from one micro-batch to the next.
 
-    Attention over the packed rows is left out, with their layout.
+    Attention over the packed rows is left out: the compiler would look into their layout, and compile the layer again for each
+    number of blocks in it.
     """
     from transformers import AttentionInterface
 
-    uncompiled = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+    uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(PACKED, uncompiled)
     for layer in layers:
         # Not `layer.compile()`, which compiles the module's hooks as well: FSDP gathers the weights in them, and
         # checkpointing wraps the call.
-        layer.forward = partial(_call_compiled, torch.compile(layer.forward, dynamic=True, backend=backend))
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
 def compiled_head(backend: str = BACKEND) -> HeadKernels:
     """Work on a chunk's logits between the products, in a few kernels that read them once or twice."""
     # Dynamic only from the second number of tokens on: the size of the vocabulary stays a constant.
     return HeadKernels(torch.compile(summary, backend=backend), torch.compile(slope, backend=backend))
-
-
-def _call_compiled(function: Callable[..., Any], *args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> Any:
-    """Call a layer's compiled forward pass with everything but the layout of the rows: the compiler would look into that object,
-    and compile the layer again for each number of blocks in it."""
-    # Set for each call, because checkpointing calls again in the backward pass, and there from another thread.
-    token = _layout.set(packed)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _layout.reset(token)
-
-
-def _attend(*args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-    """`packed_attention` for the layout that the layer was called with: its own argument if the layer is not compiled."""
-    return packed_attention(*args, packed=packed or _layout.get(), **kwargs)

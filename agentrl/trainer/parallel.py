@@ -24,8 +24,6 @@ from agentrl.utils.registry import Registry
 
 # The layout of rows
 
-OURS = "agentrl_"
-"""How the names of our attention functions begin."""
 _LAYOUT: ContextVar[Any] = ContextVar("layout", default=None)
 
 
@@ -50,13 +48,10 @@ def same_when_recomputed() -> tuple[AbstractContextManager[None], AbstractContex
     return nullcontext(), laid_out(layout())
 
 
-def accepted_arguments(backbone: Any, position_ids: Any, packed: Any) -> dict[str, Any]:
-    """Of the arguments that tell a model where its rows are, those that its forward takes; others learn it from `layout`."""
+def accepted_arguments(backbone: Any, position_ids: Any) -> dict[str, Any]:
+    """Of the arguments that tell a model where its rows are, those that its forward takes; attention learns it from `layout`."""
     takes, rest = _parameters(backbone.__class__)
-    found = {"position_ids": position_ids, "attention_mask": None, "packed": packed}
-    # A family's own attention function is not told: it computes one row, and some hand on to it all they are given.
-    if not str(backbone.config._attn_implementation).startswith(OURS):
-        del found["packed"]
+    found = {"position_ids": position_ids, "attention_mask": None}
     return {name: value for name, value in found.items() if rest or name in takes}
 
 
