@@ -62,20 +62,10 @@ def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
 # The reward of an environment built directly
 
 
-class ScoreLike(Protocol):
-    """The part of `agentrl.reward.score.Score` that the Gymnasium interface reads."""
-
-    @property
-    def value(self) -> float | None: ...
-
-    @property
-    def success(self) -> bool | None: ...
-
-
 class ScorerLike(Protocol):
     """The part of `agentrl.reward.score.Scorer` that the Gymnasium interface calls."""
 
-    async def ascore(self, trajectory: Trajectory, /) -> ScoreLike: ...
+    async def ascore(self, trajectory: Trajectory, /) -> Score: ...
 
 
 class OwnReward:
@@ -412,7 +402,7 @@ class ToolEnv(Forkable):
             return 0.0 if self.scorer is None else float("nan")
         score = await self.scorer.ascore(record)
         record.reward, record.success = score.value, score.success
-        record.evidence = getattr(score, "evidence", None)
+        record.evidence = getattr(score, "evidence", None)  # a scorer of a user's own may have none
         return float("nan") if score.value is None else float(score.value)
 
     async def aclose(self) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall
-from agentrl.env.base import ScoreLike, ScorerLike, ToolEnv
+from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.call_options import Options
 from agentrl.env.spaces import Action, run_sync, sample_arguments
 from agentrl.env.tools import Tool
-from agentrl.reward import Scorer
+from agentrl.reward import Score, Scorer
 from agentrl.reward.lint import copied_question
 from agentrl.utils.errors import EnvError
 
@@ -92,7 +92,7 @@ class Subject:
             env.action_space.seed(seed)
             return [env.action_space.sample() for _ in range(count)]
 
-    def score(self, env: ToolEnv) -> ScoreLike:
+    def score(self, env: ToolEnv) -> Score:
         """Value and success of the environment's finished episode. Raises Skipped without a scorer."""
         if self.scorer is None:
             raise Skipped("the environment names no reward spec")

@@ -146,7 +146,12 @@ class LocalPlayer(Player):
         before = EPISODE.set(spec.key)  # also for the tasks and threads that the episode starts
         try:
             with span("episode", f"{part.name} {spec.key}", track=spec.key) as opened:
-                env = self._ref(part, job.params).build() if env is None else env
+                if env is None:
+                    ref = part.env
+                    if job.params:  # kept, since a reference looks its environment up on the shelves once
+                        key = json.dumps([part.name, dict(job.params)], sort_keys=True)
+                        ref = self._refs.setdefault(key, ref.with_params(job.params))
+                    env = ref.build()
                 met = policy.engine.meet(env, spec.key)
                 if part.agents is None:
                     trajectory = await run_episode(met, policy, spec, part.limits, scorer, watch, hook)
@@ -166,15 +171,6 @@ class LocalPlayer(Player):
         for part in self._envs.values():
             if part.agents is not None:
                 await part.agents.close()
-
-    def _ref(self, part: RunEnv, params: Mapping[str, Any]) -> EnvRef:
-        """Kept, since a reference looks its environment up on the shelves once."""
-        if not params:
-            return part.env
-        key = json.dumps([part.name, dict(params)], sort_keys=True)
-        if key not in self._refs:
-            self._refs[key] = part.env.with_params(params)
-        return self._refs[key]
 
 
 # Held-out evaluation

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, ClassVar, SupportsFloat
 
@@ -376,18 +377,13 @@ class PythonFunction(Leaf):
         value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if value is None:
             return Reading(None, brief(evidence))
-        number = _float(value)
+        number = math.nan  # also for what is neither a number of Python, numpy or torch nor a truth value
+        if isinstance(value, SupportsFloat):
+            with suppress(ArithmeticError, RuntimeError, TypeError, ValueError):
+                number = float(value)
         if not 0.0 <= number <= 1.0:
             if inspect.iscoroutine(value):
                 value.close()
             shown, at = f"{value!r:.80}", place_of(self.function)
             raise UnscorableError(f"{args['name']} returned {shown}, expected a number in [0, 1], a truth value or None ({at})")
         return Reading(number, brief(evidence))
-
-
-def _float(value: Any) -> float:
-    """A number of Python, numpy or torch, or a truth value; NaN for anything else."""
-    try:
-        return float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (ArithmeticError, RuntimeError, TypeError, ValueError):
-        return math.nan
