@@ -127,10 +127,7 @@ class Syntax:
 def number_block(calls: Sequence[ToolCall], call_id: str) -> list[ToolCall]:
     """The calls of one block with ids that count on from the block's first, `call_N`."""
     first = int(call_id.removeprefix("call_"))
-    return [
-        ToolCall(call.name, call.arguments, id=f"call_{first + index}", raw=call.raw, error=call.error)
-        for index, call in enumerate(calls)
-    ]
+    return [replace(call, id=f"call_{first + index}") for index, call in enumerate(calls)]
 
 
 # Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
@@ -158,11 +155,9 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 def render_tool_calls(calls: Sequence[ToolCall]) -> str:
     """The text that `parse_tool_calls` reads back. A malformed call is written as it was sampled."""
-    blocks: list[str] = []
-    for call in calls:
-        body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-        blocks.append(call.raw if call.arguments is None else f"{OPEN}\n{body}\n{CLOSE}")
-    return "\n".join(blocks)
+    bodies = [json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in calls]
+    pairs = zip(calls, bodies, strict=True)
+    return "\n".join(call.raw if call.arguments is None else f"{OPEN}\n{body}\n{CLOSE}" for call, body in pairs)
 
 
 def blocks(
