@@ -107,9 +107,14 @@ class TemplateRenderer(Renderer):
         if tools and self.tools_need_system and all(message.role != "system" for message in messages):
             raise RenderError("the chat template shows tools only with a system message. Begin the prompt with one")
         text = self._turns.prompt(messages, tools)
+        for function in (tool["function"] for tool in tools):
+            names = (function["name"], *((function.get("parameters") or {}).get("properties") or {}))
+            # Others may be escaped.
+            if hidden := next((name for name in names if name.isidentifier() and name not in text), ""):
+                raise RenderError(
+                    f"the chat template ignores tools: of {function['name']!r} it does not show {hidden!r}; {self._what_to_do}"
+                )
         for tool in tools:
-            if (name := tool["function"]["name"]) not in text:
-                raise RenderError(f"the chat template ignores tools, it does not show {name!r}; {self._what_to_do}")
             self._check_callable(tool)
         return self._with_images(self._text.encode(text, Place.START), messages)
 

@@ -54,7 +54,7 @@ QWEN3 = """
 QWEN3_CODER = """
 {%- if messages[0].role == 'system' or tools %}
 {{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else '') }}
-{%- if tools %}<tools>{% for tool in tools %}<function><name>{{ tool.function.name }}</name></function>{% endfor %}</tools>{% endif %}
+{%- if tools %}<tools>{% for tool in tools %}<function>{{ tool.function | tojson }}</function>{% endfor %}</tools>{% endif %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- for m in messages %}

@@ -365,6 +365,10 @@ def test_a_template_that_cuts_what_a_tool_says_is_refused_with_tools(form):
         (limited(6), "leaves out messages once there are"),
         (limited(50), "leaves out messages once there are"),
         (PLAIN.replace("+ m.content +", "+ m.content[:9000] +", 1), "cuts long or marked text of a message of role 'user'"),
+        (
+            PLAIN.replace("\\n' + m.content }}", "\\n' + m.content[:9000] }}", 1),
+            "cuts long or marked text of a message of role 'assistant'",
+        ),
         ("{{ 1 // 0 }}" + PLAIN, "cannot be rendered: .*division or modulo by zero"),
         ("{% for i in range(10**7) %}{% endfor %}" + PLAIN, "cannot be rendered: .*Range too big"),
         (PLAIN.replace(LOOP, "{{ range(99)|random }}" + LOOP, 1), "writes the same messages otherwise each time"),
@@ -375,10 +379,13 @@ def test_a_template_that_cannot_work_is_refused_before_a_run(template, reason):
         make_renderer(build_tokenizer(IM, template))
 
 
-def test_a_tool_that_a_template_does_not_show_is_named():
-    renderer = make_renderer(build_tokenizer(IM, PLAIN.replace("for tool in tools %}", "for tool in tools[:2] %}")))
-    assert renderer.start([Message("user", "x")], TOOLS[:2])
-    with pytest.raises(RenderError, match="it does not show 'list_keys'"):
+@pytest.mark.parametrize(
+    ("old", "new", "hidden"), [("in tools %}", "in tools[:2] %}", "'list_keys'"), ("(tool |", "(tool.function.name |", "'value'")]
+)
+def test_what_a_template_does_not_show_of_a_tool_is_named(old, new, hidden):
+    renderer = make_renderer(build_tokenizer(IM, PLAIN.replace(old, new, 1)))
+    assert not renderer.no_tools
+    with pytest.raises(RenderError, match=f"the chat template ignores tools: of .* it does not show {hidden}"):
         renderer.start([Message("user", "x")], TOOLS)
 
 
