@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from agentrl import __version__
 from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of, identity_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
@@ -67,7 +66,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     digests |= _digests({key: sorted(paths) for key, paths in named.items()})
     if purpose == "train":
         digests |= _digests(_own_code(config))
-        digests[VERSIONS] = f"{__version__}, {version('torch')}, {version('transformers')}"
+        digests[VERSIONS] = f"{sys.modules['agentrl'].__version__}, {version('torch')}, {version('transformers')}"
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
         if (digest := source_digest(name)) is not None:
             digests[f"{SOURCE}{name}"] = digest

@@ -189,7 +189,7 @@ def test_a_chat_template_may_not_change_and_changed_code_is_said(
     assert main(["train", "--resume", "runs/r"]) == 0 and executed[1][1] == ()
     for file in (plugin, module):
         file.write_text(file.read_text() + "# mended\n")
-    monkeypatch.setattr("agentrl.run.digests.__version__", "0.0")
+    monkeypatch.setattr("agentrl.__version__", "0.0")
     assert main(["train", "--resume", "runs/r"]) == 0
     assert sorted(note.split(" have changed")[0] for note in executed[2][1]) == [
         "the files of plugins/of_mine.py",
