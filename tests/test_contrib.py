@@ -68,7 +68,7 @@ def users_of(tree: Path, name: str) -> list[str]:
     return gone
 
 
-def tests_of(tree: Path, gone: Sequence[str]) -> list[str]:
+def users_in_tests(tree: Path, gone: Sequence[str]) -> list[str]:
     """The tests that name what is gone (contrib.view, "bfcl"), or import such a test's module: they cannot run."""
     folders = [Path(path).name for path in gone if path.startswith("agentrl")]
     shelf = [Path(path).stem for path in gone if not path.startswith("agentrl")] or ["none of the shelf"]
@@ -91,7 +91,7 @@ def without(tree: Path, name: str, kept: Path) -> Iterator[list[str]]:
     for number, path in enumerate(moved):
         shutil.move(tree / path, kept / str(number))
     try:
-        yield tests_of(tree, gone)
+        yield users_in_tests(tree, gone)
     finally:
         for number, path in enumerate(moved):
             shutil.move(kept / str(number), tree / path)

@@ -223,7 +223,7 @@ def test_a_rollout_names_what_blocks_its_loop(limit: float, lines: int, tmp_path
     said: list[str] = []
     parts = SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str)
     session: Any = SimpleNamespace(start=nothing, parts=parts)
-    request: Any = SimpleNamespace(out=tmp_path, pairs=[], split="heldout", purpose="rollout", note=tmp_path / "note.json")
+    request = rollout.RolloutRequest("rollout", "a model", 1, 1, "heldout", tmp_path)
     display: Any = SimpleNamespace(warn=said.append, doing=lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(rollout, "run_tasks", blocking)
     monkeypatch.setattr(rollout, "SLOW_LOOP", limit)

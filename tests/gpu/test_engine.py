@@ -148,7 +148,7 @@ def test_weights_arrive_in_another_process(small: str, device: torch.device, rou
         pytest.skip("handles of a card's memory: not on a CPU")
     actor = actor_of(small)
     arrived = sums_across(actor, route, device)
-    engine = actor.backend._workers[0]._engine
+    engine = actor.backend.workers[0]._engine
     held = {name: float(tensor.double().sum()) for name, tensor in engine.tensors()}
     assert arrived.keys() == held.keys()
     assert all(arrived[name] == pytest.approx(held[name], abs=1e-3, rel=1e-6) for name in held)

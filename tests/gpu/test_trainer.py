@@ -137,7 +137,7 @@ def trained(small: str, **model: Any) -> Any:
 
 def test_the_model_is_on_the_card(small: str, card: torch.device) -> None:
     group, _ = trained(small)
-    engine = group.backend._workers[0]._engine
+    engine = group.backend.workers[0]._engine
     devices = {p.to_local().device if isinstance(p, DTensor) else p.device for _, p in engine.named_weights()}
     state = {tensor.device for name, tensor in engine.optimizers.state().items() if not name.endswith(".step")}
     assert {device.type for device in devices | state} == {"cuda"}
@@ -156,7 +156,7 @@ def test_weights_in_host_memory_train_alike(small: str, card: torch.device) -> N
     # Not number by number: Adam's first steps are as long for a gradient near 0, whose sign hangs on the order of a sum.
     assert float(moves[0].norm()) > 0
     assert float(F.cosine_similarity(moves[0], moves[1], dim=0)) > 0.95
-    engine = away.backend._workers[0]._engine
+    engine = away.backend.workers[0]._engine
     assert {p.to_local().device.type for _, p in engine.named_weights()} == {"cpu"}
 
 
@@ -165,7 +165,7 @@ def test_an_actor_that_waits_gives_the_card_back_and_learns_the_same(small: str,
     goes, _ = trained(small, offload="idle")
     held = torch.cuda.memory_allocated()
     goes.run(Actor.offload)
-    engine = goes.backend._workers[0]._engine
+    engine = goes.backend.workers[0]._engine
     size = sum(p.to_local().nbytes for p in engine.module.parameters()) * 3  # weights, and AdamW's two moments
     assert held - torch.cuda.memory_allocated() > 0.95 * size
     pinned = [wait.host.is_pinned() for wait in engine._offloaded._held.values()]

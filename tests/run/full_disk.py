@@ -35,7 +35,7 @@ TRAIN = {
     "provenance.json": Writer("agentrl.run.provenance:Provenance.write", ("provenance.json",)),
     "token of the shared folder": Writer("agentrl.run.session:check_shared", (".agentrl-shared-*",)),
     "log.txt": Writer("agentrl.run.folder:LogFile.emit", ("log.txt",)),
-    ".lock": Writer("agentrl.run.folder:_note", (".lock",)),
+    ".lock": Writer("agentrl.run.folder:_try_lock", (".lock",)),
     "model": Writer("agentrl.run.session:init_model", ("model/*",)),
     "model's manifest": Writer("agentrl.run.session:seal", ("model/manifest.json",)),
     "warm_start": Writer("agentrl.trainer.actor:Actor.end_sft", ("warm_start/*",)),

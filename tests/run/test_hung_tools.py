@@ -66,12 +66,13 @@ def test_hung_tools_leave_commits_publishes_updates_and_replays_alone(tiny: str,
         engine, actors = EmbeddedEngine(tiny), trained(tiny, steps=0)
         await engine.start()
         publisher = Publisher(actors, engine, WeightsConfig(route="memory", bucket_mib=0.01))
-        saving, backend = saver(tmp_path), SimpleNamespace(one=lambda method, shipment, rank: f"{method} {rank}")
+        saving, worker = saver(tmp_path), SimpleNamespace(threads=1, dispatch_table={}, update=lambda: "updated")
+        call = SimpleNamespace(ranks=[0], batch=None, args=(), kwargs={})
         folder = saving._checkpoints.begin(3)
         (folder / "driver.json").write_text("{}")
         late = await asyncio.gather(*(box.call(ToolCall("hang", {}, str(n))) for n in range(hung)))
         assert {result.error for result in late} == {"timeout"}
-        update: Any = InlinePending(backend, "update", SimpleNamespace(ranks=[0]))  # type: ignore[arg-type]
+        update: Any = InlinePending(SimpleNamespace(workers=[worker]), "update", call)  # type: ignore[arg-type]
         try:
             async with asyncio.timeout(5):
                 await saving._finish(3, folder, None)
@@ -85,7 +86,7 @@ def test_hung_tools_leave_commits_publishes_updates_and_replays_alone(tiny: str,
             await engine.close()
         return [saving._checkpoints.newest().name, updated, score.value, answer.value]
 
-    assert asyncio.run(run()) == ["step_000003", {0: "update 0"}, 1.0, 7]
+    assert asyncio.run(run()) == ["step_000003", {0: "updated"}, 1.0, 7]
     assert all(begun.acquire(timeout=0) for _ in range(hung))  # each of them had a thread
 
 

@@ -78,13 +78,13 @@ def test_a_part_that_fails_to_close_leaves_no_other_open(
         return session, [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
     session, alive = asyncio.run(closed())
-    assert alive == [] and session.engine._model is None and session.actors.backend._workers == []
+    assert alive == [] and session.engine._model is None and session.actors.backend.workers == []
 
 
 def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Path) -> None:
     async def opened() -> Any:
         session: Any = await open_session(config, RunFolder.create(config), Display())
-        workers = list(session.actors.backend._workers)
+        workers = list(session.actors.backend.workers)
         await session.close()
         return session, workers
 

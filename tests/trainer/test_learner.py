@@ -48,7 +48,7 @@ def test_a_critic_of_another_model(tiny: str, tmp_path: Path) -> None:
         learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(path=path)))
         assert asyncio.run(learner.step(own_logprobs(learner), 0))["grad_norm"] > 0
         learner.critics.run(Critic.save, str(tmp_path / "c"))  # type: ignore[union-attr]
-        [critic] = learner.critics.backend._workers  # type: ignore[union-attr]
+        [critic] = learner.critics.backend.workers  # type: ignore[union-attr]
         widths.append(tuple(critic._engine.module.head.weight.shape))
         sizes.append(sum(file.stat().st_size for file in (tmp_path / "c").glob("*.distcp")))
     assert sizes[1] < sizes[0] and widths == [(1, 32), (1, 16)]

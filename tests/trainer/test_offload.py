@@ -47,7 +47,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(group: Any) -> Any:
-    [worker] = group.backend._workers
+    [worker] = group.backend.workers
     return worker._engine
 
 

@@ -11,6 +11,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.load import config_from, load_config, with_absolute_paths
 from agentrl.contrib.agents.run_checks import check_agents, rehearse
 from agentrl.run.assembly import RunStart
+from agentrl.run.checks.rollout_checks import check_assembly
 from agentrl.utils.errors import ConfigError, ResourceError, UserError
 
 AGENT = str(Path(__file__).with_name("agent_over_http.py"))
@@ -34,7 +35,7 @@ def config_of(*overrides: str, env: str = "key_value", **agent: object) -> Train
 def test_what_cannot_go_with_an_agent_is_refused_by_name(env: str, override: str, said: str) -> None:
     config = config_of(url="http://127.0.0.1:9/") if override == "URL" else config_of(override, env=env)
     with pytest.raises(UserError) as refused:
-        check_agents(RunStart(config))
+        (check_assembly if "gone" in override else check_agents)(RunStart(config))
     assert said in str(refused.value) and isinstance(refused.value, ConfigError | ResourceError)
 
 
