@@ -46,8 +46,8 @@ def check_references(config: TrainConfig) -> None:
                     f"plain text; the keys that take one: {', '.join(TAKEN)}"
                 )
             resolve_references(text, key)
-        elif "$" in text and any(fnmatchcase(key, name) for name in PLACES):
-            raise ConfigError(f"{key} = {text!r}: a shell's variables stay as they are here. Write the value")
+        elif ("$" in text or text[:1] == "~") and any(fnmatchcase(key, name) for name in PLACES):
+            raise ConfigError(f"{key} = {text!r}: a shell's variables, and ~NAME, stay as they are here. Write the value")
     check_base(config.api.base, "api.base")
     check_base(config.reward.judge.api_base, "reward.judge.api_base")
 

@@ -94,14 +94,6 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return TrainConfig.model_validate(table)
 
 
-def _from_home(path: str, key: str) -> str:
-    """The path with the user's folder for a `~` that it begins with. Raises ConfigError for a user that there is not."""
-    try:
-        return str(Path(path).expanduser()) if path.startswith("~") else path
-    except RuntimeError:
-        raise ConfigError(f"{key} = {path!r}: there is no such user. Write the whole path") from None
-
-
 def _change_strings(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
     """A copy of the table, with the strings at `keys` changed; other values are left for the validation to refuse."""
     table = deepcopy(table)
@@ -419,7 +411,8 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     """
     parsed = parse_overrides(overrides)
     table = _in_new_keys(_without_false(apply_overrides(table, parsed), TrainConfig))
-    table = _change_strings(table, READ + WRITTEN, _from_home)
+    home = str(Path.home())
+    table = _change_strings(table, READ + WRITTEN, lambda path, key: re.sub("^~(?=/|$)", home, path))
     if table.get("env") is None and not table.get("data"):
         raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
     try:

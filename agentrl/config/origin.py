@@ -12,16 +12,7 @@ from pydantic import BaseModel
 
 from agentrl.config.envs import Keys, named_leaves
 from agentrl.config.keys import bare, inline, named_sections_of, section_of, unit_of
-from agentrl.config.load import (
-    UNSET,
-    Find,
-    Override,
-    Table,
-    apply_overrides,
-    join_layers,
-    parse_overrides,
-    read_layers,
-)
+from agentrl.config.load import UNSET, Find, Override, Table, apply_overrides, join_layers, parse_overrides, read_layers
 from agentrl.config.schema import Choice, TrainConfig
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.files import shown_path

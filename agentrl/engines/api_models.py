@@ -230,6 +230,7 @@ class LiteLlmEngine(MessageEngine):
         if sampling.top_k:
             raise EngineError("API models take no top_k")
         answer = await self._ask(self.request(messages, tools, sampling))
+        self._heard = True
         try:
             choice = choice_of(answer)
         except LookupError as problem:
@@ -269,15 +270,12 @@ class LiteLlmEngine(MessageEngine):
         return request_of(own, self._cfg.args, self._cfg.base, args_key="api.args", base_key="api.base")
 
     async def _ask(self, request: dict[str, Any]) -> Any:
-        """The answer of the first successful attempt. Raises ConfigError for a refused key, account or model, else EngineError;
-        its message starts with the error's class."""
+        """The first answer. Raises ConfigError for a refused key, account or model, else EngineError, begun by its class."""
         for attempt in range(self._cfg.retries + 1):
             try:
                 async with self._gate:
                     self._attempts += 1
-                    answer = await load_litellm().acompletion(**request)
-                self._heard = True
-                return answer
+                    return await load_litellm().acompletion(**request)
             except Exception as problem:  # litellm's errors have no common base class of their own
                 refused = refusal(problem, request, self._cfg.base)
                 # Once it has answered, these may be of one request: a filter, or one of a router's models.

@@ -47,11 +47,7 @@ def content_split(fingerprint: str) -> str:
 
 
 def draw(
-    rng: random.Random,
-    split: str,
-    propose: Callable[[random.Random], T],
-    fingerprint: Callable[[T], str],
-    tries: int = 1000,
+    rng: random.Random, split: str, propose: Callable[[random.Random], T], fingerprint: Callable[[T], str], tries: int = 1000
 ) -> T:
     """Propose content until some belongs to `split`.
 

@@ -461,7 +461,7 @@ class ToolEnv(Forkable):
             if not isinstance(options["task"], Task):
                 raise ValueError(f"reset option 'task' must be a Task, got {type(options['task']).__name__}")
             return options["task"]
-        chosen = seed if seed is not None else int(self.np_random.integers(2**62))
+        chosen = int(self.np_random.integers(2**62) if seed is None else seed)  # True is 1
         return self.make_task(chosen, str(options.get("split", self.split)))
 
     async def _opening(self, task: Task) -> Observation:

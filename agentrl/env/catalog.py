@@ -509,12 +509,7 @@ def spec_word(env: EnvRef, name: str | None, scorer: Scorer) -> str:
 
 
 def make_scorer(
-    spec: dict[str, Any],
-    config: RewardConfig,
-    env: EnvRef | None,
-    *,
-    timeout: float = 120.0,
-    services: Services | None = None,
+    spec: dict[str, Any], config: RewardConfig, env: EnvRef | None, *, timeout: float = 120.0, services: Services | None = None
 ) -> Scorer:
     """The compiled spec: its functions as `config` says, its gold replays on new environments of `env`.
 

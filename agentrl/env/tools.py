@@ -312,11 +312,7 @@ class Tool:
 
     @classmethod
     def from_declaration(
-        cls,
-        declaration: Mapping[str, Any],
-        function: Callable[..., Any],
-        options: Options = DEFAULT,
-        hidden: Sequence[str] = (),
+        cls, declaration: Mapping[str, Any], function: Callable[..., Any], options: Options = DEFAULT, hidden: Sequence[str] = ()
     ) -> Tool:
         """`from_schema` of a whole declaration in OpenAI's form, which the policy is shown key for key."""
         body = declaration["function"]

@@ -108,32 +108,29 @@ def passes(problem: BaseException) -> bool:
     status = getattr(problem, "status_code", None)  # of litellm's errors some have a class of openai's for theirs, and some none
     busy = isinstance(status, int) and (status >= 500 or status in _BUSY)
     lost = isinstance(problem, openai.APIConnectionError) or (isinstance(problem, openai.APIError) and busy)
-    return lost and _refusal(problem) is None
+    return lost and refusal(problem) is None
 
 
-def _refusal(problem: BaseException) -> tuple[str, str] | None:
-    """A refusal for good, of the key, the account or the model, and its fix; None for an error of any other kind. Some come as a
-    server's error, or as a rate limit: litellm finds no key, or the account's credit is used up."""
-    links = list(causes(problem))
+def refusal(problem: BaseException, request: Mapping[str, Any] | None = None, base: str | None = None) -> str | None:
+    """Text for a refusal of the key, the account or the model, with the key's variable and the fix; None for other errors. Some
+    come as a server's error, or as a rate limit: litellm finds no key, or the credit is used up. `base`: the config's address."""
+    links, status = list(causes(problem)), getattr(problem, "status_code", None)
     said = " ".join(f"{link} {getattr(link, 'code', '')} {getattr(link, 'type', '')}" for link in links)
-    status = getattr(problem, "status_code", None)
     if status == 402 or (status in (400, 403, 429) and _UNPAID.search(said)):
-        return "has no quota or credit left for the key", "Add credit to its account, or set another key"
-    if status in (401, 403) or any(_KEYLESS.search(str(link)) for link in links):
-        return "refuses the key", "Set one that may use this model"
-    return ("has no such model", "Correct its name, or the address") if status == 404 else None
-
-
-def refusal(problem: BaseException, request: Mapping[str, Any], base: str | None) -> str | None:
-    """Text for such an error: the model, the key's variable and the fix; None for others. `base`: the address in the config."""
-    if (found := _refusal(problem)) is None:
+        what, fix = "has no quota or credit left for the key", "Add credit to its account, or set another key"
+    elif status in (401, 403) or any(_KEYLESS.search(str(link)) for link in links):
+        what, fix = "refuses the key", "Set one that may use this model"
+    elif status == 404:
+        what, fix = "has no such model", "Correct its name, or the address"
+    else:
         return None
-    what, fix = found
-    model = request["model"]
-    named = ["api_key"] if request.get("api_key") else load_litellm().validate_environment(model)["missing_keys"]
+    if request is None:
+        return what
+    model, given = request["model"], request.get("api_key")
+    named = ["api_key"] if given else load_litellm().validate_environment(model)["missing_keys"]
     variable = f"{model.partition('/')[0].upper().replace('-', '_')}_API_KEY"
     named = named or [variable] * (variable in os.environ)
-    keys = f" ({'environment variable ' * (named != ['api_key'])}{', '.join(named)})" if named and "key" in what else ""
+    keys = f" ({'' if given else 'environment variable '}{', '.join(named)})" if named and "key" in what else ""
     return f"({model}): {base or 'its provider'} {what}{keys}: {said_of(problem, request.get('api_base'))}. {fix}"
 
 

@@ -26,12 +26,7 @@ Schema = dict[str, Any]
 
 VERSION = 1
 REDUCES = ("last", "sum", "mean", "min", "all")
-_PAIR: Schema = {
-    "type": "array",
-    "prefixItems": [{"type": "number"}, {"type": "number"}],
-    "minItems": 2,
-    "maxItems": 2,
-}
+_PAIR: Schema = {"type": "array", "prefixItems": [{"type": "number"}, {"type": "number"}], "minItems": 2, "maxItems": 2}
 _AT: Schema = {"enum": ["round", "turn", "call"], "description": "pick the element of a list by this index"}
 _POINTER: Schema = {"type": "string", "pattern": "^/(task|episode|turn|call)(/|$)"}
 

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agentrl.utils.errors import EnvError, ToolError, fault_text
+from agentrl.utils.errors import EnvError, ToolError, exception_for, fault_text
 from agentrl.utils.threads import TOOLS
 
 FunctionRef = tuple[str, str, str]
@@ -133,10 +133,8 @@ def serve(pipe: Connection, path: list[str]) -> None:
         try:
             function = _find(*place)
             answer = True, function(**values) if values is not None else None
-        except SystemExit as leaving:
-            answer = False, RuntimeError(f"{place[1]} called sys.exit({leaving.code!r})")
         except BaseException as fault:
-            answer = False, fault
+            answer = False, exception_for(fault, place[1])
         pipe.send_bytes(_pickle_call(answer))
 
 

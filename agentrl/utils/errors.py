@@ -71,6 +71,14 @@ def is_from_outside(fault: BaseException) -> bool:
     return not raises  # Python's own handler has no frame: its Ctrl-C comes between two instructions
 
 
+def exception_for(fault: BaseException, name: str, kind: type[Exception] = RuntimeError) -> Exception:
+    """The fault, or a `kind` in place of one that would end an event loop or a process."""
+    if isinstance(fault, Exception):
+        return fault
+    raised = f"called sys.exit({fault.code!r})" if isinstance(fault, SystemExit) else f"raised {fault_text(fault)}"
+    return kind(f"{name} {raised}")
+
+
 def is_alien(fault: BaseException) -> bool:
     """Return True for a fault of code that agentrl calls: nothing that agentrl raises on purpose, and nothing from outside."""
     return not (isinstance(fault, AgentrlError) or is_from_outside(fault))

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-from agentrl.utils.errors import fault_text, is_from_outside
+from agentrl.utils.errors import exception_for, is_from_outside
 
 # Deadlines that count only the time in which the event loop was running.
 #
@@ -159,8 +159,7 @@ async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = R
     except BaseException as fault:
         if isinstance(fault, Exception) or is_from_outside(fault):
             raise
-        raised = f"called sys.exit({fault.code!r})" if isinstance(fault, SystemExit) else f"raised {fault_text(fault)}"
-        raise kind(f"{name} {raised}") from fault
+        raise exception_for(fault, name, kind) from fault
 
 
 async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:

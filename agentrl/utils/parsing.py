@@ -123,8 +123,9 @@ def as_value_error() -> Iterator[None]:
     except BaseException as fault:
         if not is_alien(fault):
             raise
-        why = "it contains itself, or is nested too deep" if isinstance(fault, RecursionError) else fault_text(fault)
-        raise ValueError(why.removeprefix("ValueError: ")) from fault
+        why = fault_text(fault).removeprefix("ValueError: ")
+        deep = isinstance(fault, RecursionError) or re.search("Circular reference|depth exceeded", why)
+        raise ValueError("it contains itself, or is nested too deep" if deep else why) from fault
 
 
 def json_form(value: Any) -> Any:
@@ -292,13 +293,12 @@ _VALUE = (
     rf"(?:(?:\^|\*\*)\s?[{{(]?\s?(?P<power>{_SIGN}?[0-9]{{1,4}})\s?[}})]?|(?P<raised>[⁺⁻]?[{_RAISED}]{{1,4}}))"
     rf"|(?P<plain>{_PLAIN}))"
 )
-_POWERS: Mapping[str, Fraction] = {
-    **{word: Fraction(10) ** power for power, words in {
+_POWERS = {"dozen": Fraction(12)} | {
+    word: Fraction(10) ** power for power, words in {
         2: "hundred", 3: "thousand tausend tsd тыс", 5: "lakh", 6: "million millionen millones mio mln mn млн", 7: "crore",
         9: "billion milliard milliarde milliarden mrd bn bln млрд", 12: "trillion trn tn", 15: "quadrillion", 18: "quintillion",
         -1: "tenths", -2: "hundredths", -3: "thousandths", -6: "millionths", -9: "billionths",
-    }.items() for word in words.split()},
-    "dozen": Fraction(12),
+    }.items() for word in words.split()
 }  # fmt: skip
 _LETTERS = {"k": Fraction(1000), "m": Fraction(10**6), "b": Fraction(10**9), "t": Fraction(10**12)}
 MAGNITUDE = rf"(?i:{'|'.join(sorted(_POWERS, key=len, reverse=True))})s?(?!{_LETTER})"

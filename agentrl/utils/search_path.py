@@ -199,10 +199,7 @@ log = logging.getLogger(__name__)
 
 def shelves() -> list[Path]:
     """The folders to search, in order; only existing ones, each once."""
-    folders = [
-        Path.cwd(),
-        *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part),
-    ]
+    folders = [Path.cwd(), *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part)]
     packaged = _PACKAGE / "_shelf"
     if packaged.is_dir():
         folders.append(packaged)

@@ -305,8 +305,6 @@ def test_a_path_may_begin_with_the_users_folder(monkeypatch: pytest.MonkeyPatch)
     }
     found = config_of("quickstart", {key: path.replace("/home/me", "~") for key, path in wanted.items()})
     assert (found.out, found.model.path, found.weights.folder, found.reward.judge.cache) == tuple(wanted.values())
-    with pytest.raises(ConfigError, match="out = '~nobody_here/x': there is no such user"):
-        config_of("quickstart", {"out": "~nobody_here/x"})
 
 
 @pytest.mark.parametrize("key", ["model.path", "env.reward", "weights.folder", "reward.judge.cache"])

@@ -190,8 +190,12 @@ def test_ctrl_c_while_a_tool_holds_the_loop_is_the_users(run: Any) -> None:
             time.sleep(0)
 
     box = Toolbox([tool(holds), get])
-    with pytest.raises(KeyboardInterrupt):
-        run(box.call(ToolCall("holds", {})))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if a shell runs the tests in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(box.call(ToolCall("holds", {})))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert run(box.call(ToolCall("get", {"key": "a"}))).value == "a:1"  # it is over with that
 
 
@@ -281,7 +285,7 @@ def breaks_off() -> Any:
 
 @pytest.mark.parametrize(
     ("answer", "why"),
-    [(lambda: nested(500), "nested too deep"), (lambda: nested(300), "depth"), (lambda: nested(100_000), "nested too deep"),
+    [(lambda: nested(500), "too deep"), (lambda: nested(300), "too deep"), (lambda: nested(100_000), "too deep"),
      (lambda: circle(list), "contains itself"), (lambda: circle(dict), "contains itself"), (lambda: (circle(list),), "itself"),
      (lambda: HostileList([1]), "LookupError"), (lambda: HostileDict(a=1), "LookupError"), (HostileArray, "SystemExit: 3"),
      (HostileClass, "LookupError"), (breaks_off, "LookupError")],

@@ -185,11 +185,7 @@ class TrainConfig(Frozen):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of an engine that has no section here."""
     env: (
-        Annotated[
-            Annotated[EnvConfig, Tag(ONE)] | Annotated[list[EnvConfig], Field(min_length=1), Tag(SEVERAL)],
-            BY_KIND,
-        ]
-        | None
+        Annotated[Annotated[EnvConfig, Tag(ONE)] | Annotated[list[EnvConfig], Field(min_length=1), Tag(SEVERAL)], BY_KIND] | None
     ) = None
     """The environment, `[env]`, or several, `[[env]]`; only a config with [data] may have none."""
     tools: ToolsConfig = ToolsConfig()

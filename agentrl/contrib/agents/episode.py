@@ -23,14 +23,7 @@ from agentrl.env import ToolEnv
 from agentrl.reward import Scorer
 from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, derive
-from agentrl.rollout.episode import (
-    EpisodeSpec,
-    Limits,
-    Policy,
-    complete,
-    play_and_score,
-    sampling_attributes,
-)
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, complete, play_and_score, sampling_attributes
 from agentrl.rollout.player import AGENTS
 from agentrl.utils.errors import (
     AgentFaultError,

@@ -133,8 +133,7 @@ class ModelUser(AsksModel):
         try:
             answer = await litellm.acompletion(**request)
         except Exception as fault:  # litellm's exceptions have no common base class
-            base = request.get("api_base")
-            why = refusal(fault, request, base) or said_of(fault, base)
+            why = refusal(fault, request, request.get("api_base")) or said_of(fault, request.get("api_base"))
             raise EnvError(f"the model that plays the user ({self.model}): {why}") from fault
         try:
             choice = choice_of(answer)

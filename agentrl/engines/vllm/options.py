@@ -275,13 +275,7 @@ def environment(cuda: bool, threads: int = 1) -> dict[str, str]:
 
 
 def engine_options(
-    cfg: VllmConfig,
-    *,
-    cuda: bool,
-    dtype: str,
-    lora_rank: int | None = None,
-    sleeps: bool = False,
-    router_replay: bool = False,
+    cfg: VllmConfig, *, cuda: bool, dtype: str, lora_rank: int | None = None, sleeps: bool = False, router_replay: bool = False
 ) -> dict[str, Any]:
     """The arguments for vLLM's AsyncEngineArgs, but for the model; a missing one has vLLM's own default.
 

@@ -319,7 +319,7 @@ WRONG = [
 ]  # fmt: skip
 """An answer that is another one, a part, a copy of the question, a guess of several, or not worked out."""
 UNREAD = [
-    "", "$", "the cat sat", "n/a", "N/A", "None", "yes", "5 million", "2 dozen", "5 and a half", "2 3", "1.234.567", "101_2",
+    "", "$", "the cat sat", "n/a", "N/A", "None", "yes", "5 and a half", "2 3", "1.234.567", "101_2",
     "6 R 2", "2024-05-06", "0.333...", r"1,2,\ldots,10", "about 5", "5 or more", "more than 5", "5 (five)", r"\frac{1}", "3 +",
     "#",
 ]  # fmt: skip
