@@ -29,9 +29,7 @@ class Functions(Callback):
     """The same from functions."""
 
     def __init__(
-        self,
-        on_step: Callable[[Mapping[str, Any], Any], Any] | None = None,
-        on_group: Callable[[Group], Any] | None = None,
+        self, on_step: Callable[[Mapping[str, Any], Any], Any] | None = None, on_group: Callable[[Group], Any] | None = None
     ) -> None:
         given = {"on_step": on_step, "on_group": on_group}
         vars(self).update({name: function for name, function in given.items() if function is not None})

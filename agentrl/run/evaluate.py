@@ -38,9 +38,10 @@ from agentrl.run.display import Display
 from agentrl.run.engine_choice import EngineChoice, claiming_engine
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import by_label
+from agentrl.run.reader import episode_of
 from agentrl.run.role_placement import engine_room
 from agentrl.run.rollout_workers import with_workers
-from agentrl.utils.errors import ConfigError, WorkerDiedError
+from agentrl.utils.errors import ConfigError, RunFolderError, WorkerDiedError
 from agentrl.utils.event_loop import SLOW_LOOP, watch_loop
 from agentrl.utils.files import atomic_write, naming
 from agentrl.utils.parsing import json_text, read_json
@@ -62,7 +63,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     in seconds and cost in US dollars; per episode unless stated otherwise."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        by_task[trajectory.task.id].append(trajectory)
+        by_task[_task_key(trajectory)].append(trajectory)
     counts = [
         (len(known), sum(known))
         for members in by_task.values()
@@ -105,14 +106,21 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     return report
 
 
+def _task_key(trajectory: Trajectory) -> str:
+    """Key of the task: an author may give many one id, and the same one to several seeds."""
+    task = trajectory.task
+    whole = [task.id, task.data, task.gold] if task.data or task.gold else [task.id, task.seed]
+    return json.dumps(whole, sort_keys=True, default=str)
+
+
 def _of_horizon(members: Sequence[Trajectory]) -> dict[str, Any]:
     """Means over the episodes whose gold solutions have as many calls; the interval of success is over tasks."""
     known: dict[str, list[bool]] = defaultdict(list)
     for t in members:
         if t.success is not None:
-            known[t.task.id].append(t.success)
+            known[_task_key(t)].append(t.success)
     return {
-        "tasks": len({t.task.id for t in members}),
+        "tasks": len(set(map(_task_key, members))),
         "episodes": len(members),
         "unscored": sum(not _is_scored(t) for t in members),
         "success": rate_of([statistics.fmean(of) for of in known.values()]),
@@ -277,8 +285,15 @@ class RolloutRequest:
         """The date of the episodes that are in the folder, or else today's; None of an older agentrl's, which kept none."""
         if not self.note.exists():
             return date.today().isoformat()
-        found: str | None = (read_json(self.note.read_text()).get("identity") or {}).get("model.date")
+        found: str | None = (_identity_in(self.note) or {}).get("model.date")
         return found
+
+
+def _identity_in(note: Path) -> Any:
+    try:
+        return read_json(note.read_bytes()).get("identity")
+    except (AttributeError, ValueError):
+        raise RunFolderError(f"{note}: damaged. Use another --out") from None
 
 
 class RolloutJob:
@@ -354,7 +369,7 @@ class RolloutJob:
         """Play the episodes; each is in the file and in `episodes` once it ends."""
         config, request, display = self.config, self.request, self.display
         parts, done = session.parts, len(request.pairs) - len(missing)
-        watch, lost = Watch(), list[str]()
+        watch, lost, wanted = Watch(), list[str](), set(missing)
         display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
         with display.doing("starting the engine", parts.starting):
             await session.start()
@@ -362,10 +377,13 @@ class RolloutJob:
 
             def keep(trajectory: Trajectory) -> None:
                 nonlocal done
+                pair = trajectory.task.seed, trajectory.member
+                if pair in self.episodes or pair not in wanted:
+                    raise ConfigError(f"{config.envs[0].id}: two tasks have seed {pair[0]}. Hand make_task's rng_seed on to Task")
                 with naming(self.file):
                     file.write(_line(trajectory))
                     file.flush()
-                self.episodes[trajectory.task.seed, trajectory.member] = trajectory
+                self.episodes[pair] = trajectory
                 done += 1
                 if not _is_scored(trajectory):
                     lost.append(fault_of(trajectory))
@@ -395,12 +413,12 @@ class RolloutJob:
         note, path = request.note, self.file
         if note.exists():
             kind = "an evaluation" if purpose == "eval" else "a rollout"
-            before = read_json(note.read_text()).get("identity")
+            before = _identity_in(note)
             check_same_identity(before, identity, f"{kind} of something else ({note})", request.out)
         elif path.exists():
             raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        there = [Trajectory.from_json(read_json(line)) for line in lines]
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        there = [episode_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
         scored = {(t.task.seed, t.member): t for t in there if _is_scored(t)}
         atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
         atomic_write(path, "".join(map(_line, scored.values())))

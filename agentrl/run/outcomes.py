@@ -102,10 +102,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     answers = [[result.error is not None for turn in t.turns for result in turn.results] for t in episodes]
     errors, called = [error for of in answers for error in of], [place for place, of in enumerate(answers) if of]
     calls = sum(len(turn.message.tool_calls) for t in episodes for turn in t.turns)
-    found |= {
-        "tool_calls": calls / max(len(episodes), 1),
-        "tool_error_rate": sum(errors) / len(errors) if errors else None,
-    }
+    found |= {"tool_calls": calls / max(len(episodes), 1), "tool_error_rate": sum(errors) / len(errors) if errors else None}
     found |= {f"stop/{stop}": n / len(episodes) for stop, n in sorted(Counter(t.stop.value for t in episodes).items())}
     found |= {name: _mean(known) for name, known in terms}
     over = {name: len(known) for name, known in (*means, *terms) if list(known) != scored}

@@ -101,12 +101,7 @@ class Saver(Writes):
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        learner: Learner,
-        collector: Collector,
-        say: Callable[[str], None],
+        self, config: TrainConfig, folder: RunFolder, learner: Learner, collector: Collector, say: Callable[[str], None]
     ) -> None:
         self._config, self._folder, self._learner, self._collector, self._say = config, folder, learner, collector, say
         cfg = config.checkpoint

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from agentrl.run.api.base import config_of, run_blocking
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.size_checks import check_workers
 from agentrl.run.digests import code_of, contents_of
-from agentrl.utils.errors import CallbackError, CatalogError, ConfigError
+from agentrl.utils.errors import CallbackError, CatalogError, ConfigError, RunFolderError
 from agentrl.utils.search_path import give, pack_given, unpack
 from tests.conftest import proof
 from tests.python import Pick, share_of_low_ids, table
@@ -73,6 +74,61 @@ def test_a_made_environment_gives_gold_the_reward_1() -> None:
 
 def lambda_free_factory(most: int = 2) -> Pick:
     return Pick(most=most)
+
+
+class OneId(Pick):
+    """All tasks have the same id."""
+
+    def make_task(self, rng_seed: int, split: str) -> Any:
+        return replace(super().make_task(rng_seed, split), id="the task")
+
+
+class OneSeed(Pick):
+    def make_task(self, rng_seed: int, split: str) -> Any:
+        return replace(super().make_task(rng_seed, split), seed=0)
+
+
+def test_tasks_of_one_id_are_not_samples_of_one_task() -> None:
+    """pass@2 was that of one task with six samples, 0.8."""
+    said: dict[str, int] = {}
+
+    def first_only(view: Any, args: Any) -> float:
+        key = view.answer()
+        said[key] = said.get(key, 0) + 1
+        return float(said[key] == 1)
+
+    found = agentrl.evaluate(look_and_say, OneId, n=3, k=2, reward=first_only).report
+    assert (
+        found["tasks"] == 3 and found["pass@1"]["mean"] == 0.5 and found["pass@2"]["mean"] == 1.0 and found["pass^2"]["mean"] == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("trajectories.jsonl", "garbage"), ("trajectories.jsonl", "[]"), ("trajectories.jsonl", "{}"), ("eval.json", "{")],
+)
+def test_a_damaged_folder_of_an_evaluation_is_named(tmp_path: Path, name: str, text: str) -> None:
+    agentrl.evaluate(look_and_say, Pick, n=2, reward=SPEC, out=tmp_path)
+    (tmp_path / name).write_bytes(f"{text}\n".encode() + b"\xff\n")
+    with pytest.raises(RunFolderError, match=rf"{name}(:1)?: (not an episode|damaged\. Use another --out)"):
+        agentrl.evaluate(look_and_say, Pick, n=2, reward=SPEC, out=tmp_path)
+
+
+def test_one_task_of_several_seeds_is_one() -> None:
+    """Its samples say no more of the other tasks: an interval over as many tasks as seeds was too narrow."""
+
+    class Few(Pick):
+        def make_task(self, rng_seed: int, split: str) -> Any:
+            return replace(super().make_task(rng_seed % 2, split), seed=rng_seed)
+
+    found = agentrl.evaluate(look_and_say, Few, n=6, k=2, reward=SPEC).report
+    assert (found["tasks"], found["episodes"], found["pass@1"]["low"]) == (2, 12, 0.0)
+
+
+def test_a_task_with_the_seed_of_another_is_refused() -> None:
+    """All episodes were played, and then it was a bare KeyError."""
+    with pytest.raises(ConfigError, match=r"two tasks have seed 0\. Hand make_task's rng_seed on"):
+        agentrl.evaluate(look_and_say, OneSeed, n=3, k=2, reward=SPEC)
 
 
 def test_a_policy_is_evaluated_like_a_model() -> None:
