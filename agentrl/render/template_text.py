@@ -530,9 +530,10 @@ class TurnText:
         long = [*begun, replace(answer, content=_WHOLE), *(turn, answer) * MANY]
         text = self._text.render(long, tools, generate=True)
         texts = {answer.role: text}
-        for role in () if tools else ("assistant", "system"):
-            one = Message(role, _WHOLE.replace("</think>", ""))  # behind which the content of a turn may begin
-            texts[role] = self._render_text([QUESTION, one, QUESTION] if role == "assistant" else [one, QUESTION])
+        if not tools:
+            said = _WHOLE.replace("</think>", "")  # behind which the content of a turn may begin
+            texts["assistant"] = self._render_text([QUESTION, Message("assistant", said), QUESTION], ())
+            texts["system"] = self._render_text([Message("system", said), QUESTION], ())
         if QUESTION.content not in text or text.count(answer.content) < MANY:
             raise LostTextError(f"the chat template leaves out messages once there are {2 * MANY}. Remove the limit")
         for role, written in texts.items():
