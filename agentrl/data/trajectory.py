@@ -24,6 +24,12 @@ ROLES = get_args(Role)
 Blame = Literal["policy", "infrastructure"]
 
 
+def kind_of_json(value: Any) -> str:
+    """The kind of a value in the words of JSON, with its article."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
 class StopReason(StrEnum):
     """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or a fault."""
 

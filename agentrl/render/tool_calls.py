@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from agentrl.data.chat_forms import schema_parts
-from agentrl.data.trajectory import Json, ToolCall
+from agentrl.data.trajectory import Json, ToolCall, kind_of_json
 from agentrl.render.base import Marks
-from agentrl.utils.parsing import is_unbounded, kind_of_json
+from agentrl.utils.parsing import is_unbounded
 from agentrl.utils.schemas import found_in_time, with_nulls
 
 # Grammars of a turn

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 import jsonschema
 
+from agentrl.data.trajectory import kind_of_json
 from agentrl.reward.leaf import FIELDS, LEAVES, SCOPES
 from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
 from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
-from agentrl.utils.parsing import kind_of_json
 
 # JSON Schema of a spec
 

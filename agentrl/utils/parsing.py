@@ -90,12 +90,6 @@ def json_text(
         return json.dumps(_plain(value, default), allow_nan=False, **form)
 
 
-def kind_of_json(value: Any) -> str:
-    """The kind of a value in the words of JSON, with its article."""
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
-
-
 def is_unbounded(value: Any) -> bool:
     """Return True if it is a number that JSON cannot represent, or that most of its readers cannot."""
     if isinstance(value, float):
