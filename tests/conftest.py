@@ -238,6 +238,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         reporter.write_line(UNTESTED)
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own, in which it works."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a two-layer model."""

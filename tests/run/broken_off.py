@@ -24,7 +24,6 @@ TINY = [
     "health.lint=false",
 ]
 WAYS = ("ctrl-c", "killed after a checkpoint", "killed before a checkpoint", "killed between its parts")
-CODES = {"ctrl-c": 130}
 
 
 def begun(out: str, name: str, overrides: list[str], way: str, step: int, code_file: str) -> None:
@@ -96,7 +95,7 @@ def broken_and_resumed(out: Path, name: str, overrides: list[str], way: str, ste
     """The folder of a run that was broken off at update `step` and resumed, `changed` being what changes then."""
     code_file = out / f"{name}.code"
     found = in_process(begun, str(out), name, overrides, way, step, code_file=code_file)
-    assert found == CODES.get(way, -signal.SIGKILL), (way, found)
+    assert found == {"ctrl-c": 130}.get(way, -signal.SIGKILL), (way, found)
     run = out / name
     assert in_process(command, ["train", "--resume", str(run), *changed], code_file=code_file) == 0
     return run

@@ -86,14 +86,6 @@ def _replaced(make: Callable[[Path], None]) -> Callable[[Path, Path], None]:
     return damage
 
 
-def _loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _flip(data: bytes) -> bytes:
     at = len(data) // 2
     return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :] if data else data
@@ -102,14 +94,6 @@ def _flip(data: bytes) -> bytes:
 def _others(path: Path, other: Path) -> None:
     _missing(path, other)
     (shutil.copytree if other.is_dir() else shutil.copy2)(other, path)
-
-
-def _sealed(path: Path, other: Path) -> None:
-    path.chmod(0)
-
-
-def _read_only(path: Path, other: Path) -> None:
-    path.chmod(0o555 if path.is_dir() else 0o444)
 
 
 KINDS: dict[str, Callable[[Path, Path], None]] = {
@@ -121,12 +105,12 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
     "other JSON": _bytes(lambda data: b'["x", 1]\n'),
     "zeros": _bytes(lambda data: bytes(len(data))),
     "deep JSON": _bytes(lambda data: b"[" * 100_000 + b"\n"),
-    "unreadable": _sealed,
-    "read-only": _read_only,
+    "unreadable": lambda path, other: path.chmod(0),
+    "read-only": lambda path, other: path.chmod(0o555 if path.is_dir() else 0o444),
     "a folder": _replaced(lambda path: path.mkdir()),
     "a file": _replaced(lambda path: path.write_bytes(b"x")),
-    "a link to itself": _replaced(_loop),
-    "a pipe": _replaced(_pipe),
+    "a link to itself": _replaced(lambda path: path.symlink_to(path.name)),
+    "a pipe": _replaced(os.mkfifo),
     "another run's": _others,
 }
 _OF_FOLDERS = ("missing", "unreadable", "read-only", "a file", "a link to itself", "another run's")

@@ -13,8 +13,6 @@ from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolRes
 from agentrl.run.folder import RunFolder
 from agentrl.run.metrics import info_of
 
-CONFIG = 'name = "{name}"\nsteps = 4\n[env]\nid = "key_value"\n'
-
 
 def episode(seed: int = 0, member: int = 0, reward: float | None = 1.0, **given: Any) -> Trajectory:
     """Two turns: get k<seed>, which answers <seed>, then the text `said`; gold is this call and this answer."""
@@ -60,7 +58,7 @@ def run_folder(at: Path, files: dict[str, Sequence[Trajectory]], rows: Sequence[
     """A run folder with these trajectory files and metrics rows; a summary if the last row is of phase "after"."""
     folder = RunFolder(at)
     folder.trajectories.mkdir(parents=True)
-    folder.config.write_text(CONFIG.format(name=at.name))
+    folder.config.write_text(f'name = "{at.name}"\nsteps = 4\n[env]\nid = "key_value"\n')
     for name, trajectories in files.items():
         folder.write_trajectories(name, trajectories)
     for row in rows:

@@ -15,11 +15,11 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.config.schema import ApiConfig, Choice, EnvConfig, InitModelConfig, TrainConfig
+from agentrl.config.schema import Choice, EnvConfig, InitModelConfig, TrainConfig
 from agentrl.contrib.agents.endpoint import Endpoint
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message
-from agentrl.engines.api_models import LiteLlmEngine, Transcript, retry_after
+from agentrl.engines.api_models import Transcript, retry_after
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
@@ -31,7 +31,7 @@ from agentrl.utils.errors import ConfigError, EngineError, EnvError
 from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.rollout.loopback import Loopback, solve
-from tests.run.own_spec import with_spec
+from tests.run.own_spec import RIGHT, with_spec
 
 TASKS = ["health.preflight=false", "env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
 
@@ -130,20 +130,8 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.C
         return solve(body, number)
 
     with Loopback(answer) as server:
-        args = [
-            "rollout",
-            "key_value",
-            "--model",
-            "api:openai/test",
-            "-n",
-            "8",
-            "--out",
-            "out",
-            "--max-concurrent",
-            "1",
-            f"api.base={server.url}",
-            *TASKS,
-        ]
+        played = "rollout key_value --model api:openai/test -n 8 --out out --max-concurrent 1"
+        args = [*played.split(), f"api.base={server.url}", *TASKS]
         assert main(args) == 130
         kept = Path("out/trajectories.jsonl").read_text().splitlines()
         assert 0 < len(kept) < 8 and all(json.loads(line)["reward"] == 1.0 for line in kept)
@@ -154,11 +142,15 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.C
     assert [json.dumps(row) for row in rows if json.dumps(row) in kept] == kept
 
 
-def engine(server: Loopback, **options: Any) -> LiteLlmEngine:
-    return LiteLlmEngine("openai/test", ApiConfig(base=server.url, **options), backoff=0.01, options={"api_key": "none"})
+def engine(server: Loopback, **options: Any) -> Any:
+    """The engine of a config with these keys of [api]; its first wait is 0.01 s."""
+    table = {"env": {"id": "key_value"}, "model": {"path": "api:openai/test"}, "api": {"base": server.url, **options}}
+    made: Any = EngineChoice(config_from(table)).maker().make_with(Transcript())
+    made._backoff = 0.01
+    return made
 
 
-async def ask(asked: LiteLlmEngine) -> str:
+async def ask(asked: Any) -> str:
     await asked.start()
     prompt = asked.renderer.start([Message("user", "q")], [])
     generation = await asked.generate(prompt, Sampling(max_tokens=8), "e")
@@ -310,15 +302,8 @@ def test_a_user_whose_address_has_a_query_is_refused_by_name() -> None:
         ModelUser("tea", model="openai/x", api_base="http://h/v1?key=a")
 
 
-def asked_by(server: Loopback, *keys: str) -> Any:
-    """The engine of a config with these keys of [api]; its first wait is 0.01 s."""
-    config = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/test"}}, [f"api.base={server.url}", *keys])
-    made: Any = EngineChoice(config).maker().make_with(Transcript())
-    made._backoff = 0.01
-    return made
-
-
 async def test_every_key_of_the_api_section_is_kept_at_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for `retries` and `timeout`, which the attempts above have."""
     running: list[int] = []
     lock, now = threading.Lock(), 0
 
@@ -335,28 +320,18 @@ async def test_every_key_of_the_api_section_is_kept_at_the_server(monkeypatch: p
     for most in (2, 3):
         running.clear()
         with Loopback(slow) as server:  # it hears us at api.base
-            made = asked_by(server, f"api.concurrency={most}", "api.usd_per_million=[10, 20]")
+            made = engine(server, concurrency=most, usd_per_million=[10, 20])
             await made.start()
             prompt = made.renderer.start([Message("user", "q")], [])
             turns = await asyncio.gather(*(made.generate(prompt, Sampling(max_tokens=8), f"e{n}") for n in range(6)))
             assert max(running) == most and len(server.requests) == 6
             assert {turn.usage.usd for turn in turns} == {(100 * 10 + 10 * 20) / 1e6}
-    for retries in (0, 2):
-        with Loopback(lambda body, number: {"status": 500}) as server:
-            with pytest.raises(EngineError, match=rf"\({retries + 1} attempts\)"):
-                await ask(asked_by(server, f"api.retries={retries}"))
-            assert len(server.requests) == retries + 1
-    with Loopback(lambda body, number: {"status": 200, "sleep": 30.0}) as server:
-        began = time.monotonic()
-        with pytest.raises(EngineError, match=r"^Timeout"):
-            await ask(asked_by(server, "api.retries=0", "api.timeout=0.3"))
-        assert 0.3 <= time.monotonic() - began < 25
     busy = {"status": 429, "headers": {"Retry-After": "0.5"}}
     for longest, attempts in ((0.4, 1), (0.6, 3)):  # a wait that is longer than MAX_WAIT is not begun
         monkeypatch.setattr("agentrl.engines.api_models.MAX_WAIT", longest)
         with Loopback(lambda body, number: busy) as server:
             with pytest.raises(EngineError, match=rf"\({attempts} attempts\)"):
-                await ask(asked_by(server, "api.retries=2"))
+                await ask(engine(server, retries=2))
             assert len(server.requests) == attempts
 
 
@@ -458,9 +433,9 @@ class Helped(ToolEnv):
     ],
 )
 def test_the_model_that_plays_the_user_is_asked_once_before_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, says: str, capsys: pytest.CaptureFixture[str]
+    answer: Any, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    helped(tmp_path, monkeypatch)
+    helped()
     with Loopback(lambda body, number: answer) as server:
         args = ["eval", "helped", "--model", "api:openai/x", *asks(server), "-n", "2"]
         assert main([*args, f"api.base={server.url}", "health.preflight=false", "--out", "unasked"]) == 1
@@ -475,8 +450,8 @@ def test_the_model_that_plays_the_user_is_asked_once_before_a_run(
     assert re.search(says, " ".join(capsys.readouterr().err.split()))
 
 
-def test_nobody_asks_the_users_model_if_its_gold_user_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    helped(tmp_path, monkeypatch)
+def test_nobody_asks_the_users_model_if_its_gold_user_plays() -> None:
+    helped()
     with Loopback(lambda body, number: "ready") as user:
         options = {"api_base": user.url, "api_key": "mine"}
         for wrappers, asked in (([], ["u"]), ([Choice(name="gold_user")], [])):
@@ -486,23 +461,20 @@ def test_nobody_asks_the_users_model_if_its_gold_user_plays(tmp_path: Path, monk
             assert [body["model"] for body in user.requests[before:]] == asked
 
 
-def helped(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(at)
-    (at / "envs" / "helped").mkdir(parents=True)
-    (at / "envs" / "helped" / "env.py").write_text(USERS)
-    args = {"expect": {"$": "/task/gold/answer"}}
-    (at / "envs" / "helped" / "mine.json").write_text(
-        json.dumps({"agentrl_reward": 1, "name": "mine", "root": {"use": "number.close", "args": args}})
-    )
+def helped() -> None:
+    folder = Path("envs/helped")
+    folder.mkdir(parents=True)
+    (folder / "env.py").write_text(USERS)
+    (folder / "mine.json").write_text(json.dumps({"agentrl_reward": 1, "name": "mine", "root": RIGHT}))
 
 
 def asks(server: Loopback) -> list[str]:
     return [f'env.params.options={{api_base="{server.url}", api_key="mine"}}']
 
 
-def test_a_model_user_calls_its_tools_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_user_calls_its_tools_over_http() -> None:
     """It opens with a call, hears the result, makes one that is no JSON, hears that, and speaks."""
-    helped(tmp_path, monkeypatch)
+    helped()
 
     def call(arguments: str) -> dict[str, Any]:
         function = {"name": "press", "arguments": arguments}

@@ -307,9 +307,8 @@ def test_a_context_is_the_text_models_and_stretched_by_its_rotary_positions(fold
 
 
 def test_a_name_that_the_hub_does_not_give_is_told_at_once(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     asked: list[str] = []
 

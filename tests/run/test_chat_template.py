@@ -84,14 +84,13 @@ def test_a_saved_model_has_the_template_with_it(model: str, tmp_path: Path) -> N
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == CHAT_TEMPLATES["hermes"]
 
 
-def test_a_name_stays_a_name_where_a_folder_is_called_so(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "hermes").mkdir()
-    (tmp_path / "mine.jinja").write_text(NO_TOOLS)
+def test_a_name_stays_a_name_where_a_folder_is_called_so(model: str, here: Path) -> None:
+    (here / "hermes").mkdir()
+    (here / "mine.jinja").write_text(NO_TOOLS)
     named = with_absolute_paths(config_of(model, "model.chat_template=hermes"))
     assert named.model.chat_template == "hermes"
     filed = with_absolute_paths(config_of(model, "model.chat_template=mine.jinja"))
-    assert filed.model.chat_template == str(tmp_path / "mine.jinja")
+    assert filed.model.chat_template == str(here / "mine.jinja")
 
 
 def test_a_script_plays_the_environment_of_a_config_that_names_one(tmp_path: Path) -> None:

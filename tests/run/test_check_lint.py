@@ -123,11 +123,10 @@ class Idle(ToolEnv):
 """
 
 
-def test_without_gold_a_success_that_idling_always_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "envs" / "idle").mkdir(parents=True)
-    (tmp_path / "envs" / "idle" / "env.py").write_text(IDLE)
-    monkeypatch.chdir(tmp_path)
-    idle = {"id": "idle", "reward": str(tmp_path / "mine.json")}
+def test_without_gold_a_success_that_idling_always_has_is_refused(here: Path) -> None:
+    (here / "envs" / "idle").mkdir(parents=True)
+    (here / "envs" / "idle" / "env.py").write_text(IDLE)
+    idle = {"id": "idle", "reward": str(here / "mine.json")}
     with pytest.raises(ConfigError, match="/success: an empty answer is a success in each of 59 tasks"):
-        notes(with_spec(tmp_path, RIGHT, ALWAYS, env=idle))
-    assert notes(with_spec(tmp_path, RIGHT, RIGHT, env=idle)) == []  # no gold: that nothing is ever right says nothing
+        notes(with_spec(here, RIGHT, ALWAYS, env=idle))
+    assert notes(with_spec(here, RIGHT, RIGHT, env=idle)) == []  # no gold: that nothing is ever right says nothing

@@ -84,13 +84,10 @@ class Broken(ToolEnv):
         ("hangs", r"not finished within 1\.5 s \(rollout\.env_timeout"),
     ],
 )
-def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, says: str
-) -> None:
-    (tmp_path / "envs" / "broken").mkdir(parents=True)
-    (tmp_path / "envs" / "broken" / "env.py").write_text(BROKEN)
-    monkeypatch.chdir(tmp_path)
-    config = made(tmp_path, RIGHT, rollout={"env_timeout": 0.5, "episode_timeout": 1.0})
+def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(here: Path, how: str, says: str) -> None:
+    (here / "envs" / "broken").mkdir(parents=True)
+    (here / "envs" / "broken" / "env.py").write_text(BROKEN)
+    config = made(here, RIGHT, rollout={"env_timeout": 0.5, "episode_timeout": 1.0})
     config = config.model_copy(update={"env": config.env.model_copy(update={"id": "broken", "params": {"how": how}})})
     with pytest.raises(ConfigError, match=rf"env\.id: the gold solution of a task of 'broken' cannot be played: .*{says}"):
         check_success(scored(config))
@@ -168,13 +165,10 @@ class Opens(ToolEnv):
 """
 
 
-def test_the_opening_of_an_episode_counts_with_what_its_user_says_and_its_setup_adds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "envs" / "opens").mkdir(parents=True)
-    (tmp_path / "envs" / "opens" / "env.py").write_text(OPENING)
-    monkeypatch.chdir(tmp_path)
-    config = made(tmp_path, RIGHT)
+def test_the_opening_of_an_episode_counts_with_what_its_user_says_and_its_setup_adds(here: Path) -> None:
+    (here / "envs" / "opens").mkdir(parents=True)
+    (here / "envs" / "opens" / "env.py").write_text(OPENING)
+    config = made(here, RIGHT)
 
     def tokens(**params: Any) -> int:
         section = config.env.model_copy(update={"id": "opens", "params": params})  # type: ignore[union-attr]

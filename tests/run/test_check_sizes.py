@@ -34,7 +34,6 @@ from agentrl.utils.registry import Entry
 from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture
 from tests.run.starts import start_of
 
-ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {"env": {"id": "key_value"}, "model": {"init": {"context": 4096}}, "cluster": {"backend": "inline"}}
 
 
@@ -298,7 +297,7 @@ def test_a_plug_in_with_a_sequence_ratio_is_warned_of_by_its_trait(monkeypatch: 
 
 
 def test_the_recipe_of_a_mixture_of_experts_recomputes_and_replays_its_routers() -> None:
-    path = ROOT / "configs/recipes/qwen3_30b_a3b.toml"
+    path = Path(__file__).resolve().parents[2] / "configs/recipes/qwen3_30b_a3b.toml"
     config = load_config(path, find=find_config)
     assert (config.algorithm.proximal, config.rollout.router_replay) == ("recompute", True)
     with planned_elsewhere((1, 8)):
@@ -307,10 +306,7 @@ def test_the_recipe_of_a_mixture_of_experts_recomputes_and_replays_its_routers()
     assert "30% of sequences of 1,024 sampled tokens and 13% of sequences of 16,384 sampled tokens have no gradient" in note
 
 
-def test_a_dry_run_for_other_machines_has_the_warnings_of_a_start(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_for_other_machines_has_the_warnings_of_a_start(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     keys = ["algorithm.loss={name='gspo'}", "optim.lr=1e-6", "sft=false", "model.dtype=bfloat16", "engine=embedded"]
     assert main(["train", "quickstart", "--dry-run", "--gpu-memory", "80", *keys]) == 0
     said = capsys.readouterr().out

@@ -29,12 +29,10 @@ from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from agentrl.utils.errors import ConfigError
 from tests.trainer.train_batches import train_batch
 
-SEED = 3
-
 
 def config_of(*overrides: str) -> Any:
     sft = {"batch": 4, "teacher": {"stop": 0.1}, "params": {"calls": [2, 8]}}
-    base = {"seed": SEED, "env": {"id": "key_value"}, "model": {"init": {"context": 4096}}, "sft": sft}
+    base = {"seed": 3, "env": {"id": "key_value"}, "model": {"init": {"context": 4096}}, "sft": sft}
     return config_from(base, list(overrides))
 
 

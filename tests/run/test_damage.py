@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -19,12 +20,14 @@ from agentrl.run.provenance import check_own_config, origin_hint
 from agentrl.trainer.checkpoint import Checkpoints, check_model, seal
 from agentrl.utils.errors import CheckpointError, ConfigError, RunFolderError
 from agentrl.utils.files import read_plain
-from tests.conftest import PROOFS, proof
+from tests.conftest import proof
 from tests.run import damage
 from tests.run.damage import COMMANDS, KINDS, Runs, cases, make_runs, tried, warmed
 from tests.run.made_folders import episode, run_folder
 
 READ = ("config.toml", "metrics.jsonl", "summary.json", "trajectories/step_000002.jsonl", "trajectories")
+MADE: list[Runs] = []
+"""Those of the long form, once they are made."""
 
 
 @pytest.fixture
@@ -64,24 +67,16 @@ def test_readers_show_what_is_there_or_name_the_file(read: Runs, tmp_path: Path,
 @proof
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_damage_ends_a_command_without_a_word(
-    name: str, passable: Path, tmp_path_factory: pytest.TempPathFactory, cache: dict[str, Runs]
-) -> None:
-    if not cache:
-        cache["runs"] = make_runs(tmp_path_factory.mktemp("runs"))
-        warmed(cache["runs"], passable / "run")
+def test_no_damage_ends_a_command_without_a_word(name: str, passable: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if not MADE:
+        MADE.append(make_runs(tmp_path_factory.mktemp("runs")))
+        warmed(MADE[0], passable / "run")
     found = {}
-    for file, kind in cases(cache["runs"].cut):
-        verdict, outcome = tried(name, file, kind, cache["runs"], passable / "run")
+    for file, kind in cases(MADE[0].cut):
+        verdict, outcome = tried(name, file, kind, MADE[0], passable / "run")
         if verdict not in ("right", "said"):
             found[file, kind] = (verdict, outcome.said[-300:])
     assert found == {}
-
-
-@pytest.fixture(scope="module")
-def cache() -> dict[str, Runs]:
-    assert PROOFS is not None
-    return {}
 
 
 def config(out: Path, **more: object) -> TrainConfig:
@@ -179,17 +174,13 @@ def kept(folder: RunFolder) -> list[str]:
     return sorted(path.stem for path in folder.trajectories.iterdir())
 
 
-def write(folder: RunFolder, name: str, size: int = 100) -> None:
-    (folder.trajectories / f"{name}.jsonl").write_text("x" * size)
-    folder.tokens.mkdir(exist_ok=True)
-    (folder.tokens / f"{name}.jsonl").write_text("y")
-
-
 def test_of_the_newest_steps_so_many_keep_their_episodes(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path))
     names = ["before_000000", "step_000001", "step_000002", "eval_000002", "step_000003", "step_000009", "after_000004"]
     for name in names:
-        write(folder, name)
+        (folder.trajectories / f"{name}.jsonl").write_text("x" * 100)
+        folder.tokens.mkdir(exist_ok=True)
+        (folder.tokens / f"{name}.jsonl").write_text("y")
     folder.rotate(KeepConfig(), 3)
     assert kept(folder) == sorted(names)
     folder.rotate(KeepConfig(trajectories=2), 3)  # step 9 is of an attempt that was lost, and is no newest one
@@ -215,7 +206,7 @@ def test_the_log_begins_anew_at_its_size_and_so_many_older_ones_stay(tmp_path: P
     monkeypatch.setattr("agentrl.run.folder.LOG_FILES", 2)
     handler = LogFile(tmp_path / "log.txt")
     for number in range(100):
-        handler.handle(_record(f"line {number:02d} " + "x" * 60))
+        handler.handle(logging.makeLogRecord({"name": "agentrl", "levelname": "INFO", "msg": f"line {number:02d} " + "x" * 60}))
     handler.close()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["log.txt", "log.txt.1", "log.txt.2"] and all((tmp_path / name).stat().st_size <= 1048 for name in names)
@@ -259,9 +250,3 @@ def test_an_index_that_can_lie_in_neither_folder_lies_in_a_temporary_one_and_bot
     assert works.code == 0 and ("t/train/2" if name == "view" else "step_000002   train   2") in text, text
     assert "an index of its episodes must lie somewhere" in why and "Permission denied" in why
     assert nowhere.code == 2
-
-
-def _record(text: str) -> object:
-    import logging
-
-    return logging.makeLogRecord({"name": "agentrl", "levelname": "INFO", "msg": text})

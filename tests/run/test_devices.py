@@ -47,7 +47,6 @@ def run_of(*overrides: str) -> Any:
 
 
 TRAIN = "cluster.pools={train={per_node=4,gpus=1.0}} cluster.actors=4 cluster.roles={actor='train'}"
-SAMPLE = "cluster.pools={sample={}} cluster.roles={rollout='sample'}"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ SAMPLE = "cluster.pools={sample={}} cluster.roles={rollout='sample'}"
         ([(8, 4)], False, "cluster.actors=4", "embedded"),
         ([(8, 4)], False, TRAIN, "embedded"),
         ([(8, 8)], False, TRAIN, "vllm"),
-        ([(8, 8)], False, SAMPLE, "embedded"),  # its own pool has no GPUs
+        ([(8, 8)], False, "cluster.pools={sample={}} cluster.roles={rollout='sample'}", "embedded"),  # its own pool has no GPUs
     ],
 )  # fmt: skip
 def test_auto_asks_the_nodes_for_gpus_that_the_trainer_leaves(

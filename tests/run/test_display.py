@@ -27,8 +27,6 @@ from agentrl.run import session as feed
 from agentrl.run.display import Activity, Count, Display, Shown, animates, frame
 from agentrl.utils.errors import EngineError
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 class Clock:
     """Time that passes when told."""
@@ -251,7 +249,7 @@ def test_ctrl_c_leaves_a_narrow_terminal_in_order() -> None:
     """A real terminal of 40 columns, made narrower meanwhile, without colors; the interrupt comes in the middle of a frame."""
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
-    env = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     for name in ("CI", "COLUMNS", "LINES", "FORCE_COLOR"):
         env.pop(name, None)
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=slave, stdout=slave, stderr=subprocess.DEVNULL, env=env)

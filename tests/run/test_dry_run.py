@@ -148,9 +148,8 @@ def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -
 
 
 def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
-    architecture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    architecture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     asked = ["train", "quickstart", "--dry-run", "sft=false", "model.init=false", f"model.path={architecture}", "engine=embedded"]
     assert main([*asked, "--gpu-memory", "1"]) == 0
     said = capsys.readouterr().out
@@ -182,7 +181,7 @@ def test_the_command_needs_no_weights_and_refuses_what_does_not_fit(
         assert f"--gpu-memory = {none}: GiB of a card are needed" in capsys.readouterr().err
     assert main(["train", "quickstart", "--gpu-memory", "80"]) == 2
     assert "--dry-run" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["architecture"]  # nothing was started
+    assert [path.name for path in here.iterdir()] == ["architecture"]  # nothing was started
 
 
 def test_a_folder_without_a_tokenizer_is_split_as_its_own_sizes_allow(architecture: Path) -> None:

@@ -21,13 +21,12 @@ def config(out: Path, **more: object) -> TrainConfig:
     return TrainConfig.model_validate({"name": "x", "out": str(out), "env": {"id": "key_value"}, **more})
 
 
-def test_all_paths_are_absolute_and_the_config_keeps_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_paths_are_absolute_and_the_config_keeps_what_was_typed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker of a cluster has another working folder: what it is told to write must not hang on its own."""
-    monkeypatch.chdir(tmp_path)
     folder = RunFolder.create(config(Path("runs")))
     monkeypatch.chdir("/")
     paths = [value for value in vars(folder).values() if isinstance(value, Path)]
-    assert len(paths) > 10 and all(tmp_path / "runs" / "x" in (path, *path.parents) for path in paths)
+    assert len(paths) > 10 and all(here / "runs" / "x" in (path, *path.parents) for path in paths)
     assert folder.config.is_file() and load_config(folder.config).out == "runs"
 
 

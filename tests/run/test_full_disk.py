@@ -25,7 +25,6 @@ from tests.run.broken_off import TINY, assert_same, in_process
 STEPS = 3
 BEFORE_A_RUN = ("config.toml", "provenance.json")
 LAST = "summary.json"
-NO_SUMMARY = (*BEFORE_A_RUN, ".lock")
 SFT = "sft={max_steps=4,min_steps=4,gate_every=4,gate=0.0,gate_tasks=2,batch=2}"
 CONFIG = [*TINY, f"steps={STEPS}", "eval.tasks=2", "eval.every=2", "critic={}", "algorithm.advantage.name=gae", SFT]
 CONFIG += ["profile={steps=[2]}"]
@@ -71,16 +70,6 @@ def check_said(place: Path, code: int, named: str) -> str:
     return last
 
 
-def check_summary(run: Path, writer: str) -> None:
-    """It is there and says why, or, before the run is the process's, it is not."""
-    found = RunFolder(run).read_summary() if run.exists() else None
-    if writer in NO_SUMMARY:
-        assert found is None
-    else:
-        assert found is not None and found["status"] == "failed", found
-        assert any(text in found["error"] for text in ("disk is full", "No space left on device", "unexpected pos")), found
-
-
 @pytest.mark.parametrize("writer", full_disk.ALL)
 def test_a_writer_is_still_at_its_place(writer: str) -> None:
     """A function that moved would be found by the long form alone."""
@@ -94,7 +83,13 @@ def test_it_is_said_and_the_run_goes_on_once_there_is_space(writer: str, whole: 
     code = train(tmp_path, disk, writer)
     last = check_said(tmp_path, code, str(disk / "run"))
     full_disk.free_again(disk)
-    check_summary(disk / "run", writer)
+    run = disk / "run"
+    found = RunFolder(run).read_summary() if run.exists() else None
+    if writer in (*BEFORE_A_RUN, ".lock"):
+        assert found is None
+    else:
+        assert found is not None and found["status"] == "failed", found
+        assert any(text in found["error"] for text in ("disk is full", "No space left on device", "unexpected pos")), found
     assert (disk / "run/config.toml").exists() is (writer not in BEFORE_A_RUN)
     if writer in BEFORE_A_RUN:
         assert train(tmp_path, disk, "") == 0

@@ -36,18 +36,17 @@ def test_a_file_of_which_each_row_is_in_both_splits_is_refused(tmp_path: Path) -
     check({"id": "function_calling", "params": {**params, "splits_by": "none"}}, eval={"split": "train"})
 
 
-def test_no_environment_of_a_run_trains_on_what_another_is_evaluated_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_suite(tmp_path)
-    first = str(write_source(tmp_path / "first"))
+def test_no_environment_of_a_run_trains_on_what_another_is_evaluated_on(here: Path) -> None:
+    write_suite(here)
+    first = str(write_source(here / "first"))
     check([{"id": "sums", "name": "a", "params": {"source": first, "families": ["easy"]}, "eval": {"split": "train"}},
            {"id": "sums", "name": "b", "params": {"source": first}}])  # fmt: skip
-    second = write_source(tmp_path / "second", splits=True)
+    second = write_source(here / "second", splits=True)
     file = second / "data" / "tasks.json"
     # The same tasks with the splits exchanged: what one holds out, the other trains on.
     exchanged = {"train": "heldout", "heldout": "train"}
     own = [{**row, "split": exchanged[row["split"]]} for row in json.loads(file.read_text())]
-    third = write_source(tmp_path / "third")
+    third = write_source(here / "third")
     (third / "data" / "tasks.json").write_text(json.dumps(own))
     both = [{"id": "sums", "name": "a", "params": {"source": str(second)}},
             {"id": "sums", "name": "b", "params": {"source": str(third)}}]  # fmt: skip
@@ -67,12 +66,9 @@ def test_warm_start_and_sampler_parameters_count_as_training(tmp_path: Path) -> 
         check(env, sft={"params": {"splits_by": "none"}})
 
 
-def test_a_run_that_would_be_evaluated_on_no_task_is_refused_with_the_families_that_are_held_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_suite(tmp_path)
-    source = str(write_source(tmp_path / "first", splits=True))  # "odd" is held out
+def test_a_run_that_would_be_evaluated_on_no_task_is_refused_with_the_families_that_are_held_out(here: Path) -> None:
+    write_suite(here)
+    source = str(write_source(here / "first", splits=True))  # "odd" is held out
     env = {"id": "sums", "name": "sums", "params": {"source": source, "families": ["easy"]}}
     with pytest.raises(
         ConfigError, match=r"env \(sums\): the split 'heldout' has no task: .* none of its families: odd\. .*eval.split"

@@ -17,7 +17,7 @@ from agentrl.config.schema import CheckpointConfig, ClusterConfig, WeightsConfig
 from agentrl.data.trajectory import Task, ToolCall, Trajectory
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env import Toolbox, tool
-from agentrl.reward import Scorer, compile_spec
+from agentrl.reward import compile_spec
 from agentrl.run.session import Saver
 from agentrl.trainer.publish import Publisher
 from tests.weights.publish_parts import trained
@@ -37,13 +37,6 @@ def saver(folder: Path) -> Any:
     files: Any = SimpleNamespace(checkpoints=folder, sync_metrics=lambda: None)
     learner: Any = Written()
     return Saver(config, files, learner, None, print)  # type: ignore[arg-type]
-
-
-def replaying() -> Scorer:
-    """A spec that is scored in a thread, as one with a replay leaf is."""
-    scorer = compile_spec({"agentrl_reward": 1, "name": "one", "root": {"use": "episode.stopped"}})
-    scorer._blocking = True
-    return scorer
 
 
 @pytest.mark.parametrize("hung", [6, 100])
@@ -78,7 +71,9 @@ def test_hung_tools_leave_commits_publishes_updates_and_replays_alone(tiny: str,
                 await saving._finish(3, folder, None)
                 await publisher.send(1)
                 updated = await update.await_()
-                score = await replaying().ascore(Trajectory("test/E-v0", Task("t", 0)))
+                scorer = compile_spec({"agentrl_reward": 1, "name": "one", "root": {"use": "episode.stopped"}})
+                scorer._blocking = True
+                score = await scorer.ascore(Trajectory("test/E-v0", Task("t", 0)))
                 answer = await box.call(ToolCall("quick", {}))
         finally:
             release.set()

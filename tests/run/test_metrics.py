@@ -15,8 +15,7 @@ from agentrl.trainer.algorithms.base import LossInput
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from tests.run.made_folders import unknown_keys
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "agentrl"
+PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
 TABLE = PACKAGE / "run" / "metrics.py"
 
 

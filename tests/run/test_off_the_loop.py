@@ -113,10 +113,11 @@ class Saver:
         return False
 
 
-def session(tmp_path: Path, steps: int) -> Any:
-    async def nothing(*_: Any) -> Any:
-        return {}
+async def nothing(*_: Any) -> dict[str, float]:
+    return {}
 
+
+def session(tmp_path: Path, steps: int) -> Any:
     config = TrainConfig.model_validate({
         "name": "x", "out": str(tmp_path), "env": {"id": "key_value"}, "steps": steps, "trajectories_every": 1,
         "eval": {"every": 0}, "checkpoint": {"every": steps},
@@ -134,21 +135,10 @@ def session(tmp_path: Path, steps: int) -> Any:
 
 
 def train(course: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoMeter:
-        def __init__(self, _: Any) -> None:
-            pass
-
-        async def read(self) -> dict[str, float]:
-            return {}
-
-    monkeypatch.setattr(loop, "EngineMeter", NoMeter)
+    monkeypatch.setattr(loop, "EngineMeter", lambda engine: SimpleNamespace(read=nothing))
     interrupt: Any = SimpleNamespace(requested=False, in_step=False)
     with RunLog(course.folder, course.display, []) as run_log:
-
-        async def body() -> None:
-            await loop.train_loop(course, run_log, interrupt)
-
-        asyncio.run(body())
+        asyncio.run(loop.train_loop(course, run_log, interrupt))
 
 
 def test_the_loop_answers_while_a_step_collates_and_writes_its_trajectories(
@@ -156,9 +146,6 @@ def test_the_loop_answers_while_a_step_collates_and_writes_its_trajectories(
 ) -> None:
     course = session(tmp_path, 3)
     collates, writes = Pulse(), Pulse()
-
-    async def step(*_: Any) -> dict[str, float]:
-        return {}
 
     async def collect() -> list[Group]:
         async def beat() -> None:
@@ -171,7 +158,7 @@ def test_the_loop_answers_while_a_step_collates_and_writes_its_trajectories(
             course.beat = asyncio.create_task(beat())
         return course.collector.groups
 
-    course.collector.collect, course.learner.step = collect, step
+    course.collector.collect = collect
     monkeypatch.setattr(loop, "make_batch", collates.inside(loop.make_batch))
     monkeypatch.setattr(course.folder, "write_trajectories", writes.inside(course.folder.write_trajectories))
     train(course, monkeypatch)

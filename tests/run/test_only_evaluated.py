@@ -15,6 +15,7 @@ from agentrl.run.checks import check_config
 from agentrl.run.plan import Planner
 from agentrl.utils.errors import ConfigError, UserError
 from tests.contrib.suites.toysuite import write_source, write_suite
+from tests.run.test_held_out import rows as write_rows
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 IDLE = {"use": "calls.none", "args": {"names": ["erase"]}}
@@ -32,12 +33,8 @@ def suite(**params: Any) -> dict[str, Any]:
 
 def rows() -> dict[str, Any]:
     """One environment of which every task is in both splits."""
-    tool = {"name": "look", "description": "look up", "parameters": {"type": "dict", "properties": {}, "required": []}}
-    lines = [{"messages": [{"role": "user", "content": f"question {n}"}], "calls": [{"name": "look", "arguments": {}}],
-              "tools": [{"type": "function", "function": tool}]} for n in range(9)]  # fmt: skip
-    Path("rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    params = {"data": str(Path("rows.jsonl").resolve()), "layout": "native", "splits_by": "none"}
-    return {"id": "function_calling", "params": params}
+    data = write_rows(Path("rows.jsonl").resolve(), [f"question {n}" for n in range(9)])
+    return {"id": "function_calling", "params": {"data": data, "layout": "native", "splits_by": "none"}}
 
 
 def slow() -> dict[str, Any]:
@@ -69,8 +66,7 @@ SIBLINGS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("need", SIBLINGS)
-def test_what_training_needs_is_not_asked_of_it(need: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_training_needs_is_not_asked_of_it(need: str, here: Path) -> None:
     make, refusal = SIBLINGS[need]
     env = {**make(), "name": "other"}
     with pytest.raises(UserError, match=refusal):
@@ -87,9 +83,8 @@ def test_no_episode_of_it_is_forked() -> None:
     check_config(config({**other, "weight": 0.0}, **branched))
 
 
-def test_a_warm_start_that_names_it_trains_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_start_that_names_it_trains_on_it(here: Path) -> None:
     """So its held-out tasks must not be among them. Of an environment that the warm start leaves out, `sft.params` is nothing."""
-    monkeypatch.chdir(tmp_path)
     env = {**rows(), "name": "other", "weight": 0.0}
     with pytest.raises(ConfigError, match="is also trained on"):
         check_config(config(env, sft={"envs": ["key_value", "other"]}))

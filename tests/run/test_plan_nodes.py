@@ -98,11 +98,8 @@ for config in sys.argv[1:]:
 """
 
 
-FEW = ["gpu/multi_node"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [FEW, pytest.param([], marks=proof)], ids=["some", "all"])
+@pytest.mark.parametrize("names", [["gpu/multi_node"], pytest.param([], marks=proof)], ids=["some", "all"])
 def test_each_packaged_config_has_a_plan_without_a_network(tmp_path: Path, names: list[str]) -> None:
     """With an empty home, and a hub that is not asked."""
     every = (ROOT / "configs").rglob("*.toml")  # of configs/results model and benchmark are on the user's disk

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,16 +28,6 @@ from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, numbers
 
 
-class Heard:
-    """A display that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-
 def trained(monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: type[Exception] = WorkerDiedError) -> Any:
     """(attempts, what was said, the outcome, the error) of a run whose first `deaths` attempts end in `error`."""
     attempts: list[int] = []
@@ -48,12 +39,13 @@ def trained(monkeypatch: pytest.MonkeyPatch, limit: int, deaths: int, error: typ
 
     monkeypatch.setattr(main.RunDriver, "_attempt", attempt)
     config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(max_restarts=limit))
-    display, outcome, failed = Heard(), main.RunOutcome(), None
+    lines, outcome, failed = list[str](), main.RunOutcome(), None
+    display: Any = SimpleNamespace(say=lines.append)
     try:
         asyncio.run(main.RunDriver(config, None, display, None, outcome, Interrupt(display.say)).train())  # type: ignore[arg-type]
     except Exception as problem:
         failed = problem
-    return len(attempts), display.lines, outcome, failed
+    return len(attempts), lines, outcome, failed
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])

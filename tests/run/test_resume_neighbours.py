@@ -120,14 +120,6 @@ def urls() -> Iterator[tuple[str, str]]:
         yield first.url, second.url
 
 
-def unbroken(case: str, words: list[str], wholes: dict[str, Path], out: Path) -> Path:
-    if case not in wholes:
-        out.mkdir()
-        assert in_process(begun, str(out), "whole", words, "", 0, code_file=out / "code") == 0
-        wholes[case] = out / "whole"
-    return wholes[case]
-
-
 QUICK = ("user rounds", "ctrl-c")
 PAIRS = [(case, way) for case in CASES for way in WAYS]
 
@@ -138,7 +130,12 @@ def test_it_equals_the_unbroken_run(
     case: str, way: str, specs: Path, wholes: dict[str, Path], urls: tuple[str, str], tmp_path: Path
 ) -> None:
     words = overrides(case, specs, urls[0])
-    whole = unbroken(case, words, wholes, tmp_path / "unbroken")
+    out = tmp_path / "unbroken"
+    if case not in wholes:
+        out.mkdir()
+        assert in_process(begun, str(out), "whole", words, "", 0, code_file=out / "code") == 0
+        wholes[case] = out / "whole"
+    whole = wholes[case]
     changed = [f"env.url={urls[1]}"] if case == "remote" else CHANGED.get(case, [])
     run = broken_and_resumed(tmp_path, "broken", words, way, AT, changed)
     assert_same(run, whole)

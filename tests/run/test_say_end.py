@@ -40,14 +40,6 @@ TABLE: dict[str, Any] = {
 }
 
 
-class Said:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-
 def ended(
     out: Path,
     table: dict[str, Any],
@@ -57,7 +49,8 @@ def ended(
 ) -> tuple[RunFolder, list[str]]:
     """A run that is over, with a model in `final`, and what it says."""
     config = config_from({**table, "out": str(out)})
-    folder, display = RunFolder.create(config), Said()
+    folder, said = RunFolder.create(config), list[str]()
+    display: Any = SimpleNamespace(say=said.append)
     folder.final.mkdir()
     (folder.final / "config.json").write_text("{}")
     (folder.path / FILE).write_text(json.dumps({"folder": str(out), "contents": {}}))
@@ -66,7 +59,7 @@ def ended(
         folder.append_metrics(row)
     outcome, log = RunOutcome(status=status, cause=cause), SimpleNamespace(trackers=[])
     RunDriver(config, display=display, folder=folder, run_log=log, outcome=outcome, interrupt=None).say_end()  # type: ignore[arg-type]
-    return folder, display.lines
+    return folder, said
 
 
 def commands(lines: list[str]) -> list[list[str]]:
@@ -172,10 +165,9 @@ def test_a_model_of_a_run_without_the_run_is_warned_about_with_each_key_and_the_
     assert other.notes == []  # the run has no such environment, so nothing is asked of it
 
 
-def test_models_have_folders_of_their_own_by_names_that_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_models_have_folders_of_their_own_by_names_that_are_safe(here: Path) -> None:
     for name in ("one/final", "one/checkpoints/step_000004", "two/final"):
-        (tmp_path / name).mkdir(parents=True)
+        (here / name).mkdir(parents=True)
     models = [
         "one/final",
         "one/checkpoints/step_000004",
