@@ -11,11 +11,16 @@ from agentrl.trainer.learner import Learner, policy_updates
 from tests.trainer.train_batches import toy_optim
 
 
+def role_of(cls: Any, path: str, *more: Any, model: ModelConfig | None = None, **optim: Any) -> Any:
+    """A role; `more` is what it takes besides model and optimizer."""
+    group = launch(cls, backend="inline", world_size=1)
+    group.run(cls.init_model, path, model or ModelConfig(), toy_optim(**optim), *more)
+    return group
+
+
 def start(tiny: str, model: ModelConfig | None = None, **optim: Any) -> Any:
     """An actor."""
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, model or ModelConfig(), toy_optim(**optim))
-    return group
+    return role_of(Actor, tiny, model=model, **optim)
 
 
 def config_of(**sections: Any) -> TrainConfig:

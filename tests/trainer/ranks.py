@@ -129,7 +129,7 @@ class UpdateLog:
 
 def forked(mesh: dict[str, int], folder: Path, body: Body) -> list[int]:
     """Start `body` on every rank of a mesh; the processes' ids."""
-    grid = Mesh.of(mesh, len_of(mesh))
+    grid = Mesh.of(mesh, math.prod(mesh.values()))
     store = folder / f"store_{time.monotonic_ns()}"
     found = []
     for rank in range(grid.world_size):
@@ -147,13 +147,6 @@ def forked(mesh: dict[str, int], folder: Path, body: Body) -> list[int]:
             traceback.print_exc()
             os._exit(1)
     return found
-
-
-def len_of(mesh: dict[str, int]) -> int:
-    size = 1
-    for part in mesh.values():
-        size *= part
-    return size
 
 
 def join(children: list[int]) -> None:
@@ -409,7 +402,9 @@ def after_broken(tiny: str, model: ModelConfig, optim: OptimConfig, saved: Path,
     """Metrics and weights after an update of two minibatches, one with an infinite advantage; also saved to a folder."""
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(tiny, model, optim)
-    metrics = actor.update(mine(Actor, broken(), algorithm, context), algorithm, step=1)
+    batch = noisy()
+    batch["advantages"].values()[int(batch["sampled"].values().nonzero()[-1])] = math.inf
+    metrics = actor.update(mine(Actor, batch, algorithm, context), algorithm, step=1)
     actor.save(str(saved))
     return metrics, [weights_on(actor)]
 
@@ -443,13 +438,6 @@ def idle() -> Any:
     """The rows of `noisy`, of which two in three have no advantage."""
     batch = noisy()
     batch["advantages"].values()[: int(offsets_of(batch["advantages"])[9])] = 0.0
-    return batch
-
-
-def broken() -> Any:
-    """The rows of `noisy` with one infinite advantage in the last of them, so on one rank only."""
-    batch = noisy()
-    batch["advantages"].values()[int(batch["sampled"].values().nonzero()[-1])] = math.inf
     return batch
 
 
@@ -532,34 +520,6 @@ def tell(root: Path, context: WorkerContext, text: str) -> None:
             file.write(text + "\n")
 
 
-def killed(tiny: str, folder: Path, world: int, seed: int) -> None:
-    """Kill all ranks with SIGKILL some time after the third save began."""
-    folder.mkdir()
-    children = forked({"dp": world}, folder, saving_for_ever(tiny, folder / "checkpoints"))
-    said, deadline = folder / "said", time.monotonic() + 120
-    while not (said.exists() and "began 3\n" in said.read_text()):
-        if time.monotonic() > deadline or os.waitpid(children[0], os.WNOHANG)[0]:
-            sys.exit("the third save did not begin")
-        time.sleep(0.001)
-    time.sleep(random.Random(seed).uniform(0.0, 0.03))
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-    for child in children:
-        os.waitpid(child, 0)
-
-
-def warm_up(tiny: str) -> None:
-    """Import in the parent what the ranks would each import: a forward pass alone, as autograd must not be
-    in use when a process forks."""
-    import torch._dynamo  # noqa: F401  # FSDP2 imports it when it first shards
-
-    actor = Actor(WorkerContext("ranks", 0, Mesh.of({"dp": 1}, 1)))
-    actor.init_model(tiny, ModelConfig(), toy_optim())
-    actor.compute_logprob(noisy())
-    if TITAN:
-        require_torchtitan()
-
-
 def together_on(bodies: list[Body]) -> Body:
     """All of them, one after the other: bodies on one mesh share its processes, and what a rank's first collectives cost."""
 
@@ -574,7 +534,14 @@ def main(out: Path, tiny: str) -> None:
     moe.build("qwen3_moe", out / "moe")
     for family in ("lfm2", "qwen3_next"):
         build(family, out / family)
-    warm_up(tiny)
+    import torch._dynamo  # noqa: F401  # FSDP2 imports it when it first shards
+
+    # What the ranks would each import; a forward pass alone, as autograd must not be in use when a process forks.
+    actor = Actor(WorkerContext("ranks", 0, Mesh.of({"dp": 1}, 1)))
+    actor.init_model(tiny, ModelConfig(), toy_optim())
+    actor.compute_logprob(noisy())
+    if TITAN:
+        require_torchtitan()
     work: dict[tuple[tuple[str, int], ...], list[Body]] = {}
     for layout, (mesh, _, _) in LAYOUTS.items():
         work.setdefault(tuple(mesh.items()), []).append(measured(tiny, out, layout))
@@ -585,7 +552,19 @@ def main(out: Path, tiny: str) -> None:
     for axes, bodies in work.items():
         join(forked(dict(axes), out, together_on(bodies)))
     for world, seed in KILLED:
-        killed(tiny, out / f"killed_{world}_{seed}", world, seed)
+        folder = out / f"killed_{world}_{seed}"
+        folder.mkdir()
+        children = forked({"dp": world}, folder, saving_for_ever(tiny, folder / "checkpoints"))
+        said, deadline = folder / "said", time.monotonic() + 120  # all ranks are killed some time after the third save began
+        while not (said.exists() and "began 3\n" in said.read_text()):
+            if time.monotonic() > deadline or os.waitpid(children[0], os.WNOHANG)[0]:
+                sys.exit("the third save did not begin")
+            time.sleep(0.001)
+        time.sleep(random.Random(seed).uniform(0.0, 0.03))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from agentrl.config.schema import InitModelConfig, LoraSection, ModelConfig
 from agentrl.trainer.attention import packed_rows
@@ -20,6 +17,7 @@ from agentrl.trainer.memory import count, count_activations, shell, token_bytes
 from agentrl.trainer.pretrained import init_model
 from tests.conftest import proof
 from tests.tiny_families import build_family
+from tests.trainer.bytes_held import BytesHeld
 from tests.trainer.train_batches import toy_optim
 
 TOKENS = 512
@@ -35,29 +33,6 @@ LATENT: dict[str, Any] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = InitModelConfig(layers=4, hidden=128, mlp=384, heads=8, kv_heads=2, head_dim=32, context=2048)
     return str(init_model(sizes, tmp_path_factory.mktemp("model"), 0))
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the storages that are alive at once, at most, without those that were there before."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.seen = {t.untyped_storage()._cdata for t in [*module.parameters(), *module.buffers()]}
-        self.now = self.top = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.seen:
-                self.seen.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.top = max(self.top, self.now)
-                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
-        return out
-
-    def freed(self, key: int, size: int) -> None:
-        self.now -= size
-        self.seen.discard(key)
 
 
 def one_row() -> Micro:
@@ -94,11 +69,11 @@ def test_the_count_is_what_a_real_pass_saves_and_needs(folder: str, role: Role, 
     saved = found.thin_bytes if thin else found.saved
     engine, micro = FsdpEngine(folder, cfg, 1.0, role), one_row()
     assert saved == pytest.approx(real := saved_bytes(engine, micro, role), rel=0.01) and real > 1 << 20
-    with Live(engine.module) as live:
+    with BytesHeld() as held:
         output(engine, micro, role).sum().backward()
     gradients = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
     estimate = saved + found.working(thin)
-    assert live.top - gradients < estimate * 1.1 and estimate < 1.1 * live.top
+    assert held.peak - gradients < estimate * 1.1 and estimate < 1.1 * held.peak
 
 
 QWEN3 = {"0.6B": (1024, 28, 3072, 16, True), "4B": (2560, 36, 9728, 32, True), "8B": (4096, 36, 12288, 32, False)}

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.data.rows import collate
 from agentrl.trainer.actor import Actor
@@ -15,6 +14,7 @@ from agentrl.trainer.layers import inject
 from agentrl.trainer.optim import muon, sft_optim
 from tests.publishing import weights_of
 from tests.trainer.family_models import MIXED, model_of
+from tests.trainer.learners import start
 from tests.trainer.tiny_families import tiny_model
 from tests.trainer.train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
@@ -32,8 +32,7 @@ def inner(name: str, tensor: torch.Tensor) -> bool:
 
 def first_sft_step(tiny: str, **sft: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights before, and how far one supervised step moved each."""
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(max_grad_norm=1e9))
+    group = start(tiny, max_grad_norm=1e9)
     before = named(group)
     group.run(Actor.begin_sft, toy_sft(**{"lr": 1e-3, "matrix_lr": 1e-2, "warmup": 0, "min_steps": 10, **sft}))
     train_batch(group, Actor.sft_steps, collate(trajectories(8)), 1)
@@ -91,8 +90,7 @@ def test_a_key_of_sft_scales_the_first_step_of_its_weights(
 def test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends(
     tiny: str, change: dict[str, Any], factors: list[float]
 ) -> None:
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
+    group = start(tiny)
     group.run(Actor.begin_sft, toy_sft(**change))
     found = [train_batch(group, Actor.sft_steps, collate(trajectories(1)), 1)[0]["lr_factor"] for _ in factors]
     assert found == pytest.approx(factors, abs=1e-4)
@@ -103,9 +101,8 @@ def test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends(
 
 def adapted(tiny: str, **lora: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The merged weights' change after two updates, and the adapter's own matrices."""
-    group = launch(Actor, backend="inline", world_size=1)
     section = LoraSection(**{"rank": 4, "alpha": 8.0, "modules": ["q_proj", "down_proj"], **lora})
-    group.run(Actor.init_model, tiny, ModelConfig(lora=section), toy_optim(lr=1e-2))
+    group = start(tiny, ModelConfig(lora=section), lr=1e-2)
     before = named(group)
     for step in range(2):
         train_batch(group, Actor.update, make_batch(8, seed=step), AlgorithmConfig(minibatch=8), step=step)
@@ -134,15 +131,12 @@ def test_rank_alpha_and_modules_are_the_shape_the_scale_and_the_place_of_the_ada
         assert expected.abs().max() > 1e-4 and torch.allclose(moved[name], expected, atol=1e-7)
 
 
-ROUTERS = ("router", "gate", "shared_expert_gate")
-
-
 @pytest.mark.parametrize("family", ["mistral", "deepseek-v3", "llama4", "opt", "phi", "lfm2", "qwen3_next"])
 def test_adapters_are_on_all_linear_layers_whatever_the_family_calls_them(family: str) -> None:
     """But for head and routers: attention, fused and latent projections, convolutions, linear attention, MLPs."""
     model = model_of(family) if family in MIXED else tiny_model(family)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    expected = {name for name in linear if name.rpartition(".")[2] not in ("lm_head", *ROUTERS)}
+    expected = {name for name in linear if name.rpartition(".")[2] not in ("lm_head", *("router", "gate", "shared_expert_gate"))}
     inject(model, LoraSection())
     adapted = {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")}
     assert adapted == expected and len(expected) >= 8

@@ -35,7 +35,8 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000020", "step_000030"]
     assert checkpoints.newest() == tmp_path / "step_000030"
     manifest = json.loads((tmp_path / "step_000030" / MANIFEST).read_text())
-    assert manifest["step"] == 30 and list(manifest["files"]) == ["actor/data.bin"]
+    assert manifest["step"] == 30
+    assert manifest["files"] == {"actor/data.bin": {"size": 30, "sha256": hashlib.sha256(b"x" * 30).hexdigest()}}
 
 
 def test_a_failed_write_leaves_the_older_ones(tmp_path: Path) -> None:
@@ -151,12 +152,6 @@ def test_the_only_checkpoint_survives_one_of_its_own_step_that_fails(tmp_path: P
     (tmp_path / "step_000010").rename(tmp_path / ".old_step_000010")  # what a kill between the two leaves
     again = Checkpoints(tmp_path, keep=1)
     assert again.recover_interrupted() == [] and again.newest() == tmp_path / "step_000010"
-
-
-def test_the_manifest_has_size_and_sum_of_every_file(tmp_path: Path) -> None:
-    write(Checkpoints(tmp_path, keep=1), 10)
-    manifest = json.loads((tmp_path / "step_000010" / MANIFEST).read_text())
-    assert manifest["files"] == {"actor/data.bin": {"size": 10, "sha256": hashlib.sha256(b"x" * 10).hexdigest()}}
 
 
 def test_a_flipped_bit_is_found_and_the_older_checkpoint_taken(tmp_path: Path) -> None:

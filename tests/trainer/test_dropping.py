@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
-from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of, select
 from agentrl.data.schedule import assign_ranks, cut_minibatches
 from agentrl.data.token_ledger import TokenLedger
@@ -23,8 +22,8 @@ from agentrl.trainer.minibatch import counts_of, with_counts, without_idle_rows
 from agentrl.trainer.roles import Critic
 from tests.conftest import proof
 from tests.publishing import flat
-from tests.trainer.learners import start
-from tests.trainer.train_batches import make_batch, sharing, toy_critic, toy_optim, train_batch, trajectories
+from tests.trainer.learners import role_of, start
+from tests.trainer.train_batches import make_batch, sharing, toy_critic, train_batch, trajectories
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
@@ -146,16 +145,9 @@ def by_hand(tiny: str, batch: TensorDict, mode: str, length: float) -> tuple[flo
         ids = batch["token_ids"][row]
         table = torch.log_softmax(model(ids[None]).logits[0], -1)
         part = -(table[:-1].gather(1, ids[1:, None]).squeeze(1) * batch["advantages"][row][1:].double()).sum()
-        total = (
-            total
-            + part
-            / {
-                "token_mean": sum(tokens.values()),
-                "seq_mean_token_sum": len(tokens),
-                "seq_mean_token_mean": len(tokens) * tokens[episode[row]],
-                "seq_mean_token_sum_norm": len(tokens) * length,
-            }[mode]
-        )
+        shares = {"token_mean": sum(tokens.values()), "seq_mean_token_sum": len(tokens)}
+        shares |= {"seq_mean_token_mean": len(tokens) * tokens[episode[row]], "seq_mean_token_sum_norm": len(tokens) * length}
+        total = total + part / shares[mode]
     total.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     return total.item(), norm.item()
@@ -225,22 +217,10 @@ def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
     returns = torch.randn(len(sampled), generator=torch.Generator().manual_seed(0)) * sampled
     zero = torch.zeros(len(sampled))
-    batch.update(
-        {
-            "returns": nested_tensor(returns, offsets),
-            "values": nested_tensor(zero, offsets),
-            "weights": nested_tensor(zero, offsets),
-        }
-    )
-    critic = launch(Critic, backend="inline", world_size=1)
-    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(max_grad_norm=1e9), toy_critic(clip=None))
-    plain = {name: batch[name] for name in batch.keys() if name != "weights"}  # noqa: SIM118
-    metrics = train_batch(
-        critic,
-        Critic.update,
-        TensorDict(plain, batch_size=[len(batch)]),
-        AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean"),
-    )
+    batch.update({"returns": nested_tensor(returns, offsets), "values": nested_tensor(zero, offsets)})
+    critic = role_of(Critic, tiny, toy_critic(clip=None), max_grad_norm=1e9)
+    algorithm = AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean")
+    metrics = train_batch(critic, Critic.update, batch, algorithm)
     episode = Ragged.of(batch).episode
     rows = torch.repeat_interleave(torch.from_numpy(episode), offsets.diff())
     loss = sum(float(returns[sampled & (rows == number)].square().mean()) / 2 / 6 for number in range(6))

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli.main import build_parser, main
-from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
 from agentrl.run.provenance import model_of
@@ -23,7 +22,8 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.model_folder import export_run
 from agentrl.utils.errors import CheckpointError, ModelError
-from tests.trainer.train_batches import make_batch, toy_optim, train_batch
+from tests.trainer.learners import start
+from tests.trainer.train_batches import make_batch, train_batch
 
 
 @pytest.fixture
@@ -33,8 +33,7 @@ def run_folder(tiny: str, tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(config))
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, tiny, config.model, toy_optim())
+    actors = start(tiny, config.model)
     for step in (1, 2):
         train_batch(actors, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
         with Checkpoints(folder / "checkpoints", keep=2).writing(step) as aside:
@@ -66,8 +65,7 @@ def test_the_generation_config_is_written_key_for_key_as_it_came(tiny: str, tmp_
     config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=str(source)))
     run.mkdir()
     (run / "config.toml").write_text(to_toml(config))
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, str(source), config.model, toy_optim())
+    actors = start(str(source), config.model)
     with Checkpoints(run / "checkpoints", keep=1).writing(1) as aside:
         actors.run(Actor.save, str(aside / "actor"))
     actors.run(Actor.export_hf, str(run / "final"))
@@ -161,8 +159,7 @@ def test_the_adapter_alone_is_what_peft_loads_over_the_start_model(tiny: str, tm
     model, run = ModelConfig(path=tiny, lora=LoraSection(rank=3, alpha=7.0)), tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=model)))
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, tiny, model, toy_optim(lr=1e-2))
+    actors = start(tiny, model, lr=1e-2)
     for step in (1, 2):  # the first step moves only B, which begins as zeros
         train_batch(actors, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
     with Checkpoints(run / "checkpoints", keep=2).writing(2) as aside:
@@ -171,8 +168,8 @@ def test_the_adapter_alone_is_what_peft_loads_over_the_start_model(tiny: str, tm
     assert args.run(args) == 0 and export_run(run, tmp_path / "model") == 2
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny
-    start = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(start, tmp_path / "adapter").merge_and_unload()
+    original = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(original, tmp_path / "adapter").merge_and_unload()
     plain, begun = weights(tmp_path / "model"), weights(Path(tiny))
     found = dict(loaded.named_parameters())
     assert set(found) == set(plain)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -33,7 +32,7 @@ from tests.config.observed import Course
 from tests.config.test_keys_flip import made
 from tests.conftest import proof
 from tests.publishing import flat
-from tests.trainer.learners import config_of, opened, save, start
+from tests.trainer.learners import config_of, opened, role_of, save, start
 from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
@@ -162,8 +161,7 @@ def test_the_critic_skips_an_optimizer_step_too(tiny: str) -> None:
     returns = sampled.float()
     returns[int(sampled.nonzero()[0])] = math.inf
     batch.update({"returns": nested_tensor(returns, offsets), "values": nested_tensor(torch.zeros(len(sampled)), offsets)})
-    critic = launch(Critic, backend="inline", world_size=1)
-    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic())
+    critic = role_of(Critic, tiny, toy_critic())
     metrics = train_batch(critic, Critic.update, batch, AlgorithmConfig(minibatch=4))
     assert metrics["critic/skipped_optimizer_steps"] == metrics["critic/optimizer_steps"] == 1
     assert torch.isfinite(critic.run(Critic.compute_values, batch)["values"].values()).all()
@@ -177,8 +175,7 @@ def test_weights_that_are_not_finite_end_the_update(tiny: str, role: str) -> Non
     batch.update({"returns": batch["advantages"].clone(), "values": zeros})
     with pytest.raises(NonFiniteError, match="the weights are no longer finite"):
         if role == "critic":
-            critic = launch(Critic, backend="inline", world_size=1)
-            critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic(lr=1e308))
+            critic = role_of(Critic, tiny, toy_critic(lr=1e308))
             train_batch(critic, Critic.update, batch, AlgorithmConfig())
         elif role == "sft":
             actor = start(tiny)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.cluster.launch import launch
 from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, LoraSection, ModelConfig
 from agentrl.data.rows import collate
@@ -20,7 +19,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.roles import Reference
 from agentrl.utils.errors import ConfigError
 from tests.run.starts import start_of
-from tests.trainer.learners import config_of, opened
+from tests.trainer.learners import config_of, opened, role_of, start
 from tests.trainer.train_batches import make_batch, toy_optim, trajectories
 
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
@@ -45,8 +44,7 @@ def test_a_run_with_adapters_holds_one_model_and_its_penalty_is_that_of_two(
     assert all(row["kl_coef"] == 0.3 and measured in row for row in rows)
     assert rows[0][measured] != rows[-1][measured] != 0  # the policy has moved away
 
-    alone = launch(Reference, backend="inline", world_size=1)
-    alone.run(Reference.init_model, tiny, ModelConfig(), toy_optim())
+    alone = role_of(Reference, tiny)
     batch = make_batch(6)
     base = one.actors.run(Actor.compute_reference, batch, 0.7)
     plain = alone.run(Reference.compute_logprob, batch, 0.7)
@@ -59,10 +57,8 @@ def test_a_run_with_adapters_holds_one_model_and_its_penalty_is_that_of_two(
 
 
 def test_without_adapters_the_actor_is_no_reference(tiny: str) -> None:
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
     with pytest.raises(ConfigError, match=r"model\.lora"):
-        group.run(Actor.compute_reference, make_batch(2))
+        start(tiny).run(Actor.compute_reference, make_batch(2))
 
 
 def test_a_reference_that_has_no_model_of_its_own_is_not_placed() -> None:

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.trainer import layers as kernels
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.language_model import PLAIN, token_logprobs
 from tests.conftest import proof
 from tests.publishing import weights_of
-from tests.trainer.train_batches import make_batch, toy_optim, train_batch
+from tests.trainer.learners import start
+from tests.trainer.train_batches import make_batch, train_batch
 
 FORMS = {
     "plain": {},
@@ -37,8 +37,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_layers_give_the_same_update(tiny: str, form: str) -> None:
     found = []
     for compiled in (False, True):
-        group = launch(Actor, backend="inline")
-        group.run(Actor.init_model, tiny, ModelConfig(compile=compiled, **FORMS[form]), toy_optim(micro_tokens=150))
+        group = start(tiny, ModelConfig(compile=compiled, **FORMS[form]), micro_tokens=150)
         metrics = [train_batch(group, Actor.update, make_batch(8, seed=step), AlgorithmConfig(minibatch=6)) for step in range(2)]
         found.append((metrics, weights_of(group), counters["stats"].get("unique_graphs", 0)))
         counters.clear()
@@ -52,8 +51,7 @@ def test_compiled_layers_give_the_same_update(tiny: str, form: str) -> None:
 
 @pytest.mark.usefixtures("eager_graphs")
 def test_micro_batches_of_other_sizes_do_not_compile_again(tiny: str) -> None:
-    group = launch(Actor, backend="inline")
-    group.run(Actor.init_model, tiny, ModelConfig(compile=True), toy_optim(micro_tokens=150))
+    group = start(tiny, ModelConfig(compile=True), micro_tokens=150)
     seen = []
     for step in range(4):  # every one has micro-batches of lengths, and layouts, of its own
         train_batch(group, Actor.update, make_batch(6 + step, seed=step), AlgorithmConfig(minibatch=6))
@@ -68,8 +66,7 @@ def test_compiled_layers_of_a_sharded_model(tiny: str) -> None:
     found = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the fixture of conftest.py ends it
     for compiled in (False, True):
-        group = launch(Actor, backend="inline")
-        group.run(Actor.init_model, tiny, ModelConfig(compile=compiled, dtype="bfloat16"), toy_optim(micro_tokens=150))
+        group = start(tiny, ModelConfig(compile=compiled, dtype="bfloat16"), micro_tokens=150)
         metrics = train_batch(group, Actor.update, make_batch(8), AlgorithmConfig(minibatch=6))
         found.append((metrics["loss"], metrics["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-3)

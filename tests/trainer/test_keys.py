@@ -9,24 +9,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from agentrl.cluster.launch import launch
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    Choice,
-    ClusterConfig,
-    CriticConfig,
-    EnvConfig,
-    KlConfig,
-    ModelConfig,
-    TrainConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, KlConfig, TrainConfig
 from agentrl.data.rows import collate, nested_tensor, offsets_of
-from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
-from agentrl.trainer.learner import Learner
 from agentrl.trainer.optim import rate
 from agentrl.trainer.roles import Critic
 from tests.publishing import weights_of
+from tests.trainer.learners import config_of, opened, role_of
 from tests.trainer.plain_trainer import Batch, PlainActor, PlainCritic
 from tests.trainer.train_batches import toy_critic, toy_optim, train_batch, trajectories
 
@@ -89,29 +78,15 @@ def batches(tiny: str) -> list[TensorDict]:
 
 
 def settings(optim: dict[str, Any] | None = None, algorithm: dict[str, Any] | None = None, **top: Any) -> TrainConfig:
-    base = {"minibatch": 4, "advantage": Choice(name="dr_grpo")}
-    return TrainConfig(
-        env=EnvConfig(id="none"),
-        cluster=ClusterConfig(backend="inline"),
-        steps=TOTAL,
-        optim=toy_optim(**(optim or {})),
-        algorithm=AlgorithmConfig(**{**base, **(algorithm or {})}),
-        **top,
-    )
-
-
-def named(group: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.double() for name, tensor in weights_of(group).items()}
+    made = AlgorithmConfig(**{"minibatch": 4, "advantage": Choice(name="dr_grpo"), **(algorithm or {})})
+    return config_of(steps=TOTAL, optim=toy_optim(**(optim or {})), algorithm=made, **top)
 
 
 def learned(tiny: str, config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """Weights after three steps of the learner, and its metrics."""
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, tiny, config.model, config.optim, config.steps)
-    learner = Learner(config, actors)
-    asyncio.run(learner.open(tiny))
+    learner = opened(tiny, config)
     rows = [asyncio.run(learner.step(batch.copy(), step)) for step, batch in enumerate(batches(tiny))]
-    return named(actors), rows
+    return {name: tensor.double() for name, tensor in weights_of(learner.actors).items()}, rows
 
 
 def plainly(tiny: str, config: TrainConfig) -> PlainActor:
@@ -220,8 +195,7 @@ def critic_by_hand(tiny: str, critic: CriticConfig) -> PlainCritic:
 def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str, key: str) -> None:
     """Values after three steps under [optim] warm-up; a key's own effect is hundreds of times the tolerance."""
     section = toy_critic(**{"lr": 1e-3, "clip": 0.02, **CRITIC[key]})
-    critic = launch(Critic, backend="inline", world_size=1)
-    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(warmup=2), section, TOTAL)
+    critic = role_of(Critic, tiny, section, TOTAL, warmup=2)
     rows = [
         train_batch(critic, Critic.update, valued(batch, step), AlgorithmConfig(minibatch=4), step=step)
         for step, batch in enumerate(batches(tiny))

@@ -24,7 +24,7 @@ from agentrl.trainer.roles import Critic
 from agentrl.utils.errors import ConfigError
 from tests.publishing import flat
 from tests.tiny import SMALL
-from tests.trainer.learners import config_of, opened, save
+from tests.trainer.learners import config_of, opened, save, start
 from tests.trainer.train_batches import make_batch, toy_critic, train_batch, trajectories
 
 
@@ -222,8 +222,7 @@ def test_a_role_with_a_pool_is_started_there_and_the_others_beside_the_actor(tin
             return launch(cls, backend="inline")
 
     config = config_of(critic=toy_critic(), algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)))
-    actors = launch(Actor, backend="inline")
-    actors.run(Actor.init_model, tiny, config.model, config.optim)
+    actors = start(tiny)
     pools = TwoForTheCritic()
     learner = Learner(config, actors, pools)  # type: ignore[arg-type]
     asyncio.run(learner.open(tiny))

@@ -21,7 +21,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
 from agentrl.trainer.actor import Actor
@@ -34,7 +33,8 @@ from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.trainer.weight_files import SINGLE
 from agentrl.utils.errors import ModelError
 from tests.trainer.bytes_held import BytesHeld
-from tests.trainer.train_batches import make_batch, toy_optim, train_batch
+from tests.trainer.learners import start
+from tests.trainer.train_batches import make_batch, train_batch
 
 COMMON: dict[str, Any] = {
     "vocab_size": 401,  # prime, so that no number of ranks divides it
@@ -177,17 +177,6 @@ def test_old_files_are_read_too(tmp_path: Path) -> None:
         FsdpEngine(path, ModelConfig(), 1.0)
 
 
-def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> str:
-    """A tiny model in one file, its tensors changed."""
-    from safetensors.torch import load_file, save_file
-
-    path = saved(folder, FAMILIES["qwen3"](), max_shard_size="1GB")
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return path
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -199,7 +188,11 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> s
 )
 def test_what_is_refused(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        FsdpEngine(changed(tmp_path, change), ModelConfig(), 1.0)
+        path = saved(tmp_path, FAMILIES["qwen3"](), max_shard_size="1GB")
+        tensors = load_file(tmp_path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        FsdpEngine(path, ModelConfig(), 1.0)
 
 
 def test_quantized_and_absent_weights_are_refused(tmp_path: Path) -> None:
@@ -252,8 +245,7 @@ def test_an_export_of_a_run_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=path))))
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, path, ModelConfig(), toy_optim())
+    actors = start(path)
     train_batch(actors, Actor.update, make_batch(4), AlgorithmConfig())
     with Checkpoints(run / "checkpoints", keep=1).writing(1) as aside:
         actors.run(Actor.save, str(aside / "actor"))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ClusterConfig, KlConfig, LoraSection, ModelConfig, PoolConfig
 from agentrl.data.rows import collate
 from agentrl.trainer.actor import Actor
@@ -21,7 +20,7 @@ from agentrl.trainer.roles import Reference
 from agentrl.trainer.train_engine import check_train_engine
 from agentrl.trainer.train_state import saved_tensors
 from agentrl.utils.errors import CheckpointError, ConfigError
-from tests.trainer.learners import config_of, opened, save
+from tests.trainer.learners import config_of, opened, role_of, save
 from tests.trainer.train_batches import toy_critic, toy_optim, trajectories
 
 Weights = dict[str, Tensor]
@@ -83,11 +82,6 @@ def test_it_stays_while_only_the_critic_learns(tiny: str, tmp_path: Path) -> Non
     assert gap(found, mixed(start, policy, 0.75)) < 5e-7 and gap(found, start) > 1e-4
 
 
-def k3(policy: Tensor, reference: Tensor, sampled: Tensor) -> float:
-    d = (policy - reference).double()[sampled]
-    return float((torch.exp(-d) - 1 + d).mean())
-
-
 def test_the_kl_is_to_the_average_and_less_than_to_the_start(tiny: str, tmp_path: Path) -> None:
     """At 0 distance the penalty has no gradient, so after the first update both policies are the same, theta_1: the second
     measures k3 of it to theta_0, or to 0.75 theta_0 + 0.25 theta_1, which transformers writes here as a model of its own."""
@@ -107,12 +101,13 @@ def test_the_kl_is_to_the_average_and_less_than_to_the_start(tiny: str, tmp_path
         weights = {key.removeprefix("model."): tensor.float() for key, tensor in mixed(start, policy, share).items()}
         assert not model.load_state_dict(weights, strict=False).unexpected_keys
         model.save_pretrained(tmp_path / name)
-        group = launch(Reference, backend="inline", world_size=1, name="reference")
-        group.run(Reference.init_model, str(tmp_path / name), ModelConfig(), toy_optim())
+        group = role_of(Reference, str(tmp_path / name))
         then = group.run(Reference.compute_logprob, batch)["logprobs"].values()
         first, second = (row["kl_reference"] for row in rows[name])
         assert first == pytest.approx(0, abs=1e-9) and second > 1e-5
-        assert second == pytest.approx(k3(now, then, batch["sampled"].values()), rel=1e-3)
+        sampled = batch["sampled"].values()
+        d = (now - then).double()[sampled]
+        assert second == pytest.approx(float((torch.exp(-d) - 1 + d).mean()), rel=1e-3)
     assert rows["moving"][1]["kl_reference"] < 0.7 * rows["start"][1]["kl_reference"]
 
 
@@ -166,7 +161,6 @@ def test_roles_of_one_pool_are_together(tiny: str) -> None:
     here = APART.model_copy(update={"backend": "inline"})  # all roles are in one process, wherever Ray would put them
     for cluster in (together, here):
         check_learner(config_of(algorithm=MOVING).model_copy(update={"cluster": cluster}))
-    alone = launch(Reference, backend="inline", world_size=1, name="reference")
-    alone.run(Reference.init_model, tiny, ModelConfig(), toy_optim())
+    alone = role_of(Reference, tiny)
     with pytest.raises(ConfigError, match="not in the process of this rank"):
         alone.run(Reference.follow, "nobody", 0.9)

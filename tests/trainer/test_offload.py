@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -33,8 +32,8 @@ from agentrl.trainer.roles import Critic, Reference, RewardModel
 from agentrl.trainer.train_engine import rests
 from agentrl.utils.errors import AgentrlError, ConfigError
 from tests.publishing import VersionOnly, weights_of
-from tests.trainer.learners import config_of, opened, start
-from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
+from tests.trainer.learners import config_of, opened, role_of, start
+from tests.trainer.train_batches import make_batch, toy_critic, train_batch, trajectories
 
 ALGORITHM = AlgorithmConfig(minibatch=8)
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
@@ -94,8 +93,7 @@ def test_an_actor_that_is_sent_away_frees_its_storages_and_learns_the_same(
 
 
 def test_what_has_no_optimizer_and_what_has_not_stepped(tiny: str, anywhere: None) -> None:
-    group = launch(Reference, backend="inline", world_size=1)
-    group.run(Reference.init_model, tiny, IDLE, toy_optim())
+    group = role_of(Reference, tiny, model=IDLE)
     batch = make_batch(4)
     before = group.run(Reference.compute_logprob, batch)["logprobs"].values()
     for _ in range(2):

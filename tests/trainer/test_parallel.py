@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.trainer import memory as by_size
 from agentrl.trainer.actor import Actor
@@ -18,16 +17,11 @@ from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.memory import LARGE
 from agentrl.utils.errors import ConfigError, ModelError
 from tests.publishing import weights_of as weights
-from tests.trainer.train_batches import make_batch, toy_optim, train_batch
+from tests.trainer.learners import start as any_start
+from tests.trainer.train_batches import make_batch, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=6)
-
-
-def start(tiny: str, model: ModelConfig, ranks: int = 1, mesh: dict[str, int] | None = None) -> WorkerGroup[Actor]:
-    backend = "ray" if ranks > 1 else "inline"
-    group = launch(Actor, backend=backend, world_size=ranks, name=f"actor{ranks}", num_cpus=0.25, mesh=mesh)
-    group.run(Actor.init_model, tiny, model, toy_optim(micro_tokens=150))
-    return group
+start = partial(any_start, micro_tokens=150)
 
 
 def agree(one: dict[str, float], other: dict[str, float]) -> None:

@@ -16,8 +16,6 @@ from tests.publishing import weights_of
 from tests.trainer.learners import start
 from tests.trainer.train_batches import make_batch, train_batch
 
-REINFORCE = Choice(name="reinforce")
-
 
 @pytest.mark.parametrize("more", [{}, {"entropy_bonus": 0.1, "aggregate": "seq_mean_token_mean", "groups": "kept"}])
 def test_the_pieces_of_an_update_are_the_update_bit_for_bit(tiny: str, more: dict[str, Any]) -> None:
@@ -40,7 +38,7 @@ def test_the_pieces_of_an_update_are_the_update_bit_for_bit(tiny: str, more: dic
 def test_gradients_of_two_calls_are_those_of_the_batch_that_joins_them(tiny: str, aggregate: str) -> None:
     """Two unequal batches against plain transformers: the mean over the tokens (or episodes) of both."""
     batches = [make_batch(2, seed=1), make_batch(5, seed=2)]
-    algorithm = AlgorithmConfig(minibatch=9, loss=REINFORCE, aggregate=aggregate)  # type: ignore[arg-type]
+    algorithm = AlgorithmConfig(minibatch=9, loss=Choice(name="reinforce"), aggregate=aggregate)  # type: ignore[arg-type]
     actor = start(tiny, max_grad_norm=1e9)
     model: Any = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager").double()
     rows: list[torch.Tensor] = []

@@ -9,16 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.launch import launch
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    ClusterConfig,
-    EnvConfig,
-    KlConfig,
-    ModelConfig,
-    TrainConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, KlConfig
 from agentrl.data.rows import collate, nested_tensor, offsets_of
 from agentrl.data.schedule import plan_ranks, shuffle_parts
 from agentrl.data.token_ledger import TokenLedger
@@ -28,6 +19,7 @@ from agentrl.trainer.learner import Learner
 from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Critic, Reference
 from tests.publishing import flat
+from tests.trainer.learners import config_of, opened, role_of, start
 from tests.trainer.train_batches import sharing, toy_critic, toy_optim, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=64, groups="kept", epochs=2, entropy_bonus=0.01, kl=KlConfig(coef=0.1))
@@ -63,23 +55,6 @@ def groups_of(sizes: tuple[int, ...], prompt: int = 40, seed: int = 0) -> Tensor
     return batch.update({name: nested_tensor(column, offsets_of(sampled)) for name, column in columns.items()})
 
 
-def start(
-    cls: type,
-    tiny: str,
-    ranks: int = 1,
-    cap: int = 4096,
-    name: str = "x",
-    mesh: dict[str, int] | None = None,
-    model: ModelConfig | None = None,
-    on: WorkerGroup | None = None,
-) -> WorkerGroup:
-    backend = "ray" if ranks > 1 else "inline"
-    group = launch(cls, backend=backend, world_size=ranks, name=name, num_cpus=0.25, mesh=mesh, on=on)
-    more = (toy_critic(),) if cls is Critic else ()
-    group.run(cls.init_model, tiny, model or ModelConfig(), toy_optim(micro_tokens=cap), *more)
-    return group
-
-
 def agree(one: dict[str, float], other: dict[str, float]) -> None:
     assert one.keys() == other.keys()
     for name in one.keys() - {"prefix_ratio"}:
@@ -90,13 +65,14 @@ def agree(one: dict[str, float], other: dict[str, float]) -> None:
 @pytest.mark.parametrize("cap", [4096, 130])
 def test_an_update_is_the_same_with_shared_prefixes(tiny: str, sizes: tuple[int, ...], cap: int) -> None:
     batch = groups_of(sizes)
-    plain, shared = start(Actor, tiny, cap=cap), start(Actor, tiny, cap=cap)
+    plain, shared = (start(tiny, micro_tokens=cap) for _ in range(2))
     one = train_batch(plain, Actor.update, batch, ALGORITHM)
     other = train_batch(shared, Actor.update, sharing(batch, "on"), ALGORITHM)
     agree(one, other)
     assert (flat(plain) - flat(shared)).abs().max() < 1e-5
     assert one["prefix_ratio"] == 1.0 and other["prefix_ratio"] > (1.1 if len(sizes) == 1 else 1.3)
-    found = [start(Reference, tiny, cap=cap).run(Reference.compute_logprob, b, 0.7) for b in (batch, sharing(batch, "on"))]
+    reference = role_of(Reference, tiny, micro_tokens=cap)
+    found = [reference.run(Reference.compute_logprob, rows, 0.7) for rows in (batch, sharing(batch, "on"))]
     for name in ("logprobs", "entropy"):
         assert torch.allclose(found[0][name].values(), found[1][name].values(), atol=1e-5)
 
@@ -106,7 +82,7 @@ def test_the_critic_is_the_same_with_shared_prefixes(tiny: str) -> None:
     algorithm = ALGORITHM.model_copy(update={"minibatch": 4})
     found = []
     for rows in (batch, sharing(batch, "on")):
-        critic = start(Critic, tiny)
+        critic = role_of(Critic, tiny, toy_critic())
         metrics = train_batch(critic, Critic.update, rows, algorithm)
         found.append((metrics, critic.run(Critic.compute_values, rows)["values"].values()))
     agree(found[0][0], found[1][0])
@@ -115,7 +91,7 @@ def test_the_critic_is_the_same_with_shared_prefixes(tiny: str) -> None:
 
 def test_auto_shares_where_it_wins_and_not_where_it_does_not(tiny: str) -> None:
     """Two members behind a prompt of 200 tokens, of 17 and of 16: a tree of two rows costs as much as 16 tokens besides."""
-    actor = start(Actor, tiny)
+    actor = start(tiny)
     ratios = {}
     for prompt in (200, 17, 16):
         for mode in ("off", "auto", "on"):
@@ -131,11 +107,7 @@ def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
     found = {}
     for mode in ("off", "auto", "on"):
         algorithm = AlgorithmConfig(minibatch=16, groups="kept", kl=KlConfig(coef=0.1))
-        optim = toy_optim(prefix_sharing=mode)
-        cluster = ClusterConfig(backend="inline")
-        config = TrainConfig(env=EnvConfig(id="none"), cluster=cluster, algorithm=algorithm, optim=optim)
-        learner = Learner(config, start(Actor, tiny))
-        asyncio.run(learner.open(tiny))
+        learner = opened(tiny, config_of(algorithm=algorithm, optim=toy_optim(prefix_sharing=mode)))
         found[mode] = asyncio.run(learner.step(groups_of((4, 4), 60), 0))
     ratios = {mode: metrics.pop("prefix_ratio") for mode, metrics in found.items()}
     possible = {mode: metrics.pop("prefix_ratio_possible") for mode, metrics in found.items()}
@@ -149,7 +121,7 @@ def test_auto_is_off_if_the_actors_have_gpus(monkeypatch: pytest.MonkeyPatch) ->
     for gpus, auto in ((True, "off"), (False, "auto")):
         monkeypatch.setattr("agentrl.trainer.learner.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
         found = [
-            Learner(TrainConfig(env=EnvConfig(id="none"), optim=toy_optim(prefix_sharing=mode)), None).sharing  # type: ignore[arg-type]
+            Learner(config_of(optim=toy_optim(prefix_sharing=mode)), None).sharing  # type: ignore[arg-type]
             for mode in ("off", "auto", "on")
         ]
         assert found == ["off", auto, "on"]
@@ -209,15 +181,7 @@ def test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank(groups: s
     homes: dict[int, set[tuple[int, int]]] = {}
     for group, part, rank in zip(planned["group"], planned["minibatch"], planned["dp_rank"], strict=True):
         homes.setdefault(int(group), set()).add((int(part), int(rank)))
-    sizes = [
-        len(
-            {
-                (int(g), int(m))
-                for g, m, part in zip(planned["group"], planned["member"], planned["minibatch"], strict=True)
-                if part == number
-            }
-        )
-        for number in range(3)
-    ]
+    placed = set(zip(*(planned[name].tolist() for name in ("group", "member", "minibatch")), strict=True))
+    sizes = [sum(part == number for _, _, part in placed) for number in range(3)]
     assert sizes == [8, 8, 8] and int(planned["minibatch"].max()) == 2
     assert {len(ranks) for ranks in homes.values()} == {1} if groups == "kept" else max(map(len, homes.values())) > 2

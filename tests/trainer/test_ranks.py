@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.cluster.launch import launch
-from agentrl.config.schema import ModelConfig
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.train_engine import TRAIN_ENGINES
 from tests.e2e.runs import run_script
 from tests.publishing import weights_of
+from tests.trainer.learners import start
 from tests.trainer.ranks import ENGINES, FAMILIES, KILLED, LAYOUTS, LOADS, LOSSES, SHARDED, SPREAD
-from tests.trainer.train_batches import toy_optim
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 WHAT = [
@@ -138,8 +136,7 @@ def test_all_ranks_leave_out_the_step_in_which_one_of_them_has_a_number_that_is_
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "shared tokens" in name or "torchtitan" in name])
 def test_what_several_ranks_saved_one_rank_loads(out: Path, tiny: str, layout: str) -> None:
-    resumed = launch(Actor, backend="inline", world_size=1)
-    resumed.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
+    resumed = start(tiny)
     resumed.run(Actor.load, str(out / f"{layout}, trained"))
     _, (expected,) = results(out, layout)["broken"]
     loaded = weights_of(resumed)
@@ -175,8 +172,7 @@ def test_kill_in_the_middle_of_a_background_save(out: Path, tiny: str, world: in
     assert sealed <= step <= began and step >= began - 1
     lost = checkpoints.recover_interrupted()
     assert lost in ([], [step + 1]) and (step == began or lost == [began])
-    resumed = launch(Actor, backend="inline", world_size=1)
-    resumed.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
+    resumed = start(tiny)
     resumed.run(Actor.load, str(newest / "actor"))
     expected = torch.load(folder / f"weights_{step}.pt")
     loaded = weights_of(resumed)

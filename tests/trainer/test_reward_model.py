@@ -9,22 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from agentrl.cluster.launch import launch
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    Choice,
-    ClusterConfig,
-    EnvConfig,
-    ModelConfig,
-    RewardModelConfig,
-    TrainConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, Choice, RewardModelConfig
 from agentrl.data.rows import Ragged, collate
 from agentrl.trainer.actor import Actor
-from agentrl.trainer.learner import Learner
 from agentrl.trainer.roles import RewardModel, with_scores
 from agentrl.utils.errors import ModelError
-from tests.trainer.train_batches import make_batch, toy_optim, trajectories
+from tests.trainer.learners import config_of, opened, role_of
+from tests.trainer.train_batches import make_batch, trajectories
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +29,7 @@ def classifier(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_scores_are_those_of_plain_transformers(classifier: str) -> None:
-    models = launch(RewardModel, backend="inline", world_size=1)
-    models.run(RewardModel.init_model, classifier, ModelConfig(), toy_optim(micro_tokens=120))
+    models = role_of(RewardModel, classifier, micro_tokens=120)
     batch = make_batch(7)
     found = models.run(RewardModel.compute_scores, batch)["score"]
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
@@ -50,9 +40,8 @@ def test_scores_are_those_of_plain_transformers(classifier: str) -> None:
 
 
 def test_a_causal_model_is_no_reward_model(tiny: str) -> None:
-    models = launch(RewardModel, backend="inline", world_size=1)
     with pytest.raises(ModelError, match="expected a sequence classifier, found Qwen3ForCausalLM"):
-        models.run(RewardModel.init_model, tiny, ModelConfig(), toy_optim())
+        role_of(RewardModel, tiny)
 
 
 def test_an_episode_of_two_ledgers_takes_its_last_score_once() -> None:
@@ -71,16 +60,9 @@ def test_the_advantages_are_those_of_the_reward_and_weight_times_the_score(
     tiny: str, classifier: str, monkeypatch: pytest.MonkeyPatch, weight: float
 ) -> None:
     """What the actor is given, against plain transformers: reward + weight x score, less the mean of its group of four."""
-    config = TrainConfig(
-        env=EnvConfig(id="none"),
-        cluster=ClusterConfig(backend="inline"),
-        algorithm=AlgorithmConfig(advantage=Choice(name="dr_grpo")),
-        reward_model=RewardModelConfig(path=classifier, weight=weight),
-    )
-    actors = launch(Actor, backend="inline", world_size=1)
-    actors.run(Actor.init_model, tiny, config.model, config.optim)
-    learner, batch = Learner(config, actors), collate(trajectories(8))
-    asyncio.run(learner.open(tiny))
+    algorithm = AlgorithmConfig(advantage=Choice(name="dr_grpo"))
+    learner = opened(tiny, config_of(algorithm=algorithm, reward_model=RewardModelConfig(path=classifier, weight=weight)))
+    actors, batch = learner.actors, collate(trajectories(8))
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
     with torch.no_grad():
         scores = torch.stack([model(batch["token_ids"][i][None]).logits[0, 0] for i in range(8)])
@@ -104,11 +86,7 @@ def test_the_advantages_are_those_of_the_reward_and_weight_times_the_score(
 @pytest.mark.parametrize("weight", [0.0, 1.0, -1.0])
 def test_the_weight_decides(tiny: str, classifier: str, weight: float) -> None:
     def advantage_of(section: RewardModelConfig | None) -> float:
-        config = TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), reward_model=section)
-        actors = launch(Actor, backend="inline", world_size=1)
-        actors.run(Actor.init_model, tiny, config.model, config.optim)
-        learner = Learner(config, actors)
-        asyncio.run(learner.open(tiny))
+        learner = opened(tiny, config_of(reward_model=section))
         return asyncio.run(learner.step(collate(trajectories(8)), 0))["grad_norm"]
 
     plain = advantage_of(None)

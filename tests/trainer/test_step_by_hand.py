@@ -125,8 +125,9 @@ def test_the_kind_of_a_kl_is_k1_in_the_reward_and_k3_in_the_loss_unless_it_is_sa
     assert kl_kind(KlConfig(where="reward", kind="k3")) == "k3" and kl_kind(KlConfig(kind="k2")) == "k2"
 
 
-def kl_batch() -> TensorDict:
-    """Two episodes, of two rows and of one; d = 0.5 on each sampled token."""
+def test_the_kl_of_all_ledgers_is_taken_off_the_reward_of_an_episode() -> None:
+    """coef 0.2, d 0.5: 5 sampled tokens cost 0.5, 4 cost 0.4; so the group's advantages are -+0.05."""
+    algorithm = AlgorithmConfig(advantage=Choice(name="dr_grpo"), kl=KlConfig(coef=0.2, where="reward"))
     made = []
     for member, counts in enumerate([(3, 2), (4,)]):
         ledgers = []
@@ -139,13 +140,9 @@ def kl_batch() -> TensorDict:
     batch = collate(made)
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
     columns = {"old_logprobs": -1.0 * sampled, "ref_logprobs": -1.5 * sampled}
-    return batch.update({name: nested_tensor(column, offsets) for name, column in columns.items()})
-
-
-def test_the_kl_of_all_ledgers_is_taken_off_the_reward_of_an_episode() -> None:
-    """coef 0.2, d 0.5: 5 sampled tokens cost 0.5, 4 cost 0.4; so the group's advantages are -+0.05."""
-    algorithm = AlgorithmConfig(advantage=Choice(name="dr_grpo"), kl=KlConfig(coef=0.2, where="reward"))
-    out, metrics = with_advantages(Ragged.of(kl_batch()), algorithm, 0.2)
+    out, metrics = with_advantages(
+        Ragged.of(batch.update({name: nested_tensor(column, offsets) for name, column in columns.items()})), algorithm, 0.2
+    )
     assert metrics["kl_reward"] == pytest.approx(0.5)
     per_row = [float(out.row("advantages")[row][-1]) for row in range(3)]
     assert per_row == pytest.approx([-0.05, -0.05, 0.05], abs=1e-6)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, InitModelConfig, LoraSection, ModelConfig
 from agentrl.data.rows import collate, offsets_of
 from agentrl.run.metrics import info_of
@@ -16,7 +15,8 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.memory import shell
 from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.train_engine import Card, flops_of, peak_of
-from tests.trainer.train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
+from tests.trainer.learners import start
+from tests.trainer.train_batches import make_batch, toy_sft, train_batch, trajectories
 
 SHAPE = InitModelConfig(layers=3, hidden=32, mlp=48, heads=4, kv_heads=2, head_dim=16, context=64)
 
@@ -51,8 +51,7 @@ def test_the_speed_of_a_card_is_that_of_the_longest_name_that_fits(card: str, te
 
 def test_every_row_of_a_card_has_memory_speed_and_utilization(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an update and of supervised steps, on a made-up card whose clock goes by two seconds a question."""
-    group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
+    group = start(tiny)
     batch, algorithm = make_batch(6), AlgorithmConfig(minibatch=3, epochs=2)
     assert not [key for key in train_batch(group, Actor.update, batch, algorithm) if key.startswith("gpu/")]  # there is none
     clock = iter(range(0, 1000, 2))

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from agentrl.cluster.launch import launch
-from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import nested_tensor, on_device
 from agentrl.engines.embedded.embedded_model import EmbeddedModel
 from agentrl.engines.embedded.kv_cache import NAME
@@ -20,7 +19,8 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.roles import Critic
 from agentrl.trainer.update import Pack
-from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch
+from tests.trainer.learners import role_of, start
+from tests.trainer.train_batches import make_batch, toy_critic, train_batch
 
 READS = {"item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
 waits: Counter[str] = Counter()
@@ -80,8 +80,7 @@ seen: list[dict[str, int]] = []
     ("loss", "aggregate"), [("ppo_clip", "token_mean"), ("gspo", "seq_mean_token_mean"), ("gmpo", "seq_mean_token_mean")]
 )
 def test_a_policy_step_of_several_micro_batches_reads_nothing(tiny: str, card: None, loss: str, aggregate: str) -> None:
-    group = launch(Actor, backend="inline")
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(micro_tokens=200))
+    group = start(tiny, micro_tokens=200)
     batch = make_batch(12)
     algorithm = AlgorithmConfig(loss=Choice(name=loss), aggregate=aggregate, kl=KlConfig(coef=0.1, where="loss"), minibatch=12)
     logprobs = batch["logprobs"]
@@ -93,8 +92,7 @@ def test_a_policy_step_of_several_micro_batches_reads_nothing(tiny: str, card: N
 
 
 def test_a_critic_step_reads_nothing(tiny: str, card: None) -> None:
-    group = launch(Critic, backend="inline")
-    group.run(Critic.init_model, tiny, ModelConfig(), toy_optim(micro_tokens=200), toy_critic())
+    group = role_of(Critic, tiny, toy_critic(), micro_tokens=200)
     batch = make_batch(12)
     column = batch["advantages"]
     batch.update({"values": column, "returns": nested_tensor(column.values() + 1, column.offsets())})
@@ -129,7 +127,6 @@ def test_a_forward_pass_does_not_search_for_packed_rows(tiny: str, engine: str, 
         assert searched == [9]
         assert model.module.config._attn_implementation == NAME
     else:
-        group = launch(Actor, backend="inline")
-        group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(micro_tokens=200))
+        group = start(tiny, micro_tokens=200)
         train_batch(group, Actor.update, make_batch(12), AlgorithmConfig())
         assert searched == []
