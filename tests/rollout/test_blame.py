@@ -7,8 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,30 +172,29 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnvRe
     return lambda **params: EnvRef("room", params)
 
 
-@contextmanager
-def collecting(env: EnvRef, engine: FaultyEngine, renderer: Renderer, spec: Any = None, **config: Any) -> Iterator[Collector]:
+def collecting(env: EnvRef, engine: FaultyEngine, renderer: Renderer, spec: Any = None, **config: Any) -> Collector:
     settings = RolloutConfig(**{"groups": 1, "min_survivors": 2, **config})
     scorer = spec if spec is not None else compile_spec(DONE)
-    yield collector_of(env, Policy(engine, renderer), scorer, settings, context=4000, seed=0)
+    return collector_of(env, Policy(engine, renderer), scorer, settings, context=4000, seed=0)
 
 
 def play(
-    env: EnvRef, renderer: Renderer, parts: dict[int, Sequence[Any]], spec: Any = None, meanwhile: Any = None, **config: Any
-) -> tuple[list[Trajectory], Actor]:
+    env: EnvRef, renderer: Renderer, parts: dict[int, Sequence[Any]], spec: Any = None, meanwhile: Any = None,
+    kind: type[Actor] = Actor, **config: Any,
+) -> tuple[list[Trajectory], Actor]:  # fmt: skip
     """One group, whose members play these parts."""
-    engine = Actor(renderer, parts)
+    engine = kind(renderer, parts)
 
     async def scenario() -> list[Trajectory]:
-        config.setdefault("group_size", len(parts))
-        with collecting(env, engine, renderer, spec, **config) as collect:
-            also = asyncio.create_task(meanwhile(collect)) if meanwhile else None
-            try:
-                [group] = await asyncio.wait_for(collect.collect(), 60)
-            finally:
-                await collect.close()
-                if also is not None:
-                    await also
-            return group.trajectories
+        collect = collecting(env, engine, renderer, spec, **{"group_size": len(parts), **config})
+        also = asyncio.create_task(meanwhile(collect)) if meanwhile else None
+        try:
+            [group] = await asyncio.wait_for(collect.collect(), 60)
+        finally:
+            await collect.close()
+            if also is not None:
+                await also
+        return group.trajectories
 
     return asyncio.run(scenario()), engine
 
@@ -286,13 +284,13 @@ def test_a_run_whose_engine_is_silent_ends_with_its_speed_and_the_key(room: Any,
     engine = Actor(renderer, parts)
 
     async def scenario() -> None:
-        with collecting(room(), engine, renderer, group_size=2, turn_timeout=0.3, retries=1) as collect:
-            try:
-                collect.trained(await collect.collect())
-                parts.update({0: ["silent"], 1: ["silent"]})
-                await collect.collect()
-            finally:
-                await collect.close()
+        collect = collecting(room(), engine, renderer, group_size=2, turn_timeout=0.3, retries=1)
+        try:
+            collect.trained(await collect.collect())
+            parts.update({0: ["silent"], 1: ["silent"]})
+            await collect.collect()
+        finally:
+            await collect.close()
 
     says = r"the engine is too slow: the last 8 attempts .*came for 0\.3 s \(rollout\.turn_timeout\).*tokens/s.*Raise rollout"
     with pytest.raises(StalledError, match=says):
@@ -300,27 +298,19 @@ def test_a_run_whose_engine_is_silent_ends_with_its_speed_and_the_key(room: Any,
     assert len(engine.keys) == 2 + 8
 
 
-def test_engines_that_cannot_tell_are_not_late_while_the_loop_is_blocked(room: Any, renderer: Renderer) -> None:
-    async def block(collect: Collector) -> None:
-        await asyncio.sleep(0.1)
-        time.sleep(1.0)
+async def block(collect: Collector) -> None:
+    await asyncio.sleep(0.1)
+    time.sleep(1.0)
 
+
+def test_engines_that_cannot_tell_are_not_late_while_the_loop_is_blocked(room: Any, renderer: Renderer) -> None:
     class Mute(Actor):
         def progress(self, request_key: str) -> int | None:
             return None
 
-    engine = Mute(renderer, {member: [("ponder", 20), "bye"] for member in range(16)})
-
-    async def scenario() -> list[Trajectory]:
-        with collecting(room(), engine, renderer, group_size=16, turn_timeout=0.6) as collect:
-            also = asyncio.create_task(block(collect))
-            [group] = await collect.collect()
-            await also
-            await collect.close()
-            return group.trajectories
-
-    assert [m.stop.value for m in asyncio.run(scenario())] == ["done"] * 16
-    assert len(engine.keys) == 32
+    parts: dict[int, Sequence[Any]] = {member: [("ponder", 20), "bye"] for member in range(16)}
+    members, engine = play(room(), renderer, parts, meanwhile=block, kind=Mute, turn_timeout=0.6)
+    assert [m.stop.value for m in members] == ["done"] * 16 and len(engine.keys) == 32
 
 
 def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> None:
@@ -396,10 +386,6 @@ def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, rendere
 
 
 def test_a_blocked_loop_is_no_stall(room: Any, renderer: Renderer) -> None:
-    async def block(collect: Collector) -> None:
-        await asyncio.sleep(0.1)
-        time.sleep(0.9)
-
     members, _ = play(room(), renderer, {key: [("ponder", 30), "bye"] for key in range(2)}, meanwhile=block, stall_timeout=0.5)
     assert [m.stop.value for m in members] == ["done", "done"]
 

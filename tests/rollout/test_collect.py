@@ -24,7 +24,7 @@ from agentrl.rollout.samplers import TaskChoice
 from agentrl.utils.errors import EngineError, NothingScoredError, StalledError
 from tests.players import collector_of, tasks_of
 from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine, steps
 
 ENV = EnvRef("key_value")
 
@@ -40,13 +40,7 @@ def collector(renderer: Renderer, engine: FaultyEngine, **rollout: Any) -> Colle
 
 async def batches_of(collect: Collector, updates: int) -> list[list[Group]]:
     """The groups of so many updates; the collector goes on."""
-    batches = []
-    for _ in range(updates):
-        groups = await collect.collect()
-        batches.append(groups)
-        collect.trained(groups)
-        await exchange(collect)
-    return batches
+    return [await steps(collect, 1) for _ in range(updates)]
 
 
 async def run(collect: Collector, updates: int) -> list[list[Group]]:
@@ -377,9 +371,7 @@ async def rows(collect: Collector, updates: int) -> list[tuple[list[int], float,
     """Of each update: its groups, how many were filtered for it, and how many of those taken have no variance."""
     found = []
     for _ in range(updates):
-        groups = await collect.collect()
-        collect.trained(groups)
-        await exchange(collect)
+        groups = await steps(collect, 1)
         numbers = collect.metrics()
         found.append(([group.index for group in groups], numbers["groups_filtered"], numbers["groups_zero_variance"]))
     return found

@@ -34,6 +34,10 @@ TURNS = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.turns", "id": "
 TOKENIZER = packaged_tokenizer(4096)
 
 
+async def unasked(instruction: Message, tokens: int) -> str | None:
+    raise AssertionError("nothing is summarized")
+
+
 class Endless(ToolEnv):
     """Reads as many words as it is asked for; answers every text; never ends by itself."""
 
@@ -212,11 +216,8 @@ def test_a_forgetful_template_does_not_undo_a_rewrite() -> None:
 
 
 async def test_keep_recent_keeps_the_opening_a_note_and_the_last_turns() -> None:
-    async def ask(instruction: Message, tokens: int) -> str:
-        raise AssertionError("asked")
-
     async def cut(messages: list[Message], tokens: int = 101) -> list[Message] | None:
-        return await KeepRecent(turns=1).rewrite(Moment(messages, 1, tokens, turn_tokens=20, context=120, ask=ask))
+        return await KeepRecent(turns=1).rewrite(Moment(messages, 1, tokens, turn_tokens=20, context=120, ask=unasked))
 
     opening = [Message("system", "s"), Message("user", "q")]
     exchanges = [[Message("assistant", f"a{n}"), Message("tool", f"t{n}")] for n in range(5)]
@@ -234,14 +235,11 @@ def test_the_last_turn_is_not_followed_by_a_summary(renderer: Renderer) -> None:
 
 
 async def test_below_the_threshold_nothing_is_rewritten() -> None:
-    async def ask(instruction: Message, tokens: int) -> str:
-        raise AssertionError("asked")
-
     messages = [Message("user", "x"), Message("assistant", "y"), Message("tool", "z" * 99)] * 3
-    moment = Moment(messages, 1, tokens=100, turn_tokens=20, context=120, ask=ask)
+    moment = Moment(messages, 1, tokens=100, turn_tokens=20, context=120, ask=unasked)
     assert await Truncate(keep=1).rewrite(moment) is None
-    assert await Compact(summary_tokens=1, prompt="", tokens=121).rewrite(Moment(messages, 1, 99, 20, 120, ask)) is None
-    longer = Moment(messages, 1, tokens=101, turn_tokens=20, context=120, ask=ask)
+    assert await Compact(summary_tokens=1, prompt="", tokens=121).rewrite(Moment(messages, 1, 99, 20, 120, unasked)) is None
+    longer = Moment(messages, 1, tokens=101, turn_tokens=20, context=120, ask=unasked)
     rewritten = await Truncate(keep=1).rewrite(longer)
     assert [m.content for m in rewritten or [] if m.role == "tool"] == ["[99 characters left out]"] * 2 + ["z" * 99]
     assert await Truncate(keep=1, tokens=200).rewrite(moment) is None
@@ -257,13 +255,9 @@ def conversation(*said: str) -> list[Message]:
 async def test_truncate_lets_old_turns_go_once_their_output_is_gone() -> None:
     """Ten turns of 40 characters with answers of two: nothing is left to replace (a marker is longer), so the older five turns
     go, and of what the user said the request that the kept turns are about. The next time, half of what is there goes again."""
-
-    async def ask(instruction: Message, tokens: int) -> str | None:
-        raise AssertionError("nothing is summarized")
-
     turn = ["c" * 40, "t1"]
     messages = conversation("u task", *turn * 2, "u first", *turn, "u second", *turn * 7)
-    full = Moment(messages, 1, tokens=101, turn_tokens=20, context=120, ask=ask)
+    full = Moment(messages, 1, tokens=101, turn_tokens=20, context=120, ask=unasked)
     first = await Truncate(keep=2).rewrite(full)
     shown = ["u task", "[5 earlier turns were left out]", "u second", *turn * 5]
     assert first is not None and [message.content for message in first] == shown
@@ -282,12 +276,9 @@ async def test_truncate_lets_old_turns_go_once_their_output_is_gone() -> None:
 
 
 async def test_keep_recent_never_loses_the_request_that_is_worked_on() -> None:
-    async def ask(instruction: Message, tokens: int) -> str | None:
-        raise AssertionError("nothing is summarized")
-
     turn = ["c1", "t1"]
     policy, task = KeepRecent(turns=2), "u task"
-    full = Moment(conversation(task, *turn, "u request", *turn * 3), 1, tokens=101, turn_tokens=20, context=120, ask=ask)
+    full = Moment(conversation(task, *turn, "u request", *turn * 3), 1, tokens=101, turn_tokens=20, context=120, ask=unasked)
     first = await policy.rewrite(full)
     assert [m.content for m in first or []] == [task, "[2 earlier turns were left out]", "u request", *turn * 2]
     second = await policy.rewrite(replace(full, messages=[*(first or []), *conversation(*turn)]))

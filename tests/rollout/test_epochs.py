@@ -31,8 +31,8 @@ KEY_VALUE = EnvRef("key_value", {"calls": 2, "set_share": 0.0, "max_value": 1, "
 LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
 
 
-def rows_of(folder: Path, count: int, weight: float = 1.0) -> Path:
-    """A task file of `function_calling`'s kind; the first row has `weight`, all others 1."""
+def of_file(folder: Path, count: int, weight: float = 1.0) -> EnvRef:
+    pytest.importorskip("mcp")
     lines = [
         {"prompt": f"question {n}", "gold": {"answer": n}, "split": "train", "weight": weight if n == 0 else 1.0}
         for n in range(count)
@@ -41,12 +41,7 @@ def rows_of(folder: Path, count: int, weight: float = 1.0) -> Path:
     folder.mkdir(exist_ok=True)
     file = folder / "tasks.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in [*lines, held]))
-    return file
-
-
-def of_file(folder: Path, count: int, weight: float = 1.0) -> EnvRef:
-    pytest.importorskip("mcp")
-    return EnvRef("mcp", {"tasks": str(rows_of(folder, count, weight))})
+    return EnvRef("mcp", {"tasks": str(file)})
 
 
 def source(env: EnvRef, seed: int = 7, name: str = "uniform", **args: Any) -> TaskSource:

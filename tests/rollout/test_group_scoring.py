@@ -12,8 +12,7 @@ from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.episode import Policy
 from tests.players import collector_of
-from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine, steps
 
 LENGTH = {"use": "cost.tokens", "args": {"max": 100}}
 
@@ -30,11 +29,7 @@ def collected(renderer: Renderer, reward: dict[str, Any], **engine: Any) -> list
         config = RolloutConfig(groups=2, group_size=6, max_turns=3, stall_timeout=20.0, retries=0, min_survivors=2)
         policy = Policy(FaultyEngine(renderer.stop_token_ids[0], **engine), renderer)
         collect = collector_of(EnvRef("key_value"), policy, compile_spec(reward), config, context=2048, seed=0)
-        groups: list[Group] = []
-        for _ in range(2):
-            groups += await collect.collect()
-            collect.trained(groups[-2:])
-            await exchange(collect)
+        groups = await steps(collect, 2)
         await collect.close()
         return groups
 

@@ -20,13 +20,6 @@ from tests.conftest import examples
 SHAPE = (3, 2)
 
 
-def experts_of(ids: list[int], start: int, stop: int, kind: Any, turn: int) -> Any:
-    """What an engine tells of positions [start, stop): by token and position; in the last column by turn, as if it were
-    asked again."""
-    rows = [[[token % 200, at % 200], [(token + at) % 200, 7], [turn, 1]] for at, token in enumerate(ids)][start:stop]
-    return np.asarray(rows, dtype=kind).reshape(-1, *SHAPE)
-
-
 turns = st.lists(
     st.tuples(
         st.lists(st.integers(0, 999), min_size=1, max_size=20),  # context
@@ -48,8 +41,9 @@ def test_experts_stay_with_their_tokens(parts: list[Any], kind: Any, data: st.Da
         ledger.append_sampled(sampled, [-1.0] * len(sampled), [0] * len(sampled), turn)
         ids += context + sampled
         start, stop = 0 if whole else ledger.routed_tokens, max(ledger.routed_tokens, len(ids) - 1 - behind)
-        if not lost:
-            told = experts_of(ids, start, stop, kind, turn)
+        if not lost:  # by token and position; in the last column by turn, as if the engine were asked again
+            rows = [[[token % 200, at % 200], [(token + at) % 200, 7], [turn, 1]] for at, token in enumerate(ids)][start:stop]
+            told = np.asarray(rows, dtype=kind).reshape(-1, *SHAPE)
             ledger.add_experts(start, told)
             want += told[len(want) - start :].tolist()  # a token keeps those of the turn that first told them
     assert ledger.routed_tokens == len(want) and (ledger.experts is None) == all(part[3] for part in parts)
@@ -92,10 +86,6 @@ def test_what_a_ledger_refuses() -> None:
     assert other != ledger, "experts count in a comparison"
 
 
-def trajectory(ledger: TokenLedger, member: int) -> Trajectory:
-    return Trajectory("made-up", Task("t", 0), member=member, ledgers=[ledger], reward=1.0)
-
-
 def test_a_batch_has_the_experts_of_its_rows() -> None:
     """Of rows of 3, 5 and 4 tokens the first 2, none and all 4 have experts; the others are marked as free, also when rows are
     taken out of the batch and put end to end."""
@@ -106,7 +96,7 @@ def test_a_batch_has_the_experts_of_its_rows() -> None:
         ledger.append_context(list(range(length)), 0)
         if count:
             ledger.add_experts(0, np.full((count, *SHAPE), 10 * number + 1, np.int16))
-        rows.append(trajectory(ledger, number))
+        rows.append(Trajectory("made-up", Task("t", 0), member=number, ledgers=[ledger], reward=1.0))
     batch = collate(rows)
     want = [1, 1, -1, *[-1] * 5, *[21] * 4]
     assert batch["experts"].values().tolist() == [np.full(SHAPE, value).tolist() for value in want]

@@ -205,30 +205,6 @@ class Vault(ToolEnv):
 ANSWER = {"agentrl_reward": 1, "name": "a", "root": {"use": "text.equals", "args": {"expect": {"$": "/task/gold/answer"}}}}
 
 
-def door_opener(notes: bool) -> Say:
-    """Opens door by door; what it says of the code it knows from the prompt alone. With `notes` it keeps and looks it up."""
-    turn = iter(range(1000))
-
-    def call(name: str, **arguments: Any) -> Message:
-        return Message("assistant", tool_calls=(ToolCall(name, arguments),))
-
-    def say(prompt: str) -> Message:
-        seen = re.findall(r"code=(\d+)", prompt)
-        if SUM_UP in prompt.rpartition("user")[2]:
-            return Message("assistant", f"code={seen[0]}" if seen else "nothing")
-        now = next(turn)
-        if notes and now == 1:
-            return call("write_note", title="code", text=f"code={seen[0]}")
-        done = now - (1 if notes and now > 1 else 0)
-        if done < Vault.calls:
-            return call("door", n=done)
-        if notes and done == Vault.calls:
-            return call("read_notes", title="code")
-        return Message("assistant", seen[-1] if seen else "I do not know")
-
-    return say
-
-
 POLICIES = {
     "stop": Stop(),
     "truncate": Truncate(keep=2),
@@ -254,7 +230,26 @@ async def test_what_the_context_no_longer_holds_is_known_from_notes_or_a_summary
     policy: str, notes: bool, reward: float, stop: StopReason, renderer: Renderer
 ) -> None:
     env = Vault(scorer=None)
-    trajectory, engine = await played(env, door_opener(notes), renderer, POLICIES[policy], ANSWER, 1500, 100)
+    turn = iter(range(1000))
+
+    def call(name: str, **arguments: Any) -> Message:
+        return Message("assistant", tool_calls=(ToolCall(name, arguments),))
+
+    def say(prompt: str) -> Message:
+        seen = re.findall(r"code=(\d+)", prompt)
+        if SUM_UP in prompt.rpartition("user")[2]:
+            return Message("assistant", f"code={seen[0]}" if seen else "nothing")
+        now = next(turn)
+        if notes and now == 1:
+            return call("write_note", title="code", text=f"code={seen[0]}")
+        done = now - (1 if notes and now > 1 else 0)
+        if done < Vault.calls:
+            return call("door", n=done)
+        if notes and done == Vault.calls:
+            return call("read_notes", title="code")
+        return Message("assistant", seen[-1] if seen else "I do not know")
+
+    trajectory, engine = await played(env, say, renderer, POLICIES[policy], ANSWER, 1500, 100)
     assert (trajectory.stop, trajectory.reward) == (stop, reward), trajectory.messages[-1]
     if policy != "stop":
         assert trajectory.rewrites and (notes or policy == "compact" or "code=" not in engine.prompts[-1])

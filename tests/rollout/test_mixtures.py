@@ -271,16 +271,12 @@ def test_the_text_of_a_stall_counts_by_environment(renderer: Renderer) -> None:
 
 
 def test_older_groups_and_trajectories_have_no_name() -> None:
-    group = Group(3, 5, [Trajectory("made-up", task=_task(), env="a")], env="a")
+    from agentrl.data.trajectory import Task
+
+    group = Group(3, 5, [Trajectory("made-up", task=Task("t", 0), env="a")], env="a")
     row = json.loads("".join(group.json_chunks()))
     assert row == json.loads(json.dumps(group.to_json())) and (row["env"], row["trajectories"][0]["env"]) == ("a", "a")
     assert Group.from_json(row) == group
     del row["env"], row["trajectories"][0]["env"]
     older = Group.from_json(row)
     assert (older.env, older.trajectories[0].env) == ("", "")
-
-
-def _task() -> Any:
-    from agentrl.data.trajectory import Task
-
-    return Task("t", 0)

@@ -33,11 +33,6 @@ def stream(path: str) -> int:
     return int.from_bytes(blake2b(path.encode(), digest_size=8).digest(), "big") // 2
 
 
-def requests(engine: Actor) -> dict[Where, Sampling]:
-    numbers: dict[str, itertools.count[int]] = {}
-    return {(key, next(numbers.setdefault(key, itertools.count()))): sampling for key, sampling in engine.asked}
-
-
 def collected(env: EnvRef, renderer: Renderer, seed: int, updates: int = 2, **config: Any) -> dict[Where, Sampling]:
     """What the engine was asked for two updates of two groups, each with two members and a greedy episode; the second
     member's tool server is dead, so it is tried twice."""
@@ -60,7 +55,8 @@ def collected(env: EnvRef, renderer: Renderer, seed: int, updates: int = 2, **co
         await collect.close()
 
     asyncio.run(scenario())
-    return requests(engine)
+    numbers: dict[str, itertools.count[int]] = {}
+    return {(key, next(numbers.setdefault(key, itertools.count()))): sampling for key, sampling in engine.asked}
 
 
 def test_no_two_requests_share_a_stream(room: Callable[..., EnvRef], renderer: Renderer) -> None:

@@ -31,10 +31,13 @@ SHAPED = {
 STAGED = Choice(name="staged", args={"stages": [{"calls": 2}, {"calls": 4}], "threshold": 0.9, "window": 3, "review": 0.0})
 
 
-def metrics(renderer: Renderer, root: dict[str, Any], sampler: Choice) -> dict[str, float]:
+@pytest.mark.parametrize("root", SHAPED.values(), ids=SHAPED)
+def test_a_curriculum_goes_on_though_nothing_earns_the_highest_reward(renderer: Renderer, root: dict[str, Any]) -> None:
+    """All 12 groups succeed: the first window of three fills the first stage."""
+
     async def scenario() -> dict[str, float]:
         engine = FaultyEngine(renderer.stop_token_ids[0])
-        config = RolloutConfig(groups=3, group_size=2, max_turns=2, sampler=sampler)
+        config = RolloutConfig(groups=3, group_size=2, max_turns=2, sampler=STAGED)
         scorer = compile_spec({"agentrl_reward": 1, "name": "shaped", "root": root})
         collect = collector_of(EnvRef("key_value"), Policy(engine, renderer), scorer, config, context=2048, seed=0)
         for _ in range(4):
@@ -43,13 +46,7 @@ def metrics(renderer: Renderer, root: dict[str, Any], sampler: Choice) -> dict[s
         await collect.close()
         return collect.metrics()
 
-    return asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("root", SHAPED.values(), ids=SHAPED)
-def test_a_curriculum_goes_on_though_nothing_earns_the_highest_reward(renderer: Renderer, root: dict[str, Any]) -> None:
-    """All 12 groups succeed: the first window of three fills the first stage."""
-    found = metrics(renderer, root, STAGED)
+    found = asyncio.run(scenario())
     assert (found["sampler/stage"], found["sampler/stage_success"]) == (1.0, 1.0)
 
 
