@@ -177,7 +177,12 @@ def command(words: list[str], place: str, moment: str | None, victim: str, env: 
     # As of a command of its own: here it would be that by which this process was started, whose locks have names that stay.
     multiprocessing.set_start_method("fork", force=True)
     if env.get("SHM"):
-        _own_shm()
+        import ctypes  # for an empty /dev/shm of this process and its children
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "none", "/dev/shm"], check=True)
         Path(place, "shm").touch()
     out = os.open(Path(place) / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
@@ -192,16 +197,6 @@ def command(words: list[str], place: str, moment: str | None, victim: str, env: 
         sys.exit(main())
     finally:
         atexit._run_exitfuncs()
-
-
-def _own_shm() -> None:
-    """An empty /dev/shm for this process and its children."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "none", "/dev/shm"], check=True)
 
 
 class Struck:

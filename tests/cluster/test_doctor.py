@@ -63,14 +63,13 @@ def test_what_the_sandboxes_reach(monkeypatch, landlock, local, bubblewrap, leve
     assert found.level == level and found.found.startswith("Linux 6.1, ") and said in found.found and advice in found.advice
 
 
-def test_a_plug_in_adds_a_check_and_a_broken_one_is_named(monkeypatch, tmp_path):
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "mine.py").write_text(
+def test_a_plug_in_adds_a_check_and_a_broken_one_is_named(here):
+    (here / "plugins").mkdir()
+    (here / "plugins" / "mine.py").write_text(
         "from agentrl.cluster.doctor import MACHINE_CHECKS, MachineFinding\n"
         "@MACHINE_CHECKS.register('licence')\ndef licence():\n    yield MachineFinding('licence', 'ok', 'valid')\n"
         "@MACHINE_CHECKS.register('broken')\ndef broken():\n    raise OSError('no such server')\n    yield\n"
     )
-    monkeypatch.chdir(tmp_path)
     found = {one.check: (one.level, one.found) for one in checks.all_checks(ClusterConfig(), with_ray=False)}
     assert found["licence"] == ("ok", "valid") and found["broken"] == ("fail", "OSError: no such server")
     assert "sandbox" in found and "gpus" in found

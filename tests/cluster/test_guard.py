@@ -25,7 +25,6 @@ ip route add default via 10.9.8.1
 {break_it}
 exec "$@"
 """
-BREAK = "ip route del local 10.9.8.7 dev inside table local"
 PROBE = "from agentrl.cluster.machine import *; print(own_address(), routes_back(own_address()), guard_network() or '')"
 RUN = """
 import os
@@ -54,7 +53,7 @@ def in_namespace(code: str, broken: bool, timeout: float = 60) -> subprocess.Com
         pytest.skip(f"cannot make a network namespace with a veth pair: {trial.stderr.strip()} (needs root)")
     env = {key: value for key, value in os.environ.items() if key not in guard.LOOPBACK}
     env["PYTHONPATH"] = str(Path(__file__).parent)
-    script = NAMESPACE.format(break_it=BREAK if broken else "")
+    script = NAMESPACE.format(break_it="ip route del local 10.9.8.7 dev inside table local" if broken else "")
     command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", code]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -27,9 +27,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.cluster import ray_cluster as ray_life
-from agentrl.cluster import ray_cluster as ray_vitals
-from agentrl.cluster import ray_cluster as runtime
+from agentrl.cluster import ray_cluster
 from agentrl.config.schema import ClusterConfig
 from agentrl.utils.errors import ConfigError, EngineError, ResourceError, WorkerDiedError
 from tests.cluster.strikes import CONFIG, SFT, VICTIMS, Struck, line_of
@@ -43,7 +41,6 @@ pytestmark = pytest.mark.timeout(1800)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a Ray is ended through /proc")
 LIMIT = 800.0
 """Seconds for a command. It takes ten, but Ray starts slowly on a machine with other work."""
-REWARD = Path(__file__).resolve().parents[1] / "e2e" / "short.json"
 # With the cache the last digits depend on which requests share a step, and that on the workers' speed.
 WORKERS = ["rollout.workers=2", "engine_args={cache=false}"]
 VLLM = [
@@ -73,23 +70,23 @@ def test_a_vital_process_counts_as_gone_once_it_is_a_zombie(
     monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
 ) -> None:
     vital = {"raylet": psutil.Process(sleeper.pid), "gcs_server": psutil.Process()}
-    monkeypatch.setattr(ray_vitals, "_own", SimpleNamespace(vital=vital))
-    assert ray_vitals.ray_gone() == ""
+    monkeypatch.setattr(ray_cluster, "_own", SimpleNamespace(vital=vital))
+    assert ray_cluster.ray_gone() == ""
     sleeper.kill()
     while psutil.Process(sleeper.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert ray_vitals.ray_gone() == f"its raylet (pid {sleeper.pid})"
+    assert ray_cluster.ray_gone() == f"its raylet (pid {sleeper.pid})"
     sleeper.wait()
-    assert ray_vitals.ray_gone() == f"its raylet (pid {sleeper.pid})"
+    assert ray_cluster.ray_gone() == f"its raylet (pid {sleeper.pid})"
 
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was done to Ray; none is there."""
     done: list[str] = []
-    monkeypatch.setattr(ray_life, "LOOK", 0.02)
-    monkeypatch.setattr(ray_life, "abandon_ray", lambda: done.append("abandoned"))
-    monkeypatch.setattr(ray_life, "stop_ray", lambda: done.append("stopped"))
+    monkeypatch.setattr(ray_cluster, "LOOK", 0.02)
+    monkeypatch.setattr(ray_cluster, "abandon_ray", lambda: done.append("abandoned"))
+    monkeypatch.setattr(ray_cluster, "stop_ray", lambda: done.append("stopped"))
     return done
 
 
@@ -97,15 +94,15 @@ async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str], monkeypat
     async def fails(error: Exception = EngineError("its own")) -> None:
         raise error
 
-    assert await ray_life.while_ray_lives(asyncio.sleep(0.05, "result")) == "result"
+    assert await ray_cluster.while_ray_lives(asyncio.sleep(0.05, "result")) == "result"
     with pytest.raises(EngineError, match="its own"):
-        await ray_life.while_ray_lives(fails())
-    monkeypatch.setattr(ray_life, "_own", SimpleNamespace(vital={}))
-    monkeypatch.setattr(ray_life, "SETTLE", 0.2)
+        await ray_cluster.while_ray_lives(fails())
+    monkeypatch.setattr(ray_cluster, "_own", SimpleNamespace(vital={}))
+    monkeypatch.setattr(ray_cluster, "SETTLE", 0.2)
     for error, seconds in ((EngineError("its own"), 0.2), (ConfigError("a mistake"), 0.0)):
         began = time.monotonic()
         with pytest.raises(type(error)):
-            await ray_life.while_ray_lives(fails(error))
+            await ray_cluster.while_ray_lives(fails(error))
         assert seconds <= time.monotonic() - began < seconds + 0.15
     inner: list[str] = []
 
@@ -115,7 +112,7 @@ async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str], monkeypat
         finally:
             inner.append("ended")
 
-    task = asyncio.create_task(ray_life.while_ray_lives(long()))
+    task = asyncio.create_task(ray_cluster.while_ray_lives(long()))
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -126,9 +123,9 @@ async def test_work_without_a_loss_is_as_it_is_alone(ended: list[str], monkeypat
 @pytest.mark.parametrize("how", ["goes on", "fails of it", "fails before it shows", "will not end"])
 async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     lost = ""
-    monkeypatch.setattr(ray_life, "ray_gone", lambda: lost)
-    monkeypatch.setattr(ray_life, "END_S", 0.2)
-    monkeypatch.setattr(ray_life, "_own", SimpleNamespace(vital={}))
+    monkeypatch.setattr(ray_cluster, "ray_gone", lambda: lost)
+    monkeypatch.setattr(ray_cluster, "END_S", 0.2)
+    monkeypatch.setattr(ray_cluster, "_own", SimpleNamespace(vital={}))
 
     def lose() -> None:
         nonlocal lost
@@ -150,7 +147,7 @@ async def test_a_loss_ends_the_work_and_is_what_is_said(ended: list[str], monkey
 
     began = time.monotonic()
     with pytest.raises(WorkerDiedError, match=re.escape("Ray is no more: its GCS (pid 7) on this machine is gone")):
-        await ray_life.while_ray_lives(work())
+        await ray_cluster.while_ray_lives(work())
     assert time.monotonic() - began < 0.9
     # Ray first: what the work asks of it while it ends may never be answered.
     assert ended == (["abandoned", "stopped"] if how.startswith("fails") else ["abandoned", "cancelled", "stopped"])
@@ -170,20 +167,20 @@ def test_a_ray_that_starts_late_is_waited_for_and_one_whose_raylet_ended_is_not(
         return "there"
 
     monkeypatch.setattr(services, "get_node", get_node)
-    monkeypatch.setattr(ray_vitals, "POLL", 0.01)
+    monkeypatch.setattr(ray_cluster, "POLL", 0.01)
     raylet = psutil.Process(sleeper.pid)
-    monkeypatch.setattr(ray_vitals, "vitals", lambda since: {"raylet": raylet} if asked else {})
-    with ray_vitals.patient(10.0):
+    monkeypatch.setattr(ray_cluster, "vitals", lambda since: {"raylet": raylet} if asked else {})
+    with ray_cluster.patient(10.0):
         assert services.get_node("address", "node") == "there" and len(asked) == 3
     asked.clear()
     sleeper.kill()
     sleeper.wait()
-    with ray_vitals.patient(10.0), pytest.raises(ray_vitals.RayletEndedError) as seen:
+    with ray_cluster.patient(10.0), pytest.raises(ray_cluster.RayletEndedError) as seen:
         services.get_node("address", "node")
     assert len(asked) == 1 and not seen.value.late
     asked.clear()
-    monkeypatch.setattr(ray_vitals, "vitals", lambda since: {})
-    with ray_vitals.patient(0.0), pytest.raises(RuntimeError, match="not there"):
+    monkeypatch.setattr(ray_cluster, "vitals", lambda since: {})
+    with ray_cluster.patient(0.0), pytest.raises(RuntimeError, match="not there"):
         services.get_node("address", "node")
     assert services.get_node is get_node
 
@@ -199,18 +196,18 @@ def test_a_raylet_that_ended_is_started_again_within_the_limit_and_once_if_it_wa
         begun.append(clock[0])
         clock[0] += 0.1
         if len(begun) <= ends:
-            raise ResourceError("Ray does not start") from ray_vitals.RayletEndedError(late)
+            raise ResourceError("Ray does not start") from ray_cluster.RayletEndedError(late)
 
-    monkeypatch.setattr(runtime, "_start_once", start)
-    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(ray_cluster, "_start_once", start)
+    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with contextlib.nullcontext() if ends < tries else pytest.raises(ResourceError, match="Ray does not start"):
-        runtime._start_local(0.35, None)
+        ray_cluster._start_local(0.35, None)
     assert len(begun) == tries
 
 
 def test_a_sigterm_while_ray_starts_is_for_who_started_it() -> None:
     """Ray's handler, which is there from the beginning of its start, would end this process with code 15."""
-    runtime.stop_ray()
+    ray_cluster.stop_ray()
     got, us = list[int](), psutil.Process()
     began, over = threading.Event(), threading.Event()
 
@@ -224,14 +221,14 @@ def test_a_sigterm_while_ray_starts_is_for_who_started_it() -> None:
     striking = threading.Thread(target=strike)
     striking.start()
     try:
-        runtime.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
+        ray_cluster.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
         assert began.is_set() and got == [signal.SIGTERM]
-        assert runtime.is_connected() and runtime.ray_gone() == ""
+        assert ray_cluster.is_connected() and ray_cluster.ray_gone() == ""
     finally:
         over.set()
         striking.join()
         signal.signal(signal.SIGTERM, before)
-        runtime.stop_ray()
+        ray_cluster.stop_ray()
 
 
 def _of_the_test(*_: object) -> None: ...
@@ -240,15 +237,15 @@ def _of_the_test(*_: object) -> None: ...
 @pytest.fixture
 def vital() -> Iterator[dict[str, psutil.Process]]:
     """The vital processes of a real Ray of this process."""
-    runtime.stop_ray()
+    ray_cluster.stop_ray()
     before = signal.signal(signal.SIGTERM, _of_the_test)
-    runtime.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
+    ray_cluster.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
     # Ray's would end its processes and then this one, in the middle of a step.
     assert signal.signal(signal.SIGTERM, before) is _of_the_test
-    found = ray_vitals.vitals()
-    assert found.keys() == {"raylet", "gcs_server"} and runtime.ray_gone() == ""
+    found = ray_cluster.vitals()
+    assert found.keys() == {"raylet", "gcs_server"} and ray_cluster.ray_gone() == ""
     yield found
-    runtime.stop_ray()
+    ray_cluster.stop_ray()
 
 
 @linux
@@ -256,8 +253,8 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
     """And none is begun by what is still asked of it."""
     import ray
 
-    assert runtime._own is not None
-    mark, refused = runtime._own.mark, list[str]()
+    assert ray_cluster._own is not None
+    mark, refused = ray_cluster._own.mark, list[str]()
     everyone = family(vital, mark)
 
     async def work() -> None:
@@ -271,10 +268,10 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
                 refused.append(str(problem))
 
     with pytest.raises(WorkerDiedError, match=rf"its raylet \(pid {vital['raylet'].pid}\) on this machine is gone"):
-        await ray_life.while_ray_lives(work())
+        await ray_cluster.while_ray_lives(work())
     assert not ray.is_initialized() and len(refused) == 1
     assert carrying(mark) == []
-    assert [one for one in everyone if not ray_vitals._has_ended(one)] == []
+    assert [one for one in everyone if not ray_cluster._has_ended(one)] == []
 
 
 @linux
@@ -294,7 +291,7 @@ async def test_work_that_fails_of_an_agents_death_is_told_of_the_raylet(vital: d
             ray.get(actor.total.remote())
 
     with pytest.raises(WorkerDiedError, match=rf"Ray is no more: its raylet \(pid {vital['raylet'].pid}\)"):
-        await ray_life.while_ray_lives(work())
+        await ray_cluster.while_ray_lives(work())
     assert not ray.is_initialized()
 
 
@@ -302,7 +299,7 @@ async def test_work_that_fails_of_an_agents_death_is_told_of_the_raylet(vital: d
 @proof
 @pytest.mark.parametrize("victim", ["runtime env agent", "dashboard agent", "raylet", "GCS"])
 def test_a_ray_that_loses_a_process_while_it_starts_is_started_again(victim: str) -> None:
-    runtime.stop_ray()
+    ray_cluster.stop_ray()
     killed: list[int] = []
 
     def kill() -> None:
@@ -316,26 +313,26 @@ def test_a_ray_that_loses_a_process_while_it_starts_is_started_again(victim: str
     killer.start()
     began = time.monotonic()
     try:
-        runtime.start_ray(ClusterConfig(startup_timeout=300.0), object_store_bytes=100 << 20)
+        ray_cluster.start_ray(ClusterConfig(startup_timeout=300.0), object_store_bytes=100 << 20)
         assert killed and time.monotonic() - began < 250
         time.sleep(1)
-        assert runtime.ray_gone() == "" and killed[0] not in [one.pid for one in ray_vitals.vitals().values()]
+        assert ray_cluster.ray_gone() == "" and killed[0] not in [one.pid for one in ray_cluster.vitals().values()]
     finally:
-        runtime.stop_ray()
+        ray_cluster.stop_ray()
 
 
 @linux
 @proof
 def test_a_ray_that_is_stopped_after_it_lost_its_gcs_leaves_no_agents(vital: dict[str, psutil.Process]) -> None:
-    assert runtime._own is not None
-    mark = runtime._own.mark
+    assert ray_cluster._own is not None
+    mark = ray_cluster._own.mark
     everyone = family(vital, mark)
     vital["gcs_server"].kill()
     assert len(carrying(mark)) > 3
-    runtime.stop_ray()
+    ray_cluster.stop_ray()
     time.sleep(1)  # what was being forked shows
     assert carrying(mark) == []
-    assert [one for one in everyone if not ray_vitals._has_ended(one)] == []
+    assert [one for one in everyone if not ray_cluster._has_ended(one)] == []
 
 
 def family(vital: dict[str, psutil.Process], mark: bytes) -> list[psutil.Process]:
@@ -371,7 +368,7 @@ def carrying(mark: bytes) -> list[Path]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("struck") / "run.toml"
-    path.write_text(CONFIG.format(reward=REWARD, model=MODEL))
+    path.write_text(CONFIG.format(reward=Path(__file__).resolve().parents[1] / "e2e" / "short.json", model=MODEL))
     return path
 
 

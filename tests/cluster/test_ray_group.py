@@ -13,21 +13,8 @@ import pytest
 import ray
 import torch
 
-from agentrl.cluster import (
-    doctor as checks,
-)
-from agentrl.cluster import (
-    group as shard,
-)
-from agentrl.cluster import (
-    group as shared_folder,
-)
-from agentrl.cluster import (
-    ray_group as actors,
-)
-from agentrl.cluster import (
-    ray_group as column_store,
-)
+from agentrl.cluster import doctor, ray_group
+from agentrl.cluster import group as groups
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.utils.errors import (
@@ -97,7 +84,7 @@ def test_large_arguments_and_batches_are_shipped_once_to_all(four):
 
 async def test_a_folder_that_the_processes_do_not_share_is_seen_before_a_run_and_after_a_save(four, tmp_path, monkeypatch):
     """A path below /proc/self/cwd is another folder in each process, as a path is on machines with disks of their own."""
-    monkeypatch.setattr(shared_folder, "PATIENCE", 0.3)
+    monkeypatch.setattr(groups, "PATIENCE", 0.3)
     for machine in ("here", "there"):
         (tmp_path / machine / "out").mkdir(parents=True)
     before = Path.cwd()
@@ -106,21 +93,21 @@ async def test_a_folder_that_the_processes_do_not_share_is_seen_before_a_run_and
     try:
         own, same = Path("/proc/self/cwd/out"), tmp_path / "here" / "out"
         with pytest.raises(ConfigError, match=r"out: rank 0 of the group 'four', on .*does not see the file that this one wrote"):
-            await shared_folder.check_shared(four, own, "out")
-        await shared_folder.check_shared(four, same, "out")
+            await groups.check_shared(four, own, "out")
+        await groups.check_shared(four, same, "out")
         assert [*same.iterdir()] == [*(tmp_path / "there" / "out").iterdir()] == []  # no token stays
         (tmp_path / "there" / "out" / "part").write_text("12345")
         with pytest.raises(CheckpointError, match=r"the model: part \(1 of 1 files\), which rank 0 of the group 'four' has on"):
-            await shared_folder.check_arrived(four, own, "the model")
+            await groups.check_arrived(four, own, "the model")
         (same / "part").write_text("123")  # half of it
         with pytest.raises(CheckpointError, match="set out to one that they mount at the same path"):
-            await shared_folder.check_arrived(four, own, "the model")
+            await groups.check_arrived(four, own, "the model")
         (same / "part").write_text("12345")
-        await shared_folder.check_arrived(four, own, "the model")
+        await groups.check_arrived(four, own, "the model")
         same.chmod(0o500)
         if os.geteuid() != 0:  # root writes everywhere
             with pytest.raises(ConfigError, match="cannot write there"):
-                await shared_folder.check_shared(four, same, "out")
+                await groups.check_shared(four, same, "out")
     finally:
         same.chmod(0o700)
         os.chdir(before)
@@ -193,10 +180,10 @@ def test_doctor_checks_ray_and_the_pools_of_a_config(monkeypatch):
 
     stopped = []  # the tests share one Ray
     monkeypatch.setattr(runtime, "stop_ray", lambda: stopped.append(1))
-    fit = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig()})))
+    fit = list(doctor.check_ray(ClusterConfig(pools={"train": PoolConfig()})))
     assert [(f.check, f.level) for f in fit] == [("ray", "ok"), ("ports", "ok"), ("pools", "ok")] and stopped == [1]
     assert "gcs_server" in fit[1].found and "needs the token" in fit[1].found
-    tight = list(checks.check_ray(ClusterConfig(pools={"train": PoolConfig(per_node=999)})))
+    tight = list(doctor.check_ray(ClusterConfig(pools={"train": PoolConfig(per_node=999)})))
     assert tight[-1].level == "fail" and "pool train" in tight[-1].found
 
 
@@ -209,10 +196,10 @@ def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_
         sizes.append(sum(array.nbytes for array in arrays))
         return put(value, *args, **kwargs)
 
-    monkeypatch.setattr(column_store.ray, "put", counting)
+    monkeypatch.setattr(ray_group.ray, "put", counting)
     batch = ragged_batch([70_000, 5, 60_000, 0, 90_000])
     tokens = 220_005
-    before = len(column_store.COLUMNS)
+    before = len(ray_group.COLUMNS)
     assert four.run(Plain.count, batch)["rows"] == 5 / 4
     assert sum(sizes) == tokens * (8 + 2), "ids and half, once for four ranks"
     sizes.clear()
@@ -225,10 +212,10 @@ def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_
     batch["token_ids"].values().add_(3)  # what was put is no longer what the driver has
     changed = four.run(Plain.double, batch)
     assert torch.equal(changed["twice"].values(), batch["token_ids"].values() * 2) and sum(sizes) == tokens * 8
-    assert len(column_store.COLUMNS) == before + 3
+    assert len(ray_group.COLUMNS) == before + 3
     del batch, more, changed, out
     gc.collect()
-    assert len(column_store.COLUMNS) == before, "what the driver let go of is freed"
+    assert len(ray_group.COLUMNS) == before, "what the driver let go of is freed"
 
 
 async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_again(four, monkeypatch):
@@ -250,9 +237,9 @@ async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_
             ticks += 1
             await asyncio.sleep(0.001)
 
-    monkeypatch.setattr(column_store, "serialize", pulse(column_store.serialize))
-    monkeypatch.setattr(actors, "from_wire", pulse(actors.from_wire))
-    monkeypatch.setattr(shard, "restore_order", pulse(shard.restore_order))
+    monkeypatch.setattr(ray_group, "serialize", pulse(ray_group.serialize))
+    monkeypatch.setattr(ray_group, "from_wire", pulse(ray_group.from_wire))
+    monkeypatch.setattr(groups, "restore_order", pulse(groups.restore_order))
     task = asyncio.create_task(beat())
     out = await four.arun(Plain.double, ragged_batch([3, 1, 4, 1, 5]))
     task.cancel()

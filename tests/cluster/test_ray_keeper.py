@@ -54,11 +54,6 @@ def line_of(pid: int) -> str:
         return ""
 
 
-def agents_begun(tag: str) -> bool:
-    """Whether the raylet has started its agents; they look for it only seconds later."""
-    return any("agent" in word for pid in alive(tag) for word in line_of(pid).split()[:4] if word.endswith(".py"))
-
-
 @proof
 @pytest.mark.parametrize("moment", ["its agents start", "it is up"])
 def test_a_killed_driver_leaves_no_process_of_its_ray(moment: str) -> None:
@@ -71,7 +66,7 @@ def test_a_killed_driver_leaves_no_process_of_its_ray(moment: str) -> None:
         if moment == "it is up":
             assert driver.stdout.readline() == b"up\n"
         else:
-            while not agents_begun(tag):
+            while not any("agent" in word for pid in alive(tag) for word in line_of(pid).split()[:4] if word.endswith(".py")):
                 assert driver.poll() is None
         driver.kill()
         driver.wait()
