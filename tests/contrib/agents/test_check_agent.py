@@ -56,15 +56,14 @@ def test_a_rehearsal_plays_the_gold_turns_and_says_what_an_agent_that_fails_wrot
         rehearse(config_of(command=[*command, "3"]))
 
 
-def test_the_words_of_a_command_that_are_paths_are_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "there"
+def test_the_words_of_a_command_that_are_paths_are_beside_the_config(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = here / "there"
     folder.mkdir()
     (folder / "my.py").touch()
-    (tmp_path / "docs").mkdir()
+    (here / "docs").mkdir()
     (folder / "run.toml").write_text(
         'env = {id = "key_value"}\n[model.init]\n[agent]\ncommand = ["python", "./my.py", "docs"]\nenv = {KEY = "secret"}\n'
     )
-    monkeypatch.chdir(tmp_path)
     config = load_config(folder / "run.toml")
     assert config.agent is not None and config.agent.command == ["python", str(folder / "my.py"), "docs"]
     monkeypatch.chdir(folder)

@@ -46,8 +46,8 @@ class Scripted(Still):
         return Generation(turn, [-0.5] * len(turn), [3] * len(turn), "stop")
 
 
-def client_of(server, session="s"):
-    access = server.open(session)
+def client_of(server, session="s", **options):
+    access = server.open(session, **options)
     return openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key, max_retries=0)
 
 
@@ -192,20 +192,17 @@ async def test_a_stream_comes_token_by_token_and_is_the_whole_answer(embedded, r
     rows = [{"role": "user", "content": "q"}]
     asked = {"messages": rows, "n": 2, "logprobs": True}
     async with Endpoint(embedded, renderer, sampling=Sampling(max_tokens=90), decode=tokenizer.decode) as server:
-        access = server.open("early", seed=1)
-        async with openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key) as client:
+        async with client_of(server, "early", seed=1) as client:
             before, first = (await embedded.stats()).sampled_tokens, None
             create: Any = client.chat.completions.create
             async for chunk in await create(model="policy", stream=True, **asked):
                 if first is None and chunk.choices[0].delta.content:
                     first = (await embedded.stats()).sampled_tokens - before
             assert first is not None and first < 40 < (await embedded.stats()).sampled_tokens - before
-        access = server.open("streamed", seed=1)
-        async with openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key) as client:
+        async with client_of(server, "streamed", seed=1) as client:
             chunks, choices = await streamed(client, **asked, stream_options={"include_usage": True})
         session = await server.take("streamed")
-        access = server.open("whole", seed=1)
-        async with openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key) as client:
+        async with client_of(server, "whole", seed=1) as client:
             whole = await client.chat.completions.create(model="policy", **asked)  # type: ignore[call-overload]
     assert len(whole.choices) == len(choices) == len(session.ledgers) == 2
     for choice, ledger in zip(whole.choices, session.ledgers, strict=True):
@@ -224,8 +221,7 @@ async def test_a_stop_string_ends_sampling_and_the_ledger_holds_what_was_sampled
     rows = [{"role": "user", "content": "q"}]
     ledgers = []
     async with Endpoint(embedded, renderer, sampling=Sampling(max_tokens=90)) as server:
-        free = server.open("free", seed=4)
-        async with openai.AsyncOpenAI(base_url=free.openai_url, api_key=free.key) as client:
+        async with client_of(server, "free", seed=4) as client:
             said = (await client.chat.completions.create(model="policy", messages=rows)).choices[0].message.content
             ids = (ledger := (await server.take("free")).ledgers[0]).token_ids[ledger.sampled].tolist()
         pieces = [tokenizer.decode([number]) for number in ids]
@@ -233,8 +229,7 @@ async def test_a_stop_string_ends_sampling_and_the_ledger_holds_what_was_sampled
         stop = pieces[at][-1] + pieces[at + 1][0]
         count = next(n for n in range(len(ids)) if stop in tokenizer.decode(ids[:n]))
         for name in ("stopped", "streamed"):
-            access = server.open(name, seed=4)
-            async with openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key) as client:
+            async with client_of(server, name, seed=4) as client:
                 asked = {"messages": rows, "stop": [stop, "nowhere"]}
                 if name == "stopped":
                     create: Any = client.chat.completions.create
@@ -450,8 +445,7 @@ async def test_members_of_a_group_sample_apart_although_their_agents_ask_with_on
     rows = [{"role": "user", "content": "q"}]
     async with Endpoint(engine, renderer) as server:
         for name, seed in (("a", 1), ("b", 2), ("again", 1), ("free", None)):
-            access = server.open(name, seed=seed)
-            async with openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key) as client:
+            async with client_of(server, name, seed=seed) as client:
                 create: Any = client.chat.completions.create
                 for options in ({"seed": 7}, {}):
                     await create(model="policy", messages=rows, **options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -88,22 +90,12 @@ async def test_no_request_in_flight_is_harmed_and_none_is_a_servers_error(engine
         assert told and all(one.json()["error"]["message"] for one in told), field
 
 
-class Held:
+@asynccontextmanager
+async def held(renderer: Any, **options: Any) -> AsyncIterator[tuple[str, int, dict[str, str]]]:
     """An endpoint over no engine: for requests that never reach one."""
-
-    def __init__(self, renderer: Any, **options: Any) -> None:
-        from agentrl.contrib.agents.endpoint import Endpoint
-
-        self.server = Endpoint(None, renderer, **options)  # type: ignore[arg-type]
-
-    async def __aenter__(self) -> tuple[str, int, dict[str, str]]:
-        await self.server.start()
-        access = self.server.open("s")
-        at = httpx.URL(access.openai_url)
-        return access.openai_url, at.port or 0, {"authorization": f"Bearer {access.key}"}
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.server.close()
+    async with Endpoint(None, renderer, **options) as server:  # type: ignore[arg-type]
+        access = server.open("s")
+        yield access.openai_url, httpx.URL(access.openai_url).port or 0, {"authorization": f"Bearer {access.key}"}
 
 
 WHO = [
@@ -124,7 +116,7 @@ WHO = [
 
 
 async def test_who_may_ask(engine_parts: Any) -> None:
-    async with Held(engine_parts[1]) as (url, port, key), httpx.AsyncClient() as client:
+    async with held(engine_parts[1]) as (url, port, key), httpx.AsyncClient() as client:
         for headers, status in WHO:
             answer = await client.post(f"{url}/chat/completions", headers={**key, **headers}, content=b"{}")
             assert answer.status_code == status and "error" in answer.json(), (headers, answer.text)
@@ -134,15 +126,6 @@ async def test_who_may_ask(engine_parts: Any) -> None:
         writer.write(f"{line}authorization: {key['authorization']}\r\ncontent-length: 99999999999\r\n\r\n".encode())
         assert b" 413 " in await reader.readline()
         writer.close()
-
-
-async def test_a_key_is_of_one_session(engine_parts: Any) -> None:
-    engine_server = Endpoint(None, engine_parts[1])  # type: ignore[arg-type]
-    async with engine_server as server, httpx.AsyncClient() as client:
-        one, two = server.open("one"), server.open("two")
-        for url, key, status in ((one.openai_url, two.key, 401), (one.openai_url, one.key, 200), (two.openai_url, one.key, 401)):
-            answer = await client.get(f"{url}/models", headers={"authorization": f"Bearer {key}"})
-            assert answer.status_code == status
 
 
 async def test_a_large_body_is_refused_before_it_is_in_memory(engine_parts: Any) -> None:
@@ -155,7 +138,7 @@ async def test_a_large_body_is_refused_before_it_is_in_memory(engine_parts: Any)
             sent += 1 << 16
             yield b"[" * (1 << 16)
 
-    async with Held(engine_parts[1], max_body=1 << 18) as (url, _, key), httpx.AsyncClient() as client:
+    async with held(engine_parts[1], max_body=1 << 18) as (url, _, key), httpx.AsyncClient() as client:
         answer = await client.post(f"{url}/chat/completions", headers=key, content=pieces())
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
         many = b'{"messages":[' + b"{}," * 80_000 + b"{}]}"
@@ -167,13 +150,13 @@ async def test_connections_that_do_not_go_on_are_closed(engine_parts: Any, monke
     """Half a line, half the headers, half a body, a byte at a time; an answered connection and one whose turn is sampled stay."""
     for name, value in (("LOOK_S", 0.05), ("HEADERS_S", 0.5), ("BODY_GRACE_S", 0.5), ("BODY_RATE", 1 << 20)):
         monkeypatch.setattr(serving, name, value)
-    async with Held(engine_parts[1]) as (url, port, key):
+    async with held(engine_parts[1]) as (url, port, key):
         line = f"POST {httpx.URL(url).path}/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n".encode()
         head = line + f"authorization: {key['authorization']}\r\ncontent-length: 1000\r\n\r\n".encode()
         starts = [b"", b"PO", line, line + b"x-a: b\r\n", head, head + b"{"]
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5 * len(starts) + 3)]
-        slow, answered = held[-3:-1], held[-1]
-        for i, (_, writer) in enumerate(held[:-3]):
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5 * len(starts) + 3)]
+        slow, answered = opened[-3:-1], opened[-1]
+        for i, (_, writer) in enumerate(opened[:-3]):
             writer.write(starts[i % len(starts)])
         slow[0][1].write(line)
         slow[1][1].write(head)
@@ -183,15 +166,15 @@ async def test_connections_that_do_not_go_on_are_closed(engine_parts: Any, monke
             for (_, writer), byte in zip(slow, (b"x", b" "), strict=True):
                 writer.write(byte)
         await asyncio.sleep(0.2)
-        assert [reader.at_eof() or reader.exception() is not None for reader, _ in held[:-1]] == [True] * (len(held) - 1)
+        assert [reader.at_eof() or reader.exception() is not None for reader, _ in opened[:-1]] == [True] * (len(opened) - 1)
         assert b"401" in await answered[0].read(20)
         assert not answered[0].at_eof()  # kept alive, as clients expect
-        for _, writer in held:
+        for _, writer in opened:
             writer.close()
 
 
 async def test_headers_have_an_end(engine_parts: Any) -> None:
-    async with Held(engine_parts[1]) as (url, port, _):
+    async with held(engine_parts[1]) as (url, port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"GET {httpx.URL(url).path}/models HTTP/1.1\r\nhost: 127.0.0.1\r\n".encode())
         with pytest.raises(OSError):

@@ -13,7 +13,7 @@ from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import EngineError, PromptTooLongError
 from tests.conftest import proof
-from tests.contrib.agents.test_endpoint import Breaks, Scripted, bearer, call, posted
+from tests.contrib.agents.test_endpoint import Breaks, Scripted, bearer, call, client_of, posted
 from tests.contrib.agents.test_endpoint import embedded as embedded  # the fixtures
 from tests.contrib.agents.test_endpoint import renderer as renderer
 from tests.lazily import anthropic, openai
@@ -40,11 +40,6 @@ SCRIPT = [
     call("get", key="c"),
     Message("assistant", "done"),
 ]
-
-
-def openai_of(server, session="s"):
-    access = server.open(session)
-    return openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key, max_retries=0)
 
 
 def anthropic_of(server, session="s"):
@@ -94,7 +89,7 @@ async def response_agent(client, *, named, stream=False):
     [(False, True), (True, False), pytest.param(False, False, marks=proof), pytest.param(True, True, marks=proof)],
 )
 async def test_an_agent_over_responses_is_one_ledger(renderer, named, stream):
-    async with Endpoint(Scripted(renderer, SCRIPT), renderer) as server, openai_of(server) as client:
+    async with Endpoint(Scripted(renderer, SCRIPT), renderer) as server, client_of(server) as client:
         answer = await response_agent(client, named=named, stream=stream)
         session = await server.take("s")
     assert (answer.output_text, answer.status) == ("done", "completed")
@@ -193,7 +188,7 @@ async def test_anthropic_s_errors_have_their_own_form(renderer):
 
 async def test_responses_refuse_by_name_and_forget_nothing_of_another_session(renderer):
     engine = Scripted(renderer, [Message("assistant", "mine"), Message("assistant", "x")])
-    async with Endpoint(engine, renderer) as server, openai_of(server) as client, openai_of(server, "other") as other:
+    async with Endpoint(engine, renderer) as server, client_of(server) as client, client_of(server, "other") as other:
         first = await client.responses.create(model="policy", input="q")
         unkept = await client.responses.create(model="policy", input="q", store=False)
         for who, name in ((other, first.id), (client, unkept.id), (client, "resp_0")):
@@ -213,7 +208,7 @@ async def test_responses_refuse_by_name_and_forget_nothing_of_another_session(re
         access = server.open("late")
         assert (await posted(access, {"input": "q"}, "/v1/responses", **bearer("no")))[1]["error"]["code"] == "invalid_api_key"
     engine = Breaks(renderer, [Message("assistant", "only the begin")])
-    async with Endpoint(engine, renderer) as server, openai_of(server) as client:
+    async with Endpoint(engine, renderer) as server, client_of(server) as client:
         with pytest.raises(openai.APIError, match="the replica died"):
             async with client.responses.stream(model="policy", input="q") as events:
                 await events.get_final_response()
@@ -344,7 +339,7 @@ async def test_at_most_one_call_a_turn(renderer, tokenizer):
 
     engine = Says(renderer, [two, two, Message("assistant", "end")])
     rows: list[Any] = [{"role": "user", "content": "q"}]
-    async with Endpoint(engine, renderer) as server, openai_of(server) as client:
+    async with Endpoint(engine, renderer) as server, client_of(server) as client:
         chat: Any = client.chat.completions.create
         both = (await chat(model="p", messages=rows, tools=TOOLS)).choices[0].message
         assert len(both.tool_calls) == 2 and engine.samplings[0].stop == ()

@@ -318,13 +318,6 @@ async def leaves(episode: Episode) -> None:
     await asyncio.sleep(60)
 
 
-async def calls(name: str, episode: Episode) -> None:
-    async with client_of(episode) as client:
-        await ask(client, episode.messages)
-    await episode.call(name, {})
-    await asyncio.sleep(60)
-
-
 @pytest.mark.parametrize(("program", "agent", "stop", "reward", "error"), [
     (raises, {}, StopReason.AGENT_ERROR, None, "the agent failed (ValueError: no such file)"),
     (raises, {"blame": "policy"}, StopReason.AGENT_FAILED, 1.0, "the agent failed (ValueError: no such file)"),
@@ -346,7 +339,10 @@ def test_what_ends_an_episode_is_why_it_ended(
         name = program
 
         async def program(episode: Episode) -> None:
-            await calls(name, episode)
+            async with client_of(episode) as client:
+                await ask(client, episode.messages)
+            await episode.call(name, {})
+            await asyncio.sleep(60)
 
     trajectory = one(says("There are 3."), program=program, **agent)
     assert (trajectory.stop, trajectory.reward) == (stop, reward)
@@ -412,12 +408,7 @@ def test_a_prompt_that_is_too_long_is_refused_and_ends_the_episode() -> None:
 
 
 def test_the_agent_s_own_time_is_nobody_s_fault_but_counts() -> None:
-    async def slow(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages)
-            await asyncio.sleep(60)
-
-    trajectory = one(says("There are 3."), program=slow, limits=replace(LIMITS, episode_timeout=0.4))
+    trajectory = one(says("There are 3."), program=idles, limits=replace(LIMITS, episode_timeout=0.4))
     assert (trajectory.stop, trajectory.reward) == (StopReason.EPISODE_TIMEOUT, None)
     assert trajectory.cause is not None and trajectory.cause["infrastructure_s"] >= 0.4
     assert trajectory.timings["agent_s"] > 0.2

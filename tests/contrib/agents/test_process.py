@@ -64,11 +64,6 @@ def ended(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 20))
 
 
-async def ready(process: AgentProcess) -> None:
-    while "ready" not in process.stdout.text():
-        await asyncio.sleep(0.01)
-
-
 def test_a_command_that_is_not_there_ends_with_127_and_its_name() -> None:
     async def body() -> tuple[int, str]:
         process = await AgentProcess.start(["no-such-agent"], ENV)
@@ -84,7 +79,8 @@ def test_no_process_of_a_command_outlives_it(how: str, tmp_path: Path) -> None:
 
     async def body() -> None:
         process = await AgentProcess.start(command, ENV)
-        await ready(process)
+        while "ready" not in process.stdout.text():
+            await asyncio.sleep(0.01)
         if how == "it is ended":
             assert len([pid for pid in pids(note) if runs(pid)]) == 3
         assert len(pids(note)) == 3
@@ -97,30 +93,26 @@ def test_no_process_of_a_command_outlives_it(how: str, tmp_path: Path) -> None:
 
     try:
         if how == "its starter is killed":
-            _kill_a_starter(command)
+            starter = textwrap.dedent(f"""
+                import asyncio
+                from agentrl.contrib.agents.programs import AgentProcess
+                async def body():
+                    process = await AgentProcess.start({command!r}, {ENV!r})
+                    while "ready" not in process.stdout.text():
+                        await asyncio.sleep(0.01)
+                    print("ready", flush=True)
+                    await process.wait()
+                asyncio.run(body())
+            """)
+            driver = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE)
+            assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
+            driver.send_signal(signal.SIGKILL)
+            driver.wait()
             assert gone(pids(note), 1.0) == []
         else:
             ended(body())
     finally:
         end_surely(pids(note))
-
-
-def _kill_a_starter(command: list[str]) -> None:
-    starter = textwrap.dedent(f"""
-        import asyncio
-        from agentrl.contrib.agents.programs import AgentProcess
-        async def body():
-            process = await AgentProcess.start({command!r}, {ENV!r})
-            while "ready" not in process.stdout.text():
-                await asyncio.sleep(0.01)
-            print("ready", flush=True)
-            await process.wait()
-        asyncio.run(body())
-    """)
-    driver = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE)
-    assert driver.stdout is not None and driver.stdout.readline() == b"ready\n"
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
 
 
 def test_of_a_long_output_the_beginning_and_the_end_are_kept() -> None:

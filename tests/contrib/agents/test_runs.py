@@ -20,7 +20,6 @@ from tests.e2e.inside import config_of, episodes, execute, numbers, updates
 from tests.e2e.runs import Command
 
 pytestmark = pytest.mark.timeout(300)
-ROOT = Path(__file__).resolve().parents[3]
 AGENT = "agent.python=tests.contrib.agents.parts:plain_agent"
 COMMAND = f"agent.command={[sys.executable, '-S', str(Path(__file__).parent / 'agent_over_http.py')]}"
 SMALL = [
@@ -32,7 +31,6 @@ SMALL = [
     "model.init.hidden=32",
 ]
 # One episode after the other: which requests share a step of the engine decides about the last digits.
-ONE = "rollout.max_episodes=1"
 
 
 def learned(run: Path) -> list[dict[str, Any]]:
@@ -59,7 +57,7 @@ def malformed(episode: Trajectory) -> bool:
 def test_its_episodes_are_the_built_in_loop_s_and_a_resumed_run_is_the_unbroken_one(
     warm: str, agent: str, tmp_path: Path
 ) -> None:
-    steps = [warm, ONE, "steps=3", "rollout.groups=2", "checkpoint.every=1", "optim.schedule=constant"]
+    steps = [warm, "rollout.max_episodes=1", "steps=3", "rollout.groups=2", "checkpoint.every=1", "optim.schedule=constant"]
     unbroken = execute(config_of(tmp_path, "unbroken", agent, *steps))
     execute(config_of(tmp_path, "resumed", agent, *[text.replace("steps=3", "steps=1") for text in steps]))
     resumed = execute(config_of(tmp_path, "resumed", agent, *steps), resumed=True)
@@ -99,7 +97,7 @@ def test_no_agent_outlives_its_run(how: signal.Signals, tmp_path: Path) -> None:
         "eval.tasks=1",
         "sft=false",
     ]
-    command = Command(ROOT, "train", "configs/quickstart.toml", sleeps, *small, *SMALL)
+    command = Command(Path(__file__).resolve().parents[3], "train", "configs/quickstart.toml", sleeps, *small, *SMALL)
     try:
         while not note.exists() or not note.read_text().strip():
             time.sleep(0.05)

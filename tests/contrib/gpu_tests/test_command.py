@@ -62,22 +62,21 @@ def test_what_stands_behind_the_dashes_goes_to_pytest(capsys: pytest.CaptureFixt
 
 
 def test_a_run_fails_then_only_what_failed_is_run_again(
-    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    smi: Smi, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_well.py").write_text(WELL)
-    (tmp_path / "tests" / "test_many.py").write_text("import pytest\npytestmark = pytest.mark.gpus(3)\ndef test_a(): ...\n")
+    (here / "tests").mkdir()
+    (here / "tests" / "test_well.py").write_text(WELL)
+    (here / "tests" / "test_many.py").write_text("import pytest\npytestmark = pytest.mark.gpus(3)\ndef test_a(): ...\n")
     assert main(["test", "--cards", "0,1", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["counts"] == {"passed": 2, "failed": 1, "not run": 1} and told["exit_code"] == 1
     many, well = told["files"]
     assert well["cards"] == [0] and [test["outcome"] for test in well["tests"]] == ["passed", "passed", "failed"]
     assert many["problem"] == f"not run: {WHY}"
-    assert json.loads((tmp_path / ".pytest_cache" / "agentrl" / "results.json").read_text()) == told
-    assert ET.parse(tmp_path / ".pytest_cache" / "agentrl" / "junit.xml").getroot().tag == "testsuites"
-    (tmp_path / "tests" / "test_well.py").write_text(WELL.replace("not even", "even in (0, 1)"))
+    assert json.loads((here / ".pytest_cache" / "agentrl" / "results.json").read_text()) == told
+    assert ET.parse(here / ".pytest_cache" / "agentrl" / "junit.xml").getroot().tag == "testsuites"
+    (here / "tests" / "test_well.py").write_text(WELL.replace("not even", "even in (0, 1)"))
     assert main(["test", "--failed", "tests/test_well.py"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"1 passed, 0:\d\d\n", said) and re.search(r"== 1 file in 0:\d\d", said), said
@@ -171,25 +170,24 @@ def test_exit_codes(outcomes: list[str], problem: str | None, interrupted: bool,
     assert exit_code([FileResult("a.py", cases, seconds=1.0, problem=problem)], interrupted) == code
 
 
-def test_what_has_not_passed_is_remembered_until_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_has_not_passed_is_remembered_until_it_passes(here: Path) -> None:
     for result in RESULTS:
         Path(result.file).parent.mkdir(parents=True)
         Path(result.file).touch()
-    remember(tmp_path, [*RESULTS, FileResult("ok.py", (Case("test_a", "passed"),), seconds=3.0)])
+    remember(here, [*RESULTS, FileResult("ok.py", (Case("test_a", "passed"),), seconds=3.0)])
     x = [f"tests/a/test_x.py::{name}" for name in ("TestY::test_bad[a::b]", "test_cut", "test_never", "test_setup")]
-    assert failed_before(tmp_path, ["tests"]) == [*x, "tests/b/test_z.py"]
-    assert failed_before(tmp_path, [x[1], "tests/b"]) == [x[1], "tests/b/test_z.py"]
+    assert failed_before(here, ["tests"]) == [*x, "tests/b/test_z.py"]
+    assert failed_before(here, [x[1], "tests/b"]) == [x[1], "tests/b/test_z.py"]
     # A run of a part: one is mended, one is not, two were not asked for.
     part = (Case("test_setup", "passed"), Case("test_cut", "failed"))
-    remember(tmp_path, [FileResult("tests/a/test_x.py", part, seconds=1.0, part=True)])
-    assert failed_before(tmp_path, ["tests/a"]) == x[:3]
-    remember(tmp_path, [FileResult("tests/a/test_x.py", part[:1], seconds=1.0)])
+    remember(here, [FileResult("tests/a/test_x.py", part, seconds=1.0, part=True)])
+    assert failed_before(here, ["tests/a"]) == x[:3]
+    remember(here, [FileResult("tests/a/test_x.py", part[:1], seconds=1.0)])
     with pytest.raises(UserError, match="--failed: nothing of this has failed"):
-        failed_before(tmp_path, ["tests/a"])
-    (tmp_path / "failed.json").write_text("[")
+        failed_before(here, ["tests/a"])
+    (here / "failed.json").write_text("[")
     with pytest.raises(RunFolderError, match=r"failed.json is damaged .*: delete it"):
-        failed_before(tmp_path, ["tests"])
+        failed_before(here, ["tests"])
 
 
 def test_a_second_scheduler_is_kept_out_of_the_folder(tmp_path: Path) -> None:

@@ -144,9 +144,8 @@ def test_after(): pass
 
 
 def test_what_files_declare_is_collected_and_what_cannot_be_run_has_its_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     head = "import pytest\nfrom pytest import mark\n"
     for name, text in {
@@ -158,9 +157,9 @@ def test_what_files_declare_is_collected_and_what_cannot_be_run_has_its_result(
         "broken": "def broken(:\n",
         "skipped": "pytest.skip('not here', allow_module_level=True)\n",
     }.items():
-        (tmp_path / "tests").mkdir(exist_ok=True)
-        (tmp_path / "tests" / f"test_{name}.py").write_text(head + text)
-    jobs, results = collect(["tests"], ARGS, tmp_path / "out", 99.0)
+        (here / "tests").mkdir(exist_ok=True)
+        (here / "tests" / f"test_{name}.py").write_text(head + text)
+    jobs, results = collect(["tests"], ARGS, here / "out", 99.0)
     assert {job.file: (job.targets, job.gpus, job.timeout, job.tests) for job in jobs} == {
         "tests/test_two.py": (("tests/test_two.py",), 2, 90, ("test_a[a::b]", "test_a[1]")),
         "tests/test_some.py": (("tests/test_some.py",), 3, 99.0, ("test_b", "TestC::test_c")),
@@ -174,10 +173,10 @@ def test_what_files_declare_is_collected_and_what_cannot_be_run_has_its_result(
             "broken": "SyntaxError: invalid syntax",
         }.items()
     } | {("tests/test_skipped.py", None, "skipped", "not here")}
-    [job], [] = collect(["tests/test_none.py::test_e"], ARGS, tmp_path / "out", 99.0)
+    [job], [] = collect(["tests/test_none.py::test_e"], ARGS, here / "out", 99.0)
     assert (job.targets, job.tests) == (("tests/test_none.py::test_e",), ("test_e",))
     with pytest.raises(UserError, match=r"not found: .*test_none.py::test_x"):
-        collect(["tests/test_none.py::test_x"], ARGS, tmp_path / "out", 99.0)
+        collect(["tests/test_none.py::test_x"], ARGS, here / "out", 99.0)
 
 
 def test_a_test_that_is_run_again_is_what_it_was_last_and_a_failure_is_the_first_of_its_phases(tmp_path: Path) -> None:

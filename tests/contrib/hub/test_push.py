@@ -19,7 +19,6 @@ from agentrl.env.catalog import make_env
 from agentrl.utils.errors import RepositoryError, ResourceError
 from tests.run.hub import Hub, hub_on_loopback
 
-ROOT = Path(__file__).parents[3]
 CONFIG = """
 base = "quickstart"
 name = "lora"
@@ -78,7 +77,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def environment(at: Path, text: str = "") -> Path:
-    made = shutil.copytree(ROOT / "examples/own_environment/envs/thermostat", at / "thermostat")
+    made = shutil.copytree(Path(__file__).parents[3] / "examples/own_environment/envs/thermostat", at / "thermostat")
     (made / "notes.md").write_text(text or "warm\n")
     return Path(made)
 

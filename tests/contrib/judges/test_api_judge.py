@@ -469,17 +469,16 @@ def test_verdicts_are_kept_by_the_arguments(tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
-def test_a_judge_that_no_task_of_a_benchmark_asks_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_judge_that_no_task_of_a_benchmark_asks_needs_no_key(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    write_suite(tmp_path)
-    source = str(write_source(tmp_path / "checkout"))
+    write_suite(here)
+    source = str(write_source(here / "checkout"))
     judge = {"use": "judge", "args": {"model": "openai/gpt-4.1", "prompt": "Good? {transcript}", "range": [0, 1]}}
     asked = {"op": "gate", "if": judge, "then": 1, "when": {"$": "/task/data/family", "eq": "odd"}}
     root = {"op": "product", "of": [{"use": "episode.stopped"}, asked]}
 
     def check(**params: Any) -> None:
-        config = with_spec(tmp_path, root).model_dump(exclude_unset=True)
+        config = with_spec(here, root).model_dump(exclude_unset=True)
         env = {**config["env"], "id": "sums", "params": {"source": source, **params}}
         config = TrainConfig.model_validate({**config, "env": env})
         preflight(config, free=True)

@@ -338,17 +338,6 @@ def named(model: str, **args: Any) -> dict[str, Any]:
     return {**LEAF, "args": {**LEAF["args"], "model": model, **args}}  # type: ignore[dict-item]
 
 
-def plain_model(judge: Path, folder: Path) -> Path:
-    """The model with a tokenizer that has no chat template."""
-    shutil.copytree(judge, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for file in folder.glob("chat_template*"):
-        file.unlink()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 ENGINE = "reward.judge.engines.strict"
 REFUSED: dict[str, tuple[list[str], Any, str]] = {
     "unknown judge": ([], named("engine:strickt"), r"judged#/root: model = 'engine:strickt': .*did you mean 'strict'\?"),
@@ -381,7 +370,14 @@ def test_what_cannot_work_is_refused_by_name(case: str, judge: Path, tmp_path: P
 
 
 def test_a_model_without_a_chat_template_is_refused(judge: Path, tmp_path: Path) -> None:
-    found = refused(tmp_path, plain_model(judge, tmp_path / "plain"))
+    folder = tmp_path / "plain"
+    shutil.copytree(judge, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for file in folder.glob("chat_template*"):
+        file.unlink()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    found = refused(tmp_path, folder)
     assert found.startswith(f"{ENGINE}.path = {tmp_path / 'plain'}: its tokenizer has no chat template")
 
 

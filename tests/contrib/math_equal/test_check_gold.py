@@ -68,26 +68,24 @@ def run(path: Path, changed: dict[str, Any], root: dict[str, Any] = ROOT, whole:
     check_gold(scored(config, compile_spec(spec)))
 
 
-def test_the_task_is_named_of_either_split_and_before_any_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run(tmp_path, {}, whole=True)
+def test_the_task_is_named_of_either_split_and_before_any_episode(here: Path) -> None:
+    run(here, {}, whole=True)
     # Not one of the first three tasks, whose gold solutions are played before a run.
     broken: dict[str, Any] = {"t11": {"gold": {"answer": "no idea"}}}
     with pytest.raises(
         ConfigError, match=r"task 't11' of the split 'train': at /root of .*'no idea' is no mathematics .* Correct the task"
     ):
-        run(tmp_path, broken, whole=True)
+        run(here, broken, whole=True)
     with pytest.raises(ConfigError, match=r"task 't18' of the split 'heldout'"):
-        run(tmp_path, {"t18": {"gold": {"answer": ""}}})
+        run(here, {"t18": {"gold": {"answer": ""}}})
     with pytest.raises(ConfigError, match=r"task 't5' .*resolves to nothing"):
-        run(tmp_path, {"t5": {"gold": {"result": "6"}}})
+        run(here, {"t5": {"gold": {"result": "6"}}})
 
 
-def test_what_an_episode_may_do_without_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_an_episode_may_do_without_is_not_asked(here: Path) -> None:
     broken: dict[str, Any] = {"t11": {"gold": {"answer": "no idea"}}}
     other = {"use": "text.equals", "args": {"expect": {"$": "/task/gold/answer"}}}
-    run(tmp_path, broken, {**ROOT, "missing": 0})
-    run(tmp_path, broken, {"op": "any", "of": [other, {**ROOT, "when": {"$": "/task/gold/answer", "ne": "no idea"}}]})
+    run(here, broken, {**ROOT, "missing": 0})
+    run(here, broken, {"op": "any", "of": [other, {**ROOT, "when": {"$": "/task/gold/answer", "ne": "no idea"}}]})
     with pytest.raises(ConfigError, match="at /root/of/1 of"):
-        run(tmp_path, broken, {"op": "any", "of": [other, ROOT]})
+        run(here, broken, {"op": "any", "of": [other, ROOT]})

@@ -310,19 +310,14 @@ def test_who_is_ended_while_the_data_is_read_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) == before
 
 
-def shifted(played: Path, folder: Path) -> Path:
-    """The episodes with every token another one: those of another tokenizer."""
+def test_another_tokenizers_tokens_are_refused_by_name_and_rendered_anew_if_asked(
+    played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = [Trajectory.from_json(json.loads(line)) for line in (played / "trajectories" / "step_000001.jsonl").open()]
     table = [one.to_json() for one in made]
     for row, one in zip(table, made, strict=True):
         row["ledgers"] = [{**ledger.to_json(), "token_ids": [token ^ 1 for token in ledger.ids()]} for ledger in one.ledgers]
-    return written(folder / "other.jsonl", table)
-
-
-def test_another_tokenizers_tokens_are_refused_by_name_and_rendered_anew_if_asked(
-    played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = shifted(played, tmp_path)
+    file = written(tmp_path / "other.jsonl", table)
     assert sft("--data", str(file), out=tmp_path) == 2
     said = capsys.readouterr().err
     assert "other.jsonl:2" in said and "sampled with another one" in said and "data.rerender=true" in said

@@ -17,18 +17,15 @@ from tests.run.own_spec import with_spec
 DIES = [sys.executable, "-c", "import sys; sys.exit('no licence file at /etc/licence')"]
 
 
-def test_a_dead_server_is_refused_with_what_it_wrote_in_a_dry_run_too(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dead_server_is_refused_with_what_it_wrote_in_a_dry_run_too(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = json.dumps(DIES)
     assert main(["train", "quickstart", "engine=embedded", "--dry-run", f"tools.mcp.shop.command={command}"]) == 2
     said = capfd.readouterr().err
     assert "tools.mcp.shop: MCP server 'shop'" in said and "it wrote: no licence file at /etc/licence" in said
-    assert not (tmp_path / "runs").exists()
+    assert not (here / "runs").exists()
     with pytest.raises(ConfigError, match=r"tools\.mcp\.shop: .*no-such-program"):
-        preflight(with_spec(tmp_path, tools={"mcp": {"shop": {"command": ["no-such-program"]}}}))
-    preflight(with_spec(tmp_path, tools={"mcp": {"shop": {"command": ["no-such-program"]}}}, health={"preflight": False}))
+        preflight(with_spec(here, tools={"mcp": {"shop": {"command": ["no-such-program"]}}}))
+    preflight(with_spec(here, tools={"mcp": {"shop": {"command": ["no-such-program"]}}}, health={"preflight": False}))
 
 
 SHOP = """

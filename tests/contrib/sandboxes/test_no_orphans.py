@@ -119,9 +119,18 @@ asyncio.run(main())
 """
 
 
-def ended_driver(provider: str, image: str, mark: str, how: signal.Signals, folder: Path) -> None:
-    """A process with two sandboxes in which six sleeps run; it is ended by a signal to it alone."""
-    env = {**os.environ, "TMPDIR": str(folder)}
+@pytest.mark.parametrize(
+    "provider",
+    ["local", pytest.param("bubblewrap", marks=proof), pytest.param("podman", marks=proof), pytest.param("docker", marks=proof)],
+)
+@pytest.mark.parametrize("how", [signal.SIGKILL, *(pytest.param(how, marks=proof) for how in (signal.SIGINT, signal.SIGTERM))])
+def test_a_driver_that_ends_takes_its_sandboxes_with_it(provider: str, how: signal.Signals, mark: str, tmp_path: Path) -> None:
+    made = SANDBOXES.bind(provider, {})()
+    if reason := made.unavailable():
+        pytest.skip(reason)
+    lasting = "images" in SANDBOXES.entry(provider).traits
+    image = tiny_image(provider) if lasting else ""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, provider, mark, image], env=env, start_new_session=True, stderr=subprocess.DEVNULL
     )
@@ -133,19 +142,6 @@ def ended_driver(provider: str, image: str, mark: str, how: signal.Signals, fold
         assert until(lambda: not marked(mark), 20.0), [name_of(pid) for pid in marked(mark)]
     finally:
         driver.kill()
-
-
-@pytest.mark.parametrize(
-    "provider",
-    ["local", pytest.param("bubblewrap", marks=proof), pytest.param("podman", marks=proof), pytest.param("docker", marks=proof)],
-)
-@pytest.mark.parametrize("how", [signal.SIGKILL, *(pytest.param(how, marks=proof) for how in (signal.SIGINT, signal.SIGTERM))])
-def test_a_driver_that_ends_takes_its_sandboxes_with_it(provider: str, how: signal.Signals, mark: str, tmp_path: Path) -> None:
-    made = SANDBOXES.bind(provider, {})()
-    if reason := made.unavailable():
-        pytest.skip(reason)
-    lasting = "images" in SANDBOXES.entry(provider).traits
-    ended_driver(provider, tiny_image(provider) if lasting else "", mark, how, tmp_path)
     if how is signal.SIGINT:
         assert not [path for path in tmp_path.iterdir() if path.name.startswith("agentrl-")]
     if lasting:

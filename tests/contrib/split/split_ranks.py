@@ -194,23 +194,18 @@ def wanted() -> dict[str, Case]:
     return {name: CASES[name] for name in sys.argv[2:]} or SHORT
 
 
-def warm_up(path: str) -> None:
-    """Import in the parent what the ranks would each import: a forward pass alone, as autograd must not be in use when a process
-    forks."""
+def main(out: Path) -> None:
+    models, cases = out / "models", wanted()
+    for name in sorted({case.model for case in cases.values()}):
+        family, changed = MODELS[name]
+        build_family(models / name, family, **changed)
+    path = str(models / next(iter(cases.values())).model)
     import torch._dynamo  # noqa: F401  # FSDP2 imports it when it first shards
     from transformers.distributed import tensor_parallel  # noqa: F401
 
     actor = Actor(WorkerContext("ranks", 0, Mesh.of({"dp": 1}, 1)))
     actor.init_model(path, ModelConfig(), toy_optim())
     actor.compute_logprob(noisy())
-
-
-def main(out: Path) -> None:
-    models, cases = out / "models", wanted()
-    for name in sorted({case.model for case in cases.values()}):
-        family, changed = MODELS[name]
-        build_family(models / name, family, **changed)
-    warm_up(str(models / next(iter(cases.values())).model))
     ones = forked({"dp": 1}, out, lambda _: [alone(models, out, name) for name in {case.model for case in cases.values()}])
     meshes = {tuple(case.mesh.items()): case.mesh for case in cases.values()}
     for mesh in meshes.values():

@@ -267,11 +267,7 @@ def _rows(**shares: tuple[int, int]) -> dict[str, tuple[float | None, int]]:
         for name, (right, n) in shares.items()
         for i in range(n)
     ]
-    return {row.name: (row.value, row.n) for row in find_class().official(episodes)}
-
-
-def find_class() -> Any:
-    return type(toy("simple_python"))
+    return {row.name: (row.value, row.n) for row in type(toy("simple_python")).official(episodes)}
 
 
 def test_the_table_has_the_leaderboards_means_and_weights() -> None:

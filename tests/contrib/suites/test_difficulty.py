@@ -66,12 +66,11 @@ def test_changed_paths(before: Any, after: Any, paths: list[str]) -> None:
 
 
 def test_the_command_prints_families_and_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "220")
-    write_suite(tmp_path)
-    source = write_source(tmp_path / "checkout")
+    write_suite(here)
+    source = write_source(here / "checkout")
     assert main(["env", "difficulty", "sums", f"source={source}", "--all-tasks", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     # One term of "easy", two of the others; each is added by a call, and the total changes.

@@ -21,7 +21,6 @@ LAKE: dict[str, Any] = {
     "actions": ["left", "down", "right", "up"],
     "rules": "Walk from 0 to 15 on a 4 x 4 board without holes.",
 }
-GOLD = ["down", "down", "right", "right", "down", "right"]
 
 
 def test_a_game_through_the_act_tool() -> None:
@@ -29,7 +28,7 @@ def test_a_game_through_the_act_tool() -> None:
     observation, _ = env.reset(seed=0)
     assert "Actions: left, down, right, up" in observation[0].content and observation[1].content == "0"
     assert "invalid_argument" in env.step(call("act", action="jump"))[0][0].content
-    seen = [env.step(call("act", action=action))[0][0].content for action in GOLD]
+    seen = [env.step(call("act", action=action))[0][0].content for action in ["down", "down", "right", "right", "down", "right"]]
     assert seen[:5] == ["4", "8", "9", "10", "14"] and "Reward: 1" in seen[5]
     record = env.trajectory
     assert record.terminated and record.state == {"reward": 1.0, "steps": 6, "ending": "terminated"}

@@ -58,12 +58,9 @@ def test_ngrams() -> None:
     assert ngrams("A b, c d", 3) == {"a b c", "b c d"} and ngrams("A!", 3) == {"a"} and ngrams("...", 3) == set()
 
 
-def test_the_command_prints_what_is_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_suite(tmp_path)
-    source = write_source(tmp_path / "checkout", splits=True)
+def test_the_command_prints_what_is_shared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_suite(here)
+    source = write_source(here / "checkout", splits=True)
     assert main(["env", "leaks", "sums", f"source={source}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     # Held out are "odd0" (adds 2, 3) and "odd1" (3, 3); training tasks add 2, 3 and 2 (with 2), 3 (with 2).

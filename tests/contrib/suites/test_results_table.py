@@ -64,17 +64,16 @@ def test_a_row_has_every_seed_and_a_mean_only_of_played_categories() -> None:
 
 
 def test_the_command_prints_all_started_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for seed in range(3):
-        (tmp_path / "runs" / f"s{seed}").mkdir(parents=True)
+        (here / "runs" / f"s{seed}").mkdir(parents=True)
     plain = {"simple_python": [False, True, None], "irrelevance": [True] * 12}
     better = {"simple_python": [True, True, True], "irrelevance": [True] * 11 + [False]}
     for seed in range(2):
-        write(tmp_path / "evals" / f"s{seed}" / "start" / "test", plain)
-        write(tmp_path / "evals" / f"s{seed}" / "final" / "test", better)
-    write(tmp_path / "evals" / "s2" / "start", plain)
+        write(here / "evals" / f"s{seed}" / "start" / "test", plain)
+        write(here / "evals" / f"s{seed}" / "final" / "test", better)
+    write(here / "evals" / "s2" / "start", plain)
 
     def run(*words: str) -> tuple[int, str]:
         names = [f"runs/s{seed}" for seed in range(3)]
@@ -83,14 +82,14 @@ def test_the_command_prints_all_started_runs(
         said = capsys.readouterr()
         return code, said.out + said.err
 
-    code, said = run("--untouched", str(write(tmp_path / "evals" / "u", plain)), "--json", "found.json")
+    code, said = run("--untouched", str(write(here / "evals" / "u", plain)), "--json", "found.json")
     assert code == 0 and "s2: started, without an evaluation of start and final" in said
     lines = {line.split(" | ")[0].strip("| "): line for line in said.splitlines()}
     assert "| simple_python | 2 | 0.500 | 0.500 (0.500, 0.500) | 1.000 (1.000, 1.000) | +0.500 (" in said, (
         "unscored is in no mean"
     )
     assert "-0.083" in lines["irrelevance"] and len(said.splitlines()) == 2 + 2 + 1 + 2 + 2 + 2
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((here / "found.json").read_text())
     assert found["seeds"] == ["s0", "s1"] and found["without"] == ["s2"]
     assert statistics.fmean(found["rows"][0]["grpo"]) == 1.0
     code, said = run("--k", "2")

@@ -246,11 +246,10 @@ def test_knobs_have_ranges(params: dict[str, Any]) -> None:
         "SELECT '\ud800'",
     ],
 )
-def test_only_reading_is_allowed(sql: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_only_reading_is_allowed(sql: str, here: Path) -> None:
     with pytest.raises(ToolError):
         sqlite.query(IMAGE, sql, LIMITS)
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
     assert sqlite.query(IMAGE, "SELECT COUNT(*) FROM orders", LIMITS).rows == [[120]]
 
 

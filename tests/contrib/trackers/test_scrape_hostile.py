@@ -34,16 +34,6 @@ def port_of(endpoint: MetricsEndpoint) -> int:
     return int(endpoint.url.rpartition(":")[2].partition("/")[0])
 
 
-def raw(endpoint: MetricsEndpoint, request: bytes, seconds: float = 10.0) -> bytes:
-    """What comes back, until the server ends the connection."""
-    with socket.create_connection(("127.0.0.1", port_of(endpoint)), timeout=seconds) as link:
-        link.sendall(request)
-        found = b""
-        while part := link.recv(65_536):
-            found += part
-    return found
-
-
 HOST = b"Host: 127.0.0.1\r\n"
 END = b"Connection: close\r\n\r\n"
 TWO_HOSTS = (403, b"one Host") if find_spec("httptools") else (400, b"Invalid HTTP request")
@@ -67,7 +57,12 @@ TWO_HOSTS = (403, b"one Host") if find_spec("httptools") else (400, b"Invalid HT
     ids=range(10),
 )  # fmt: skip
 def test_a_request_is_answered_or_refused_by_name(endpoint: MetricsEndpoint, request_: bytes, status: int, said: bytes) -> None:
-    head, _, body = raw(endpoint, request_).partition(b"\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", port_of(endpoint)), timeout=10.0) as link:
+        link.sendall(request_)
+        found = b""
+        while part := link.recv(65_536):
+            found += part
+    head, _, body = found.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status) and said in body, (head, body[:300])
     assert request_[:4] != b"HEAD" or (body == b"" and b"content-length: 0" not in head)
 

@@ -269,10 +269,6 @@ def ids(tab: Tab) -> list[str]:
     return tab.page.eval_on_selector_all("[data-episode]", "all => all.map(one => one.dataset.episode)")
 
 
-def total(tab: Tab) -> int:
-    return int(tab.page.get_attribute("[data-total]", "data-total"))
-
-
 def shows(tab: Tab, count: int) -> None:
     tab.wait("n => document.querySelector('[data-total]')?.dataset.total === String(n)", count)
 
@@ -280,7 +276,7 @@ def shows(tab: Tab, count: int) -> None:
 def test_facets_and_filters_of_episodes(tab: Tab) -> None:
     everything = expected_rows()
     tab.go("run/first/episodes", "[data-episode]")
-    assert total(tab) == len(everything) == 128 and len(ids(tab)) == 100
+    assert int(tab.page.get_attribute("[data-total]", "data-total")) == len(everything) == 128 and len(ids(tab)) == 100
     stops = Counter(row["of"].stop.value for row in everything)
     assert tab.texts("[data-facet=stop] li .value") == ["done", "env_error", "max_turns"]
     assert tab.texts("[data-facet=stop] li .count") == [str(stops[name]) for name in ("done", "env_error", "max_turns")]

@@ -77,11 +77,10 @@ def test_what_an_episode_changed(tmp_path: Path) -> None:
         ('id = "no_such"', "no_such"),
     ],
 )
-def test_nothing_is_started_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: str, said: str) -> None:
+def test_nothing_is_started_for_it(here: Path, env: str, said: str) -> None:
     """A run folder from elsewhere must not choose what runs on this machine."""
-    monkeypatch.chdir(tmp_path)
-    folder = run_folder(tmp_path / "runs" / "r", {"step_000001": [played(3)]})
+    folder = run_folder(here / "runs" / "r", {"step_000001": [played(3)]})
     folder.config.write_text(f'name = "r"\n[model.init]\n[env]\n{env}\n')
-    found = client(tmp_path / "runs").ask("/runs/r/episodes/step_000001.0")
+    found = client(here / "runs").ask("/runs/r/episodes/step_000001.0")
     assert found["state_diff"] is None and said in found["state_problem"]
-    assert not (tmp_path / "started").exists()
+    assert not (here / "started").exists()

@@ -143,8 +143,7 @@ async def imported() -> dict[str, object]:
     }
 
 
-def sums() -> object:
-    """A server of theirs whose actions are calls of tools."""
+async def imported_tools() -> dict[str, object]:
     from fastmcp import FastMCP
     from openenv.core.env_server.mcp_environment import MCPEnvironment
     from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
@@ -172,11 +171,9 @@ def sums() -> object:
         def state(self):
             return State(step_count=0)
 
-    return create_fastapi_app(Sums, CallToolAction, CallToolObservation, max_concurrent_envs=4)
-
-
-async def imported_tools() -> dict[str, object]:
-    env = OpenEnv(url=serve(sums()), name="theirs/Sums-v0")
+    env = OpenEnv(
+        url=serve(create_fastapi_app(Sums, CallToolAction, CallToolObservation, max_concurrent_envs=4)), name="theirs/Sums-v0"
+    )
     await env.areset(seed=2)
     assert env.trajectory.env_id == "theirs/Sums-v0"
     answers = []

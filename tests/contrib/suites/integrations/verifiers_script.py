@@ -16,7 +16,39 @@ from agentrl.env.catalog import EnvRef
 from agentrl.reward import compile_spec, load_spec
 
 
-async def export() -> dict[str, object]:
+def double(n: int) -> int:
+    """twice a number"""
+    return 2 * n
+
+
+async def imported() -> dict[str, object]:
+    rows = [{"question": f"double {n}", "answer": str(2 * n)} for n in range(4)]
+
+    def right(completion, answer) -> float:
+        return float(completion[-1].content == answer)
+
+    theirs = vf.ToolEnv(
+        dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:2]),
+        tools=[double],
+        rubric=vf.Rubric(funcs=[right]),
+    )
+    env = VerifiersEnv(environment=theirs)
+    rewards = []
+    for text in ("2", "7"):
+        observation, _ = await env.areset(seed=1, options={"split": "heldout"})
+        assert observation[-1].content == "double 1"
+        assert env.toolbox.schemas()[0]["function"]["parameters"]["properties"]["n"]["type"] == "integer"
+        turn = Message("assistant", tool_calls=(ToolCall("double", {"n": 1}),))
+        observation, _, over, _, _ = await env.astep(turn)
+        assert [m.content for m in observation] == ["2"] and not over, observation
+        _, _, over, _, _ = await env.astep(text)
+        assert over
+        rewards.append(env.trajectory.state["reward"])
+    return {"rewards": rewards, "tasks": [env.make_task(seed, "train").id for seed in range(3)]}
+
+
+async def main() -> None:
     ref = EnvRef("key_value", {"calls": 4, "set_share": 0.0})
     scorer = compile_spec(load_spec(ref.default_reward()))
     env = to_verifiers(ref.build, scorer, tasks=3)
@@ -60,43 +92,7 @@ async def export() -> dict[str, object]:
         await env.rubric.score_rollout(state)
         rewards.append(state["reward"])
         assert not state["agentrl_env"].is_open
-    return {"rewards": rewards}
-
-
-def double(n: int) -> int:
-    """twice a number"""
-    return 2 * n
-
-
-async def imported() -> dict[str, object]:
-    rows = [{"question": f"double {n}", "answer": str(2 * n)} for n in range(4)]
-
-    def right(completion, answer) -> float:
-        return float(completion[-1].content == answer)
-
-    theirs = vf.ToolEnv(
-        dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:2]),
-        tools=[double],
-        rubric=vf.Rubric(funcs=[right]),
-    )
-    env = VerifiersEnv(environment=theirs)
-    rewards = []
-    for text in ("2", "7"):
-        observation, _ = await env.areset(seed=1, options={"split": "heldout"})
-        assert observation[-1].content == "double 1"
-        assert env.toolbox.schemas()[0]["function"]["parameters"]["properties"]["n"]["type"] == "integer"
-        turn = Message("assistant", tool_calls=(ToolCall("double", {"n": 1}),))
-        observation, _, over, _, _ = await env.astep(turn)
-        assert [m.content for m in observation] == ["2"] and not over, observation
-        _, _, over, _, _ = await env.astep(text)
-        assert over
-        rewards.append(env.trajectory.state["reward"])
-    return {"rewards": rewards, "tasks": [env.make_task(seed, "train").id for seed in range(3)]}
-
-
-async def main() -> None:
-    print(json.dumps({"version": vf.__version__, "export": await export(), "import": await imported()}))
+    print(json.dumps({"version": vf.__version__, "export": {"rewards": rewards}, "import": await imported()}))
 
 
 asyncio.run(main())
