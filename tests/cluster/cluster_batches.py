@@ -1,7 +1,5 @@
 """Ragged batches for the tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

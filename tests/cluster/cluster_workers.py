@@ -1,7 +1,5 @@
 """Worker classes for the tests: importable by name, as Ray's processes need them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A worker that enters a collective, in a module that imports little: a process of it starts in half the time of one of
 `cluster_workers.py`, which imports tensordict."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from agentrl.cluster.worker import Broadcast, Strategy, Worker

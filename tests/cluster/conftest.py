@@ -1,7 +1,5 @@
 """A local Ray for a module of tests, whose workers can import the modules next to this file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

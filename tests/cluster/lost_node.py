@@ -4,8 +4,6 @@
 A process of its own: it gives its Ray a token, which the Ray of another test would not know.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

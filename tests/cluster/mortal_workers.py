@@ -1,7 +1,5 @@
 """Workers that hang, die and start again. They take no batches and import no torch, which is most of what a start costs."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """At which address the others are told to come: never loopback once the cluster has two machines."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sys

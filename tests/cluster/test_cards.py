@@ -1,7 +1,5 @@
 """The cards of a worker process: those that Ray gave it, and the device that it computes on."""
 
-from __future__ import annotations
-
 import pytest
 import ray
 import torch

@@ -1,7 +1,5 @@
 """`agentrl doctor`: what it finds, and its exit code."""
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """The network guard, on this machine and in a network namespace whose own address does not route back."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Of the inline backend: each thread that computes has the number of threads that is asked for."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A cluster that cannot be joined is named in seconds; test_two_nodes.py asks a real head with a real token."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

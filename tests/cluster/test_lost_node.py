@@ -1,7 +1,5 @@
 """A node of a joined cluster is lost, with a training process on it (`make proofs`, two minutes on a quiet machine)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Pools: pure placement, its table, and the config keys."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -7,8 +7,6 @@ killed, with a training process: test_lost_node.py. The driver, at random moment
 docs/cluster.md has the table of what must happen. `make proofs` runs the matrix, `make test` what notices the death of a Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

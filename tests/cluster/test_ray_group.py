@@ -1,7 +1,5 @@
 """The Ray backend: real processes, real failures."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """A driver that is killed leaves nothing of its Ray, and nothing of another's is touched."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`agentrl train` with Ray is two processes: what the first makes of how the second ends, and of signals."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pty

@@ -1,7 +1,5 @@
 """Who connects to a local Ray needs its token. Ray listens on every interface."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Processes without a pool on nodes with GPUs: which node gets how many."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

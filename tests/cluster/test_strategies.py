@@ -1,7 +1,5 @@
 """Every strategy with ragged batches of few and many rows; inline here, over Ray in test_ray_group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

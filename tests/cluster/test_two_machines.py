@@ -4,8 +4,6 @@
 in seconds, in test_address.py, test_joining.py, test_ray_group.py, test_async_save.py and test_publish_routes.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

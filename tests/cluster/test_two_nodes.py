@@ -1,8 +1,6 @@
 """Two Ray nodes on one machine, behind a token: who may join, pools per node, the shelf on the workers, a run over both,
 replicas in a pool."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A worker imports what the driver imports: the working directory comes last, and another agentrl is refused by name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

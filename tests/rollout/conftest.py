@@ -1,7 +1,5 @@
 """Parts for rollout tests: the real environment, renderer and reward spec; an engine whose faults are chosen."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rollout workers whose processes are tasks of this one: real sockets and frames, one start for many cases."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 

@@ -1,7 +1,5 @@
 """A real HTTP server on loopback that speaks the OpenAI chat API: an API model, a judge and a simulated user in one."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

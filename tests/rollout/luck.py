@@ -1,7 +1,5 @@
 """A reward by chance, which the episode's own words decide."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Work on long texts happens in threads, so that other episodes go on: in one episode, whose loop ticks meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

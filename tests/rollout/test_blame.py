@@ -1,7 +1,5 @@
 """Whose time it was: what the policy used up is scored, what the infrastructure lost is unscored and tried again."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """Conversations that outgrow their context: what the model saw, token by token, and each sampled token once."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import random

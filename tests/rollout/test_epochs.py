@@ -1,7 +1,5 @@
 """A finite pool of tasks is gone through without replacement, epoch by epoch, whatever is dropped, killed or resumed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """A group whose members all score the same grows, and nothing else of it changes: from a config, with its neighbours."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The experts in a ledger stay beside the tokens that went to them: against plain lists, in files, in forks and in a batch."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from typing import Any

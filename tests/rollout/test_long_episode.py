@@ -1,7 +1,5 @@
 """Episodes of 200 turns on a real engine and model, up to the model's whole context, exact to the token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

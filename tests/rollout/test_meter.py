@@ -1,7 +1,5 @@
 """What an engine did since it was last asked: tokens a second, the cache's share, who runs and who waits."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Groups of several environments in one run: in which shares they are drawn, what a resume draws, and what a collector does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Where requests go: every one to a host that can take it, sessions to their caches, load to where the least is queued."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which task a group gets: middle success is preferred, stages advance, and a resume goes on exactly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

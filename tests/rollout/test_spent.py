@@ -1,7 +1,5 @@
 """Every sampled token is counted once, and those that are thrown away by why: against what the engine says that it sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """`staged` with a share of the next stage's tasks, and back when success falls: from a config, in order, late and resumed."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every request has a random stream of its own, greedy ones are greedy, and groups start when the bound has room."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Samplers and evaluation under rewards that a cost, a scale or a comparison shapes: they ask for success."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

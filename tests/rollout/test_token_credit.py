@@ -1,7 +1,5 @@
 """From spec over evidence to the token, through the real loop: environment, renderer, ledger, scorer, batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

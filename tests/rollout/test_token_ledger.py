@@ -1,7 +1,5 @@
 """The token ledger against plain lists, its memory, its files, and what it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -5,8 +5,6 @@ error, or a line, names the file), or a fault: "traceback", "hang", "wrong" (a r
 "unnamed" (an error that does not say what is damaged).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

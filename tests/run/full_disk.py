@@ -1,7 +1,5 @@
 """A disk that is full at a chosen writer: a small tmpfs, which a file of zeros fills at the moment when the writer begins."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import importlib

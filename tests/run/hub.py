@@ -1,7 +1,5 @@
 """A Hugging Face hub on loopback, as much of it as `huggingface_hub` asks for in an upload of a folder and a download."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Small run folders, written by the classes that runs write them with, of episodes made up here."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A config with a spec of the test's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

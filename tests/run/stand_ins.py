@@ -1,7 +1,5 @@
 """What stands in the place of an actor and of a vLLM replica, in their processes: it imports no torch and starts at once."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, ClassVar
 

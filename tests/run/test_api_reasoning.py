@@ -1,7 +1,5 @@
 """Reasoning models behind an API, and models that call badly: a strict server that refuses what such providers refuse."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

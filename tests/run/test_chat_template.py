@@ -1,7 +1,5 @@
 """`model.chat_template`: a model whose template knows no tools plays with them, and is saved with the template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

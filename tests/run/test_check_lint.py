@@ -1,7 +1,5 @@
 """A reward spec is tried before the run: what makes it pointless is refused with its place, what is suspicious is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sizes that do not fit are refused before the run, those that do pass; a toy's learning rate on a real model is warned of."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext

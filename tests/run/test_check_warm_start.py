@@ -1,7 +1,5 @@
 """A warm start that cannot be is refused before anything starts; a transcript too long for a row is left out and counted."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 from dataclasses import replace

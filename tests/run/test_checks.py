@@ -1,7 +1,5 @@
 """What is refused before a run: the list in agentrl/run/checks says each check, and each check says what it reads."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import defaultdict

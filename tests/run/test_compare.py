@@ -1,7 +1,5 @@
 """Evaluations side by side: the difference is that of the tasks that both have, with the interval of differences."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

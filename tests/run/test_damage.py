@@ -1,7 +1,5 @@
 """Damaged run folders: no command ends in a traceback, hangs, or goes on wrong; `make proofs` plays the whole matrix."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

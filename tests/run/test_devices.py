@@ -1,7 +1,5 @@
 """What a run decides by its devices is decided by the nodes that run its roles, not by the driver's machine."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import sys

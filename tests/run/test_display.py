@@ -1,7 +1,5 @@
 """The progress display: what is shown, in what order, and that a terminal stays in order; plain lines where there is none."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -1,7 +1,5 @@
 """`agentrl train --dry-run`: the memory that it prints is that of a computation by hand, and what cannot fit is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

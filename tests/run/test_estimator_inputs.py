@@ -1,7 +1,5 @@
 """remax and multi_reward in a real session: rollouts, columns, advantages, an update. No process is started."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,8 +1,6 @@
 """A full disk at each writer of a run: one line names it, the summary says so, and what goes on once there is space equals the
 whole."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import shutil

@@ -3,8 +3,6 @@
 Four nodes of eight each; that the head node may have none is in test_devices.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ The models have the real ones' layers, key heads and their width, which decide t
 train on a CPU; what needs CUDA itself (memory of a real card, the copy of a growing cache through host memory) is not seen here.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that learns nothing is told from one that does, by its rows alone: what it says, and as what it ends."""
 
-from __future__ import annotations
-
 import json
 import re
 import weakref

@@ -1,7 +1,5 @@
 """A run that would train on what it is evaluated on is refused, by the task's name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """configs/recipes/horizon: every stage is a task that fits the limits, each longer than the last, and success climbs them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

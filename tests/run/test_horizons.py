@@ -1,8 +1,6 @@
 """Success, reward and length by horizon, the number of gold calls of a task: against counts by hand, from the config to every
 place that says it."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """Tools that hang keep nobody else from the threads: what shares a process with them goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Results are continued by their own config only: what differs is named, with both values, before anything is played."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

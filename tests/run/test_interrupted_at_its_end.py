@@ -1,7 +1,5 @@
 """A signal at the end of a step, while its checkpoint is written, or at that of the run, with its curve and summary."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """One driver a run folder: a second one is refused by the first one's name, and a killed one keeps nobody out."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Work that swallows its cancellation does not keep a run from ending."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

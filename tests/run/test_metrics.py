@@ -1,7 +1,5 @@
 """The table of metric names: it knows what the code logs, and the page is made from it. Rows of real runs: tests/e2e/runs.py."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

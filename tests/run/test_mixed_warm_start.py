@@ -1,7 +1,5 @@
 """The warm start over several environments: whose transcripts there are, and that each has to reach its own gate."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each of these asks for ticks of the loop from inside the work. On the loop's own thread none would ever come.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

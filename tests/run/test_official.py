@@ -1,7 +1,5 @@
 """The rows of a suite's own table, computed from episodes by hand here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 

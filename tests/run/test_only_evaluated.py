@@ -1,7 +1,5 @@
 """An environment with weight 0 is only evaluated: what training needs is asked of it nowhere."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keys that say in which processes the roles run, and with what they are started."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from contextlib import nullcontext

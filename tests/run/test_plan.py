@@ -1,7 +1,5 @@
 """The plan that `--dry-run` prints: its numbers are those of an arithmetic by hand, and of the code that cuts batches."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A plan has places: `--nodes 4x8` assigns each process to a card, by the code of a run, and refuses what has none by its key."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Updates while episodes go on: a request that comes while weights arrive waits for them, and no group fails for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

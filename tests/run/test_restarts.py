@@ -3,8 +3,6 @@
 The whole run with a killed process is tests/e2e/test_train.py; here each attempt dies by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

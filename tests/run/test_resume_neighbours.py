@@ -1,8 +1,6 @@
 """A run that is broken off and resumed equals the unbroken one to the digit, next to what else has a state: a curriculum, a
 mixture, a suite's user rounds, files that rotate, an environment on a server, and rollout workers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`rollout.workers` of a run: what is refused before it, and real processes that are killed and stopped while it goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

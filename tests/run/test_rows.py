@@ -1,7 +1,5 @@
 """What a metrics row says of episodes, against sums by hand: terms, metrics, tools, stops, causes, lengths; null is never 0."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run says at its end can be typed as it stands: the evaluation that it names asks the same tasks, scored the same way."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Each file of a whole checkpoint is replaced by a pickle that would run, and sealed again: a resume runs none."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from pathlib import Path

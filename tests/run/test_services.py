@@ -1,7 +1,5 @@
 """A leaf and a service of the user's own: made once for a run, checked before it, started, asked and ended with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a session makes of its config: which model it starts from, and what each of its parts is told."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One update stays readable: the files and functions that it enters are within .ci/budgets.json."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`stop_at_success`: a run that has reached it is at its end, also if it is killed or stopped before it has said so."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Signals that ask a run to stop, sent to real processes: it ends soon, with 130, and names the newest checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """`tokens/*.jsonl` against what this file computes from the episodes itself: advantages from rewards, ratios from the model's
 log probabilities before the update."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

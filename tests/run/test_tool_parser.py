@@ -1,7 +1,5 @@
 """`model.tool_parser`: every name is taken or refused with the nearest one; a parser must fit the template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Timelines of steps (`profile/step_*.json.gz`), read by track and checked."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Counting the bytes that tensor operations allocate and that are alive at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """What every training engine must do (`BaseEngine`). A test module gives the fixtures `made`, a function that makes an engine of
 `tiny`, and `traits`. Several ranks are not here: `ranks.py` and `split_ranks.py` have the layouts of each engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Tiny models of families with other mixers than attention, with random weights none of which is without effect."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

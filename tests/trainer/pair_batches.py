@@ -1,7 +1,5 @@
 """The batch and the tiny models whose losses TRL computed (benchmarks/parts/trl_losses.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Written from the papers and the docstrings of the config: plain transformers, wh
 and Hutter 2019, arXiv:1711.05101). Nothing of it comes from agentrl.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ Run as a script it does everything that this room's tests want of several ranks,
     python ranks.py OUT MODEL       OUT/<layout>.pt: metrics and gradients;  OUT/killed_<world>/: checkpoints
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import math

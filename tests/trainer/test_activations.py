@@ -1,7 +1,5 @@
 """What is counted on the meta device is what a real pass saves, and the peak of a real pass and its backward pass."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

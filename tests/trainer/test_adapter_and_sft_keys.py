@@ -1,7 +1,5 @@
 """What each key of [sft] and [model.lora] does to the weights: by how much, and to which."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """PackedSequences attention: equal to one row at a time, and never a leak between rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

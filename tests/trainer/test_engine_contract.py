@@ -1,8 +1,6 @@
 """Each of agentrl's own training engines, in one process: without a process group if it can, else in one of one rank (the other
 way is a long form)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

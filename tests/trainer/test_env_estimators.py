@@ -1,7 +1,5 @@
 """Environments with advantage estimators of their own, in one batch: each estimator gets its rows, and only these."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

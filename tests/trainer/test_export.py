@@ -1,7 +1,5 @@
 """`agentrl export`: a checkpoint becomes a folder that plain transformers loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

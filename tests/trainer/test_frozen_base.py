@@ -1,7 +1,5 @@
 """The reference of a run with adapters is the actor's own model without them: no second model, and the same numbers."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

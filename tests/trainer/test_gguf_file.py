@@ -1,7 +1,5 @@
 """`agentrl init-model FOLDER --from FILE.gguf`: the model of a GGUF file as a folder that can be trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

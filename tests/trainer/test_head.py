@@ -1,7 +1,5 @@
 """The rule from hidden states to logits, measured: of families that scale, cap or shift them, and of what it cannot express."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -2,8 +2,6 @@
 
 Each payload makes a file if any of it runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The tiny model and the frozen tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

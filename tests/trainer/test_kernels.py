@@ -1,7 +1,5 @@
 """Faster layers: compiled ones compute what plain ones compute, and what needs a GPU says so before a model is loaded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Loading and exporting: each rank holds its own shards, bit for bit what transformers loads, and never the whole model."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Chunked logprobs against log_softmax over the full logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Keys that say on which meshes and in which precision the trainer computes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """A reference that moves: which weights it has after each update, what KL is measured to it, that a resume goes on with it, and
 what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

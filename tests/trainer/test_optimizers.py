@@ -1,7 +1,5 @@
 """Every optimizer that a config can name: its step, what it keeps, how it goes on, and the learning rate that it has."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One row a pass (`model.packing`): the same update as from packed rows, with at most one row in each micro-batch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ways to spread or thin the training of one model: each gives the results of the plain one."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A training step in pieces: `forward_backward` and `optim_step` do what `update` does, and gradients of several calls add up to
 those of one batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Loss and gradient do not depend on packing, micro-batch size, rank count or Ulysses; a kill -9 in the middle
 of a background save loses that save and nothing else. The ranks' work is done once, by `ranks.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

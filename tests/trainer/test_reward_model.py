@@ -1,7 +1,5 @@
 """The reward model: scores of plain transformers, added to the reward of whole episodes."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

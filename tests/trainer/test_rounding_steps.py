@@ -1,8 +1,6 @@
 """A minibatch in which nothing is to be learned, under a KL penalty to a reference that is still the policy: its gradient is
 rounding, which the first step of Adam makes as large as any other. Layouts that agree to rounding differ from there on."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention of rows that share prefixes, as two parts joined by their sums, against one softmax under a mask in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

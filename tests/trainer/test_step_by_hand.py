@@ -1,7 +1,5 @@
 """What a step does, against a computation of its own: temperature, schedules of two roles, the KL. Single keys: test_keys.py."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training step with `gae_turns`: what the critic regresses on, what the actor gets, and that the critic comes to know it."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

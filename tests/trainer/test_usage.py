@@ -1,7 +1,5 @@
 """What an update says of the cards it runs on: FLOPs by hand, the peak of a card, and the columns of a row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """The host does not wait for the GPU within an optimizer step: every number that it reads there makes the GPU idle until the
 next kernels are queued."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random models of families whose attention or head differs from Llama's, and what their own eager forward says of a row."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Made-up batches for the tests of this room."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of agents share: an environment, an engine that is a function of prompt and seed, agents, and a harness."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """What cannot go with an agent is refused by name before a run, and a rehearsal says what an agent does."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is kept of an agent's words: never its key, and nothing that UTF-8 cannot hold; and how much of them is read."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Every field of a request with a value of another type: refused by name, with the status that no client repeats."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

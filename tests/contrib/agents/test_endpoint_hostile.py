@@ -1,8 +1,6 @@
 """Hostile clients of the endpoint, beside innocent ones on the embedded engine: what they send is refused by name, and nobody
 else's turn changes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

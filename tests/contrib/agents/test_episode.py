@@ -1,7 +1,5 @@
 """An agent's episode: what the policy sampled, what was called, what ends it, and who is to blame."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

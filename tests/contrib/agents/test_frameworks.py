@@ -1,7 +1,5 @@
 """Agents of the frameworks that people use, unchanged: each plays an episode with tools, and is trained for a few updates."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import replace

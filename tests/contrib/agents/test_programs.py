@@ -1,7 +1,5 @@
 """Agents that are commands and URLs, the tools as real MCP clients see them, and what is refused before a run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

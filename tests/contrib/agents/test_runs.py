@@ -1,8 +1,6 @@
 """Whole runs with an agent, in `make proofs`: trained as the built-in loop's episodes are, resumed, with adapters, stale weights
 and rollout workers, and ended without a trace."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

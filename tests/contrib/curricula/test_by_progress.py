@@ -1,7 +1,5 @@
 """`by_progress`: the weight of an arm is how far its success rose or fell, from a config and through a resume."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`predicted`: the pass rate of a task from its parameters, learned group by group, from a config and through a resume."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Gold solutions of tasks at which a whole group failed (`algorithm.demonstrations`): which, their tokens, and where refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import defaultdict

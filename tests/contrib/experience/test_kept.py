@@ -1,7 +1,5 @@
 """Rare successes that are kept (`algorithm.experience`) and demonstrations: which, for how long, and what they do to a step."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixers of tokens other than attention see one row alone, in every layout of the rows; with the gradients of rows alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The probe tells a family that is computed right from one that is not, and says which, what differed and by how much."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

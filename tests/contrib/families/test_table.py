@@ -1,7 +1,5 @@
 """docs/families.json has what the probe finds, for every causal language model of transformers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

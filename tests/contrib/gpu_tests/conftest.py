@@ -1,7 +1,5 @@
 """Cards of a stand-in for `nvidia-smi`, which prints what the real one does."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

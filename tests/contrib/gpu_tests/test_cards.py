@@ -1,7 +1,5 @@
 """Which cards there are, which to use, and which are free."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`agentrl test` as a user types it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

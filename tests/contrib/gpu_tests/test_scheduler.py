@@ -1,7 +1,5 @@
 """The scheduler's loop with made-up sessions and a made-up clock, so that hours of scheduling take milliseconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

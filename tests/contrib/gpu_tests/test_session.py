@@ -1,7 +1,5 @@
 """Real pytest sessions, on a made-up clock: no limit is waited for."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

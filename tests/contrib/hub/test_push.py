@@ -1,7 +1,5 @@
 """`agentrl push` and `pull` through huggingface_hub, with a hub on loopback: all files arrive, and no secrets leave."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

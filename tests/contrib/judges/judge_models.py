@@ -1,7 +1,5 @@
 """Judges of tests: tiny models that say something else of another text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

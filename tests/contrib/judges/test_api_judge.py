@@ -1,7 +1,5 @@
 """The judge over litellm against a real HTTP server on loopback that speaks the OpenAI API, and its checks before a run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,8 +1,6 @@
 """Judges on engines of the run's own (`reward.judge.engines`), from configs: what they say is the reward, what they cannot say is
 no reward, and what cannot work is refused by name."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

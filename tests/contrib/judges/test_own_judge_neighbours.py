@@ -1,8 +1,6 @@
 """Judges on engines of the run's own beside what else there is: several environments and judges, comparisons within a group,
 evaluations, records and replays, recorded episodes, and a judge that was trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

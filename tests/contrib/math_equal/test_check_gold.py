@@ -1,7 +1,5 @@
 """Gold that `math.equal` cannot read ends a run before it starts, with the task's name, and from a config."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

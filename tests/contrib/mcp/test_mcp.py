@@ -1,7 +1,5 @@
 """MCP with real server processes on this machine: their tools in an episode."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """MCP servers as they are: what real ones answer and what hostile ones do, in this process, over stdio and over HTTP."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

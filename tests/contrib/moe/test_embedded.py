@@ -1,8 +1,6 @@
 """The experts that the embedded engine tells: those of a plain forward pass over the same ids, whatever was cached or done
 again."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

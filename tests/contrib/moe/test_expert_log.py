@@ -1,8 +1,6 @@
 """Which experts a request's tokens went to, from made-up steps: chunks, the prefix cache, what is computed again, and who
 never asks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """A trainer that sends tokens to the experts that the engine sent them to: in every pass of the policy, however rows are
 packed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routers that are watched and dictated, family by family, against gates worked out in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

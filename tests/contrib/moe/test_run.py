@@ -1,7 +1,5 @@
 """A run of a tiny mixture of experts whose trainer repeats the engine's choices, from config to metrics; and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The experts that vLLM tells: those of a plain forward pass over the same ids, through prefix caches, batches and a publish."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which episodes of runs are trained on and paired: tasks told apart, branches of others, rows that are damaged."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a run on data learns and measures, over a store whose episodes have rows of their own: against plain forward passes."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

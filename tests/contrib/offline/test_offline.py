@@ -1,7 +1,5 @@
 """Runs on data from the command line: each loss, what is chosen and refused, Ctrl-C and resume."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

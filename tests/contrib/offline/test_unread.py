@@ -1,7 +1,5 @@
 """A key that is set and read by nothing is refused with what would read it; its default may be written out."""
 
-from __future__ import annotations
-
 import pytest
 
 from agentrl.config import TrainConfig

@@ -1,7 +1,5 @@
 """Questions before a run."""
 
-from __future__ import annotations
-
 from agentrl.config import TrainConfig
 from agentrl.contrib.preflight.services import check_preflight
 from agentrl.run.assembly import scorer_of

@@ -1,7 +1,5 @@
 """`agentrl train --dry-run` calls each plug-in that a config names on made-up data, and names the one that fails."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

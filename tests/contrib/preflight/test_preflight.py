@@ -1,7 +1,5 @@
 """MCP servers are started once before a run, and keys are there. (Models behind an API: test_api_eval.py.)"""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Whether an episode has room for its gold solution: the numbers against the real loop at exactly these limits, and what is
 refused, shown and left out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

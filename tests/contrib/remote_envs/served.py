@@ -1,7 +1,5 @@
 """A server of an environment in a thread of the test's process, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The same seeds give the same episodes in this process and over HTTP: messages, turns, tools, state, score, to the digit."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack

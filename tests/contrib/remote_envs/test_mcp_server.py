@@ -1,7 +1,5 @@
 """An environment served over MCP, to real clients."""
 
-from __future__ import annotations
-
 import base64
 import json
 import socket

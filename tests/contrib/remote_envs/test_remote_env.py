@@ -1,7 +1,5 @@
 """`env.url`: what is refused before a run, what `--dry-run` says, and rollouts that are those of a run without it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A run against an environment on a server: the numbers of the run that has it in its own process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

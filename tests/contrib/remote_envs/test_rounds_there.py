@@ -1,7 +1,5 @@
 """Replays by round of an environment elsewhere: its user is heard, and scores are those of the environment here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a session survives (lost answers, the client's death) and what it does not (the server's restart, silence, refusals)."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Users with tools of their own on a server: their calls come back with the record, and replays put a recorded user there."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

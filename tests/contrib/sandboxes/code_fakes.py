@@ -1,7 +1,5 @@
 """Code that would rather pass its tests than be right, by the trick that it tries."""
 
-from __future__ import annotations
-
 REPORT = b'{"passed": {"t::a": true}, "why": {}, "broken": null, "fault": null}'
 """What the tests' process writes if all pass."""
 

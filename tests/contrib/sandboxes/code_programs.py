@@ -1,7 +1,5 @@
 """Tests and code, with what the grading owes: right code is paid, wrong code is not, and a fault of the tests is null."""
 
-from __future__ import annotations
-
 UNIT = """
 import unittest, solution
 class TestAll(unittest.TestCase):

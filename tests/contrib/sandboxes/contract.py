@@ -1,7 +1,5 @@
 """What every sandbox provider passes. A provider's test file makes `Contract` a base and says how its sandboxes start."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """What a command in bubblewrap finds beside its folder: this machine's /proc and /dev, where it must change and fill nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

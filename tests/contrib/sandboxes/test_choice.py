@@ -1,7 +1,5 @@
 """Which of this machine's own sandboxes is chosen: by a probe of the real program, once a process, and said once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

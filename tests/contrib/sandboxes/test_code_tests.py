@@ -1,7 +1,5 @@
 """`code.tests`: what tests find of code, and code that would rather pass than be right."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

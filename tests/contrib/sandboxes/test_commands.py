@@ -1,7 +1,5 @@
 """The local sandbox with commands: what they may do among themselves, and what they cannot do to others."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -1,7 +1,5 @@
 """The harbor environment: tasks as folders, their tests as the judge, and a policy that would rather write its own verdict."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The local sandbox with Python code that may start no process: attacked in every way that docs/sandboxes.md names."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """However an episode or the process that plays it ends, no process and no folder of its sandboxes is left."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

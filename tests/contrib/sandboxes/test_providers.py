@@ -1,7 +1,5 @@
 """The contract, for each provider that can be had here; the others are skipped with the reason."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

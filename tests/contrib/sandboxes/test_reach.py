@@ -3,8 +3,6 @@ signals by file descriptors, truncation on old kernels, priorities, System V's o
 
 Each is tried by Python code and, in `make proofs`, by a command and with the filter as an older kernel gets it."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -4,8 +4,6 @@ python split_families.py OUT FAMILY ...       OUT/<family>.json: the largest err
                                               each parameter's own, over two micro-batches
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 python split_ranks.py OUT [CASE ...]       OUT/<model>.pt: of one rank;  OUT/<case>.pt, OUT/<case> saved, exported: of four
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

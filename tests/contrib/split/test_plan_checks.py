@@ -1,7 +1,5 @@
 """Tensor and expert parallelism that a model, or the rest of the config, does not allow is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

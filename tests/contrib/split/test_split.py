@@ -1,8 +1,6 @@
 """Tensor and expert parallelism: what four ranks compute that split matrices, heads and experts is what one rank computes, and
 what they save, export and publish is what it would. The ranks' work is done once, by `split_ranks.py`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small benchmark in tau2-bench's layout, written for these tests: lamps, and a plug that only the customer can reach."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

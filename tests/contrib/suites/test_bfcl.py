@@ -4,8 +4,6 @@ The comparison with the leaderboard's own checkers on its own data is benchmarks
 the package can be found.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What `agentrl env difficulty` counts, by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A benchmark's code in processes of another interpreter: answers, faults, ends, and processes that one episode holds."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Plain Gymnasium environments as tool environments."""
 
-from __future__ import annotations
-
 import string
 from typing import Any
 

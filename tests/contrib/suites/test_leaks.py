@@ -1,7 +1,5 @@
 """What training and held-out tasks share, counted by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """benchmarks/results_table.py: accuracies, paired gains and their intervals of evaluations written by hand."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

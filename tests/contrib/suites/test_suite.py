@@ -1,7 +1,5 @@
 """A suite over a benchmark's own folder: where its source comes from, its splits, its record, and what commands say of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

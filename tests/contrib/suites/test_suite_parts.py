@@ -1,7 +1,5 @@
 """What suites share: versions, published tools, scripted gold, official rows, calls as text, worlds in other processes."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

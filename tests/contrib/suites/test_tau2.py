@@ -1,7 +1,5 @@
 """The tau2 suite, on a small benchmark in its layout; and, if AGENTRL_TAU2_SOURCE names a checkout, against tau2's verdicts."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A benchmark of six sums in three families, and the suite that reads it: written to a shelf and a source folder by tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

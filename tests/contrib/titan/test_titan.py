@@ -1,7 +1,5 @@
 """torchtitan's models in one process, against plain transformers; its ranks are in the contract suite."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Iterator

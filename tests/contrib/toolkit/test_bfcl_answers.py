@@ -1,7 +1,5 @@
 """Gold solutions of BFCL's tasks, whose gold is possible answers."""
 
-from __future__ import annotations
-
 from agentrl.contrib.toolkit.bfcl_calls import possible_call, solvable
 from tests.contrib.toolkit.test_bfcl_languages import FUNCTION, GOLD, RIGHT
 

@@ -4,8 +4,6 @@ What each text must give is written by hand, from what the leaderboard's package
 benchmarks/parity/bfcl.py compares with the package itself.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

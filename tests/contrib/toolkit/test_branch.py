@@ -1,7 +1,5 @@
 """A branch of a large state behaves as a deep copy of it, changes nothing but itself, and holds only what was touched."""
 
-from __future__ import annotations
-
 import copy
 import heapq
 import json

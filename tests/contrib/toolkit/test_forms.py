@@ -1,7 +1,5 @@
 """Tools, calls, results, nulls and reasoning in the forms of others: as they were meant, or refused by the key."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Weights & Biases, MLflow and Trackio, the real packages, offline: what a run gives them is in their files, each row once,
 also after a resume that does steps again. `AGENTRL_PROOFS=1 pytest tests/contrib/trackers/test_packages.py` installs them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """Hostile clients of the endpoint that Prometheus scrapes: refused by name or sent away, while a scrape is answered."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,8 +1,6 @@
 """One small run tells OpenTelemetry of its steps, is scraped by Prometheus and writes a timeline of a step: each says what was
 really done, and when."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

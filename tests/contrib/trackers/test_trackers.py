@@ -1,7 +1,5 @@
 """What a run gives its trackers arrives in order and once, and no tracker that fails, hangs or is slow holds the run up."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import threading

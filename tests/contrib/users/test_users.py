@@ -1,7 +1,5 @@
 """Simulated users: scripted, by rules, and a model behind a real HTTP server."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A headless Chromium on the viewer's page, and the server behind it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The viewer's API on small runs: what each address answers, against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

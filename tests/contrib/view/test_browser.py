@@ -1,7 +1,5 @@
 """The viewer's page in a real browser: what it shows of small runs, against computations of the test's own."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The index reads what is new and nothing else, while files come, grow, and are written anew."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

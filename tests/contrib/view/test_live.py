@@ -1,7 +1,5 @@
 """A run that goes on: new files and rows appear without asking anew, and what a resume writes again is seen as such."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

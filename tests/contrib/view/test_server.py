@@ -1,7 +1,5 @@
 """The server keeps what it shows to the browser of whoever started it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

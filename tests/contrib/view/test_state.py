@@ -1,7 +1,5 @@
 """The state that an episode began with is made again by the run's environment, and held against the last one."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Signs of reward hacking, and what a run is suspected of, against numbers counted by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tokens of an episode: what was sampled, what training made of it, and their text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

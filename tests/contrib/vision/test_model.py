@@ -1,7 +1,5 @@
 """Models that take images, Qwen2.5-VL's and Qwen3-VL's: packed rows against transformers' own forward pass of each alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

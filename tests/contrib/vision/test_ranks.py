@@ -1,7 +1,5 @@
 """Rows with images over two ranks. Run as a script, it leaves `RANKS.pt` of one rank and of two in a folder."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model that takes images, from a config: what is played, sampled and trained, with what it is refused, and a resume."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

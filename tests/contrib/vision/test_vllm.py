@@ -4,8 +4,6 @@ own weights and from published ones. Runs from a config are in tests/contrib/vis
 A second vLLM beside that of test_vllm.py is half a minute: `make proofs` and continuous integration have it, `make test` has not.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from math import log

@@ -1,7 +1,5 @@
 """What is behind the stand-in: a tiny model that samples for real, in the embedded engine, with noise as SGLang's."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from itertools import pairwise

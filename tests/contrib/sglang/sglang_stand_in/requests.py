@@ -5,8 +5,6 @@
 A server of the package ignores fields that it does not know; here they are refused, as is a value of another type.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

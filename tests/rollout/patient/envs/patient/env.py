@@ -1,7 +1,5 @@
 """A key-value store whose user asks again until the answer is a number: even a model that knows nothing plays many turns."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Sequence
