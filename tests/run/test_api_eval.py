@@ -15,11 +15,11 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.config.schema import Choice, EnvConfig, InitModelConfig, TrainConfig
+from agentrl.config.schema import ApiConfig, Choice, EnvConfig, InitModelConfig, TrainConfig
 from agentrl.contrib.agents.endpoint import Endpoint
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message
-from agentrl.engines.api_models import Transcript, retry_after
+from agentrl.engines.api_models import LiteLlmEngine, Transcript, retry_after
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
