@@ -189,10 +189,14 @@ QUOTA = "You exceeded your current quota, please check your plan and billing det
 @pytest.mark.parametrize(
     ("status", "message", "says"),
     [
-        (401, "Incorrect API key provided", r"refuses the key \(api_key\): .*Incorrect API key provided\. Set one"),
-        (403, "You may not", r"refuses the key \(api_key\)"),
+        (
+            401,
+            "Incorrect API key provided",
+            r"refuses the key \(environment variable OPENAI_API_KEY\): .*Incorrect API key provided\. Set one",
+        ),
+        (403, "You may not", r"refuses the key \(environment variable OPENAI_API_KEY\)"),
         (404, "The model `test` does not exist", r"has no such model: .*\. Correct its name"),
-        (402, "pay first", r"no quota or credit left for the key \(api_key\): .*\. Add credit"),
+        (402, "pay first", r"no quota or credit left for the key \(environment variable OPENAI_API_KEY\): .*\. Add credit"),
         (429, f"{QUOTA} insufficient_quota", "no quota or credit left"),
         (400, "Your credit balance is too low", "no quota or credit left"),
         (400, "billing_hard_limit_reached", "no quota or credit left"),
