@@ -183,6 +183,7 @@ async def test_attempts_are_bounded_and_what_no_retry_helps_is_asked_once() -> N
         assert await ask(engine(server)) == "back"
 
 
+KEY = r"\(environment variable OPENAI_API_KEY\)"
 QUOTA = "You exceeded your current quota, please check your plan and billing details."
 
 
@@ -192,11 +193,11 @@ QUOTA = "You exceeded your current quota, please check your plan and billing det
         (
             401,
             "Incorrect API key provided",
-            r"refuses the key \(environment variable OPENAI_API_KEY\): .*Incorrect API key provided\. Set one",
+            rf"refuses the key {KEY}: .*Incorrect API key provided\. Set one",
         ),
-        (403, "You may not", r"refuses the key \(environment variable OPENAI_API_KEY\)"),
+        (403, "You may not", rf"refuses the key {KEY}"),
         (404, "The model `test` does not exist", r"has no such model: .*\. Correct its name"),
-        (402, "pay first", r"no quota or credit left for the key \(environment variable OPENAI_API_KEY\): .*\. Add credit"),
+        (402, "pay first", rf"no quota or credit left for the key {KEY}: .*\. Add credit"),
         (429, f"{QUOTA} insufficient_quota", "no quota or credit left"),
         (400, "Your credit balance is too low", "no quota or credit left"),
         (400, "billing_hard_limit_reached", "no quota or credit left"),
