@@ -190,11 +190,7 @@ QUOTA = "You exceeded your current quota, please check your plan and billing det
 @pytest.mark.parametrize(
     ("status", "message", "says"),
     [
-        (
-            401,
-            "Incorrect API key provided",
-            rf"refuses the key {KEY}: .*Incorrect API key provided\. Set one",
-        ),
+        (401, "Incorrect API key provided", rf"refuses the key {KEY}: .*Incorrect API key provided\. Set one"),
         (403, "You may not", rf"refuses the key {KEY}"),
         (404, "The model `test` does not exist", r"has no such model: .*\. Correct its name"),
         (402, "pay first", rf"no quota or credit left for the key {KEY}: .*\. Add credit"),
