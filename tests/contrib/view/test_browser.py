@@ -53,7 +53,7 @@ def trained() -> list[Trajectory]:
     found = [episode(seed, member, reward(seed, member)) for seed in range(40) for member in range(3)]
     found[4] = unscored(1, 1)
     found[7] = episode(2, 1, 0.5, stop=StopReason.MAX_TURNS, tool_error="bad_key", truncated=True, terminated=False)
-    found[7].turns[0].value, found[7].turns[1].value, found[7].success = 0.75, 0.25, True
+    found[7].turns[0].value, found[7].turns[1].value = 0.75, 0.25
     found[10] = episode(3, 1, 0.0, answer=HOSTILE, said=HOSTILE, key=HOSTILE)
     found[11] = episode(3, 2, 0.0, answer=LONG, said="zebra")
     long = TokenLedger()
@@ -373,7 +373,7 @@ def test_one_episode_turn_by_turn(tab: Tab) -> None:
     assert tab.texts("[data-turn='0'] .call") == ['get call key "k2"']
     assert tab.texts("[data-turn='0'] .answer") == ["get answered in 250 ms bad_key 2"]
     assert tab.texts("[data-turn='1'] .text") == ["2"]
-    assert tab.texts("[data-worth] span") == ["0.75 → 0.25 here", "0.25 → 1.00"]
+    assert tab.texts("[data-worth] span") == ["0.75 → 0.25 here", "0.25 → 0.00"]
     widths = tab.page.eval_on_selector_all("[data-worth='0'] i", "all => all.map(one => one.style.width)")
     assert widths == ["25%", "50%"]
     assert tab.texts(".tree [data-node=answer] .value") == ["0.5"]
