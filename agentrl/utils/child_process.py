@@ -33,16 +33,12 @@ os.register_at_fork(after_in_child=_idle.clear)  # they are not its children
 
 def function_ref(function: Callable[..., Any], name: str) -> FunctionRef:
     """Reference by which a child finds the function. Raises TypeError, naming the tool, if no child could import it."""
-    kind = (
-        "a coroutine function"
-        if inspect.iscoroutinefunction(function)
-        else "a method"
-        if next(iter(inspect.signature(function).parameters), None) == "self"
-        else "defined inside a function"
-        if "<" in function.__qualname__
-        else ""
-    )
-    if kind:
+    kinds = {
+        "a coroutine function": inspect.iscoroutinefunction(function),
+        "a method": next(iter(inspect.signature(function).parameters), None) == "self",
+        "defined inside a function": "<" in function.__qualname__,
+    }
+    if kind := next((kind for kind, found in kinds.items() if found), ""):
         raise TypeError(
             f"tool {name}: process=True needs a plain function of a module, which a child process can import; this one is {kind}"
         )
@@ -146,11 +142,12 @@ def _pickle_call(answer: tuple[bool, Any]) -> bytes:
             pickle.loads(packed)  # an exception with more constructor arguments than its message may not unpickle
         return packed
     except Exception as problem:
+        fault: Exception = TypeError(f"what it returned cannot be pickled: {fault_text(problem)}")
         if isinstance(result, ToolError):
-            return pickle.dumps((False, ToolError(str(result))))
-        if not answered:
-            return pickle.dumps((False, RuntimeError(fault_text(result))))
-        return pickle.dumps((False, TypeError(f"what it returned cannot be pickled: {fault_text(problem)}")))
+            fault = ToolError(str(result))
+        elif not answered:
+            fault = RuntimeError(fault_text(result))
+        return pickle.dumps((False, fault))
 
 
 def _find(module: str, name: str, file: str) -> Callable[..., Any]:

@@ -55,7 +55,7 @@ def toml_table(text: str) -> dict[str, Any]:
         raise ValueError(f"a key with more than {MOST_DOTS} dots")
     try:
         table = tomllib.loads(text)
-        large = next(_large(table), None)
+        large = next((item for item in _parts(table) if isinstance(item, int) and not -(1 << 63) <= item < 1 << 63), None)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if large is not None:
@@ -63,27 +63,16 @@ def toml_table(text: str) -> dict[str, Any]:
     return table
 
 
-def _large(value: Any) -> Iterator[int]:
-    """The integers of more than 64 bits in a TOML value."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _large(item)
-    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        yield value
+def _parts(value: Any) -> Iterator[Any]:
+    """A value, and all that is in its dictionaries, lists and tuples."""
+    yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        yield from _parts(part)
 
 
-def json_text(
-    value: Any,
-    *,
-    indent: int | None = None,
-    default: Callable[[Any], Any] | None = None,
-    ensure_ascii: bool = True,
-    sort_keys: bool = False,
-    separators: tuple[str, str] | None = None,
-) -> str:
-    """`json.dumps`, with null for the numbers that JSON cannot represent: NaN, the infinities, and integers that Python refuses
-    to write (over 4,300 digits). Raises TypeError for a value without JSON form."""
-    form: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "sort_keys": sort_keys, "separators": separators}
+def json_text(value: Any, *, default: Callable[[Any], Any] | None = None, **form: Any) -> str:
+    """`json.dumps`, which gets `form`, with null for the numbers that JSON cannot represent: NaN, the infinities, and integers
+    that Python refuses to write (over 4,300 digits). Raises TypeError for a value without JSON form."""
     try:
         return json.dumps(value, default=default, allow_nan=False, **form)
     except ValueError:  # rare, so the others pay for no look at each number
@@ -130,15 +119,10 @@ def json_form(value: Any) -> Any:
         if to_jsonable_python(value) == value and json.dumps(value, allow_nan=False):
             return value
     form = in_json(value)
-    _refuse_sets(value)
+    for part in _parts(value):
+        if isinstance(part, set | frozenset):
+            raise ValueError(f"a set has no order ({part!r:.60})")
     return form
-
-
-def _refuse_sets(value: Any) -> None:
-    if isinstance(value, set | frozenset):
-        raise ValueError(f"a set has no order ({value!r:.60})")
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
-        _refuse_sets(part)
 
 
 def _of_array(value: Any) -> Any:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -121,13 +121,11 @@ class TextTooLongError(TimeoutError):
     """A text is longer than `MOST_TEXT`, so that no pattern is looked for in it."""
 
 
-# JSON Schemas of others (a tool's, a server's, a task's): looked through before they are used, and used with a time limit.
+# JSON Schemas of others (a tool's, a server's, a task's), in draft 2020-12 (https://json-schema.org/draft/2020-12), but for
+# `$id` and `$schema` below the root, and references to other documents.
 #
 # A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential
-# time, or
-# be as large as its author likes. `as_2020` reads older drafts; `check_schema` refuses such a schema by the place of what is
-# wrong; what `validator` makes retrieves nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12
-# (https://json-schema.org/draft/2020-12), but for `$id` and `$schema` below the root, and references to other documents.
+# time, or be as large as its author likes. `check_schema` refuses such a one, and `first_fault` ends after `SCHEMA_S`.
 
 SCHEMA_S = 1.0
 """Seconds that a value's check against a schema may take in all."""
@@ -174,13 +172,12 @@ def check_schema(schema: Any) -> None:
     if text and len(text) <= MOST_CHARACTERS:
         _check_text(text)
     else:
-        _Walk(as_2020(schema) if isinstance(schema, Mapping) else schema).check()
+        _Walk(as_2020(schema)).check()
 
 
 @lru_cache(maxsize=4096)
 def _check_text(text: str) -> None:
-    schema = json.loads(text)
-    _Walk(as_2020(schema) if isinstance(schema, Mapping) else schema).check()
+    _Walk(as_2020(json.loads(text))).check()
 
 
 @dataclass
@@ -236,8 +233,7 @@ class _Walk:
             raise BadSchemaError(shown, f"nested deeper than {MOST_DEPTH} levels", "define parts under $defs and refer to them")
         if self.nodes > MOST_NODES:
             raise BadSchemaError(shown, f"a schema of more than {MOST_NODES} values", "leave out what a model need not know")
-        texts = list(node) if isinstance(node, dict) else [node] if isinstance(node, str) else []
-        for text in texts:
+        for text in node if isinstance(node, dict) else [node] if isinstance(node, str) else ():
             if not isinstance(text, str):
                 raise BadSchemaError(shown, f"the key {_short(text)} is no string", "give JSON")
             self.characters += len(text)
@@ -360,10 +356,12 @@ def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> It
     return (item for item in found if isinstance(item, dict))
 
 
-def as_2020(schema: Mapping[str, Any]) -> dict[str, Any]:
+def as_2020(schema: Any) -> Any:
     """A schema in draft 2020-12, without "$schema": one of an older draft (4 to 2019-09) is rewritten by the draft's rules. Where
     none is declared, so are keywords in a form that only older drafts have: a tuple as a list under "items", "dependencies", a
     boolean "exclusiveMinimum". Raises BadSchemaError for a draft that is not known."""
+    if not isinstance(schema, Mapping):
+        return schema
     declared = schema.get("$schema", "")
     draft = str(declared).partition("://")[2].rstrip("#")
     if declared and draft not in (_NEWEST, "json-schema.org/schema", _RECURSIVE, *_OLDER):
@@ -388,6 +386,7 @@ def _rewrite_schema(node: Any, root: Any, alone: bool) -> Any:
     if not isinstance(node, Mapping):
         return node
     new: dict[str, Any] = {}
+    again = partial(_rewrite_schema, root=root, alone=alone)
     for key, value in node.items():
         if alone and "$ref" in node and key != "$ref" and key not in _NOTES:
             continue
@@ -398,43 +397,41 @@ def _rewrite_schema(node: Any, root: Any, alone: bool) -> Any:
         elif alone and key in ("$id", "id") and isinstance(value, str) and value.startswith("#"):
             new["$anchor"] = value[1:]
         elif key == "items" and isinstance(value, list):
-            new["prefixItems"] = [_rewrite_schema(item, root, alone) for item in value]
+            new["prefixItems"] = list(map(again, value))
         elif key == "additionalItems":
             if isinstance(node.get("items"), list):
-                new["items"] = _rewrite_schema(value, root, alone)
+                new["items"] = again(value)
         elif key == "dependencies" and isinstance(value, Mapping):
             lists = {name: item for name, item in value.items() if isinstance(item, list)}
-            schemas = {name: _rewrite_schema(item, root, alone) for name, item in value.items() if name not in lists}
+            schemas = {name: again(item) for name, item in value.items() if name not in lists}
             new |= ({"dependentRequired": lists} if lists else {}) | ({"dependentSchemas": schemas} if schemas else {})
         elif key in _LIMITS and isinstance(value, bool):
             if value and _LIMITS[key] in node:
                 new[key] = node[_LIMITS[key]]
         elif key in _LIMITS.values() and node.get(_EXCLUSIVE[key]) is True:
             continue
-        elif key in _MAPS and isinstance(value, Mapping):
-            new[key] = {name: _rewrite_schema(item, root, alone) for name, item in value.items()}
-        elif key not in DATA and isinstance(value, list):
-            new[key] = [_rewrite_schema(item, root, alone) for item in value]
         else:
-            new[key] = value if key in DATA else _rewrite_schema(value, root, alone)
+            new[key] = _change_inside(key, value, again)
     return new
 
 
 _NULL = {"type": "null"}
 
 
+def _change_inside(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value of a keyword, with the schemas in it changed."""
+    if key in _MAPS and isinstance(value, Mapping):
+        return {name: change(item) for name, item in value.items()}
+    if key in DATA:
+        return value
+    return list(map(change, value)) if isinstance(value, list) else change(value)
+
+
 def with_nulls(node: Any) -> Any:
     """A schema in which `nullable: true`, which only agentrl's own check of a call reads, is said by types, for grammars."""
     if not isinstance(node, Mapping):
         return node
-    new: dict[str, Any] = {}
-    for key, value in node.items():
-        if key in _MAPS and isinstance(value, Mapping):
-            new[key] = {name: with_nulls(item) for name, item in value.items()}
-        elif key not in DATA and isinstance(value, list):
-            new[key] = list(map(with_nulls, value))
-        else:
-            new[key] = value if key in DATA else with_nulls(value)
+    new = {key: _change_inside(key, value, with_nulls) for key, value in node.items()}
     if new.pop("nullable", None) is not True:
         return {**new, "nullable": node["nullable"]} if "nullable" in node else new
     if new.keys() & {"$ref", "allOf", "not", "if"}:
@@ -587,7 +584,7 @@ def validator(schema: Any) -> Any:
 def checked_validator(schema: Any) -> Any:
     """The same of anyone's schema. Raises BadSchemaError if it should not be used (`check_schema`), or is no JSON Schema."""
     check_schema(schema)
-    plain = as_2020(schema) if isinstance(schema, Mapping) else schema
+    plain = as_2020(schema)
     if (fault := first_fault(_META, plain, at_once=False)) is not None:
         place = "".join(f"/{_escape_pointer(part)}" for part in fault.absolute_path)
         raise BadSchemaError(place, fault.message[:300], "see https://json-schema.org/draft/2020-12")

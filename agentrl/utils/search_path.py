@@ -110,8 +110,7 @@ def used_names(table: Any) -> list[str]:
         name = rest.pop()
         if name not in found:
             found.add(name)
-            given = _TABLE.get(name.removeprefix(PREFIX))
-            rest += _strings(None if given is None else given.value)
+            rest += _strings(value_of(name))
             rest += [other for other in names() if other.startswith(f"{name}.")]
     return sorted(found)
 
@@ -152,8 +151,8 @@ def unpack(content: bytes) -> None:
 
 def source_digest(name: str) -> str | None:
     """Digest of an object's source text; None for an unknown name, or without source (typed at a prompt)."""
-    found = _TABLE.get(name.removeprefix(PREFIX))
-    text = None if found is None else _source(found.value)
+    value = value_of(name)
+    text = None if value is None else _source(value)
     return None if text is None else "sha256:" + sha256(text.encode()).hexdigest()[:16]
 
 

@@ -172,8 +172,7 @@ def finish(opened: TraceSpan) -> None:
     """End a span and pass it to the listeners."""
     _LISTENERS.open.pop(opened.id, None)
     opened.end = opened.end or now()
-    for listener in _LISTENERS.each:
-        listener(opened)
+    receive_span(opened)
 
 
 def note(
@@ -189,7 +188,7 @@ def note(
 
 
 def receive_span(found: TraceSpan) -> None:
-    """A span of another process has arrived."""
+    """Pass a span, of this process or another, to the listeners."""
     for listener in _LISTENERS.each:
         listener(found)
 
