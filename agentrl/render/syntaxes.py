@@ -145,12 +145,6 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 
 
-def parse_harmony(text: str) -> Parsed:
-    """Text and calls of a turn; the reasoning is left out (`harmony_parts` has all three)."""
-    _, said, calls = harmony_parts(text)
-    return said, calls
-
-
 def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
     """(reasoning, spoken text, calls) of a turn, which begins after `<|start|>assistant`.
 
@@ -199,7 +193,10 @@ def _call(to: str, body: str, raw: str, call_id: str, has_body: bool, closed: bo
 
 
 HARMONY = Syntax(
-    "harmony", parse_harmony, seen=lambda call: "<|channel|>commentary" in call and "to=functions." in call, ends=("<|call|>",)
+    "harmony",
+    lambda text: harmony_parts(text)[1:],
+    seen=lambda call: "<|channel|>commentary" in call and "to=functions." in call,
+    ends=("<|call|>",),
 )
 
 
@@ -307,16 +304,11 @@ def parse_llama_json(text: str) -> Parsed:
     return said.strip(), tuple(calls)
 
 
-def _write_llama(calls: Sequence[ToolCall]) -> str:
-    bodies = [json.dumps({"name": call.name, "parameters": call.arguments}, ensure_ascii=False) for call in calls]
-    return "; ".join(bodies)
-
-
 LLAMA_JSON = Syntax(
     "llama_json",
     parse_llama_json,
     seen=lambda call: '"name"' in call and '"parameters"' in call,
-    write=_write_llama,
+    write=lambda calls: "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}, ensure_ascii=False) for c in calls),
     grammar=llama_rules,
 )
 

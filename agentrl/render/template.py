@@ -83,8 +83,11 @@ class TemplateRenderer(Renderer):
         long = [replace(form, rounds=form.rounds * MANY) for form, _ in forms]
         counts = any(self._appends(a, tools) != self._appends(b, tools) for (a, tools), b in zip(forms, long, strict=True))
         self._equal = sys.maxsize if counts else EQUAL_ROUNDS
-        if not self.no_tools:
-            self._check_parser(named=parser is not None)
+        if not self.no_tools and (written := self._misread(CALL, TOOL)):
+            problem = f"the tool-call parser does not read what the chat template writes for a call: {written!r}"
+            if parser is not None:
+                raise ModelError(problem)
+            self.no_tools = f"{problem}; {self._what_to_do}"
         self.tools_need_system = self._turns.tools_need_system
 
     @property
@@ -108,7 +111,7 @@ class TemplateRenderer(Renderer):
             raise RenderError("the chat template shows tools only with a system message. Begin the prompt with one")
         text = self._turns.prompt(messages, tools)
         for function in (tool["function"] for tool in tools):
-            names = (function["name"], *((function.get("parameters") or {}).get("properties") or {}))
+            names = (function["name"], *_properties(function))
             # Others may be escaped.
             if hidden := next((name for name in names if name.isidentifier() and name not in text), ""):
                 raise RenderError(
@@ -124,7 +127,7 @@ class TemplateRenderer(Renderer):
             raise RenderError("an assistant turn is sampled, never appended as a message")
         if "tool" in roles and self.no_tools:
             raise RenderError(self.no_tools)
-        stop = self._turns.stop_after("tool" in roles)
+        stop = self._turns.call_stop if "tool" in roles else self._turns.stop
         # Where several tokens end a turn, another one may have been sampled than the one that these messages follow.
         ended = finish == "stop" and (last is None or last == self._text.codec.added[stop])
         suffix = self._turns.suffix(messages)
@@ -248,14 +251,12 @@ class TemplateRenderer(Renderer):
     def _bound(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
         return self._parser.bind(tools) if isinstance(self._parser, ForTools) else self._parser
 
-    def _check_parser(self, named: bool) -> None:
-        ids = self.assistant(Message("assistant", "", (CALL,)))
-        found = self.with_tools([TOOL]).parse(ids, "stop").tool_calls
-        if [(call.name, call.arguments) for call in found] != [(CALL.name, CALL.arguments)]:
-            problem = f"the tool-call parser does not read what the chat template writes for a call: {self._text.decode(ids)!r}"
-            if named:
-                raise ModelError(problem)
-            self.no_tools = f"{problem}; {self._what_to_do}"
+    def _misread(self, call: ToolCall, tool: Mapping[str, Any]) -> str:
+        """Text that the template writes for a call of the tool; "" if it is read back as that call."""
+        ids = self.assistant(Message("assistant", "", (call,)))
+        found = self.with_tools([tool]).parse(ids, "stop").tool_calls
+        same = [(one.name, one.arguments) for one in found] == [(call.name, call.arguments)]
+        return "" if same else self._text.decode(ids)
 
     def _check_callable(self, tool: Mapping[str, Any]) -> None:
         """Raises RenderError if a call of the tool, as the template writes it, is not read back with its name and arguments."""
@@ -263,14 +264,12 @@ class TemplateRenderer(Renderer):
         if key in self._callable:
             return
         function = tool["function"]
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        call = ToolCall(function["name"], {name: _probe_value(schema) for name, schema in properties.items()}, id="call_0")
-        ids = self.assistant(Message("assistant", "", (call,)))
-        found = self.with_tools([tool]).parse(ids, "stop").tool_calls
-        if [(one.name, one.arguments) for one in found] != [(call.name, call.arguments)]:
+        arguments = {name: _probe_value(schema) for name, schema in _properties(function).items()}
+        call = ToolCall(function["name"], arguments, id="call_0")
+        if written := self._misread(call, tool):
             raise RenderError(
                 f"tool {call.name!r}: the syntax {self.syntax!r} cannot write a call of it that is read back; it writes "
-                f"{self._text.decode(ids)[:200]!r}. Rename the tool or its arguments, or set model.tool_parser"
+                f"{written[:200]!r}. Rename the tool or its arguments, or set model.tool_parser"
             )
         if len(self._callable) >= _TOOLS_REMEMBERED:
             self._callable.clear()
@@ -297,6 +296,10 @@ class TemplateRenderer(Renderer):
             raise ModelError("the tokenizer splits text in the middle of a conversation differently than on its own")
 
 
+def _properties(function: Mapping[str, Any]) -> Mapping[str, Json]:
+    return (function.get("parameters") or {}).get("properties") or {}
+
+
 def _probe_value(schema: Json) -> Json:
     """A value of the first type that a parameter declares."""
     declared = schema.get("type") if isinstance(schema, Mapping) else None
@@ -318,15 +321,14 @@ def make_renderer(
     `parser` replaces the tool-call parser that is inferred from the chat template's syntax. `pictures`: of a model that takes
     images, what it has for one among its tokens. `day`: the date of a template that writes one, as YYYY-MM-DD; today by default.
     """
-    template = tokenizer.chat_template
+    template, whose = tokenizer.chat_template, f"the tokenizer of {tokenizer.name_or_path or 'this model'}"
     if isinstance(template, dict):
-        names = ", ".join(map(repr, template))
         raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has several chat templates ({names}): write the one to "
-            f"use to a file that model.chat_template names, or {advice(tokenizer)}"
+            f"{whose} has several chat templates ({', '.join(map(repr, template))}): write the one to use to a file that "
+            f"model.chat_template names, or {advice(tokenizer)}"
         )
     if not isinstance(template, str) or not template:
-        raise ModelError(f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; {advice(tokenizer)}")
+        raise ModelError(f"{whose} has no chat template; {advice(tokenizer)}")
     if template.strip() == CHATML_TEMPLATE.strip() and parser is None and pictures is None:
         return ChatML(tokenizer)
     try:

@@ -339,13 +339,8 @@ def _probe(item: tuple[_Turn, tuple[str, ...]]) -> Round:
     turn = Message(
         "assistant", "Said" if said or not calls else "", (CALL, SECOND)[:calls], reasoning=(None, "", "Thought")[reasoning]
     )
-    answers: list[Message] = []
-    for role in roles:
-        if role == "tool":
-            answers += (ANSWER, SECOND_ANSWER)[: max(1, calls)]
-        else:
-            answers.append(Message("system" if role == "system" else "user", "More"))
-    return turn, tuple(answers)
+    more = {"tool": (ANSWER, SECOND_ANSWER)[: max(1, calls)], "system": (Message("system", "More"),)}
+    return turn, tuple(answer for role in roles for answer in more.get(role, (Message("user", "More"),)))
 
 
 def _first_lost(messages: Sequence[Message], sort: str, write: Callable[[Sequence[Message]], str]) -> int | None:
@@ -402,9 +397,7 @@ class TurnText:
         self._text = text
         self._lost: dict[str, int | None] = {}
         self.tools_need_system = False
-        if not self._render_text(
-            [QUESTION], ()
-        ):  # a template for tools alone goes through their list, whether there is one or not
+        if not self._render_text([QUESTION], ()):  # one for tools alone goes through their list, whether there is one or not
             text.change(no_list=False)
         # After a turn in a conversation, and at the end of one that nothing follows: some templates differ there.
         self.written_stop = self._first_control([QUESTION, _ASKED, QUESTION])
@@ -435,9 +428,6 @@ class TurnText:
     def stops(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((self.stop, self.call_stop)))
 
-    def stop_after(self, calls: bool) -> str:
-        return self.call_stop if calls else self.stop
-
     def turn(self, message: Message) -> str:
         """The turn as a policy would sample it after the opening, with its stop token.
 
@@ -459,8 +449,7 @@ class TurnText:
             body = f"{self._text.hide(message.reasoning or '')}\n{frame.close}{frame.gap}{body}"
         elif message.reasoning and frame.close not in body:
             body = frame.around(self._text.hide(message.reasoning)) + body
-        calls = any(call.arguments is not None for call in message.tool_calls)
-        stop = self.stop_after(calls)
+        stop = self.call_stop if any(call.arguments is not None for call in message.tool_calls) else self.stop
         # A template may end a turn only before the next one; a policy samples the end in any case.
         return body.partition(stop)[0] + stop
 
@@ -479,16 +468,12 @@ class TurnText:
             cut = messages.index(answered[1])
             return self._suffix(messages[:cut], False) + self._suffix(messages[cut:], generate)
         # Some templates refuse tool results that no call asked for, so the probe turn makes matching calls.
-        calls = tuple(ToolCall(m.name or "unknown", {"key": MARK}, id=m.tool_call_id or "") for m in answered)
-        if self._text.form.one_call:
-            calls = calls[:1]
+        shown = answered[:1] if self._text.form.one_call else answered
+        calls = tuple(ToolCall(m.name or "unknown", {"key": MARK}, id=m.tool_call_id or "") for m in shown)
         turn = Message("assistant", "", calls) if calls else _ASKED
-        text = self._text.render([QUESTION, turn, *messages], generate=generate)
-        _, mark, after = text.partition(MARK)
-        for _ in calls[1:]:
-            _, mark, after = after.partition(MARK)
-        _, stop, suffix = after.partition(self.call_stop if calls else self.written_stop)
-        if not (mark and stop):
+        marks, after = max(1, len(calls)), self._text.render([QUESTION, turn, *messages], generate=generate)
+        _, stop, suffix = after.split(MARK, marks)[-1].partition(self.call_stop if calls else self.written_stop)
+        if after.count(MARK) < marks or not stop:
             raise RenderError("the chat template rewrote the turn that came before the new messages")
         return suffix
 
@@ -560,13 +545,12 @@ class TurnText:
     def rewrites_only_the_turn(self, shape: Skeleton, whole: str) -> bool:
         """Return True if the template, which writes `whole`, leaves what comes before the one turn of `shape` and after it."""
         ((turn, answers),) = shape.rounds
-        stop = self.call_stop if turn.tool_calls else self.written_stop
-        said = MARK if turn.tool_calls else turn.content
-        inside = whole.removeprefix(self.bare).removesuffix(stop + self.suffix(answers))
-        if len(inside) != len(whole) - len(self.bare) - len(stop + self.suffix(answers)):
-            return False
+        stop, said = (self.call_stop, MARK) if turn.tool_calls else (self.written_stop, turn.content)
+        rest = stop + self.suffix(answers)
+        inside = whole.removeprefix(self.bare).removesuffix(rest)
         # A turn that begins with the stop token is another turn: the template opens none for the assistant.
-        return said in inside and not inside.lstrip().startswith((stop, self.stop))
+        taken = len(self.bare) + len(rest) == len(whole) - len(inside)
+        return taken and said in inside and not inside.lstrip().startswith((stop, self.stop))
 
     def learn_calls(self) -> tuple[str, str]:
         """Learn the text that the template writes after the question for a call and its answer, and the prompt before it.
@@ -622,11 +606,8 @@ class TurnText:
         for field, turn in product(_FIELDS, thoughtful):
             self._text.change(reasoning=field)
             before, thought, after = self._render_text([QUESTION, turn], [TOOL] if turn.tool_calls else ()).partition(_THOUGHT)
-            fitting = [
-                frame
-                for frame in FRAMES
-                if before.rstrip().endswith(frame.open.rstrip()) and after.lstrip().startswith(frame.close)
-            ]
+            before, end = before.rstrip(), after.lstrip()
+            fitting = [one for one in FRAMES if before.endswith(one.open.rstrip()) and end.startswith(one.close)]
             if thought and MARK in after and fitting:
                 self._text.change(frame=fitting[0])
                 return

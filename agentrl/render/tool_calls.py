@@ -178,7 +178,8 @@ def blocks(
     while following or stray:
         if len(calls) >= MOST_CALLS:
             calls.append(too_many(text[position:]))
-            return "".join(prose).strip(), within_most(calls)
+            position = len(text)
+            break
         call_id = f"call_{len(calls)}"
         if following and not (stray and stray.start() < following.start()):
             prose.append(text[position : following.start()])
