@@ -29,10 +29,9 @@ from agentrl.utils.errors import exception_for, is_from_outside
 
 # Deadlines that count only the time in which the event loop was running.
 #
-# `asyncio.timeout` counts wall-clock time: if something blocks the loop for longer than a deadline, everything that was
-# awaited is late at once, even if its result is there. Here one ticker per event loop counts the time in which the loop was
-# not blocked, and every deadline on that loop reads it. It never runs faster than the wall clock, so a deadline can sleep for
-# part of what it has left, up to `LONGEST`; thousands of episodes that wait for slow tools cost the loop almost nothing.
+# With `asyncio.timeout`, all that is awaited is late at once if something blocks the loop for longer than a deadline, even if
+# its result is there. Here one ticker per loop counts the time in which it was not blocked. That never runs faster than the
+# wall clock, so a deadline can sleep for part of what it has left: thousands of episodes cost the loop almost nothing.
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -123,16 +122,9 @@ class OwnedTasks:
 async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable[[], bool] = lambda: True) -> T:
     """The result of `work`. Raises LateError after `seconds`; the work is then cancelled. Time in which `counts` is
     false (for example while it waits in a queue) does not count. The work runs in a separate task, `contained`."""
-    left = seconds
-
-    def spend(passed: float) -> float:
-        nonlocal left
-        left -= passed if counts() else 0.0
-        return left
-
     task = asyncio.ensure_future(run_contained(work, name))
     try:
-        if not await in_time(task, spend):
+        if not await in_time(task, _budget(seconds, counts)):
             await end(task, name)
     except asyncio.CancelledError:
         await end(task, name)
@@ -140,6 +132,17 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
     if task.done() and not task.cancelled():  # also work that finished while it was being cancelled: its result counts
         return task.result()
     raise LateError(f"{name}: not finished within {seconds:g} s")
+
+
+def _budget(seconds: float, counts: Callable[[], bool] = lambda: True) -> Callable[[float], float]:
+    """The `spend` of `in_time` for so many seconds."""
+
+    def spend(passed: float) -> float:
+        nonlocal seconds
+        seconds -= passed if counts() else 0.0
+        return seconds
+
+    return spend
 
 
 async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
@@ -199,15 +202,13 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
             if woken.done() or task.done():
                 return
             try:
-                left = report()
+                if (left := report()) > 0:
+                    timer = check_later(left)
+                else:
+                    wake()
             except Exception as fault:
                 # Raised where it is waited for: out of a timer's callback it would only be logged.
                 woken.set_exception(fault)
-                return
-            if left <= 0:
-                wake()
-            else:
-                timer = check_later(left)
 
         # The caller is woken once, at the end.
         task.add_done_callback(wake)
@@ -227,16 +228,9 @@ async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], lo
 async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> None:
     """Cancel a task and wait for its end; one that does not end within `grace` seconds is abandoned with a warning."""
     task.cancel()
-    left = grace
-
-    def spend(passed: float) -> float:
-        nonlocal left
-        left -= passed
-        return left
-
     # Not without a limit: work that swallows its cancellation would hold up everything that waits for its end. Of the loop's
     # time: where thousands are cancelled at once, each of them waits for the loop.
-    if not await in_time(task, spend):
+    if not await in_time(task, _budget(grace)):
         log.warning("%s did not end within %g s of being cancelled and is abandoned", name, grace)
 
 
@@ -263,10 +257,9 @@ def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
 
 # A watchdog for event loops: it says what kept one from turning, while it does.
 #
-# All episodes of a loop wait while one call holds it: a tool written as a coroutine that sleeps or computes, a reward spec, a
-# long text. `LoopWatchdog` is a thread that asks the loop for a sign of life a few times a second. If none comes within the
-# limit, it reads the loop thread's stack, as often as it stays silent, and names the call: the innermost frame of the user's own
-# code if there is one, and the episode. `agentrl/utils/event_loop.py` sees to it that such time is on no episode's account.
+# All episodes of a loop wait while one call holds it: a coroutine that sleeps or computes, a reward spec, a long text.
+# `LoopWatchdog` asks the loop for a sign of life a few times a second. If none comes within the limit, it reads the stack, as
+# often as the loop stays silent, and names the call: the innermost frame of the user's own code, and the episode.
 
 EPISODE: ContextVar[str] = ContextVar("agentrl_episode", default="")
 """The key of the episode that the running code belongs to; "" outside of episodes. Set by `LocalPlayer`."""

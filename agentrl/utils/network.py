@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
@@ -40,7 +40,7 @@ def strict_json(data: bytes | bytearray | str, containers: int = CONTAINERS, dep
         raise ValueError(f"more than {containers} lists and objects")
     try:
         text = raw.decode("utf-8")
-        found = json.loads(text, parse_constant=_no_number, parse_float=_finite) if rfc else json.loads(text)
+        found = json.loads(text, parse_constant=refuse_constant, parse_float=_finite) if rfc else json.loads(text)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
     except RecursionError:
@@ -55,7 +55,8 @@ def strict_json(data: bytes | bytearray | str, containers: int = CONTAINERS, dep
     raise ValueError(f"lists and objects in more than {depth} of each other")
 
 
-def _no_number(name: str) -> None:
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and the infinities, for `parse_constant` of a JSON reader."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -349,7 +349,7 @@ def _match_number(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]
     times = _LETTERS.get(letter.strip().lower(), Fraction(1))
     for word in re.findall(MAGNITUDE, found["times"] or ""):
         times *= _POWERS.get(word.lower()) or _POWERS[word.lower().removesuffix("s")]
-    return replace(value, value=-value.value * times if negative else value.value * times), end
+    return replace(value, value=value.value * (-times if negative else times), percent=found["percent"] is not None), end
 
 
 _JOINED = re.compile(rf"(?:{_LETTER}|[.,:/'\u2019^*×·⋅√{_VULGAR}\-\u2212\u2010\u2011\u2013{{}}](?=[\w{{]))*")
@@ -361,22 +361,21 @@ def _plain_number(text: str) -> Fraction:
 
 def _value(found: re.Match[str], text: str) -> Numeral | None:
     """The number without its sign; None for a fraction over zero."""
-    percent = found["percent"] is not None
     if found["simple"] is not None:
-        return Numeral(Fraction(int(found["simple"])), text, True, True, percent)
+        return Numeral(Fraction(int(found["simple"])), text, True)
     if found["repeated"] is not None:
         whole, _, digits = re.sub(r"[^0-9.]", "", found["before"]).partition(".")
         again = found["again"] or found["round"]
         share = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(digits))
-        return Numeral(Fraction(f"{whole or 0}.{digits or 0}") + share, text, True, True, percent)
+        return Numeral(Fraction(f"{whole or 0}.{digits or 0}") + share, text, True)
     if found["mantissa"] is not None:
         raised = found["raised"] and found["raised"].translate(str.maketrans(_RAISED + "⁺⁻", "0123456789+-"))
         power = int((raised or found["power"]).replace("\u2212", "-").replace("\u2013", "-"))
         mantissa = _plain_number(found["mantissa"])
         # 3 × 10² is a product left standing; 1.6 × 10⁻¹⁹ is how such a number is written.
-        return Numeral(mantissa * Fraction(10) ** power, text, False, abs(power) > 3 and 1 <= mantissa < 10, percent)
+        return Numeral(mantissa * Fraction(10) ** power, text, False, abs(power) > 3 and 1 <= mantissa < 10)
     if found["plain"] is not None:
-        return Numeral(_plain_number(found["plain"]), text, re.search("[.eE]", found["plain"]) is None, True, percent)
+        return Numeral(_plain_number(found["plain"]), text, re.search("[.eE]", found["plain"]) is None)
     if found["vulgar"] is not None:
         share = Fraction(unicodedata.numeric(found["vulgar"])).limit_denominator(10)
         top, bottom, negative, exact = Fraction(share.numerator), Fraction(share.denominator), False, True
@@ -391,7 +390,7 @@ def _value(found: re.Match[str], text: str) -> Numeral | None:
     first = found["whole"] or found["and"]
     lowest = exact and gcd(top.numerator, bottom.numerator) == 1 and bottom > 1 and (first is None or top < bottom)
     value = (_plain_number(first) if first else 0) + top / bottom
-    return Numeral(-value if negative else value, text, exact, lowest, percent)
+    return Numeral(-value if negative else value, text, exact, lowest)
 
 
 def numeral(text: str) -> Numeral | None:

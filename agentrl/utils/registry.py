@@ -194,29 +194,19 @@ class Registry(Mapping[str, T]):
 
     def _files_by_name(self) -> dict[str, list[str]]:
         """The module or file that registers each name."""
-        found: dict[str, list[str]] = {}
-
-        def add(name: str, place: str) -> None:
-            if place not in found.setdefault(name, []):
-                found[name].append(place)
-
-        for name, place in _packaged_entries(self.home, self.symbol):
-            add(name, place)
-        for name, module in self._entries:
-            if not module.startswith(PRIVATE):
-                add(name, module)
-        seen = set(found)
+        packaged = _packaged_entries(self.home, self.symbol)
+        found = [*packaged, *((name, module) for name, module in self._entries if not module.startswith(PRIVATE))]
+        own, seen = {name for name, _ in packaged}, {name for name, _ in found}
         for shelf in shelves():
             files = [path for path in sorted(shelf.glob(f"{FOLDER}/*.py")) if path.is_file()]  # no folder, no editor's lock
             here = [(name, path) for path in files for name in registered_in(path, self.symbol)]
-            for name, path in here:
-                if name not in seen or name in dict(_packaged_entries(self.home, self.symbol)):
-                    add(name, str(path))
+            found += [(name, str(path)) for name, path in here if name not in seen or name in own]
             seen |= {name for name, _ in here}
-        for kind, name, module in _entry_points():
-            if kind == self.kind and name not in seen:
-                add(name, module)
-        return found
+        found += [(name, module) for kind, name, module in _entry_points() if kind == self.kind and name not in seen]
+        places: dict[str, list[str]] = {}
+        for name, place in dict.fromkeys(found):
+            places.setdefault(name, []).append(place)
+        return places
 
 
 def bind(

@@ -23,8 +23,7 @@ from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, di
 # What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
 # losses, filters, policies.
 #
-# A class or function of a notebook's cell is in no file that another process could import. It is kept here by name, for this
-# process; processes that play or train get it by value (`packed`, with cloudpickle).
+# A class or function of a notebook's cell is in no file that another process could import: those get it by value (`pack_given`).
 
 PREFIX = "given:"
 

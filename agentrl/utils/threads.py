@@ -18,11 +18,8 @@ from weakref import WeakKeyDictionary
 
 from agentrl.utils.errors import AgentrlError, HungError, fault_text, is_from_outside
 
-# Threads by purpose, so that work of one kind that hangs never keeps another kind from running.
-#
-# `asyncio.to_thread` puts everything into one pool of cores + 4 threads: on two cores, six hung tool calls would keep a
-# checkpoint from being committed. Code of this package names its purpose instead: `in_thread` for its own work, which
-# ends, and `DaemonThreads` for functions of users, which may never end.
+# Threads by purpose: `in_thread` for this package's own work, which ends, and `DaemonThreads` for functions of users, which may
+# never end. `asyncio.to_thread` puts all into one pool: six hung tool calls would keep a checkpoint from being committed.
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -147,8 +144,8 @@ def size_of(value: Any, most: int = LONG_TEXT) -> int:
 def share_the_lock() -> None:
     """For a process with an event loop and tools in threads: `SWITCH_S`, unless the user has set less.
 
-    A loop gets the interpreter's lock back after each thread that computes had its time: next to 16 of them, it waited for up to
-    80 ms with Python's default. It costs threads that compute 3 % of their time, and nothing if only one wants the lock.
+    Next to 16 threads that compute, a loop waited for the lock for up to 80 ms with Python's default. It costs these 3 % of
+    their time, and nothing if only one wants the lock.
     """
     if sys.getswitchinterval() > SWITCH_S:
         sys.setswitchinterval(SWITCH_S)
@@ -165,9 +162,8 @@ class DaemonThreads:
     A thread cannot be killed: a call whose caller is gone keeps running, its result is dropped, and it counts as abandoned
     until it ends. The threads are daemons: the process can exit even if some of them hang.
 
-    They take up work at once, as many as there is work. `Thread.start` waits until the new thread has run, which next to
-    threads that compute takes them all their turn: called on the event loop, 16 such tools kept it from turning for 0.2 s. So the
-    loop only puts work into a queue, and a thread that takes some starts the next one if none is left to wait.
+    `Thread.start` waits until the new thread has run, which next to threads that compute takes long: 16 such tools kept the loop
+    from turning for 0.2 s. So it only puts work into a queue, and a thread that takes some starts the next one.
     """
 
     def __init__(self, purpose: str, most: int) -> None:
