@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 
 # Tokenizers for parts of a text: what a tokenizer adds at the start of a text must not be repeated in the middle.
-#
-# SentencePiece-style tokenizers put a space before their input. For a whole conversation they do so only at its
-# start ("first"), or after every control token as well; if the same conversation is encoded in parts, they would
-# do so before each part.
+# SentencePiece-style ones put a space before their input: of a whole conversation only at its start ("first"), or after every
+# control token as well; of one that is encoded in parts, before each part.
 
 
 class Place(Enum):
@@ -91,11 +89,9 @@ def _at_place(part: Any, place: Place) -> Any:
     return part
 
 
-# Text to token ids, with the template's markup kept apart from all other text.
-#
-# A tokenizer turns the characters `<|im_end|>` into the control token wherever they occur, so a tool that
-# prints them could end its own turn and forge another. Here only `Markup`, which only renderers
-# write, may become an added token; a plain `str` is always encoded as ordinary text.
+# Text to token ids. A tokenizer turns the characters `<|im_end|>` into the control token wherever they occur, so a tool that
+# prints them could end its own turn and forge another. Here only `Markup`, which only renderers write, may become an added
+# token; a plain `str` is always encoded as ordinary text.
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -141,9 +137,8 @@ class Codec:
                 raise ModelError(f"the tokenizer cannot encode {content!r} as ordinary text: {problem}") from None
 
     def encode(self, *parts: str, after: Place = Place.TOKEN) -> list[int]:
-        """Ids of the joined parts, which by default come `after` a control token. Ordinary text between two
-        added tokens is encoded as one piece, as the tokenizer itself would do, even if it comes from
-        several parts."""
+        """Ids of the joined parts, which by default come `after` a control token. Ordinary text between two added tokens is
+        encoded as one piece, as the tokenizer itself would do, even if it comes from several parts."""
         ids: list[int] = []
         run: list[str] = []
         strip = False
@@ -217,11 +212,9 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return of_batch
 
 
-# A turn's text while it is sampled: as much of it as is settled, whatever comes next.
-#
-# What is told never has to be taken back: a character of which only some bytes were sampled, white space that may turn out to
-# end the turn, and what may be the beginning of a tool call are held until more is known. Calls are read from whole turns only,
-# so nothing after the first one is told before the turn is over.
+# A turn's text while it is sampled: as much of it as is settled, whatever comes next. A character of which only some bytes were
+# sampled, white space that may end the turn, and what may begin a tool call are held until more is known. Calls are read from
+# whole turns only, so nothing after the first one is told before the turn is over.
 
 _LONGEST_CHARACTER = 32  # ids, with those of a joined emoji
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

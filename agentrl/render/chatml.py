@@ -123,17 +123,13 @@ class ChatML(Renderer):
                 required = schema.get("required") or []
                 names = [name if name in required else f"{name}?" for name in schema.get("properties") or {}]
                 listing += f" {tool['function']['name']}({', '.join(names)})"
-            if messages and messages[0].role == "system":
-                content = f"{messages[0].content}\n{listing}" if messages[0].content else listing
-                messages = [Message("system", content), *messages[1:]]
-            else:
-                messages = [Message("system", listing), *messages]
+            first = [message.content for message in messages[:1] if message.role == "system"]
+            messages = [Message("system", "\n".join([*filter(None, first), listing])), *messages[len(first) :]]
         return self._codec.encode(*_turns(messages), _OPEN_TURN, after=Place.START)
 
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
-        for message in messages:
-            if message.role == "assistant":
-                raise RenderError("an assistant turn is sampled, never appended as a message")
+        if any(message.role == "assistant" for message in messages):
+            raise RenderError("an assistant turn is sampled, never appended as a message")
         # A turn cut by a budget has no end token in its sampled ids, so the suffix supplies it.
         close = Markup("\n") if finish == "stop" else _CLOSE_TURN
         return self._codec.encode(close, *_turns(messages), _OPEN_TURN)
@@ -197,10 +193,8 @@ def _body(message: Message) -> list[str]:
     return parts
 
 
-# Chat templates with tools, by name, for tokenizers whose own template has none (`model.chat_template`).
-#
-# Each keeps the turn markers of its model family, and adds a list of tools to the system message, tool calls in a syntax of
-# `render/parsers`, and tool results. All of them only append: no turn is rewritten when messages follow it.
+# Chat templates with tools, by name, for tokenizers whose own template has none (`model.chat_template`). Each keeps the turn
+# markers of its model family. All of them only append: no turn is rewritten when messages follow it.
 
 _TURNS = """\
 {%- macro begin(role) -%}

@@ -232,11 +232,8 @@ _PARAMETER, _PARAMETER_END = re.compile(r"\s*<parameter=([^>\n]*)>\n?"), "</para
 
 
 def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
-    """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`.
-
-    Values in this syntax are untyped. With the tools' schemas a value is read as its declared type (as a string
-    if none is declared); without any tools, as JSON if it is valid JSON and as a string otherwise.
-    """
+    """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`. A value is read as the type that
+    the tool's schema declares (`argument_value`); without any tools, as JSON if it is valid JSON and else as a string."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     known = schemas if tools else None
 

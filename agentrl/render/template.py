@@ -40,12 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Any chat template as an append-only renderer.
-#
-# The suffix comes from the template itself: a short conversation with the new messages is rendered, and the text
-# after the assistant's end-of-turn token is the suffix. When a renderer is created, a probe conversation rendered
-# this way must give exactly the text that the template gives for the whole conversation, or differ from it only in a
-# turn that the template rewrites once more messages follow: `keeps` then says so, and the ledger forks.
+# The suffix comes from the template itself: the text after the end of an assistant's turn in a short conversation with the new
+# messages. A probe rendered this way must be what the template gives for the whole, or differ from it only in a turn that the
+# template rewrites once more messages follow: `keeps` then says so, and the ledger forks.
 
 _SAID = Skeleton((QUESTION,), ((Message("assistant", "Answer one"), (Message("user", "More"),)),))
 _CALLED = Skeleton((QUESTION,), ((Message("assistant", "", (CALL,)), (ANSWER,)),))

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# What a tokenizer's chat template writes for messages, with text from outside kept apart from the template's markup.
-#
 # Text from outside goes through the template with placeholders for control tokens, so that a tool which prints `<|im_end|>`
 # does not end its turn; the same is done in the other direction, when sampled ids become text for a parser.
 
@@ -252,10 +250,8 @@ def nine(call_id: str, turn: int = 0) -> str:
     return hashlib.sha256(counted.encode()).hexdigest()[:9]
 
 
-# The shape of a conversation as a short one of probes: who spoke in which order, with or without reasoning and calls.
-#
-# Chat templates decide by such things alone what they keep of earlier turns, so the answer for a shape is the answer for every
-# conversation of this shape.
+# The shape of a conversation: who spoke in which order, with or without reasoning and calls. Chat templates decide by such
+# things alone what they keep of earlier turns, so the answer for a shape is that for every conversation of this shape.
 
 MARK = "Qmarkq"
 """A word that no template is likely to contain, and with nothing in it that JSON or a filter would escape."""

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall, kind_of_json
 from agentrl.render.base import Marks
+from agentrl.utils.network import refuse_constant
 from agentrl.utils.parsing import is_unbounded
 from agentrl.utils.schemas import found_in_time, with_nulls
 
@@ -144,12 +145,8 @@ MOST_VALUES = 500_000
 
 
 def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Split an assistant turn into its prose and its calls.
-
-    Returns the text outside the call blocks (stripped) and one `ToolCall` per block, with ids `call_0`,
-    `call_1` and so on. A block that is not a valid call has its text in `raw`, `arguments=None` and the
-    reason in `error`. A string argument may itself contain the closing tag.
-    """
+    """The text outside the call blocks (stripped), and a `ToolCall` per block, with ids `call_0`, `call_1` and so on. A block
+    that is no valid call has its text in `raw`, and the reason in `error`. A string argument may contain the closing tag."""
     return blocks(text, OPEN, CLOSE, partial(_block, text))
 
 
@@ -163,12 +160,9 @@ def render_tool_calls(calls: Sequence[ToolCall]) -> str:
 def blocks(
     text: str, opening: str | re.Pattern[str], closing: str, read: Callable[[int, str], tuple[list[ToolCall], int]]
 ) -> tuple[str, tuple[ToolCall, ...]]:
-    """Split a turn whose calls stand in blocks into its prose and its calls.
-
-    `read(start, call_id)` reads the block that begins with `opening` at `start`: its calls, and the position after it. A
-    `closing` mark outside of a block is a malformed call, whose opening mark is missing: as prose it would end the episode
-    without a word to the policy.
-    """
+    """Split a turn whose calls stand in blocks into its prose and its calls; `read(start, call_id)` reads the block that begins
+    with `opening` at `start`: its calls, and the position after it. A `closing` mark outside of a block is a malformed call: as
+    prose it would end the episode without a word to the policy."""
     begins = re.compile(re.escape(opening)) if isinstance(opening, str) else opening
     ends = re.compile(re.escape(closing))
     prose: list[str] = []
@@ -277,11 +271,9 @@ def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
 
 
 def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
-    """Decode one JSON value at `start` (leading white space allowed); returns it and the position after it.
-
-    Raises ValueError for anything that is not standard JSON (including NaN and Infinity), for nesting over 64 levels, for more
-    than `MOST_VALUES` values, for numbers beyond the range of a double, and for lone surrogates, which no tokenizer can encode.
-    """
+    """One JSON value at `start` (leading white space allowed), and the position after it. Raises ValueError for NaN, Infinity
+    and other texts that are not JSON, for nesting over 64 levels, for more than `MOST_VALUES` values, for numbers beyond the
+    range of a double, and for lone surrogates, which no tokenizer can encode."""
     blank = _JSON_BLANK.match(text, start)
     try:
         value, end = _decode_json(text, blank.end() if blank else start)
@@ -322,11 +314,7 @@ def _decode_json(text: str, start: int) -> tuple[Json, int]:
         size *= 2
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 _WINDOW = 16_384
 _LONGEST_WORD = 16  # characters: "-Infinity" or an escape, of which a window may hold the beginning
@@ -429,11 +417,8 @@ def _property_schemas(key: str, root: Mapping[str, Any]) -> list[Json]:
 
 
 def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
-    """`text` as the first declared type that fits, in the order null, integer, number, boolean, object, array, string.
-
-    A value that fits none of them is read as JSON if it is valid JSON and otherwise stays text; validation of the
-    call then rejects it. Without a declared type a value is text. `root` resolves `#/...` references.
-    """
+    """`text` as the first declared type that fits, in the order of `_READERS`; one that fits none is JSON if it can be, else
+    text, which the validation of the call rejects. Without a declared type a value is text. `root`: for references."""
     declared = _types(schema, root)
     for kind, read in _READERS.items():
         if kind in declared:
