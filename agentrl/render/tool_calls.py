@@ -131,10 +131,8 @@ def number_block(calls: Sequence[ToolCall], call_id: str) -> list[ToolCall]:
     return [replace(call, id=f"call_{first + index}") for index, call in enumerate(calls)]
 
 
-# Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-#
-# Parsing never raises, since sampled text is data. A malformed call stays in the transcript with its raw
-# text and the reason, so that the environment can answer it and a reward spec can count it.
+# Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A malformed call stays in the
+# transcript with its raw text and the reason, so that the environment can answer it and a reward spec can count it.
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -388,10 +386,8 @@ def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
     return [call_from_json(value, call_id, text[start:stop])], stop
 
 
-# Values of a tool-call syntax that writes everything as text, read as the types declared by the tool.
-#
-# Types are tried in the same order as in vLLM's Qwen3-coder parser, so that a model served there and trained
-# here gets the same arguments (tests/engines/test_vllm_parsers.py compares the two).
+# Values of a syntax that writes everything as text, read as the types declared by the tool. They are tried in the same order as
+# in vLLM's Qwen3-coder parser, so that a model served there gets the same arguments (tests/engines/test_vllm_parsers.py).
 
 
 def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Json:

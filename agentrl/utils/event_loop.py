@@ -135,7 +135,7 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
 
 
 def _budget(seconds: float, counts: Callable[[], bool] = lambda: True) -> Callable[[float], float]:
-    """The `spend` of `in_time` for so many seconds."""
+    """The `spend` of `in_time` that begins with these seconds."""
 
     def spend(passed: float) -> float:
         nonlocal seconds
@@ -148,9 +148,8 @@ def _budget(seconds: float, counts: Callable[[], bool] = lambda: True) -> Callab
 async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
     """The result of `work`; to be run in a task of its own.
 
-    If the work raises CancelledError although nobody cancelled that task, calls sys.exit, or raises a BaseException (a
-    panic of a Rust library), `kind` is raised instead: the first would look like a task that was given up, the others would end
-    the event loop and everything that runs on it.
+    If the work raises CancelledError although nobody cancelled that task, calls sys.exit, or raises a BaseException (a panic of
+    a Rust library), `kind` is raised instead: the first would look like a task that was given up, the others end the loop.
     """
     try:
         return await work
@@ -352,9 +351,8 @@ class LoopWatchdog:
     """Watches one event loop from a thread of its own. `start` it in the loop, `stop` it before the loop closes.
 
     `limit`: seconds of silence from which on a block is counted and reported (it is seen for certain from twice that on);
-    0 turns the watchdog off. `say`: gets one line per place of the user's own code, on the loop, the first time that it
-    blocks; other places are logged. `worst`: the longest
-    block so far. Time in which the loop's thread waited for a processor that other programs used is not counted.
+    0 turns the watchdog off. `say`: gets one line per place of the user's own code, on the loop, the first time that it blocks;
+    other places are logged. `worst`: the longest block so far. Time that other programs took from the loop is not counted.
     """
 
     def __init__(self, limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> None:
