@@ -114,7 +114,7 @@ def test_the_display_and_the_log_of_a_run_in_python_hold_no_secret_and_nothing_t
 PROGRAMS = {
     "contrib/sandboxes/notebook.py": "runs in a sandbox; its output is an answer",
     "contrib/sandboxes/code_tests/runner.py": "runs in a sandbox; pytest catches what the code prints",
-    "utils/keeper.py": "begins an agent's program; its standard error is kept and redacted",
+    "contrib/toolkit/keeper.py": "begins an agent's program; its standard error is kept and redacted",
 }
 """Files that are programs of their own, whose output goes to agentrl and to no terminal."""
 

@@ -18,8 +18,8 @@ import httpx
 
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.record import Brief, Outcome, ServedEpisode, after_a_cut, before_a_cut, text_of
+from agentrl.contrib.toolkit import keeper
 from agentrl.data.trajectory import Json
-from agentrl.utils import keeper
 from agentrl.utils.errors import ConfigError, fault_text, is_from_outside
 from agentrl.utils.network import exempt, exempt_own, through_proxy
 from agentrl.utils.parsing import read_json

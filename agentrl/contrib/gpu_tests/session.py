@@ -1,6 +1,6 @@
 """A pytest session of its own for each test file: its processes, its limits, its end, and the outcome of each test.
 
-The session is started by `agentrl.utils.keeper`, which adopts everything that the session leaves behind, double forks
+The session is started by `agentrl.contrib.toolkit.keeper`, which adopts everything that the session leaves behind, double forks
 included, and ends all of it when the session ends, on request, and when the scheduler dies in whatever way.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.utils import keeper
+from agentrl.contrib.toolkit import keeper
 from agentrl.utils.errors import UserError
 from agentrl.utils.files import shown_path
 

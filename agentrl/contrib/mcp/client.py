@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from pydantic import ValidationError
 
 from agentrl.config.schema import McpServerConfig
+from agentrl.contrib.toolkit import keeper
 from agentrl.data.images import Image
 from agentrl.env.call_options import Options
 from agentrl.env.toolbox import as_text
 from agentrl.env.tools import TOOL_SOURCES, Tool
-from agentrl.utils import keeper
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ImageError, ToolError
 from agentrl.utils.redaction import learn, redact_said, resolve_references
 from agentrl.utils.schemas import as_2020
