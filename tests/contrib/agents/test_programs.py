@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from agentrl.config.schema import AgentConfig
@@ -35,6 +34,7 @@ from tests.contrib.agents.parts import (
     told,
 )
 from tests.contrib.agents.test_episode import TURNS
+from tests.contrib.agents.test_process import runs
 
 AGENT = [sys.executable, "-S", str(Path(__file__).parent / "agent_over_http.py")]
 
@@ -96,7 +96,7 @@ def test_an_agent_that_is_cut_short_or_cancelled_leaves_no_process(tmp_path: Pat
 
     (trajectory,) = play(Script([]), config.model_copy(update={"idle_timeout": 4.0}))
     assert trajectory.stop is StopReason.AGENT_ERROR and trajectory.agent is not None and "so far" in trajectory.agent["stdout"]
-    assert not psutil.pid_exists(sleeper())
+    assert not runs(sleeper())
     note.unlink()
 
     async def cancelled() -> None:
@@ -107,7 +107,7 @@ def test_an_agent_that_is_cut_short_or_cancelled_leaves_no_process(tmp_path: Pat
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not psutil.pid_exists(sleeper())
+        assert not runs(sleeper())
         await harness.close()
 
     asyncio.run(cancelled())
