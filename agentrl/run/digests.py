@@ -25,8 +25,7 @@ VERSIONS = "the versions of agentrl, torch and transformers"
 _ARGUMENTS = ("params", "gate_params", "args", "wrappers", "chat_template")
 """Parts of keys below which texts may name files."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_CHUNK = 64 << 10
-_CHUNKS = 128
+_CHUNK, _CHUNKS, _WHOLE = 64 << 10, 128, 1 << 30
 
 
 def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
@@ -154,11 +153,11 @@ def _plain(paths: Iterator[Path]) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Digest of a file's size and content; of large weights, of their size and `_CHUNKS` chunks."""
+    """Digest of a file's size and content; of large ones, of their size and `_CHUNKS` chunks."""
     size, digest = path.stat().st_size, sha256()
     digest.update(str(size).encode())
     with path.open("rb") as file:
-        if size <= _CHUNK * _CHUNKS or path.suffix not in _WEIGHTS:  # of other files a row may change alone
+        if size <= _CHUNK * _CHUNKS or (size <= _WHOLE and path.suffix not in _WEIGHTS):  # of data a row may change alone
             while chunk := file.read(_CHUNK * _CHUNKS):
                 digest.update(chunk)
             return digest.hexdigest()

@@ -83,10 +83,10 @@ class Provenance:
             keys = tuple(f"{line.split(' was ')[0].rpartition(' ')[2]}." for line in found)
             named = [v for k, v in identity_of(self.config, "train").items() if f"{k}.".startswith(keys) and isinstance(v, str)]
             raise ConfigError(
-                f"{self.folder.path / FILE}: what the run has learned so far was learned with other files: {'; '.join(found)}; "
-                f"restore {' or '.join(named) or 'the reward spec of the environment'}, or start another run"
+                f"{self.folder.path / FILE}: the run has learned with other files: {'; '.join(found)}; restore "
+                f"{' or '.join(named) or 'the reward spec of the environment'}, start another run, or delete this file to go on"
             )
-        # Code may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed.
+        # Code may change: a run that stopped at a bug must be able to continue with the bug fixed.
         return [f"{key} have changed since the run began" for key in code if then.get(key, now.get(key)) != now.get(key)]
 
     def _later_notes(self, before: TrainConfig) -> list[str]:

@@ -84,10 +84,13 @@ def test_an_edited_reward_spec_ends_a_run(executed: Executed, capsys: pytest.Cap
     assert main(["train", "--resume", "runs/r"]) == 2
     said = capsys.readouterr().err
     assert "the content of env.reward was sha256:" in said and "spec.json" in said
-    assert "restore" in said and "start another run" in said
+    assert "restore" in said and "start another run, or delete this file to go on" in said
     write_spec("spec.json", 1.0)
     assert main(["train", "--resume", "runs/r"]) == 0
-    assert len(executed) == 2
+    write_spec("spec.json", 2.0)
+    Path("runs/r/provenance.json").unlink()
+    assert main(["train", "--resume", "runs/r"]) == 0
+    assert len(executed) == 3
 
 
 def test_a_spec_that_is_edited_before_a_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
