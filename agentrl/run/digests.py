@@ -153,11 +153,11 @@ def _plain(paths: Iterator[Path]) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Digest of a file's size and content; of large ones, of their size and `_CHUNKS` chunks."""
+    """Digest of a file's size and content; of large ones, of size and `_CHUNKS` chunks."""
     size, digest = path.stat().st_size, sha256()
     digest.update(str(size).encode())
     with path.open("rb") as file:
-        if size <= _CHUNK * _CHUNKS or (size <= _WHOLE and path.suffix not in _WEIGHTS):  # of data a row may change alone
+        if size <= _CHUNK * _CHUNKS or (size <= _WHOLE and path.suffix not in _WEIGHTS):  # of data a row may change
             while chunk := file.read(_CHUNK * _CHUNKS):
                 digest.update(chunk)
             return digest.hexdigest()
