@@ -12,7 +12,7 @@ from agentrl.cluster import doctor as checks
 from agentrl.cluster import machine
 from agentrl.cluster import ray_cluster as shipping
 from agentrl.config.schema import ClusterConfig
-from agentrl.contrib.sandboxes import sandbox_pool as sandboxes
+from agentrl.contrib.sandboxes import containers as sandboxes
 from agentrl.contrib.sandboxes.local import require_kernel
 from agentrl.contrib.sandboxes.sandbox_pool import Reach
 from agentrl.utils.errors import ResourceError

@@ -13,12 +13,13 @@ import shlex
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
+from agentrl.cluster.doctor import MACHINE_CHECKS, MachineFinding
 from agentrl.contrib.sandboxes.contract import (
     SANDBOXES,
     Command,
@@ -30,7 +31,9 @@ from agentrl.contrib.sandboxes.contract import (
     missing,
     too_large,
 )
+from agentrl.contrib.sandboxes.local import WHAT_HELPS
 from agentrl.contrib.sandboxes.process_group import Ended, Watched, kill_group, run_group
+from agentrl.contrib.sandboxes.sandbox_pool import preferred_provider, reach
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 
@@ -329,3 +332,14 @@ def _answer(client: tuple[str, ...]) -> str | None:
     # Docker's client says what the daemon's trouble is on standard error, and may exit with 0 all the same.
     trouble = [line for line in said if "cannot connect" in line.lower() or "error" in line.lower()[:8]]
     return None if done.returncode == 0 and not trouble else f"{client[0]}: {(trouble or said or ['no answer'])[0][:200]}"
+
+
+@MACHINE_CHECKS.register("sandbox")
+def check_sandbox() -> Iterator[MachineFinding]:
+    """List the addresses that this machine's sandboxes reach. Environments refuse one that keeps less than docs/sandboxes.md
+    says."""
+    found = reach()
+    if found.local is None or found.bubblewrap is None:
+        yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred_provider()} is chosen")
+    else:
+        yield MachineFinding("sandbox", "warn", found.said(), f"environments that run code are refused: {WHAT_HELPS}")

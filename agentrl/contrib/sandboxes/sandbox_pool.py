@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,11 +20,10 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
-from agentrl.cluster.doctor import MACHINE_CHECKS, MachineFinding
 from agentrl.config.schema import SandboxConfig
 from agentrl.contrib.sandboxes import bubblewrap
 from agentrl.contrib.sandboxes.contract import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
-from agentrl.contrib.sandboxes.local import WHAT_HELPS, require_kernel
+from agentrl.contrib.sandboxes.local import require_kernel
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError, SandboxError, hint_text
 from agentrl.utils.redaction import resolve_references
 
@@ -419,17 +418,3 @@ def reach() -> Reach:
     except ResourceError as problem:
         local = str(problem)
     return Reach(platform.release(), version, local, bubblewrap.unavailable())
-
-
-# The part of `agentrl doctor`
-
-
-@MACHINE_CHECKS.register("sandbox")
-def check_sandbox() -> Iterator[MachineFinding]:
-    """List the addresses that this machine's sandboxes reach. Environments refuse one that keeps less than docs/sandboxes.md
-    says."""
-    found = reach()
-    if found.local is None or found.bubblewrap is None:
-        yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred_provider()} is chosen")
-    else:
-        yield MachineFinding("sandbox", "warn", found.said(), f"environments that run code are refused: {WHAT_HELPS}")
