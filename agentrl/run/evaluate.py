@@ -395,7 +395,7 @@ class RolloutJob:
                     config.the_env.called,
                     missing,
                     seed=config.seed,
-                    max_episodes=config.rollout.max_episodes,
+                    max_episodes=max(config.rollout.max_episodes // max(request.values, 1), 1),
                     split=request.split,
                     temperature=self.temperature,
                     on_episode=keep,

@@ -57,7 +57,7 @@ class Provenance:
             raise type(error)(f"{error}{origin_hint(folder)}") from None
         if _read_provenance(folder) is None:
             self.write()  # so that the next resume can compare
-            old = "started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
+            old = f"no {FILE}: the files of the config are taken to be the same"
             said = [f"{folder.path}: {old}"]
         else:
             said = self.check_contents()

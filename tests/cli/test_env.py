@@ -50,7 +50,7 @@ def test_a_broken_file_is_shown_as_left_out(here: Path, capsys: pytest.CaptureFi
     assert "skipped:" in out and "bad.py" in out
 
 
-def tested(here: Path) -> int | None:
+def run_own_tests(here: Path) -> int | None:
     """The exit code of the tests of envs/todo."""
     command = Command(here, "-q", "-p", "no:cacheprovider", "envs/todo", program="pytest")
     finish(command)
@@ -66,9 +66,9 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
     out = capsys.readouterr().out
     assert "my/Todo-v0: all checks passed" in out and "FAIL" not in out
     # The test it wrote is a real one: it passes, and fails once the environment is broken.
-    assert tested(here) == 0
+    assert run_own_tests(here) == 0
     (here / "envs" / "todo" / "env.py").write_text(source.replace('task.gold["answer"])]', '"none")]'))
-    assert tested(here) == 1
+    assert run_own_tests(here) == 1
     with pytest.raises(UserError, match="exists already"):
         run("new", "todo")
     with pytest.raises(UserError, match="lower-case"):

@@ -202,15 +202,16 @@ class TreeScript(Script):
             forks = await places.choose(root)
             async with asyncio.TaskGroup() as tasks:
                 begun = [(fork, of) for fork, of in zip(forks, self.branches, strict=True) if fork is not None]
-                playing = [tasks.create_task(_attempt_branch(job, fork, of, player, watch)) for fork, of in begun]
+                playing = [tasks.create_task(attempt_branch(job, fork, of, player, watch)) for fork, of in begun]
             return [root, *(trajectory for task in playing for trajectory in task.result())]
         finally:
             await places.close()
 
 
-async def _attempt_branch(
+async def attempt_branch(
     job: Job, fork: Fork, attempts: Sequence[EpisodeSpec], player: LocalPlayer, watch: Watch
 ) -> list[Trajectory]:
+    """Play on from a fork until an attempt ends without a fault of the infrastructure; returns all that were made."""
     found: list[Trajectory] = []
     for spec in attempts:
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from agentrl.config.schema import TrainConfig
 from agentrl.contrib.branching.checks import fork_obstacle
-from agentrl.contrib.branching.trees import Fork
+from agentrl.contrib.branching.trees import Fork, attempt_branch
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import derive
@@ -46,20 +46,15 @@ class ValueScript(Script):
 
     async def play(self, job: Job, player: LocalPlayer, watch: Watch) -> list[Trajectory]:
         """The episode alone, with the values of its turns; every fork is closed."""
-        hook, open_at_once = ForkEveryTurn(), asyncio.Semaphore(self.samples)
-
-        async def play_on(fork: Fork, number: int) -> Trajectory:
-            async with open_at_once:
-                one = replace(job, spec=self._spec(fork.turn, number), script=None)
-                return await player.episode(one, watch, fork, fork.env.fork())
-
+        hook = ForkEveryTurn()
         try:
             root = await player.episode(job, watch, hook)
             forks = [] if root.stop.infrastructure else [fork for fork in hook.forks if fork.turn < len(root.turns)]
-            async with asyncio.TaskGroup() as tasks:
-                played = [[tasks.create_task(play_on(fork, number)) for number in range(self.samples)] for fork in forks]
-            for fork, found in zip(forks, played, strict=True):
-                root.turns[fork.turn].value = success_rate(task.result() for task in found)
+            for fork in forks:
+                async with asyncio.TaskGroup() as tasks:
+                    specs = [self._spec(fork.turn, number) for number in range(self.samples)]
+                    played = [tasks.create_task(attempt_branch(job, fork, [spec], player, watch)) for spec in specs]
+                root.turns[fork.turn].value = success_rate(made for task in played for made in task.result())
             return [root]
         finally:
             for fork in hook.forks:
