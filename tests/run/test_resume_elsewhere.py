@@ -233,7 +233,7 @@ def test_a_run_of_an_older_version_goes_on_and_is_held_to_what_it_has_then(
     assert train("model.init={}", "env.reward=spec.json") == 0
     Path("runs/r/provenance.json").unlink()
     assert main(["train", "--resume", "runs/r"]) == 0
-    assert "an older agentrl" in executed[1][1][0]
+    assert executed[1][1][0].endswith("no provenance.json: the files of the config are taken to be the same")
     write_spec("spec.json", 2.0)
     assert main(["train", "--resume", "runs/r"]) == 2
 
