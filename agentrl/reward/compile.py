@@ -13,7 +13,7 @@ from agentrl.data.trajectory import Json
 from agentrl.reward.leaf import LEAVES, SCOPES, Context, Leaf, Services, View
 from agentrl.reward.nodes import GROUP_LEAVES, LINEAR, ConstantNode, GateNode, LeafNode, Mods, Node, OpNode, walk
 from agentrl.reward.replays import MakeEnv
-from agentrl.reward.score import Scorer, success_rule, visible_ids
+from agentrl.reward.score import Scorer, plain, success_rule, visible_ids
 from agentrl.reward.spec import MODS, load_spec
 from agentrl.reward.values import Absent, UnscorableError, is_ref, join, parse_pointer, references
 from agentrl.utils.errors import RewardSpecError
@@ -42,7 +42,10 @@ def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | Non
         there = ", ".join(sorted(known)) or "none"
         build.fail("/success/id", f"no node outside of a narrower scope has the id {wanted['id']!r}; known: {there}")
     rule = success_rule(valid, root, metrics)
-    success = None if rule is None else build.node(rule.node, "/success", "episode", "success emits nothing")
+    if rule is not None and rule.derived and rule.node == plain(valid["root"]):
+        success: Node | None = root  # its task part is all of it: not evaluated twice
+    else:
+        success = None if rule is None else build.node(rule.node, "/success", "episode", "success emits nothing")
     return Scorer(valid, root, metrics, build.blocking, build.context.services, rule, success, timeout)
 
 

@@ -62,7 +62,7 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | N
         wanted = spec["success"]
         if "use" in wanted or "op" in wanted:
             return SuccessRule("/success", wanted, derived=False)
-        test = _plain(ids_of([spec["root"], *spec.get("metrics", [])])[wanted["id"]][0])
+        test = plain(ids_of([spec["root"], *spec.get("metrics", [])])[wanted["id"]][0])
         gate = {"op": "gate", "if": test, "gte": wanted.get("gte", 1), "then": 1, "else": 0}
         return SuccessRule("/success", gate, derived=False)
     tops = [(spec["root"], root, "/root")]
@@ -136,7 +136,7 @@ def _truth(item: Spec, node: Node, flipped: bool) -> Grown | None:
         item = {**item, "of": of}
     if item.get("of") == [] or not _asks(node):
         return None
-    grown = {key: value for key, value in _plain(item).items() if key not in ("scale", "clip")}
+    grown = {key: value for key, value in plain(item).items() if key not in ("scale", "clip")}
     return {**grown, "scale": [1, 0]} if flipped else grown
 
 
@@ -170,7 +170,7 @@ def _gate(item: Spec, node: GateNode) -> Grown | None:
         return None if best is None else _join_parts("all", [best], own)
     if high == low and yes is None and no is None:
         return None
-    test = _plain(item["if"])
+    test = plain(item["if"])
     branches = {"then": (yes or 1) if high >= low else 0, "else": (no or 1) if low >= high else 0}
     return {"op": "gate", "if": test, "gte": item.get("gte", 1), **branches, **copy.deepcopy(own)}
 
@@ -192,17 +192,17 @@ def _asks(node: Node) -> bool:
     return any(isinstance(below, LeafNode) and not below.leaf.kind.startswith("cost.") for below in walk(node))
 
 
-def _plain(item: Spec, weighted: bool = False) -> Grown:
+def plain(item: Spec, weighted: bool = False) -> Grown:
     """A copy without ids, emissions and its own weight, which belong to the original node."""
     left = ("id", "emit") if weighted else ("id", "emit", "weight")
     grown: Grown = copy.deepcopy({key: value for key, value in item.items() if key not in left})
     for key in ("if", "then", "else"):
         if isinstance(item.get(key), Mapping):
-            grown[key] = _plain(item[key], weighted=True)
+            grown[key] = plain(item[key], weighted=True)
     if "of" in item:
-        grown["of"] = [_plain(child, weighted=True) for child in item["of"]]
+        grown["of"] = [plain(child, weighted=True) for child in item["of"]]
     if isinstance(item.get("args", {}).get("of"), Mapping) and str(item.get("use", "")).startswith("group."):
-        grown["args"] = {**grown["args"], "of": _plain(item["args"]["of"])}
+        grown["args"] = {**grown["args"], "of": plain(item["args"]["of"])}
     return grown
 
 
@@ -276,7 +276,7 @@ class Scorer:
         self._blocking = blocking
         self._services = services
         self._assumed: Callable[[Trajectory], bool] | None = None
-        self.tops = [root, *self.metrics, *([success] if success is not None else [])]
+        self.tops = [root, *self.metrics, *([] if success in (None, root) else [success])]
         nodes = [node for top in self.tops for node in walk(top)]
         self._groups = [node for node in nodes if isinstance(node, GroupNode)]
         self.ids = list(dict.fromkeys(node.mods.id for node in nodes if node.mods.id is not None))
@@ -409,7 +409,7 @@ class Scorer:
         reward needs the group for comparison."""
         if self.rule is None or self.success is None:
             return None
-        result = self.success.evaluate(view, frame)
+        result = root if self.success is self.root else self.success.evaluate(view, frame)
         alone = self.compares and frame.group is None
         known = result.value is not None and (root.value is not None or alone)
         success = result.value >= TRUE if known and result.value is not None else None

@@ -122,7 +122,7 @@ def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         several = signature.parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         hint = Any if several else hints.get(name, Any)
-        if not _fits(value, hint):
+        if not _test_of(hint)(value):
             expected = " or ".join(dict.fromkeys(_words_of(hint)))
             call = function.__name__.lstrip("_")
             raise ConfigError(f"{call}: {name} = {value!r:.80} is a {type(value).__name__}; expected {expected}")
@@ -136,7 +136,7 @@ def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict
 def answer_problem(answer: Any, method: Callable[..., Any], made: Any) -> str:
     """Text for an answer that the annotation of a base class's `method` does not allow, with FILE:LINE of the user's `made`."""
     hint = _signature_of(method)[1].get("return", Any)
-    if _fits(answer, hint):
+    if _test_of(hint)(answer):
         return ""
     if inspect.iscoroutine(answer):
         answer.close()
@@ -159,21 +159,29 @@ def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> 
     return answer
 
 
-def _fits(value: Any, hint: Any) -> bool:
+@cache
+def _test_of(hint: Any) -> Callable[[Any], bool]:
+    """The test of an annotation, made once: a hook's answer is checked at each call."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
-        return value in parts
+        return lambda value: value in parts
     if kind in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
+        tests = [_test_of(part) for part in parts]
+        return lambda value: any(test(value) for test in tests)
     if kind is Any or not isinstance(kind, type):
-        return True
-    if issubclass(kind, Mapping):
-        return isinstance(value, kind) and all(_fits(item, part) for part in parts[1:] for item in value.values())
+        return lambda value: True
     if not issubclass(kind, Collection) or issubclass(kind, str):
-        return isinstance(value, _LIKE.get(kind, kind))
+        kinds = _LIKE.get(kind, kind)
+        return lambda value: isinstance(value, kinds)
+    mapped = issubclass(kind, Mapping)
+    inside = parts[1:] if mapped else parts[:1]
+    item = _test_of(inside[0]) if inside and inside[0] is not Any else None
+    if mapped:
+        return lambda value: isinstance(value, kind) and (item is None or all(map(item, value.values())))
     # An array is a list too.
-    listed = isinstance(value, Collection) and not isinstance(value, Mapping | str)
-    return listed and all(_fits(item, part) for part in parts[:1] for item in value)
+    return lambda value: (
+        isinstance(value, Collection) and not isinstance(value, Mapping | str) and (item is None or all(map(item, value)))
+    )
 
 
 def _words_of(hint: Any) -> list[str]:

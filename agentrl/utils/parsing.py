@@ -21,7 +21,7 @@ from functools import partial
 from math import gcd
 from typing import Any, Literal
 
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json, to_jsonable_python
 
 from agentrl.utils.errors import fault_text, is_alien
 from agentrl.utils.threads import fork_safe
@@ -115,8 +115,12 @@ def json_form(value: Any) -> Any:
     """The value itself if it is JSON; else as `in_json`, which a reader of its stored text sees. Raises ValueError for what has
     no JSON form, and for a set (no order)."""
     with suppress(ValueError), as_value_error():
-        # In C: states may be large. No array passes the first, no unbounded number the second.
-        if to_jsonable_python(value) == value and json.dumps(value, allow_nan=False):
+        # Not in Python: states may be large. No array passes the first, no unbounded number the others (one that Python does not
+        # write has over 4,300 digits); a text with these words passes the last.
+        if to_jsonable_python(value) == value and (
+            (len(text := to_json(value)) < 4300 and b"NaN" not in text and b"Infinity" not in text)
+            or json.dumps(value, allow_nan=False)
+        ):
             return value
     form = in_json(value)
     for part in _parts(value):
