@@ -136,7 +136,7 @@ def test_a_tab_completes_in_an_interactive_shell(shell: str, command: Path) -> N
         typed(terminal, f'{set_up}; echo rea""dy\n', "ready")
         seen = typed(terminal, "agentrl config docs rollout.turn\t", "turn_timeout")
         assert "turn_timeout" in seen
-        assert "type: number > 0" in typed(terminal, "\n", "default: 120")
+        assert "type: number > 0" in typed(terminal, "\n", "unit: seconds")
     finally:
         os.close(terminal)
         os.waitpid(child, 0)
