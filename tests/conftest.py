@@ -46,6 +46,9 @@ def forget_user() -> None:
     os.environ.update(HOME=home, LANG="C.UTF-8", TZ="UTC", PLAYWRIGHT_BROWSERS_PATH=browsers)
     if roots:
         os.environ["PYTHONPATH"] = os.pathsep.join(roots)
+    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if path[0] != programs:  # as in an activated environment: tests, and what they follow, start `python`
+        os.environ["PATH"] = os.pathsep.join([programs, *path])
     # Read at the start of this process: the clock's zone, and the encoding of files.
     time.tzset()
     with suppress(locale.Error):  # an old system has no such one

@@ -35,7 +35,6 @@ def follow(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["agentrl"])
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     for name in set(os.environ) & {"AGENTRL_PATH", "OPENAI_API_KEY", "OPENAI_BASE_URL"}:
         monkeypatch.delenv(name)

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import io
 import json
-import os
 import re
 import runpy
 import shlex
@@ -232,8 +231,7 @@ SHORT = [
 ]  # fmt: skip
 
 
-def test_your_agent(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # as in an activated environment
+def test_your_agent(example: Example) -> None:
     rehearse, train = (shlex.split(line) for line in example.lines)
     rehearsed = example.command(rehearse)
     # A program per episode is the long form; the short one starts it once, above, and trains through the same agent's function.
