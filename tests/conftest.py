@@ -89,6 +89,7 @@ os.environ["AGENTRL_SURVEY"] = "0"
 
 # Also if agentrl was installed before it had the plugin.
 pytest_plugins = ["agentrl.contrib.gpu_tests.plugin"] if find_spec("agentrl.contrib.gpu_tests") else []
+collect_ignore = [] if pytest_plugins else ["gpu"]  # without the mark by which a file of tests asks for cards
 
 CARDS = ",".join(str(number) for number in range(100, 164))
 """Cards that no machine has, enough for every cluster that a test makes up. CUDA finds none of them, hence no other either."""

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,9 +39,12 @@ REFUSED = {  # by name, without the folder
     "sglang": "engine=sglang", "split": "model.tensor_parallel=2",
     "trackers": "trackers=[{name='wandb'}]", "vision": "model.init.vision=true",
 }  # fmt: skip
-SUITE = ["algorithm", "cli", "config", "data", "env", "render", "reward", "rollout", "tool"]  # in minutes
-# A section of a feature stays in the schema of configs: refused without the feature, not read by any code.
-READERS = "tests/config/test_no_dead_keys.py"
+# A section of a feature stays in the schema of configs, as do its metrics, pages and faults: these tests are about all of them.
+ABOUT_ALL = [
+    "tests/config/test_no_dead_keys.py", "tests/run/test_metrics.py::test_no_entry_is_of_a_number_that_no_code_makes",
+    "tests/test_contrib.py", "tests/test_doc_blocks.py", "tests/test_docs.py", "tests/test_faults.py",
+    "tests/test_shape.py::test_the_files_that_begin_first_are_there",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +58,19 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def users_of(tree: Path, name: str) -> list[str]:
-    """The folder, and what cannot be without it: other folders of contrib, and files of the shelf, that import it."""
-    files = [file for shelf in ("agentrl/contrib", "envs", "tools", "rewards") for file in (tree / shelf).rglob("*.py")]
+    """The folder, and what cannot be without it: folders of contrib and files of the shelf that import it or have its leaves."""
+    files = [file for shelf in ("agentrl/contrib", "envs", "tools", "rewards") for file in (tree / shelf).rglob("*.*")]
+    files = [file for file in files if file.suffix == ".py" or (file.parent.name == "rewards" and file.stem != "schema")]
     texts = {file.relative_to(tree).parts: file.read_text() for file in files}
     gone: list[str] = []
     new = {f"agentrl/contrib/{name}"}
     while new:
         gone += sorted(new)
-        words = [f"contrib.{Path(path).name}" for path in gone if path.startswith("agentrl")]
-        named = [parts for parts, text in texts.items() if any(re.search(rf"{re.escape(word)}\b", text) for word in words)]
+        words = [rf"contrib\.{Path(path).name}\b" for path in gone if path.startswith("agentrl")]
+        own = [text for parts, text in texts.items() if "/".join(parts[:3]) in gone]
+        kinds = [kind for text in own for kind in re.findall(r'(?:LEAVES|CALL_FORMS)\.register\("([^"]+)"', text)]
+        words += [rf'"(use|form)": "{kind}"' for kind in kinds]
+        named = [parts for parts, text in texts.items() if any(re.search(word, text) for word in words)]
         new = {"/".join(parts[: 3 if parts[0] == "agentrl" else 2]) for parts in named} - {*gone}
     return gone
 
@@ -78,29 +85,44 @@ def users_in_tests(tree: Path, gone: Sequence[str]) -> list[str]:
     while words:
         found = {file for file in texts.keys() - users if any(word.search(texts[file]) for word in words)}
         users |= found
-        modules = [".".join(file.relative_to(tree).with_suffix("").parts) for file in found]
-        words = [re.compile(re.escape(module) + r"\b") for module in modules]
+        modules = [file.relative_to(tree).with_suffix("").parts for file in found]
+        words = [re.compile(rf"{r'.'.join(parts[:-1])}(\.| import .*\b){parts[-1]}\b") for parts in modules]
     return sorted(str(file.relative_to(tree)) for file in users)
 
 
+def kept_for_tests(tree: Path) -> dict[frozenset[str], list[str]]:
+    """The files of tests by the folders without which they cannot run; those of a folder of contrib are played together."""
+    files = {str(file.relative_to(tree)) for file in (tree / "tests").rglob("test_*.py")} - {*ABOUT_ALL}
+    places = {file: "/".join(file.split("/")[:3]) if file.startswith("tests/contrib") else file for file in sorted(files)}
+    needed: dict[str, set[str]] = {place: set() for place in places.values()}
+    for name in FOLDERS:
+        gone = users_of(tree, name)
+        users = {f"tests/contrib/{Path(path).name}" for path in gone} | {places.get(file) for file in users_in_tests(tree, gone)}
+        for place in needed.keys() & users:
+            needed[place].add(name)
+    groups: dict[frozenset[str], list[str]] = {}
+    for file, place in places.items():
+        groups.setdefault(frozenset(needed[place]), []).append(file)
+    return groups
+
+
 @contextlib.contextmanager
-def without(tree: Path, name: str, kept: Path) -> Iterator[list[str]]:
-    """The tree without a folder, its users, and the tests of both; yields the other tests that cannot run."""
-    gone = users_of(tree, name)
+def without(tree: Path, names: Collection[str], kept: Path) -> Iterator[None]:
+    """The tree without folders, their users, and the tests of both."""
+    gone = sorted({path for name in names for path in users_of(tree, name)})
     moved = [*gone, *(f"tests/contrib/{Path(path).name}" for path in gone if path.startswith("agentrl"))]
     for number, path in enumerate(moved):
         shutil.move(tree / path, kept / str(number))
     try:
-        yield users_in_tests(tree, gone)
+        yield
     finally:
         for number, path in enumerate(moved):
             shutil.move(kept / str(number), tree / path)
 
 
 def run(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # tests start `python`
-    variables = {**os.environ, "PATH": path, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([sys.executable, *words], cwd=tree, env=variables, capture_output=True, text=True, timeout=1500)
+    variables = {**os.environ, "PYTHONPATH": str(tree), "AGENTRL_PROOFS": ""}
+    return subprocess.run([sys.executable, *words], cwd=tree, env=variables, capture_output=True, text=True, timeout=7000)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -122,7 +144,7 @@ def test_the_published_schema_is_what_its_command_writes(tmp_path: Path) -> None
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_everything_else_works_without_a_folder(name: str, tree: Path, tmp_path: Path) -> None:
-    with without(tree, name, tmp_path):
+    with without(tree, [name], tmp_path):
         helped = run(tree, "-m", "agentrl", "--help")
         assert helped.returncode == 0, helped.stderr
         listed = {line.split()[0] for line in helped.stdout.splitlines() if line.startswith("    ") and line.split()}
@@ -139,13 +161,17 @@ def test_everything_else_works_without_a_folder(name: str, tree: Path, tmp_path:
 
 
 @proof
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", FOLDERS)
-def test_the_rest_of_the_suite_passes_without_a_folder(name: str, tree: Path, tmp_path: Path) -> None:
-    with without(tree, name, tmp_path) as users:
-        left_out = [f"--ignore={file}" for file in users]
-        chosen = ["-q", "-p", f"no:agentrl.contrib.{name}.plugin", *left_out]
-        collected = run(tree, "-m", "pytest", *chosen, "--collect-only", "tests")
-        assert collected.returncode == 0, collected.stdout[-3000:]
-        played = run(tree, "-m", "pytest", *chosen, "-x", "-n", "2", f"--ignore={READERS}", *(f"tests/{one}" for one in SUITE))
-        assert played.returncode == 0, played.stdout[-3000:]
+@pytest.mark.timeout(7200)
+def test_each_test_passes_without_the_folders_that_it_does_not_name(tree: Path, tmp_path: Path) -> None:
+    """All of them at once, so the suite is played once and not once a folder: a test that needs one fails also without others."""
+    groups, failed = kept_for_tests(tree), []
+    for number, (kept, files) in enumerate(groups.items()):
+        (aside := tmp_path / str(number)).mkdir()
+        with without(tree, {*FOLDERS} - kept, aside):
+            others = [file for group in groups.values() if group is not files for file in group]
+            left_out = [f"--deselect={test}" for test in ABOUT_ALL] + [f"--ignore={file}" for file in others]
+            left_out += [f"-pno:agentrl.contrib.{name}.plugin" for name in FOLDERS if name not in kept]
+            played = run(tree, "-m", "pytest", "-q", *left_out, "tests")
+        if played.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):  # none but slow ones
+            failed.append(f"with {sorted(kept)} only: {played.stdout[-3000:]}")
+    assert not failed, "\n".join(failed)

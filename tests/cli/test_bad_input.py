@@ -178,6 +178,7 @@ def test_a_dry_run_of_a_name_that_is_taken_plans_and_says_that_the_start_refuses
 def test_a_name_that_is_taken_is_told_before_a_server_is_started(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("agentrl.contrib.mcp")
     config = ["engine=embedded", "cluster.backend=inline"]
     RunFolder.create(load_config(QUICKSTART, ["name=run", *config]))
     begun = tmp_path / "begun"

@@ -265,6 +265,7 @@ def test_a_parameter_is_written_in_one_way_for_all_commands(
     word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a bare a=b, or as in a config."""
+    pytest.importorskip("agentrl.contrib.suites")
     monkeypatch.chdir(tmp_path)
     commands: list[list[str]] = [
         ["env", "show", "key_value", word],

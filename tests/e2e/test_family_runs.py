@@ -24,6 +24,7 @@ def ran(engine: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[ModuleType]:
+    pytest.importorskip("agentrl.contrib.families")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.syspath_prepend(str(ROOT / ".ci"))

@@ -373,6 +373,7 @@ MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{tra
 
 
 def test_one_model_of_several_environments_is_asked_once_and_each_other_too(tmp_path: Path) -> None:
+    pytest.importorskip("agentrl.contrib.judges")
     with Loopback(lambda body, number: "ready") as server:
         config = with_spec(
             tmp_path,

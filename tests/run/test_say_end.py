@@ -71,6 +71,7 @@ def commands(lines: list[str]) -> list[list[str]]:
 
 def test_every_command_that_is_advised_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Typed in another folder as it stands: the command line takes it, and what it names is there."""
+    pytest.importorskip("agentrl.contrib.view")
     (tmp_path / "elsewhere").mkdir()
     folder, lines = ended(tmp_path, TABLE)
     monkeypatch.chdir(tmp_path / "elsewhere")
