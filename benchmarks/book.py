@@ -290,10 +290,10 @@ def page() -> str:
     text = [
         "# Benchmark book\n",
         "<!-- written by `make bench` from benchmarks/results -->\n",
-        "One table per claim, measured by the command above it (`make bench` runs them all, in less than 20 minutes; `make",
-        "bench-compare` names what got worse by 10 %). Ratios are of one run. A high load average, or cores in use before the",
-        "command began, means that other work disturbed it. Figures that are not a claim yet, and how each was found, are in the",
-        "[list of all measurements](../benchmarks/README.md).",
+        "One table per claim, measured by the command above it (`make bench` runs them all, in less than 20 minutes;",
+        "`python benchmarks/book.py compare` names what got worse by 10 %). Ratios are of one run. A high load average, or cores",
+        "in use before the command began, means that other work disturbed it. Figures that are not a claim yet, and how each was",
+        "found, are in the [list of all measurements](../benchmarks/README.md).",
     ]
     found = results()
     for claim in claims():
