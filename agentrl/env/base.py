@@ -414,6 +414,8 @@ class ToolEnv(Forkable):
         finally:
             # Closed before the first await, so that no second aclose tears down again; shielded from cancellation below.
             self._open = False
+            if self._record.stop is StopReason.DONE and not self._record.terminated:  # nobody ended it
+                self._record.stop = StopReason.CANCELLED
             # Tools added or removed in this episode must not carry over to the next one.
             self.toolbox.table, self.user_toolbox.table = self._tools_before, self._user_tools_before
             await asyncio.shield(self._tear_down())

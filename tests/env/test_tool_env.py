@@ -271,6 +271,19 @@ def test_time_limit_gives_truncated() -> None:
     assert env.step(call("write", text="a"))[2:4] == (False, True)
 
 
+def test_an_episode_that_is_closed_midway_is_cancelled_and_one_that_ended_is_not() -> None:
+    env = Notes()
+    env.reset(seed=0)
+    env.step(call("write", text="a"))
+    env.close()
+    cut = env.trajectory
+    assert (cut.stop, cut.terminated, cut.truncated, cut.state) == (StopReason.CANCELLED, False, False, {"notes": ["a"]})
+    env.reset(seed=0)
+    env.step(call("quit"))
+    env.close()
+    assert (env.trajectory.stop, env.trajectory.terminated) == (StopReason.DONE, True)
+
+
 @pytest.mark.filterwarnings("ignore:.*passive.*")
 def test_an_episode_cut_from_outside_is_not_judged_one_cut_from_inside_is() -> None:
     """Gymnasium's TimeLimit only sets `truncated`: the reward is the step's own, as for every environment."""
