@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
 import gymnasium
 
@@ -397,6 +397,13 @@ class Forkable(ToolSide):
         forked.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
         forked.__dict__.update(copy_parts(self, forked, self._unshared_parts()))
         return forked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def __reduce__(self) -> NoReturn:
+        made = f"pickle what makes it, as EnvRef({self.id!r}, {{...}}) of agentrl.env.catalog, and build it where it is played"
+        raise TypeError(f"{type(self).__name__}: an environment belongs to its process and is not pickled; {made}")
 
     @property
     def holds(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.env.catalog import EnvRef, find_env, make_env
+from agentrl.env.wrappers import TurnLimit
 from agentrl.utils.errors import CatalogError
 from agentrl.utils.search_path import load_module
 
@@ -46,6 +48,18 @@ def test_none_scores_nothing_and_so_does_a_reference_whose_run_scores() -> None:
     assert played(silent) == (0.0, None) and silent.trajectory.reward is None
     assert EnvRef("key_value").build().scorer is None
     assert pickle.loads(pickle.dumps(EnvRef("key_value"))).build().scorer is None
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_environment_is_not_pickled_and_says_what_is_and_a_deep_copy_is_a_fork(wrapped: bool) -> None:
+    env: ToolEnv = make_env("key_value", calls=2)
+    env = TurnLimit(env, turns=4) if wrapped else env
+    with pytest.raises(TypeError, match=r"is not pickled; pickle what makes it, as EnvRef\('agentrl/KeyValue-v0'"):
+        pickle.dumps(env)
+    env.reset(seed=3)
+    other = copy.deepcopy(env)
+    assert [other.step(turn)[1] for turn in other.gold_turns(other.task)][-1] == 1.0
+    assert env.is_open and env.trajectory.turns == []
 
 
 def test_a_fork_is_rewarded_as_well() -> None:
