@@ -112,11 +112,19 @@ class RunRecord:
         return [name for entry in (given if isinstance(given, list) else [given]) if (name := name_of(entry))]
 
     def evaluated_env(self) -> dict[str, Any]:
-        """The environment of an evaluation's note, as a table: its id, its name, and its reward if one was named."""
+        """The environment of an evaluation's note, as the table of a config."""
         note = _json(self.path / f"{self.evaluation}.json")
         identity = note.get("identity") if isinstance(note, dict) else None
         found = identity if isinstance(identity, dict) else {}
-        return {key: found[f"env.{key}"] for key in ("id", "name", "reward") if found.get(f"env.{key}") is not None}
+        table: dict[str, Any] = {}
+        for key in (key for key in found if key.startswith("env.")):
+            *path, last = key.split(".")[1:]
+            place = table
+            for part in path:
+                inner = place.get(part)
+                place[part] = place = inner if isinstance(inner, dict) else {}
+            place[last] = found[key]
+        return table
 
     @property
     def report(self) -> dict[str, Any]:

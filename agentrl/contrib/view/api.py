@@ -92,10 +92,15 @@ def _initial(path: Path, config: str, env: str, seed: int, split: str, content: 
     return asyncio.run(asyncio.wait_for(_set_up(RunRecord(path), env, seed, split, content), LIMIT_S))
 
 
+def _config_of(run: RunRecord) -> TrainConfig:
+    """The config of a run; of a folder of episodes, whose note says what they are, one with their environment."""
+    return run.config if run.evaluation is None else TrainConfig.model_validate({"env": run.evaluated_env()})
+
+
 async def _set_up(run: RunRecord, name: str, seed: int, split: str, content: str) -> str:
     from agentrl.env.catalog import EnvRef
 
-    config = run.config
+    config = _config_of(run)
     env = next((env for env in config.envs if env.called == name), config.envs[0])
     tools = env.tools or config.tools
     for key, value in {"url": env.url, "sandbox": env.sandbox, "agent": env.agent or config.agent, "tools": tools.mcp}.items():
@@ -123,10 +128,7 @@ def spec_maxima(path: Path, config: str) -> dict[str, float]:
     found: dict[str, float] = {}
     try:
         run = RunRecord(path)
-        if run.evaluation is not None:
-            whole = TrainConfig.model_validate({"env": run.evaluated_env()})
-        else:
-            whole = run.config
+        whole = _config_of(run)
         for env in whole.envs:
             ref = EnvRef.of(whole.alone(env))
             found[env.called] = make_scorer(find_spec(ref, env.reward), whole.reward, ref).range[1]

@@ -1,6 +1,7 @@
 """The state that an episode began with is made again by the run's environment, and held against the last one."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ def test_what_an_episode_changed(tmp_path: Path) -> None:
     changed = asking.ask("/runs/r/episodes/step_000001.1")
     assert changed["state_diff"] is None and "makes another task" in changed["state_problem"]
     assert "recorded no state" in asking.ask("/runs/r/episodes/step_000001.2")["state_problem"]
+
+
+def test_what_an_episode_of_a_rollout_changed(tmp_path: Path) -> None:
+    """Its folder has no config.toml: the note says which environment it was, with which parameters."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "trajectories.jsonl").write_text(json.dumps(played(3).to_json()) + "\n")
+    note = {"env.id": "key_value", "env.params.calls": 2, "env.eval.split": "heldout", "seed": 0}
+    (folder / "rollout.json").write_text(json.dumps({"identity": note}))
+    found = client(tmp_path).ask("/runs/r/episodes/trajectories.0")
+    assert found["state_problem"] is None and found["state_diff"][1] == {
+        "path": "/total", "kind": "changed", "before": 0, "after": 5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
