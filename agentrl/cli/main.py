@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from traceback import walk_tb
 
 from agentrl import __version__
@@ -48,13 +49,15 @@ def build_parser() -> Parser:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse, also with overrides after an option."""
     parser = build_parser()
-    for word in sys.argv[1:] if argv is None else argv:
+    # As a shell does where `~` stands alone, but not in `--out=~/x` or `data.path=~/x`.
+    words = [re.sub(r"^([\w.-]+=)?~(?=/)", rf"\g<1>{Path.home()}", word) for word in (sys.argv[1:] if argv is None else argv)]
+    for word in words:
         if not word.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in word):
             parser.error(f"{word!a} is not UTF-8: no name, path or value can hold it")
     # argparse fills optional positionals at the first chance and accepts none after an option, so what it leaves over
     # of `train FILE --overwrite a.b=c` or `eval -n 5 ENV a.b=c` is assigned here.
     args: argparse.Namespace
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(words)
     if rest and "env" in args and "overrides" in args and args.env is None and not is_override(rest[0]) and rest[0][0] != "-":
         args.env = rest.pop(0)
     if not rest:

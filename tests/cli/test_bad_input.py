@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.main import main
+from agentrl.cli.main import _parse, main
 from agentrl.config import load_config
 from agentrl.run.folder import RunFolder, lock_folder
 
@@ -23,6 +23,19 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.t
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells expand `--out ~/x`, but not `--out=~/x`, `a.b=~/x` and what is quoted."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    for number, out in enumerate((["--out=~/0.json"], ["--out", "~/1.json"])):
+        assert main(["reward", "schema", *out]) == 0
+        assert (tmp_path / "home" / f"{number}.json").is_file()
+    assert _parse(["eval", "key_value", "--run=~/r", "data.path=~/d", "~a.b", "a=x~/b"]).overrides == [
+        f"data.path={tmp_path}/home/d", "~a.b", "a=x~/b",
+    ]  # fmt: skip
+    assert not (tmp_path / "~").exists()
 
 
 @pytest.mark.parametrize(
