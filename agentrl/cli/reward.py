@@ -392,7 +392,7 @@ def _episodes(path: Path, row: int, compares: bool) -> tuple[Trajectory, list[Tr
         raise UserError(f"{path}: --row {row}, but it has {len(lines)} rows")
     chosen = parse_row(str(path), *lines[row - 1])
     rows = [parse_row(str(path), *line) for number, line in enumerate(lines, 1) if number != row] if compares else []
-    return chosen, [other for other in rows if (other.env_id, other.task.id) == (chosen.env_id, chosen.task.id)]
+    return chosen, [other for other in rows if other.task_key == chosen.task_key]
 
 
 def _score_rows(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:

@@ -513,7 +513,7 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
     numbers: list[int] = []
     opened = 0
     for trajectory in trajectories:
-        task = (trajectory.env_id, trajectory.task.id, trajectory.task.seed)
+        task = (trajectory.env or trajectory.env_id, trajectory.task.id, trajectory.task.seed)
         # A task can be drawn twice in a batch. Two episodes with one member number cannot be of one group, so a repeated
         # number starts the next.
         if task not in current or (current[task], trajectory.member) in seen:

@@ -273,6 +273,13 @@ class Trajectory:
 
     def calls(self) -> Iterator[tuple[Turn, ToolCall, ToolResult | None]]:
         """Every tool call in order, with its turn and its result (None if it has none)."""
+    @property
+    def task_key(self) -> str:
+        """Key of its task: an author may give many one id, also in several environments, and the same one to several seeds."""
+        task = self.task
+        content = [task.data, task.gold] if task.data or task.gold else [task.seed]
+        return json.dumps([self.env or self.env_id, task.id, *content], sort_keys=True, default=str)
+
         for turn in self.turns:
             answers = {result.call_id: result for result in turn.results}
             for call in turn.message.tool_calls:

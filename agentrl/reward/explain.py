@@ -121,7 +121,7 @@ def changed_values(
 
 def alone(trajectories: Sequence[Trajectory]) -> tuple[int, int]:
     """Number of tasks with one episode only, and number of tasks."""
-    counts = Counter((trajectory.env_id, trajectory.task.id) for trajectory in trajectories)
+    counts = Counter(trajectory.task_key for trajectory in trajectories)
     return sum(count == 1 for count in counts.values()), len(counts)
 
 
@@ -134,17 +134,17 @@ def _gap(a: float | None, b: float | None) -> float:
 def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]) -> list[Change]:
     """The episodes that change rank, largest move first. `a`, `b`: values by the two specs, row by row.
 
-    Episodes of one (environment, task id) are ranked together.
+    Episodes of one task are ranked together.
     """
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for row, trajectory in enumerate(trajectories):
-        groups.setdefault((trajectory.env_id, trajectory.task.id), []).append(row)
+        groups.setdefault(trajectory.task_key, []).append(row)
     changes: list[Change] = []
-    for (_, task), rows in groups.items():
+    for rows in groups.values():
         ranks_a, ranks_b = _ranks([a[row] for row in rows]), _ranks([b[row] for row in rows])
         for row, before, after in zip(rows, ranks_a, ranks_b, strict=True):
             if before != after:
-                changes.append(Change(row, task, trajectories[row].member, a[row], b[row], before, after))
+                changes.append(Change(row, trajectories[row].task.id, trajectories[row].member, a[row], b[row], before, after))
     return sorted(changes, key=lambda change: _gap(change.rank_a, change.rank_b), reverse=True)
 
 
@@ -200,10 +200,10 @@ def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int],
     lines = read_lines(path)
     chunks = [lines[start : start + _CHUNK] for start in range(0, len(lines), _CHUNK)]
     if scorer.compares:  # group leaves compare episodes, so all rows of a task are one chunk
-        groups: dict[tuple[str, str], Lines] = {}
+        groups: dict[str, Lines] = {}
         for number, line in lines:
             trajectory = parse_row(str(path), number, line)
-            groups.setdefault((trajectory.env_id, trajectory.task.id), []).append((number, line))
+            groups.setdefault(trajectory.task_key, []).append((number, line))
         chunks = list(groups.values())
     workers = min(workers, len(chunks))
     rows: list[dict[str, Json]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -128,10 +127,10 @@ _OF_MODEL = ("model", "the files of model", "seed")
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """The episodes of a task: `content`, which tells it from another of the same id, the mean success and reward of the
-    episodes for which they are known, and the calls of its gold solution, if these are."""
+    """The episodes of a task: its id, the mean success and reward of the episodes for which they are known, and the calls of its
+    gold solution, if these are."""
 
-    content: str
+    id: str
     success: float | None
     reward: float | None
     horizon: int | None = None
@@ -139,7 +138,7 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One evaluation of one environment, read from its folder."""
+    """One evaluation of one environment, read from its folder; `tasks` by `Trajectory.task_key`."""
 
     label: str
     env: str
@@ -163,14 +162,15 @@ def read_results(folder: Path) -> dict[str, Results]:
             raise ConfigError(f"{part}: the evaluation has no episodes yet")
         members: dict[str, list[Trajectory]] = defaultdict(list)
         for episode in episodes:
-            members[episode.task.id].append(episode)
-        identity = read_json((part / "eval.json").read_text()).get("identity") or {}
+            members[episode.task_key].append(episode)
         env = episodes[0].env or episodes[0].env_id
+        if env in found:
+            raise ConfigError(f"{folder}: it holds several evaluations of {env}. Give their own folders: {folder}/*")
+        identity = read_json((part / "eval.json").read_text()).get("identity") or {}
         tasks: dict[str, TaskResult] = {}
         for name, played in members.items():
-            first, known = played[0], [float(t.success) for t in played if t.success is not None]
-            content = json.dumps([first.task.data, first.task.gold], sort_keys=True, default=str)
-            tasks[name] = TaskResult(content, mean_of(known), mean_of(t.reward for t in played), first.horizon)
+            known = [float(t.success) for t in played if t.success is not None]
+            tasks[name] = TaskResult(played[0].task.id, mean_of(known), mean_of(t.reward for t in played), played[0].horizon)
         found[env] = Results(label, env, tasks, identity)
     return found
 
@@ -219,7 +219,7 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
 
 def _same(first: Results, own: Results, names: Iterable[str]) -> list[str]:
     """Those of its tasks that are the first's too."""
-    return [name for name in names if name in first.tasks and first.tasks[name].content == own.tasks[name].content]
+    return [name for name in names if name in first.tasks]
 
 
 def _task_gains(first: Results, own: Results, names: Sequence[str]) -> list[float]:
@@ -232,7 +232,7 @@ def _pair_tasks(first: Results, own: Results) -> dict[str, Any]:
     same = _same(first, own, own.tasks)
     also = changes(*({k: v for k, v in of.identity.items() if not k.startswith(_OF_MODEL)} for of in (first, own)))
     if not same:
-        apart = first.tasks.keys().isdisjoint(own.tasks)
+        apart = {one.id for one in first.tasks.values()}.isdisjoint(one.id for one in own.tasks.values())
         why = "none of their tasks is the same" if apart else "their tasks have the same names and other contents"
         differ = f" ({'; '.join(also)})" if also else ""
         raise ConfigError(

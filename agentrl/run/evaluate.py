@@ -63,7 +63,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     in seconds and cost in US dollars; per episode unless stated otherwise."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        by_task[_task_key(trajectory)].append(trajectory)
+        by_task[trajectory.task_key].append(trajectory)
     counts = [
         (len(known), sum(known))
         for members in by_task.values()
@@ -106,21 +106,14 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     return report
 
 
-def _task_key(trajectory: Trajectory) -> str:
-    """Key of the task: an author may give many one id, and the same one to several seeds."""
-    task = trajectory.task
-    whole = [task.id, task.data, task.gold] if task.data or task.gold else [task.id, task.seed]
-    return json.dumps(whole, sort_keys=True, default=str)
-
-
 def _of_horizon(members: Sequence[Trajectory]) -> dict[str, Any]:
     """Means over the episodes whose gold solutions have as many calls; the interval of success is over tasks."""
     known: dict[str, list[bool]] = defaultdict(list)
     for t in members:
         if t.success is not None:
-            known[_task_key(t)].append(t.success)
+            known[t.task_key].append(t.success)
     return {
-        "tasks": len(set(map(_task_key, members))),
+        "tasks": len({t.task_key for t in members}),
         "episodes": len(members),
         "unscored": sum(not _is_scored(t) for t in members),
         "success": rate_of([statistics.fmean(of) for of in known.values()]),

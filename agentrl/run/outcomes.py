@@ -209,11 +209,11 @@ def _sameness(episodes: Sequence[Trajectory]) -> Row:
                 for at in range(GRAM):
                     hashes = hashes * PRIME + ids[at : at + len(hashes)]
                 grams, new = grams + len(hashes), new + len(np.unique(hashes))
-    ends = [(t.turns[-1].message, t.env, t.task.id) for t in episodes if t.turns]
-    said = Counter((m.content.strip(), *((call.name, str(call.arguments)) for call in m.tool_calls)) for m, _, _ in ends)
+    ends = [(t.turns[-1].message, t.task_key) for t in episodes if t.turns]
+    said = Counter((m.content.strip(), *((call.name, str(call.arguments)) for call in m.tool_calls)) for m, _ in ends)
     return {
         "repetition": 1 - new / grams if grams else None,
-        "same_answer": max(said.values()) / len(ends) if len({end[1:] for end in ends}) > 1 else None,
+        "same_answer": max(said.values()) / len(ends) if len({task for _, task in ends}) > 1 else None,
     }
 
 

@@ -270,6 +270,21 @@ def test_diff(tmp_path, capsys):
     assert "0 of 3 episodes change rank" in capsys.readouterr().out
 
 
+def test_episodes_of_two_tasks_of_one_name_are_not_ranked_together(tmp_path, capsys):
+    """Two tasks of the same id, in two environments of one class or with other gold: an episode of each has no rank."""
+    rows = [episode("7", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO)]
+    short = write(tmp_path / "short.json", spec(leaf("cost.turns", {"max": 4}, scale=[1, 0])))
+    ranks = write(tmp_path / "rank.json", spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 9})})))
+    for apart in ("env", "gold"):
+        other = replace(rows[1], env="b") if apart == "env" else replace(rows[1], task=replace(rows[1].task, gold={"answer": 7}))
+        file = record(tmp_path / "t.jsonl", rows[0], other)
+        assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["changed"], found["tasks"], found["tasks_of_one_episode"]) == ([], 2, 2)
+        agentrl("score", ranks, file)
+        assert [json.loads(line)["value"] for line in capsys.readouterr().out.splitlines()] == [None, None]
+
+
 def test_a_difference_by_rounding_is_no_rank(tmp_path, capsys):
     """0.1 + 0.2 is above 0.3 as doubles; whole weights give the same values without a difference."""
     said = [leaf("text.contains", {"expect": word}) for word in "abc"]

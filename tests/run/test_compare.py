@@ -102,6 +102,21 @@ def test_tasks_of_the_same_name_and_other_content_are_not_paired(tmp_path: Path)
         compare_all([read_results(one), read_results(other)])
 
 
+def test_two_tasks_of_one_name_are_two_tasks(tmp_path: Path) -> None:
+    """By hand: the first task is won by both, the second by the second model alone. By name they were one, with pass@1 0.5."""
+    folders = []
+    for name, won in (("one", False), ("two", True)):
+        folder = evaluation(tmp_path / name, {"a": [True]})
+        second = Task("a", 1, "heldout", {"n": 7})
+        row = Trajectory("test/E-v0", second, reward=float(won), success=won, env="e").to_json()
+        with (folder / "trajectories.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        folders.append(folder)
+    rows = compare_all([read_results(folder) for folder in folders])["envs"]["e"]["rows"]
+    assert [(row["tasks"], row["pass@1"]["mean"]) for row in rows] == [(2, 0.5), (2, 1.0)]
+    assert (rows[1]["paired"], rows[1]["better"], rows[1]["difference"]["mean"]) == (2, 1, 0.5)
+
+
 def test_folders_are_compared_by_command_and_what_else_differs_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,3 +134,10 @@ def test_folders_are_compared_by_command_and_what_else_differs_is_said(
     assert main(["eval", "--compare", str(tmp_path / "one")]) == 2
     assert main(["eval", "--compare", str(tmp_path / "one"), str(tmp_path)]) == 2
     assert "eval.json" in capsys.readouterr().err
+
+
+def test_a_folder_of_several_models_is_not_taken_for_the_last_of_them(tmp_path: Path) -> None:
+    for name, won in (("one", True), ("two", False)):
+        evaluation(tmp_path / "all" / name, {"t": [won]})
+    with pytest.raises(ConfigError, match=r"all: it holds several evaluations of e\. Give their own folders: .*all/\*"):
+        read_results(tmp_path / "all")
