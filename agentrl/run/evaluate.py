@@ -293,13 +293,17 @@ class RolloutJob:
     """Plays the missing episodes of a request in the only environment of `config`.
 
     `shared`: parts of several environments, which the caller closes; by default its own are made. `episodes`: those that are
-    there, by (task, member); `interrupted`: more were asked for."""
+    there, by (task, member); `interrupted`: more were asked for. Raises ConfigError if values are to be measured of episodes that
+    cannot be forked."""
 
     def __init__(self, config: TrainConfig, request: RolloutRequest, display: Display, shared: EvalSession | None = None) -> None:
         self.config, self.request, self.display, self.shared = config.with_date(request.day()), request, display, shared
         evaluates = request.purpose == "eval"  # with a temperature of its own
         self.temperature = config.eval.temperature if evaluates else one_temperature(config.rollout, "a rollout")
         self.file = request.out / "trajectories.jsonl"
+        self.script: Callable[[EpisodeSpec], Script] | None = None
+        if request.values:
+            self.script = SCRIPTS["values"](config, request.values)
         self.episodes: dict[Pair, Trajectory] = {}
         self.interrupted = False
 
@@ -393,7 +397,7 @@ class RolloutJob:
                     temperature=self.temperature,
                     on_episode=keep,
                     watch=watch,
-                    script=value_script(config, request),
+                    script=self.script,
                 )
 
     def _resume(self) -> dict[Pair, Trajectory]:
@@ -482,10 +486,4 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     if min(request.tasks, request.samples) < 1:
         raise ConfigError(f"n = {request.tasks}, k = {request.samples}: expected at least 1 of each")
     check_eval(config := EngineChoice(config).without_trainer(), request.purpose)
-    value_script(config, request)
     return config
-
-
-def value_script(config: TrainConfig, request: RolloutRequest) -> Callable[[EpisodeSpec], Script] | None:
-    """The scripts of a request that measures values. Raises ConfigError for a config whose episodes cannot be forked."""
-    return SCRIPTS["values"](config, request.values) if request.values else None

@@ -21,10 +21,11 @@ import pytest
 import torch
 from hypothesis import given
 
+from agentrl.cli.main import main
 from agentrl.config import RolloutConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import BranchConfig, Choice, RewardConfig
-from agentrl.contrib.branching import advantage
+from agentrl.contrib.branching import advantage, values
 from agentrl.contrib.branching.checks import check_branch
 from agentrl.contrib.branching.trees import Forest, TreeScript, plant_trees
 from agentrl.contrib.branching.values import ValueScript, measure_values
@@ -41,6 +42,7 @@ from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.rollout.samplers import TaskChoice
+from agentrl.run import evaluate
 from agentrl.run.checks import RunStart
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError
@@ -626,3 +628,48 @@ def test_values_of_episodes_that_cannot_be_forked_are_refused(words: str) -> Non
     why = "a script or a model behind an API cannot go on from a fork" if "model" in words else ".*leave one of the two out"
     with pytest.raises(ConfigError, match=f"^--values: {why}"):
         measure_values(config_from({"env": {"id": "patient" if "holds" in words else "key_value"}}, [words]), 4)
+
+
+async def test_a_fork_that_fails_leaves_its_continuation_unscored_and_the_episode_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By hand: of two continuations of turn 0 one succeeds; of turn 1 the first cannot be forked, and the other succeeds."""
+    env = REF.build()
+    await env.areset(seed=7, options={"split": "train"})
+    gold = [(said, -0.5) for said in env.gold_turns(env.task)]
+    says = {"r": [gold[0], OVER], "r.v0.0": gold, "r.v0.1": [OVER], "r.v1.1": gold[1:]}
+    fork, failed = type(env).fork, list[int]()
+
+    def sometimes(self: ToolEnv) -> ToolEnv:
+        if len(self.trajectory.turns) == 1 and self.trajectory.turns[0].ledger >= 0 and asyncio.current_task() is not played:
+            failed.append(1)
+            if len(failed) == 1:
+                raise OSError("no more connections")
+        return fork(self)
+
+    monkeypatch.setattr(type(env), "fork", sometimes)
+    scorer = make_scorer(find_spec(REF, "key_value_exact"), RewardConfig(), REF)
+    player = LocalPlayer([RunEnv("kv", REF, Policy(Told(says), RENDERER), scorer, WIDE)])
+    spec = EpisodeSpec(7, "train", 0, 0, "r")
+    played = asyncio.current_task()
+    [root] = await player.play_all(Job("kv", spec, script=ValueScript(spec, 2, 20)), Watch())
+    assert [turn.value for turn in root.turns] == [0.5, 1.0] and root.stop is StopReason.DONE and failed == [1, 1]
+
+
+def test_values_are_checked_once_and_their_continuations_count_as_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of max_episodes = 8, two tasks with four continuations each are open at once; the check forks one episode before them."""
+    forked, asked = [], []
+    plain = values.fork_obstacle
+    monkeypatch.setattr(values, "fork_obstacle", lambda config: forked.append(1) or plain(config))
+
+    async def run_tasks(player: Any, env: str, pairs: Any, **how: Any) -> None:
+        asked.append((how["max_episodes"], how["script"](EpisodeSpec(7, "train", 0, 0, "r")).samples))
+
+    monkeypatch.setattr(evaluate, "run_tasks", run_tasks)
+    model = tmp_path / "model"
+    assert main(["init-model", str(model), "--layers", "1", "--hidden", "32", "--heads", "2"]) == 0
+    words = ["-n", "2", "--values", "4", "--out", str(tmp_path / "out"), "rollout.max_episodes=8"]
+    assert main(["rollout", "key_value", "--model", str(model), *words]) == 0
+    assert (asked, forked) == ([(2, 4)], [1])
