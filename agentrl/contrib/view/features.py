@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,7 @@ def features_of(row: Mapping[str, Json]) -> Features:
     spans = [span for ledger in row.get("ledgers") or [] for span in ledger.get("spans") or []]
     sampled = sum(span[0] for span in spans if span[2] >= 0) if spans else sum(turn.get("sampled_tokens", 0) for turn in turns)
     answer, calls = gold_distances(row)
+    judged, did = judge_value(row)
     terms = {clean(str(name)): _number(value) for name, value in (row.get("metrics") or {}).items()}
     reward, success = _number(row.get("reward")), row.get("success")
     error = row.get("error")
@@ -79,8 +81,8 @@ def features_of(row: Mapping[str, Json]) -> Features:
             "gold_calls": calls,
             "repeated": repetition(row),
             "judge": judge_gap(row),
-            "judged": judge_value(row)[0],
-            "did": judge_value(row)[1],
+            "judged": judged,
+            "did": did,
         },
         (env, str(task["id"]), _whole(task.get("seed") or 0)),
         Counter(clean(str(call.get("name"))) for call in made_calls(row)),
@@ -134,34 +136,24 @@ def _failures(row: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
                 yield "call", "call cut by max_turn_tokens" if cut else f"malformed call: {normal(str(call['error']))}"
         for result in turn["results"]:
             if result.get("error") not in (None, "malformed_call"):  # which the call has told already
-                yield (
-                    "tool",
-                    f"{result.get('name') or '?'}: {result['error']}: {normal(_error_text(str(result.get('content') or '')))}",
-                )
+                text = str(result.get("content") or "")
+                with suppress(ValueError, RecursionError):  # the message in it, if it is agentrl's own form
+                    found = read_json(text[:4000])
+                    if isinstance(found, dict) and isinstance(found.get("message"), str):
+                        text = found["message"]
+                yield "tool", f"{result.get('name') or '?'}: {result['error']}: {normal(text)}"
     evidence = row.get("evidence")
     if isinstance(evidence, Mapping):
         decided = evidence.get("success")
-        found = list(missed_leaves(evidence.get("root")))
+        missed = list(missed_leaves(evidence.get("root")))
         deciding = list(missed_leaves(decided.get("node") if isinstance(decided, Mapping) else None))
         # A success by id is a gate between 1 and 0: its 0 says nothing beside what the reward itself missed.
-        for leaf in [*found, *(leaf for leaf in deciding if not found or leaf["node"] != "constant")]:
-            yield _miss(leaf)
-
-
-def _miss(leaf: Mapping[str, Json]) -> tuple[str, str]:
-    name = str(leaf.get("id") or leaf.get("at") or "?")
-    if isinstance(leaf["value"], (int, float)):
-        return "term", f"{name} ({leaf['node']}) below 0.5"
-    return "unscored", f"{name}: {normal(str(leaf.get('unscored') or 'no value'))}"
-
-
-def _error_text(content: str) -> str:
-    """Text of a tool's error: the message in it, if it is agentrl's own form."""
-    try:
-        found = read_json(content[:4000])
-    except (ValueError, RecursionError):
-        return content
-    return str(found["message"]) if isinstance(found, dict) and isinstance(found.get("message"), str) else content
+        for leaf in [*missed, *(leaf for leaf in deciding if not missed or leaf["node"] != "constant")]:
+            name = str(leaf.get("id") or leaf.get("at") or "?")
+            if isinstance(leaf["value"], (int, float)):
+                yield "term", f"{name} ({leaf['node']}) below 0.5"
+            else:
+                yield "unscored", f"{name}: {normal(str(leaf.get('unscored') or 'no value'))}"
 
 
 # Signs of reward hacking in one episode, as numbers: how far it is from the gold, how much it repeats itself, and how far a
@@ -174,24 +166,19 @@ _WORD = re.compile(r"\w+")
 _BELOW = ("root", "of", "if", "then", "else", "node", "success")
 
 
-def nodes_of(evidence: Json) -> Iterator[Mapping[str, Json]]:
-    """Every node of an evidence tree with a value or None, outer nodes first; the parts of a scoped node are left out."""
+def leaves_of(evidence: Json) -> Iterator[Mapping[str, Json]]:
+    """The leaves of an evidence tree that earn, outer ones first: without ops, costs (a negative weight) and parts of scopes."""
     if isinstance(evidence, Mapping):
         if isinstance(evidence.get("node"), str) and "value" in evidence:
-            yield evidence
+            weight = evidence.get("weight", 1)
+            leaf = not isinstance(evidence.get("of"), list) and "if" not in evidence
+            if leaf and isinstance(weight, (int, float)) and weight >= 0:
+                yield evidence
         for key in _BELOW:
-            yield from nodes_of(evidence.get(key))
+            yield from leaves_of(evidence.get(key))
     elif isinstance(evidence, list):
         for item in evidence:
-            yield from nodes_of(item)
-
-
-def leaves_of(evidence: Json) -> Iterator[Mapping[str, Json]]:
-    """The leaves of the tree that earn: without ops, and without those of a negative weight (costs)."""
-    for node in nodes_of(evidence):
-        weight = node.get("weight", 1)
-        if not isinstance(node.get("of"), list) and "if" not in node and isinstance(weight, (int, float)) and weight >= 0:
-            yield node
+            yield from leaves_of(item)
 
 
 def missed_leaves(evidence: Json) -> Iterator[Mapping[str, Json]]:
@@ -223,18 +210,15 @@ def gold_distances(row: Mapping[str, Json]) -> tuple[float | None, float | None]
     gold = (row.get("task") or {}).get("gold") or {}
     if not isinstance(gold, Mapping):
         return None, None
-    return _answer_distance(gold.get("answer"), _last_text(row)), _calls_distance(gold.get("calls"), list(made_calls(row)))
+    turns = row.get("turns") or []
+    said = str((turns[-1].get("message") or {}).get("content") or "") if turns else ""
+    return _answer_distance(gold.get("answer"), said), _calls_distance(gold.get("calls"), list(made_calls(row)))
 
 
 def made_calls(row: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
     """The calls of the episode, in order."""
     for turn in row.get("turns") or []:
         yield from (turn.get("message") or {}).get("tool_calls") or []
-
-
-def _last_text(row: Mapping[str, Json]) -> str:
-    turns = row.get("turns") or []
-    return str((turns[-1].get("message") or {}).get("content") or "") if turns else ""
 
 
 def _answer_distance(answer: Json, text: str) -> float | None:
@@ -291,22 +275,18 @@ def repetition(row: Mapping[str, Json]) -> float:
     """Share of the policy's text that repeats itself, from 0 to 1: the larger of the share of repeated 4-grams of words within
     a turn (turns of at least 24 words), and the share of turns that say what an earlier turn said (of at least 4 turns)."""
     texts = [_said(turn) for turn in row.get("turns") or []]
-    within = max((_repeated_share(_words(text)) for text in texts), default=0.0)
     again = 1 - len(set(texts)) / len(texts) if len(texts) >= 4 else 0.0
-    return max(within, again)
+    for words in map(_words, texts):
+        if len(words) >= _LEAST_WORDS:
+            grams = Counter(zip(*(words[start:] for start in range(_GRAM)), strict=False))
+            again = max(again, 1 - len(grams) / grams.total())
+    return again
 
 
 def _said(turn: Mapping[str, Json]) -> str:
     message = turn.get("message") or {}
     calls = [f"{call.get('raw') or ''} {call.get('name')} {call.get('arguments')}" for call in message.get("tool_calls") or []]
     return " ".join([str(message.get("reasoning") or ""), str(message.get("content") or ""), *calls])
-
-
-def _repeated_share(words: Sequence[str]) -> float:
-    if len(words) < _LEAST_WORDS:
-        return 0.0
-    grams = Counter(zip(*(words[start:] for start in range(_GRAM)), strict=False))
-    return 1 - len(grams) / grams.total()
 
 
 def judge_value(row: Mapping[str, Json]) -> tuple[float | None, str]:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sqlite3
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -222,20 +223,15 @@ def groups(db: sqlite3.Connection, step: int | None, limit: int, offset: int) ->
     out = []
     for file, number in chosen:
         rows = db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file = ? AND e.grp = ? ORDER BY e.member", (file, number)).fetchall()
-        out.append(_group(rows))
+        first, rewards = rows[0], [row["reward"] for row in rows if row["reward"] is not None]
+        out.append({
+            "group": first["grp_id"], "step": first["step"], "phase": first["phase"], "task": first["task"], "env": first["env"],
+            "members": [member(row) for row in rows],
+            # Of the population of its scored members.
+            "mean": statistics.fmean(rewards) if rewards else None, "std": statistics.pstdev(rewards) if rewards else None,
+            "advantage_zero": not rewards or max(rewards) == min(rewards),
+        })  # fmt: skip
     return out
-
-
-def _group(rows: Sequence[sqlite3.Row]) -> dict[str, Json]:
-    """A group. `mean` and `std` (of the population) are over its scored members."""
-    first, rewards = rows[0], [row["reward"] for row in rows if row["reward"] is not None]
-    mean = sum(rewards) / len(rewards) if rewards else None
-    std = None if mean is None else math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-    return {
-        "group": first["grp_id"], "step": first["step"], "phase": first["phase"], "task": first["task"], "env": first["env"],
-        "members": [member(row) for row in rows], "mean": mean, "std": std,
-        "advantage_zero": not rewards or max(rewards) == min(rewards),
-    }  # fmt: skip
 
 
 def member(row: sqlite3.Row) -> dict[str, Json]:
@@ -349,46 +345,23 @@ GROWTH, GAIN = 1.3, 0.02
 
 def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima: Mapping[str, float]) -> list[dict[str, Json]]:
     """Each kind that has episodes, with its worst ones. `rows`: the run's metrics; `maxima`: of the specs of environments."""
-    found = [_gold_far(db, maxima), _find_repeats(db), _judges(db), *_growth(db, rows)]
-    return [one for one in found if one is not None]
-
-
-def _gold_far(db: sqlite3.Connection, maxima: Mapping[str, float]) -> dict[str, Json] | None:
-    high = high_rewards(db, maxima)
-    where = " OR ".join("(e.env = ? AND e.reward >= ?)" for _ in high)
-    if not high:
-        return None
-    values = [part for pair in high.items() for part in pair]
-    return _suspicion_row(
-        db,
-        f"({where}) AND {GOLD} >= {GOLD_FAR}",
-        values,
-        f"{GOLD} DESC, e.reward DESC",
-        lambda row: _far(row),
-        "gold_far",
-        "High reward, gold far away",
-        f"the reward is at least {HIGH:.0%} of the {_maximum_text(high, maxima)}, and {GOLD_FAR:.0%} or more of the gold answer "
-        "are not in the last text, or of the gold calls were not made: another way to the goal, or a hole in the reward",
-    )
-
-
-def _maximum_text(high: Mapping[str, float], maxima: Mapping[str, float]) -> str:
-    if not all(env in maxima for env in high):
-        return "best one seen (the spec's maximum is not known)"
-    return f"spec's maximum ({', '.join(sorted({f'{maxima[env]:.3g}' for env in high}))})"
-
-
-def _far(row: sqlite3.Row) -> str:
-    said = []
-    if (row["gold_answer"] or 0) > 0:
-        said.append(f"{row['gold_answer']:.0%} of the gold answer is not in the last text")
-    if (row["gold_calls"] or 0) > 0:
-        said.append(f"{row['gold_calls']:.0%} of the gold calls were not made")
-    return f"reward {row['reward']:.3g}: {', '.join(said)}"
-
-
-def _find_repeats(db: sqlite3.Connection) -> dict[str, Json] | None:
-    return _suspicion_row(
+    found = []
+    if high := high_rewards(db, maxima):
+        most = "best one seen (the spec's maximum is not known)"
+        if all(env in maxima for env in high):
+            most = f"spec's maximum ({', '.join(sorted({f'{maxima[env]:.3g}' for env in high}))})"
+        found += _suspicion_row(
+            db,
+            f"({' OR '.join('(e.env = ? AND e.reward >= ?)' for _ in high)}) AND {GOLD} >= {GOLD_FAR}",
+            [part for pair in high.items() for part in pair],
+            f"{GOLD} DESC, e.reward DESC",
+            _far_text,
+            "gold_far",
+            "High reward, gold far away",
+            f"the reward is at least {HIGH:.0%} of the {most}, and {GOLD_FAR:.0%} or more of the gold answer "
+            "are not in the last text, or of the gold calls were not made: another way to the goal, or a hole in the reward",
+        )
+    found += _suspicion_row(
         db,
         f"e.repeated >= {REPEATED}",
         [],
@@ -398,14 +371,11 @@ def _find_repeats(db: sqlite3.Connection) -> dict[str, Json] | None:
         "Repeated text",
         "half of a turn's 4-grams of words or more repeat others, or half of the turns say what an earlier one said",
     )
-
-
-def _judges(db: sqlite3.Connection) -> dict[str, Json] | None:
     unlike = (
         "SELECT env, task, did FROM episodes WHERE judged IS NOT NULL GROUP BY env, task, did "
         f"HAVING max(judged) - min(judged) >= {JUDGE_GAP}"
     )
-    return _suspicion_row(
+    found += _suspicion_row(
         db,
         f"e.judge >= {JUDGE_GAP} OR (e.judged IS NOT NULL AND (e.env, e.task, e.did) IN ({unlike}))",
         [],
@@ -416,6 +386,19 @@ def _judges(db: sqlite3.Connection) -> dict[str, Json] | None:
         f"a judge's value is {JUDGE_GAP:g} or more from the mean of the terms that are computed, from another judge's, or from "
         "its own of an equal episode",
     )
+    # Growth of the whole run, or of each environment if there are several.
+    train = [row for row in rows if row.get("phase") == "train"]
+    names = sorted({key.split("/")[1] for row in train for key in row if key.startswith("env/") and key.endswith("/tokens")})
+    return found + [row for name in (names if len(names) > 1 else [""]) if (row := _grown(db, train, name)) is not None]
+
+
+def _far_text(row: sqlite3.Row) -> str:
+    said = []
+    if (row["gold_answer"] or 0) > 0:
+        said.append(f"{row['gold_answer']:.0%} of the gold answer is not in the last text")
+    if (row["gold_calls"] or 0) > 0:
+        said.append(f"{row['gold_calls']:.0%} of the gold calls were not made")
+    return f"reward {row['reward']:.3g}: {', '.join(said)}"
 
 
 def _judge_text(row: sqlite3.Row) -> str:
@@ -426,21 +409,12 @@ def _judge_text(row: sqlite3.Row) -> str:
 
 def _suspicion_row(
     db: sqlite3.Connection, where: str, values: Sequence[Any], order: str, say: Any, kind: str, title: str, why: str
-) -> dict[str, Json] | None:
-    """A suspicion with its count as `value` and its worst episodes, later steps first among equals."""
+) -> list[dict[str, Json]]:
+    """A suspicion with its count as `value` and its worst episodes, later steps first among equals; none without episodes."""
     count = db.execute(f"SELECT count(*) FROM episodes e WHERE {where}", tuple(values)).fetchone()[0]
-    if not count:
-        return None
     worst = db.execute(f"SELECT {COLUMNS} {FROM} WHERE {where} ORDER BY {order} LIMIT ?", (*values, EXAMPLES))
     listed = [{"id": row["id"], "why": say(row)} for row in worst]
-    return {"kind": kind, "title": title, "why": why, "value": count, "episodes": listed}
-
-
-def _growth(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]]) -> list[dict[str, Json] | None]:
-    """Of the whole run, and of each environment if there are several."""
-    train = [row for row in rows if row.get("phase") == "train"]
-    names = sorted({key.split("/")[1] for row in train for key in row if key.startswith("env/") and key.endswith("/tokens")})
-    return [_grown(db, train, name) for name in (names if len(names) > 1 else [""])]
+    return [{"kind": kind, "title": title, "why": why, "value": count, "episodes": listed}] if count else []
 
 
 def _grown(db: sqlite3.Connection, train: Sequence[Mapping[str, Json]], env: str) -> dict[str, Json] | None:
