@@ -195,7 +195,13 @@ class Endpoint(LocalServer):
         try:
             session = self._of(request)
             own = {name: getattr(session.sampling, name) for name in ("temperature", "top_p", "top_k")}
-            exchange = Exchange(session, await self._body(request), self._model, own, self._served.decode)
+            try:
+                body = strict_json(await request.body())  # which the server keeps below `max_body`
+            except ValueError as problem:
+                raise RequestError(f"the body is not JSON: {problem}") from None
+            if not isinstance(body, dict):
+                raise RequestError("the body is not a JSON object")
+            exchange = Exchange(session, body, self._model, own, self._served.decode)
             ask = wire.read(exchange)
             if exchange.body.get("stream"):
                 live = Live(session, ask)
@@ -217,21 +223,6 @@ class Endpoint(LocalServer):
         if not any(hmac.compare_digest(one.encode(), found[1].encode()) for one in given):
             raise RequestError("the API key is not this session's", status=401, code="invalid_api_key")
         return found[0]
-
-    async def _body(self, request: Request) -> dict[str, Json]:
-        """Raises RequestError for a body that is too large or not a JSON object."""
-        data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > self._max_body:
-                raise RequestError(f"the body has more than {self._max_body} bytes", status=413, code="request_too_large")
-        try:
-            body = strict_json(data)
-        except ValueError as problem:
-            raise RequestError(f"the body is not JSON: {problem}") from None
-        if not isinstance(body, dict):
-            raise RequestError("the body is not a JSON object")
-        return body
 
     def _models(self, session: AgentSession) -> Json:
         return {"object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}]}
@@ -295,7 +286,23 @@ class ToolServer(LocalServer):
 
     async def start(self) -> None:
         """Raises ResourceError if nothing can listen on the host."""
-        manager = self._manager()
+        import mcp_types as types
+        from mcp.server.lowlevel import Server
+        from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+        async def on_list_tools(context: Any, params: Any) -> Any:
+            return types.ListToolsResult(tools=tool_list(self._of(context.request).schemas()))
+
+        async def on_call_tool(context: Any, params: Any) -> Any:
+            try:
+                result = await self._of(context.request).call(params.name, dict(params.arguments or {}))
+            except AgentrlError as over:  # a fault or the end of the episode, which the episode itself has noted
+                return call_result(str(over), error=True)
+            return call_result(result.content, result.images, error=result.error is not None)
+
+        # Stateless: which episode a request belongs to is in its address, so nothing is left behind by agents that are killed.
+        server = Server("agentrl", on_list_tools=on_list_tools, on_call_tool=on_call_tool)
+        manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
         refused = f"agent.host: cannot listen on {self._host}"
         self._port = await self.serve_at(self._app(manager), self._host, 0, refused, manager.run())
 
@@ -313,25 +320,6 @@ class ToolServer(LocalServer):
     def drop(self, url: str) -> None:
         """Serve it no longer."""
         self._episodes.pop(url.rpartition("/")[2], None)
-
-    def _manager(self) -> Any:
-        import mcp_types as types
-        from mcp.server.lowlevel import Server
-        from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
-
-        async def on_list_tools(context: Any, params: Any) -> Any:
-            return types.ListToolsResult(tools=tool_list(self._of(context.request).schemas()))
-
-        async def on_call_tool(context: Any, params: Any) -> Any:
-            try:
-                result = await self._of(context.request).call(params.name, dict(params.arguments or {}))
-            except AgentrlError as over:  # a fault or the end of the episode, which the episode itself has noted
-                return call_result(str(over), error=True)
-            return call_result(result.content, result.images, error=result.error is not None)
-
-        # Stateless: which episode a request belongs to is in its address, so nothing is left behind by agents that are killed.
-        server = Server("agentrl", on_list_tools=on_list_tools, on_call_tool=on_call_tool)
-        return StreamableHTTPSessionManager(server, json_response=True, stateless=True)
 
     def _app(self, manager: Any) -> Any:
         from starlette.applications import Starlette

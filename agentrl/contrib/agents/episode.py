@@ -185,7 +185,10 @@ class AgentEpisode:
         try:
             with self.watch.waits(f"{self.spec.key} (agent)", lambda: "its agent"):
                 if not await in_time(first, self._spend, self.watch.look):
-                    raise self._late()
+                    if self._quiet < self.config.idle_timeout:
+                        raise self.waits.over("its agent")
+                    said = f"no request, tool call or end for {self.config.idle_timeout:g} s (agent.idle_timeout)"
+                    raise AgentFaultError(f"the agent did nothing: {said}")
             if self._over.done():
                 # The endpoint still has to read turns that were sampled, and the requests of an agent that is ended are given up.
                 assert self.session is not None
@@ -390,12 +393,6 @@ class AgentEpisode:
         self._charge()
         self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
         return min(self.config.idle_timeout - self._quiet, self.waits.limit - self.waits.used["infrastructure"])
-
-    def _late(self) -> Exception:
-        if self._quiet >= self.config.idle_timeout:
-            said = f"no request, tool call or end for {self.config.idle_timeout:g} s (agent.idle_timeout)"
-            return AgentFaultError(f"the agent did nothing: {said}")
-        return self.waits.over("its agent")
 
     # -- inside --------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from agentrl.config.schema import AgentConfig
-from agentrl.contrib.agents.record import Brief, Outcome, ServedEpisode, after_a_cut, before_a_cut, text_of
+from agentrl.contrib.agents.record import MASK, Brief, Outcome, ServedEpisode, text_of
 from agentrl.contrib.toolkit import keeper
 from agentrl.data.trajectory import Json
 from agentrl.utils.errors import ConfigError, fault_text, is_from_outside
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 HEAD, TAIL = 16_384, 49_152
 """Bytes kept of the beginning and of the end of an output."""
+_TELLING = 9
+"""Characters of a key that are masked also alone, at the edge of a text that was cut there; fewer tell nothing."""
 _LONGEST_END = 30.0
 """Seconds; a busy machine may take them."""
 
@@ -56,7 +58,12 @@ class Output:
         if not missing:
             return text_of(bytes(self._head + self._tail).decode(errors="replace"), key)
         head, tail = (text_of(bytes(part).decode(errors="replace"), key) for part in (self._head, self._tail))
-        return f"{before_a_cut(head, key)}\n[{missing} bytes left out]\n{after_a_cut(tail, key)}"
+        lengths = range(len(key) - 1, _TELLING - 1, -1)
+        if cut := next((length for length in lengths if head.endswith(key[:length])), 0):
+            head = head[:-cut] + MASK
+        if cut := next((length for length in lengths if tail.startswith(key[-length:])), 0):
+            tail = MASK + tail[cut:]
+        return f"{head}\n[{missing} bytes left out]\n{tail}"
 
 
 class AgentProcess:
@@ -262,13 +269,15 @@ class Remote(Program):
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             async with self._client.stream("POST", resolve_references(self._url, "agent.url"), json=brief.to_json()) as answer:
-                data = await _read_limited(answer)
+                record["status"] = answer.status_code
+                data = bytearray()
+                async for chunk in answer.aiter_bytes():
+                    data += chunk
+                    if len(data) > MAX_ANSWER:  # the rest stays unread
+                        return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes")
         except httpx.HTTPError as fault:
             why = f"{fault_text(fault)}{through_proxy(resolve_references(self._url, 'agent.url'))}"
             return Outcome(None, text_of(f"{self._url}: {why}", brief.key))
-        record["status"] = answer.status_code
-        if data is None:
-            return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes")
         words = text_of(data.decode(errors="replace"), brief.key)
         record["body"] = words[:_SHOWN]
         if answer.is_error:
@@ -287,16 +296,6 @@ class Remote(Program):
         if self._client is not None:
             await self._client.aclose()
             self._client = None
-
-
-async def _read_limited(answer: httpx.Response) -> bytes | None:
-    """The body; None if it is too long, and then unread."""
-    data = bytearray()
-    async for chunk in answer.aiter_bytes():
-        data += chunk
-        if len(data) > MAX_ANSWER:
-            return None
-    return bytes(data)
 
 
 _GIVEN = {

@@ -111,22 +111,30 @@ def other_sampling(body: Mapping[str, Json], own: Mapping[str, float]) -> dict[s
     return {key: body[key] for key, value in own.items() if body.get(key) is not None and body[key] != value}
 
 
-def tool(row: Json, schema: Json, where: str) -> dict[str, Json]:
-    """A tool of the client's in OpenAI's form; `schema`: what it gives under the protocol's own key. Raises RequestError if it is
-    none, or its parameters are no schema."""
-    if schema is not None:
-        given = check_types(schema, SCHEMA, f"{where}: parameters")
-        if None in (given.get(key, ()) for key in SCHEMA):
-            raise RequestError(f"{where}: parameters: properties and required cannot be null")
-        for name, inner in given.get("properties", {}).items():
-            if not isinstance(inner, dict | bool):
-                raise RequestError(f"{where}: parameters.properties.{name}: expected a schema")
-        if not all(isinstance(name, str) for name in given.get("required", [])):
-            raise RequestError(f"{where}: parameters.required: expected a list of text")
-    with read_by_form():
-        found = declaration(row, where)
-    _check(found["function"]["parameters"], f"{where}: parameters")
-    return found
+def client_tools(body: Mapping[str, Json], kinds: Sequence[str | None], said: str, place: str) -> list[dict[str, Json]]:
+    """A request's tools in OpenAI's form. `kinds`: their types, `said` in words; `place`: of their parameters, a.b inside of a.
+
+    Raises RequestError for one that is none, or whose parameters are no schema."""
+    tools = []
+    for index, row in enumerate(list_field(body, "tools")):
+        where = f"tools[{index}]"
+        if not isinstance(row, dict) or row.get("type") not in kinds:
+            raise RequestError(f"{where}: only tools of {said} are supported")
+        outer, _, key = place.rpartition(".")
+        if (schema := (as_dict(row.get(outer), where) if outer else row).get(key)) is not None:
+            given = check_types(schema, SCHEMA, f"{where}: parameters")
+            if None in (given.get(key, ()) for key in SCHEMA):
+                raise RequestError(f"{where}: parameters: properties and required cannot be null")
+            for name, inner in given.get("properties", {}).items():
+                if not isinstance(inner, dict | bool):
+                    raise RequestError(f"{where}: parameters.properties.{name}: expected a schema")
+            if not all(isinstance(name, str) for name in given.get("required", [])):
+                raise RequestError(f"{where}: parameters.required: expected a list of text")
+        with read_by_form():
+            tool = declaration({key: value for key, value in row.items() if key != "type" or value == "function"}, where)
+        _check(tool["function"]["parameters"], f"{where}: parameters")
+        tools.append(tool)
+    return tools
 
 
 # A protocol
@@ -196,7 +204,8 @@ def read_chat(exchange: Exchange) -> Ask:
     only(body, _KNOWN, _HARMLESS)
     check_types(body, COMMON)
     choice = body.get("tool_choice")
-    tools = [] if choice == "none" else [_tool(row, f"tools[{i}]") for i, row in enumerate(list_field(body, "tools"))]
+    kinds = ("function", None)
+    tools = [] if choice == "none" else client_tools(body, kinds, "type 'function'", "function.parameters")
     calls, name = tool_choice(
         as_dict(choice.get("function"), "tool_choice.function") if isinstance(choice, dict) else choice, tools
     )
@@ -298,12 +307,6 @@ def _usage(answers: Sequence[Answer]) -> dict[str, Json]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _tool(row: Json, where: str) -> dict[str, Json]:
-    if not isinstance(row, dict) or row.get("type", "function") != "function":
-        raise RequestError(f"{where}: only tools of type 'function' are supported")
-    return tool(row, as_dict(row.get("function"), where).get("parameters"), where)
-
-
 # Responses
 
 _KNOWN_RESPONSES = {
@@ -324,7 +327,7 @@ def read_responses(exchange: Exchange) -> Ask:
     check_types(body, _TYPES)
     if body.get("truncation") == "auto":
         raise RequestError("truncation: only 'disabled' is supported; the recorded history must be the one that was sent")
-    tools = [_tool_responses(row, f"tools[{i}]") for i, row in enumerate(list_field(body, "tools"))]
+    tools = client_tools(body, ("function",), "type 'function'", "parameters")
     choice = body.get("tool_choice")
     calls, name = tool_choice(choice, tools)
     return Ask(
@@ -375,9 +378,19 @@ async def stream_response(exchange: Exchange, ask: Ask, live: Live) -> AsyncIter
             yield told(kind, **row)
     if rest:
         yield told("response.output_text.delta", **at, delta=rest, logprobs=[])
+    # The ends of the text, and each call as a whole.
     for index, row in enumerate(items):
-        for kind, part in _closing_events(row, index):
-            yield told(kind, **part)
+        if row["type"] == "message":
+            part = row["content"][0]
+            yield told("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield told("response.content_part.done", **at, part=part)
+        else:
+            here = {"item_id": row["id"], "output_index": index}
+            unsaid = {**row, "arguments": "", "status": "in_progress"}
+            yield told("response.output_item.added", output_index=index, item=unsaid)
+            yield told("response.function_call_arguments.delta", **here, delta=row["arguments"])
+            yield told("response.function_call_arguments.done", **here, arguments=row["arguments"], name=row["name"])
+        yield told("response.output_item.done", output_index=index, item=row)
     response = _response(exchange, ask, answer, number, items)
     yield told(f"response.{response['status']}", response=response)
 
@@ -439,12 +452,6 @@ def _messages(rows: Sequence[Json]) -> list[Message]:
     return found
 
 
-def _tool_responses(row: Json, where: str) -> dict[str, Json]:
-    if not isinstance(row, dict) or row.get("type") != "function":
-        raise RequestError(f"{where}: only tools of type 'function' are supported")
-    return tool(row, row.get("parameters"), where)
-
-
 def _items(message: Message, item: str | None = None) -> list[dict[str, Json]]:
     """The output of a turn: its text, unless there are only calls, then each call."""
     items: list[dict[str, Json]] = []
@@ -468,21 +475,6 @@ def _opening_events(item: str) -> Iterator[tuple[str, dict[str, Json]]]:
     row = {"id": item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
     yield "response.output_item.added", {"output_index": 0, "item": row}
     yield "response.content_part.added", {"item_id": item, "output_index": 0, "content_index": 0, "part": _part("")}
-
-
-def _closing_events(item: Mapping[str, Json], index: int) -> Iterator[tuple[str, dict[str, Json]]]:
-    """The events after a message's text, or of a whole call."""
-    at: dict[str, Json] = {"item_id": item["id"], "output_index": index}
-    if item["type"] == "message":
-        part = item["content"][0]
-        yield "response.output_text.done", {**at, "content_index": 0, "text": part["text"], "logprobs": []}
-        yield "response.content_part.done", {**at, "content_index": 0, "part": part}
-    else:
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        yield "response.output_item.added", {"output_index": index, "item": begun}
-        yield "response.function_call_arguments.delta", {**at, "delta": item["arguments"]}
-        yield "response.function_call_arguments.done", {**at, "arguments": item["arguments"], "name": item["name"]}
-    yield "response.output_item.done", {"output_index": index, "item": item}
 
 
 def _response(exchange: Exchange, ask: Ask, answer: Answer, number: str, items: Sequence[Json]) -> dict[str, Json]:
@@ -537,7 +529,6 @@ _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    413: "request_too_large",
 }
 
 
@@ -546,7 +537,7 @@ def read_anthropic(exchange: Exchange) -> Ask:
     body = exchange.body
     only(body, _KNOWN_ANTHROPIC, _HARMLESS_ANTHROPIC)
     check_types(body, _TYPES_ANTHROPIC)
-    tools = [_tool_anthropic(row, f"tools[{i}]") for i, row in enumerate(list_field(body, "tools"))]
+    tools = client_tools(body, (None, "custom"), "the client's own", "input_schema")
     choice = as_dict(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
     kind = check_types(choice, {"disable_parallel_tool_use": "true or false"}, "tool_choice").get("type")
     calls, name = tool_choice({"any": "required", "tool": choice}.get(str(kind), kind), tools)
@@ -629,47 +620,29 @@ def _messages_anthropic(rows: Sequence[Json]) -> list[Message]:
         if content is None and role != "assistant":
             raise RequestError(f"{where}.content: expected text or a list of blocks")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list_field(row, "content", where)
-        found += _assistant(blocks, where) if role == "assistant" else _user(blocks, where, role)
+        text, thought, calls, answers = list[str](), list[str](), list[ToolCall](), list[Message]()
+        for place, item in enumerate(blocks):
+            here = f"{where}.content[{place}]"
+            block = as_dict(item, here)
+            kind = block.get("type")
+            if role == "assistant" and kind == "tool_use":
+                calls.append(call_of(block.get("name"), block.get("input"), block.get("id"), here))
+            elif role == "assistant" and is_thought(block):
+                thought.append(thought_of(block))
+            elif role != "assistant" and kind == "tool_result":
+                said = text_of(block.get("content"), f"{here}.content")
+                check_types(block, {"tool_use_id": "text", "is_error": "true or false"}, here)
+                if block.get("tool_use_id") is None:
+                    raise RequestError(f"{here}.tool_use_id: expected text")
+                answers.append(Message("tool", said, tool_call_id=block["tool_use_id"]))
+            else:
+                text.append(text_of([block], here))
+        found += answers
+        if text or not answers:
+            found.append(Message(role, "".join(text), tuple(calls), reasoning="".join(thought) or None))
     if not found or found[-1].role == "assistant":
         raise RequestError("messages: the last one must be the user's; a turn that the client begins cannot be continued")
     return found
-
-
-def _user(blocks: Sequence[Json], where: str, role: str) -> list[Message]:
-    answers, text = [], []
-    for index, item in enumerate(blocks):
-        here = f"{where}.content[{index}]"
-        block = as_dict(item, here)
-        if block.get("type") == "tool_result":
-            said = text_of(block.get("content"), f"{here}.content")
-            check_types(block, {"tool_use_id": "text", "is_error": "true or false"}, here)
-            if block.get("tool_use_id") is None:
-                raise RequestError(f"{here}.tool_use_id: expected text")
-            answers.append(Message("tool", said, tool_call_id=block["tool_use_id"]))
-        else:
-            text.append(text_of([block], here))
-    return [*answers, *([Message(role, "".join(text))] if text or not answers else [])]  # type: ignore[arg-type]
-
-
-def _assistant(blocks: Sequence[Json], where: str) -> list[Message]:
-    calls: list[ToolCall] = []
-    text, thought = list[str](), list[str]()
-    for index, item in enumerate(blocks):
-        here = f"{where}.content[{index}]"
-        block = as_dict(item, here)
-        if block.get("type") == "tool_use":
-            calls.append(call_of(block.get("name"), block.get("input"), block.get("id"), here))
-        elif is_thought(block):
-            thought.append(thought_of(block))
-        else:
-            text.append(text_of([block], here))
-    return [Message("assistant", "".join(text), tuple(calls), reasoning="".join(thought) or None)]
-
-
-def _tool_anthropic(row: Json, where: str) -> dict[str, Json]:
-    if not isinstance(row, dict) or row.get("type") not in (None, "custom"):
-        raise RequestError(f"{where}: only tools of the client's own are supported")
-    return tool({key: value for key, value in row.items() if key != "type"}, row.get("input_schema"), where)
 
 
 def _block(call: ToolCall, given: Json) -> dict[str, Json]:

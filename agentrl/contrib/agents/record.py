@@ -92,8 +92,6 @@ class Outcome:
 
 
 MASK = "[key]"
-_TELLING = 9
-"""Characters of a key that are masked also alone, at the edge of a text that was cut there; fewer tell nothing."""
 
 
 def text_of(value: str, key: str | None = None) -> str:
@@ -114,22 +112,6 @@ def json_of(value: Json, key: str | None = None) -> Json:
         return [json_of(item, key) for item in value]
     if isinstance(value, dict):
         return {text_of(name, key) if isinstance(name, str) else name: json_of(item, key) for name, item in value.items()}
-    return value
-
-
-def before_a_cut(value: str, key: str) -> str:
-    """A text that goes on, without the beginning of `key` at its end."""
-    for length in range(len(key) - 1, _TELLING - 1, -1):
-        if value.endswith(key[:length]):
-            return value[:-length] + MASK
-    return value
-
-
-def after_a_cut(value: str, key: str) -> str:
-    """A text whose beginning is missing, without the rest of `key` in front."""
-    for length in range(len(key) - 1, _TELLING - 1, -1):
-        if value.startswith(key[-length:]):
-            return MASK + value[length:]
     return value
 
 
@@ -182,7 +164,20 @@ class Record:
         """Record the turns that were sampled since the last time."""
         for turn in self._session.turns[self._taken :]:
             self._taken += 1
-            self._history(turn)
+            # The conversation before this turn: results of calls that were not made in the environment, and, in a conversation
+            # that goes on, whatever else the agent said.
+            conversation = self._session.conversations[turn.ledger]
+            fresh = self._read[turn.ledger] == 0
+            at = len(conversation) - 1  # the turn itself: another one of this ledger is asked for only after this was called
+            for message in conversation[self._read[turn.ledger] : at]:
+                if message.role == "tool":
+                    self._result(message)
+                elif message.role != "assistant" and not fresh:
+                    if self._heard[message.content] > 0:
+                        self._heard[message.content] -= 1
+                    else:
+                        self._env.trajectory.messages.append(message)
+            self._read[turn.ledger] = at + 1
             turn.index = len(self._env.trajectory.turns)
             self._env.record_turn(turn)
             for call in turn.message.tool_calls:
@@ -234,22 +229,6 @@ class Record:
         if output is not None and (last.tool_calls or last.content.strip() != output.strip()):
             return self._add(Message("assistant", output))
         return None if last.tool_calls else turns[-1]
-
-    def _history(self, turn: Turn) -> None:
-        """The conversation that the agent showed the policy before this turn: results of calls that were not made in the
-        environment, and, in a conversation that goes on, whatever else it said."""
-        conversation = self._session.conversations[turn.ledger]
-        fresh = self._read[turn.ledger] == 0
-        at = len(conversation) - 1  # the turn itself: another one of this ledger is asked for only after this was called
-        for message in conversation[self._read[turn.ledger] : at]:
-            if message.role == "tool":
-                self._result(message)
-            elif message.role != "assistant" and not fresh:
-                if self._heard[message.content] > 0:
-                    self._heard[message.content] -= 1
-                else:
-                    self._env.trajectory.messages.append(message)
-        self._read[turn.ledger] = at + 1
 
     def _result(self, message: Message) -> None:
         turn = self._calls.pop(message.tool_call_id or "", None)

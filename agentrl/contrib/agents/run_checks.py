@@ -36,25 +36,24 @@ def check_agents(start: RunStart) -> list[str]:
     """
     for env in start.config.envs:
         with start.alone(env) as one:
-            _check_agent(one)
+            if one.config.agent is not None:
+                _check_agent(one, one.config.agent)
     return []
 
 
-def _check_agent(start: RunStart) -> None:
-    config = start.config
-    if config.agent is None:
-        return
-    if config.agent.url is not None:
-        address = resolve_references(config.agent.url, "agent.url")
+def _check_agent(start: RunStart, agent: AgentConfig) -> None:
+    if agent.url is not None:
+        address = resolve_references(agent.url, "agent.url")
         exempt_own(address)
         try:
             httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
         except httpx.HTTPError as problem:
             fault = f"{type(problem).__name__}: {problem}{through_proxy(address)}"
-            raise ResourceError(f"agent.url: {config.agent.url} does not answer: {fault}") from problem
-    if config.rollout.context != RolloutConfig().context or config.rollout.summary_model is not None:
+            raise ResourceError(f"agent.url: {agent.url} does not answer: {fault}") from problem
+    rollout = start.config.rollout
+    if rollout.context != RolloutConfig().context or rollout.summary_model is not None:
         raise ConfigError(
-            f"rollout.context = {config.rollout.context.name!r}: with [agent] the agent itself decides what the policy sees; "
+            f"rollout.context = {rollout.context.name!r}: with [agent] the agent itself decides what the policy sees; "
             "leave rollout.context and rollout.summary_model out"
         )
     if "messages" in start.engine.traits:
@@ -62,7 +61,13 @@ def _check_agent(start: RunStart) -> None:
     built = start.env.build()
     try:
         _check_calls(built)
-        run_sync(_check_user(config.agent, built))
+        if not built.has_user:  # some environments have one only once a task is set up
+            run_sync(built.areset(seed=0, options={"split": built.splits[0]}))
+        if built.has_user and not agent.user:
+            raise ConfigError(
+                f"[agent]: {built.id} has a user who answers, and an agent that is given a task does not hear it; set "
+                "agent.user = true if the agent talks with it (AGENTRL_USER_URL, docs/agents.md)"
+            )
     finally:
         built.close()
 
@@ -148,17 +153,3 @@ def _check_calls(env: ToolEnv) -> None:
         if not isinstance(layer, ToolWrapper):
             return
         layer = layer.env
-
-
-async def _check_user(agent: AgentConfig, env: ToolEnv) -> None:
-    """Some environments have a user only once a task is set up."""
-    try:
-        if not env.has_user:
-            await env.areset(seed=0, options={"split": env.splits[0]})
-        if env.has_user and not agent.user:
-            raise ConfigError(
-                f"[agent]: {env.id} has a user who answers, and an agent that is given a task does not hear it; set agent.user = "
-                "true if the agent talks with it (AGENTRL_USER_URL, docs/agents.md)"
-            )
-    finally:
-        await env.aclose()
