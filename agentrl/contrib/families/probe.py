@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,26 +61,22 @@ def cut(config: Any) -> Any:
     """A copy of a model's config with few and small layers of every kind."""
     found = copy.deepcopy(config)
     for part in parts_of(found):
-        _shrink(part)
+        _fix(part, _VOCABULARIES, VOCABULARY)
+        _fix(part, _POSITIONS, POSITIONS)
+        _set(part, (*_WINDOWS, *_CHUNKS, "index_topk"), lambda old: min(old, WINDOW))
+        for name, value in list(vars(part).items()):
+            if name.endswith("token_id") and (isinstance(value, list) or (isinstance(value, int) and value >= VOCABULARY)):
+                setattr(part, name, 1)
+        chosen = next((getattr(part, name) for name in _CHOSEN if isinstance(getattr(part, name, None), int)), 1)
+        groups = getattr(part, "n_group", None) or getattr(part, "num_expert_group", None) or 1
+        if groups > 1:
+            _fix(part, ("n_group", "num_expert_group"), 2)
+            _fix(part, ("topk_group",), 1)
+        _set(part, _CHOSEN, lambda old: min(old, 2))
+        _set(part, _EXPERTS, partial(min, EXPERTS if chosen > 1 else EXPERTS // 2))
+        _shrink_heads(part)
+        _set(part, _INNER, lambda old: min(old, WIDTH))
     return found
-
-
-def _shrink(part: Any) -> None:
-    _fix(part, _VOCABULARIES, VOCABULARY)
-    _fix(part, _POSITIONS, POSITIONS)
-    _set(part, (*_WINDOWS, *_CHUNKS, "index_topk"), lambda old: min(old, WINDOW))
-    for name, value in list(vars(part).items()):
-        if name.endswith("token_id") and (isinstance(value, list) or (isinstance(value, int) and value >= VOCABULARY)):
-            setattr(part, name, 1)
-    chosen = next((getattr(part, name) for name in _CHOSEN if isinstance(getattr(part, name, None), int)), 1)
-    groups = getattr(part, "n_group", None) or getattr(part, "num_expert_group", None) or 1
-    if groups > 1:
-        _fix(part, ("n_group", "num_expert_group"), 2)
-        _fix(part, ("topk_group",), 1)
-    _set(part, _CHOSEN, lambda old: min(old, 2))
-    _set(part, _EXPERTS, lambda old: min(old, EXPERTS if chosen > 1 else EXPERTS // 2))
-    _shrink_heads(part)
-    _set(part, _INNER, lambda old: min(old, WIDTH))
 
 
 def _shrink_heads(part: Any) -> None:

@@ -74,7 +74,10 @@ class JournalWriter:
         """A file that cannot be collected, or that skips itself."""
         report = yield
         if report.outcome != "passed":
-            reason = _last_line(report.longreprtext) if report.failed else _skip_reason(report)
+            reason = _skip_reason(report)
+            if report.failed:  # the error at the end of the traceback
+                lines = [line for line in report.longreprtext.splitlines() if line.strip()]
+                reason = lines[-1].removeprefix("E").strip() if lines else ""
             self._write("collection", file=str(collector.path), outcome=report.outcome, reason=reason)
         return report
 
@@ -109,12 +112,6 @@ class JournalWriter:
 
 def _name(nodeid: str) -> str:
     return nodeid.partition("::")[2] or nodeid
-
-
-def _last_line(text: str) -> str:
-    """The error at the end of a traceback."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("E").strip() if lines else ""
 
 
 def _skip_reason(report: pytest.CollectReport | pytest.TestReport) -> str:

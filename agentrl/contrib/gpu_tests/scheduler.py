@@ -84,7 +84,31 @@ class Scheduler:
         if self._stops:
             self._pass_stop_on(now)
         elif self.waiting:
-            self._start_files(now)
+            if any(job.gpus for job in self.waiting.values()) and now - self._read_at >= READ_S:
+                self._read_at = now
+                self.pool.refresh()
+            left: int | None = None  # cards that the next file leaves to smaller ones
+            for job in list(self.waiting.values()):
+                free = self.pool.free() if job.gpus else []
+                if job.gpus > len(self.pool.cards):
+                    there = f"{_needs(job)}, and {len(self.pool.cards) or 'none'} can be used"
+                    self._not_run(job, f"{there}: {self.pool.missing}" if self.pool.missing else there)
+                elif not job.gpus:
+                    if sum(not session.cards for session in self.running.values()) < self._slots:
+                        self._begin(job, (), now)
+                elif job.gpus <= len(free) and (left is None or job.gpus <= left):
+                    if self.pool.take(cards := tuple(free[: job.gpus]), job.file):
+                        self._begin(job, cards, now)
+                        if left is not None:
+                            left -= job.gpus
+                            self._beside.add(job.file)
+                elif left is None:
+                    if job.file != self._next:  # the largest file that does not fit leaves to smaller ones what it needs not
+                        self._next, self._beside = job.file, set()
+                    owed = sum(len(session.cards) for name, session in self.running.items() if name not in self._beside)
+                    spare = len(free) + owed - job.gpus
+                    left = spare if spare >= 0 else None
+            self._wait_for_cards(now)
         if self.running and now - self._said_at >= HEARTBEAT_S:
             if self._said_at >= 0:
                 self._say(self.state(now))
@@ -115,38 +139,6 @@ class Scheduler:
         if self._stops > 1 or now - self._stopped_at > STOP_S:
             for session in self.running.values():
                 session.end(now)
-
-    def _start_files(self, now: float) -> None:
-        if any(job.gpus for job in self.waiting.values()) and now - self._read_at >= READ_S:
-            self._read_at = now
-            self.pool.refresh()
-        left: int | None = None  # cards that the next file leaves to smaller ones
-        for job in list(self.waiting.values()):
-            free = self.pool.free() if job.gpus else []
-            if job.gpus > len(self.pool.cards):
-                there = f"{_needs(job)}, and {len(self.pool.cards) or 'none'} can be used"
-                self._not_run(job, f"{there}: {self.pool.missing}" if self.pool.missing else there)
-            elif not job.gpus:
-                if sum(not session.cards for session in self.running.values()) < self._slots:
-                    self._begin(job, (), now)
-            elif job.gpus <= len(free) and (left is None or job.gpus <= left):
-                if self.pool.take(cards := tuple(free[: job.gpus]), job.file):
-                    self._begin(job, cards, now)
-                    if left is not None:
-                        left -= job.gpus
-                        self._beside.add(job.file)
-            elif left is None:
-                left = self._reserve(job, len(free))
-        self._wait_for_cards(now)
-
-    def _reserve(self, job: FileJob, free: int) -> int | None:
-        """Number of cards that the largest file which does not fit leaves to smaller ones: it starts, at the latest, when all
-        files have ended that ran when it was first refused. None if ours do not suffice for it: it would hold up the rest for
-        nothing."""
-        if job.file != self._next:
-            self._next, self._beside = job.file, set()
-        left = free + sum(len(session.cards) for name, session in self.running.items() if name not in self._beside) - job.gpus
-        return left if left >= 0 else None
 
     def _begin(self, job: FileJob, cards: tuple[int, ...], now: float) -> None:
         self.running[job.file] = self._start(job, cards, now)
@@ -249,26 +241,21 @@ def choose_cards(cards: Sequence[CardMemory], asked: Sequence[int] | None, visib
 
     Raises ResourceError for a card that is not there or hidden, and for a part of one (MIG), whose memory is not known by itself.
     """
-    seen = list(cards) if visible is None else _visible_cards(cards, visible)
+    # As CUDA reads the variable: numbers or the beginnings of UUIDs; the first that names no card hides the rest.
+    seen = list(cards) if visible is None else []
+    for word in () if visible is None else map(str.strip, visible.split(",")):
+        if word.startswith("MIG-"):
+            raise ResourceError(f"{VISIBLE}={visible} names a part of a card (MIG): agentrl test gives whole cards")
+        match = [card for card in cards if word == str(card.number) or (len(word) > 4 and card.uuid.startswith(word))]
+        if len(match) != 1:
+            break
+        seen += match
     for number in asked or ():
         if number not in [card.number for card in cards]:
             raise ResourceError(f"there is no card {number}; there are {', '.join(str(card.number) for card in cards) or 'none'}")
         if number not in [card.number for card in seen]:
             raise ResourceError(f"card {number} is hidden by {VISIBLE}={visible}")
     return [card for card in seen if asked is None or card.number in asked]
-
-
-def _visible_cards(cards: Sequence[CardMemory], visible: str) -> list[CardMemory]:
-    """As CUDA reads the variable: numbers or the beginnings of UUIDs; the first that names no card hides the rest."""
-    found = []
-    for word in (part.strip() for part in visible.split(",")):
-        if word.startswith("MIG-"):
-            raise ResourceError(f"{VISIBLE}={visible} names a part of a card (MIG): agentrl test gives whole cards")
-        match = [card for card in cards if word == str(card.number) or (len(word) > 4 and card.uuid.startswith(word))]
-        if len(match) != 1:
-            break
-        found += match
-    return found
 
 
 class CardPool:

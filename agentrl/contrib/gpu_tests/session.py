@@ -252,14 +252,9 @@ class FileSession:
         return self._result(now, 0)
 
     def _result(self, now: float, code: int) -> FileResult:
-        self._session.journal.read()
-        cases, problem = self._conclude(code)
-        seconds, log = now - self.began, str(self._session.log)
-        return FileResult(self.job.file, tuple(cases), self.job.gpus, self.cards, seconds, problem, log, self._part)
-
-    def _conclude(self, code: int) -> tuple[list[Case], str | None]:
-        """Every test of the file with its outcome, and the fault of the file as a whole (None: nothing)."""
+        """Every test of the file with its outcome, and the fault of the file as a whole."""
         said, how = self._session.journal, self._how(code)
+        said.read()
         at = self._session.place(self.job.file) if self._why == "timeout" or code > 128 else ""
         names = self.job.tests if said.collected is None else [row["name"] for row in said.collected]
         if said.uncollected and not names:
@@ -280,17 +275,19 @@ class FileSession:
                 cases.append(Case(name, "skipped", reason=skipped[0]))
             else:
                 cases.append(Case(name, "not run", reason=f"its file {how}{stopped_in}"))
+        problem = None
         if self._why == "stuck":
-            return cases, how
-        if self._why == "interrupted" or said.running:
-            return cases, None  # the test says it
-        if problems:
-            return cases, f"cannot be collected: {problems[0]}"
-        if self._why == "timeout" or code not in (0, 1, _NO_TESTS):
-            return cases, f"{how} outside of its tests{at or f': {self._session.last_line()}'}"
-        if code == 1 and not any(case.outcome == "failed" for case in cases):
-            return cases, f"{how} although no test failed: {self._session.last_line()}"
-        return cases, None
+            problem = how
+        elif self._why == "interrupted" or said.running:
+            pass  # the test says it
+        elif problems:
+            problem = f"cannot be collected: {problems[0]}"
+        elif self._why == "timeout" or code not in (0, 1, _NO_TESTS):
+            problem = f"{how} outside of its tests{at or f': {self._session.last_line()}'}"
+        elif code == 1 and not any(case.outcome == "failed" for case in cases):
+            problem = f"{how} although no test failed: {self._session.last_line()}"
+        seconds, log = now - self.began, str(self._session.log)
+        return FileResult(self.job.file, tuple(cases), self.job.gpus, self.cards, seconds, problem, log, self._part)
 
     def _how(self, code: int) -> str:
         """Describe the session's end, for the file's report."""

@@ -18,7 +18,6 @@ import httpx
 import tomli_w
 
 from agentrl.config import load_config
-from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import model_of, run_folder
 from agentrl.trainer.model_folder import export_run
 from agentrl.utils.errors import RepositoryError, ResourceError
@@ -51,14 +50,45 @@ def push(source: str, name: str, which: str = "last", adapter: bool = False) -> 
         staged = Path(made)
         if (path / "config.toml").is_file() and not any((path / file).is_file() for file in ("config.json", "env.py")):
             kind = "model"
-            _stage_run(run_folder(path), which, adapter, staged)
+            # Copy a run's model, its config without secrets, and its figures
+            folder = run_folder(path)
+            config = load_config(folder.config)
+            if adapter:
+                export_run(folder.path, staged, int(which) if which.isdigit() else None, best=which == "best", adapter=True)
+            else:
+                _stage_files(Path(model_of(folder, which).path), "model", staged)
+            dumped = config.model_dump(mode="json", exclude_none=True)
+            learn(dumped)
+            (staged / "config.toml").write_text(tomli_w.dumps(redact_json(dumped, said=True)), encoding="utf-8")
+            summary = folder.read_summary() or {}
+            kept = {key: summary[key] for key in _FIGURES if key in summary}
+            (staged / "figures.json").write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            _check_secrets(staged, list(_files_of(staged, "model")))
         elif which != "last" or adapter:
             raise RepositoryError(f"{source}: --step, --best and --adapter need a run. Leave them out, or name a run's folder")
         else:
             kind = "dataset" if path.is_file() else _kind_of(path)
             _stage_files(path, kind, staged)
         if not (staged / "README.md").exists():
-            _write_card(staged, kind, repo)
+            # Write README.md
+            library = "peft" if (staged / "adapter_config.json").is_file() else "transformers"
+            head = [
+                "---",
+                *([f"library_name: {library}"] if kind == "model" else []),
+                "tags:",
+                "- agentrl",
+                "---",
+                "",
+                f"# {repo}",
+                "",
+            ]
+            if (figures := staged / "figures.json").is_file():
+                head += ["Trained by agentrl; `config.toml` is the run's config, without secrets.", "", "| | |", "|---|---|"]
+                values: dict[str, Any] = json.loads(figures.read_text())
+                head += [f"| {key} | {f'{value:.4g}' if isinstance(value, float) else value} |" for key, value in values.items()]
+            full = repo if kind == "model" else f"datasets/{repo}"
+            text = "\n".join([*head, "", f"    agentrl pull {full} {repo.rpartition('/')[2]}", ""])
+            (staged / "README.md").write_text(text, encoding="utf-8")
 
         def upload() -> Any:
             api = HfApi()
@@ -94,22 +124,6 @@ def _repository(name: str) -> tuple[str, str]:
         )
     repo = bare.removeprefix("datasets/")
     return repo, "model" if repo == bare else "dataset"
-
-
-def _stage_run(folder: RunFolder, which: str, adapter: bool, staged: Path) -> None:
-    """Copy a run's model, its config without secrets, and its figures."""
-    config = load_config(folder.config)
-    if adapter:
-        export_run(folder.path, staged, int(which) if which.isdigit() else None, best=which == "best", adapter=True)
-    else:
-        _stage_files(Path(model_of(folder, which).path), "model", staged)
-    dumped = config.model_dump(mode="json", exclude_none=True)
-    learn(dumped)
-    (staged / "config.toml").write_text(tomli_w.dumps(redact_json(dumped, said=True)), encoding="utf-8")
-    summary = folder.read_summary() or {}
-    kept = {key: summary[key] for key in _FIGURES if key in summary}
-    (staged / "figures.json").write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    _check_secrets(staged, list(_files_of(staged, "model")))
 
 
 def _stage_files(path: Path, kind: str, staged: Path) -> None:
@@ -191,19 +205,6 @@ def _check_secrets(folder: Path, files: list[Path]) -> None:
                     raise RepositoryError(
                         f"{where}: holds text that is, or looks like, a key or password. Remove it before you push"
                     )
-
-
-def _write_card(staged: Path, kind: str, name: str) -> None:
-    """Write README.md: front matter for the hub, the run's figures, and the command that pulls it."""
-    library = "peft" if (staged / "adapter_config.json").is_file() else "transformers"
-    head = ["---", *([f"library_name: {library}"] if kind == "model" else []), "tags:", "- agentrl", "---", "", f"# {name}", ""]
-    if (figures := staged / "figures.json").is_file():
-        head += ["Trained by agentrl; `config.toml` is the run's config, without secrets.", "", "| | |", "|---|---|"]
-        values: dict[str, Any] = json.loads(figures.read_text())
-        head += [f"| {key} | {f'{value:.4g}' if isinstance(value, float) else value} |" for key, value in values.items()]
-    full = name if kind == "model" else f"datasets/{name}"
-    text = "\n".join([*head, "", f"    agentrl pull {full} {name.rpartition('/')[2]}", ""])
-    (staged / "README.md").write_text(text, encoding="utf-8")
 
 
 def _ask_hub(name: str, ask: Callable[[], Any]) -> Any:

@@ -175,7 +175,16 @@ class JudgeLeaf(Leaf):
             else _json(value)
             for name, value in args.get("inputs", {}).items()
         }
-        values |= {"answer": mark_text(view.answer() or "", most), "transcript": turns_as_lines(view, most)}
+        # The part's turns, and what the user said before each, as JSON lines
+        lines: list[str] = []
+        opening = [message for message in view.trajectory.messages[: view.course.opening] if message.role == "user"]
+        before = dict(zip((turn.index for turn in view.trajectory.turns), [opening, *view.course.said], strict=False))
+        for turn in view.turns:
+            lines.extend(json.dumps({"user": message.content}, ensure_ascii=False) for message in before[turn.index])
+            calls = [{"name": call.name, "arguments": call.arguments} for call in turn.message.tool_calls]
+            lines.append(json.dumps({"assistant": turn.message.content, "calls": calls}, ensure_ascii=False, default=repr))
+            lines.extend(json.dumps({"tool": r.name, "answer": r.content}, ensure_ascii=False) for r in turn.results)
+        values |= {"answer": mark_text(view.answer() or "", most), "transcript": _between_marks("\n".join(lines), most)}
         # All in one pass: a {placeholder} that the policy wrote must not be filled.
         filled = _PLACE.sub(lambda found: values[found.group(1)], args["prompt"])
         messages = ({"role": "system", "content": self.system()}, {"role": "user", "content": filled})
@@ -189,22 +198,6 @@ class JudgeLeaf(Leaf):
     def system(self) -> str:
         """System prompt of the judge."""
         return _SYSTEM % (self.low, self.high)
-
-
-def turns_as_lines(view: View, most: int) -> str:
-    """The part's turns, and what the user said before each, as JSON lines; without their middle beyond `most` characters.
-
-    JSON keeps what a policy or a tool wrote inside quotes, so that it cannot pose as the grader's prompt.
-    """
-    lines: list[str] = []
-    opening = [message for message in view.trajectory.messages[: view.course.opening] if message.role == "user"]
-    before = dict(zip((turn.index for turn in view.trajectory.turns), [opening, *view.course.said], strict=False))
-    for turn in view.turns:
-        lines.extend(json.dumps({"user": message.content}, ensure_ascii=False) for message in before[turn.index])
-        calls = [{"name": call.name, "arguments": call.arguments} for call in turn.message.tool_calls]
-        lines.append(json.dumps({"assistant": turn.message.content, "calls": calls}, ensure_ascii=False, default=repr))
-        lines.extend(json.dumps({"tool": r.name, "answer": r.content}, ensure_ascii=False) for r in turn.results)
-    return _between_marks("\n".join(lines), most)
 
 
 def mark_text(value: Json, most: int) -> str:

@@ -53,7 +53,17 @@ class _Watched:
         self.log.end(sorted(scheduler_output.finished_req_ids))
         out = self.step(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
-            step = self._computed_requests(scheduler_output.num_scheduled_tokens)
+            # The step's requests, in the order of their tokens in it
+            batch, step = self._runner.input_batch, []
+            for row, name in enumerate(batch.req_ids):
+                if name not in scheduler_output.num_scheduled_tokens:
+                    continue
+                state, start = self._runner.requests[name], int(batch.num_computed_tokens_cpu[row])
+                stop = start + scheduler_output.num_scheduled_tokens[name]
+                blocks = np.asarray(state.block_ids[self._group][: -(-stop // self._block)], dtype=np.int64)
+                slots = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)[:stop]
+                asked = bool((getattr(state.sampling_params, "extra_args", None) or {}).get(ASKED))
+                step.append(Computed(name, start, scheduler_output.num_scheduled_tokens[name], slots, asked))
             # Not waited for: the host would stand still until the step is computed. The next step comes after the copy.
             rows = self._capturer.snapshot_routing_data(sum(part.count for part in step))
             self._copied = (step, *_copy(rows))
@@ -68,20 +78,6 @@ class _Watched:
         if done is not None:
             done.synchronize()
         self.log.add(step, rows.numpy()[:, self._layers].astype(self._kind))
-
-    def _computed_requests(self, counts: dict[str, int]) -> list[Computed]:
-        """The step's requests, in the order of their tokens in it."""
-        batch, found = self._runner.input_batch, []
-        for row, name in enumerate(batch.req_ids):
-            if name not in counts:
-                continue
-            state, start = self._runner.requests[name], int(batch.num_computed_tokens_cpu[row])
-            stop = start + counts[name]
-            blocks = np.asarray(state.block_ids[self._group][: -(-stop // self._block)], dtype=np.int64)
-            slots = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)[:stop]
-            asked = bool((getattr(state.sampling_params, "extra_args", None) or {}).get(ASKED))
-            found.append(Computed(name, start, counts[name], slots, asked))
-        return found
 
 
 def _copy(rows: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -123,12 +123,27 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
         measured = over or (config.eval.every and step % config.eval.every == 0)
         score = await _measure(run, step) if measured else None
         if over or interrupt.requested or step % config.checkpoint.every == 0:
-            await _save(run, step, score)
+            with run.display.doing("checkpoint"):
+                aside = run.checkpoints.begin(step)
+                try:
+                    await run.group.arun(SavedRole.save, str(aside / ROLE))
+                    await check_arrived(run.group, aside, "a checkpoint")
+                    (aside / DRIVER).write_text(json_text({"step": step, "identity": run.identity}))
+                    await in_thread("files", run.folder.sync_metrics)
+                    await in_thread("files", run.checkpoints.commit, step, score)
+                except BaseException as error:
+                    run.checkpoints.give_up(step, error)
     interrupt.in_step = False
     if step < run.total:
         return False
     with display.doing("writing the trained model"):
-        await _export(run, step)
+        # The trained model, and with LoRA its adapter
+        folder = run.folder
+        folder.clear_final()
+        role: Any = run.objective.role
+        await run.group.arun(role.export_hf, str(folder.final))
+        await check_arrived(run.group, folder.final, "the trained model")
+        await in_thread("files", seal, folder.final, step)
     return True
 
 
@@ -167,29 +182,6 @@ async def _load(run: DataRun) -> int:
     run.folder.rewind(step)
     run.run_log.rewound(step)
     return step
-
-
-async def _save(run: DataRun, step: int, score: float | None) -> None:
-    with run.display.doing("checkpoint"):
-        aside = run.checkpoints.begin(step)
-        try:
-            await run.group.arun(SavedRole.save, str(aside / ROLE))
-            await check_arrived(run.group, aside, "a checkpoint")
-            (aside / DRIVER).write_text(json_text({"step": step, "identity": run.identity}))
-            await in_thread("files", run.folder.sync_metrics)
-            await in_thread("files", run.checkpoints.commit, step, score)
-        except BaseException as error:
-            run.checkpoints.give_up(step, error)
-
-
-async def _export(run: DataRun, step: int) -> None:
-    """The trained model, and with LoRA its adapter."""
-    folder = run.folder
-    folder.clear_final()
-    role: Any = run.objective.role
-    await run.group.arun(role.export_hf, str(folder.final))
-    await check_arrived(run.group, folder.final, "the trained model")
-    await in_thread("files", seal, folder.final, step)
 
 
 # Checks

@@ -220,7 +220,23 @@ class Preparation:
             choose: Callable[..., Iterable[Sequence[Scored]]] = pairs if self.each == 2 else lambda *given: zip(best(*given))
             for episodes in choose(found, self.data, self.passed):
                 self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
-            self._check_share(writer.examples)
+            share = len(self.left_out) / max(self.rows, 1)
+            named = "".join(f"\n  {place}: {why}" for place, why in self.left_out[:NAMED])
+            more = f"\n  ... and {len(self.left_out) - NAMED} more" if len(self.left_out) > NAMED else ""
+            if share > self.data.max_bad:
+                raise ConfigError(
+                    f"data.path: {len(self.left_out)} of {self.rows} rows cannot be used ({share:.1%}), and data.max_bad = "
+                    f"{self.data.max_bad:g}; repair them, or raise data.max_bad:{named}{more}"
+                )
+            if not writer.examples:
+                filters = "".join(f"\n  {count}: {why}" for why, count in self.passed.most_common())
+                raise ConfigError(
+                    f"data.path: nothing to train on in {self.rows} rows:{filters or ' the files are empty'}{named}"
+                )
+            of_episodes = ("min_reward", "success", "per_task", "rerender")
+            key = next((key for key in of_episodes if all(getattr(self.data, key) is not unset for unset in (None, False))), None)
+            if key is not None and not self.episodes:
+                raise ConfigError(f"data.{key} is of episodes of runs, and none of the {self.rows} rows is one; leave it out")
             return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
 
     def said(self) -> str:
@@ -252,25 +268,25 @@ class Preparation:
             if (one := filter_episode(place, row, self.data, self.passed)) is not None:
                 found.append(one)
         else:
-            self._chats(row, writer, table=place.offset < 0)
+            table = place.offset < 0
+            keys = {key for key, value in row.items() if value is not None}
+            paired = not keys.isdisjoint(("chosen", "preferred_output"))
+            if paired != (self.each == 2) or keys.isdisjoint(("chosen", "preferred_output", "messages", "conversations")):
+                expected = "a pair (chosen and rejected)" if self.each == 2 else "a conversation or an episode"
+                shown = ", ".join(list(row)[:6]) or "no keys"
+                raise BadRowError(
+                    f'data.loss = "{self.data.loss}" takes {expected}, and this row has {shown} (layouts: {LAYOUTS})'
+                )
+            chats: tuple[Chat, ...] = preference(row, table=table) if paired else ()
+            chats = chats or (openai_chat(row, table=table) if "messages" in keys else sharegpt_chat(row),)
+            ledgers = [render_chat(chat, self.renderer) for chat in chats]
+            for chat in chats:
+                self.unread += chat.unread
+            # By what is said: a conversation that stands twice must not be trained on and held out.
+            self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
 
     def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
         self._add(writer, str(episodes[0].task), [self._ledgers(one.place, episode_of(row_at(one.place))) for one in episodes])
-
-    def _chats(self, row: Mapping[str, Any], writer: RowWriter, *, table: bool) -> None:
-        keys = {key for key, value in row.items() if value is not None}
-        paired = not keys.isdisjoint(("chosen", "preferred_output"))
-        if paired != (self.each == 2) or keys.isdisjoint(("chosen", "preferred_output", "messages", "conversations")):
-            expected = "a pair (chosen and rejected)" if self.each == 2 else "a conversation or an episode"
-            shown = ", ".join(list(row)[:6]) or "no keys"
-            raise BadRowError(f'data.loss = "{self.data.loss}" takes {expected}, and this row has {shown} (layouts: {LAYOUTS})')
-        chats: tuple[Chat, ...] = preference(row, table=table) if paired else ()
-        chats = chats or (openai_chat(row, table=table) if "messages" in keys else sharegpt_chat(row),)
-        ledgers = [render_chat(chat, self.renderer) for chat in chats]
-        for chat in chats:
-            self.unread += chat.unread
-        # By what is said: a conversation that stands twice must not be trained on and held out.
-        self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
 
     def _ledgers(self, place: RowPlace, episode: Trajectory) -> Ledgers:
         if self.data.rerender:
@@ -302,20 +318,3 @@ class Preparation:
                 "the model's context)"
             )
         writer.add(task, episodes)
-
-    def _check_share(self, examples: int) -> None:
-        share = len(self.left_out) / max(self.rows, 1)
-        named = "".join(f"\n  {place}: {why}" for place, why in self.left_out[:NAMED])
-        more = f"\n  ... and {len(self.left_out) - NAMED} more" if len(self.left_out) > NAMED else ""
-        if share > self.data.max_bad:
-            raise ConfigError(
-                f"data.path: {len(self.left_out)} of {self.rows} rows cannot be used ({share:.1%}), and data.max_bad = "
-                f"{self.data.max_bad:g}; repair them, or raise data.max_bad:{named}{more}"
-            )
-        if not examples:
-            filters = "".join(f"\n  {count}: {why}" for why, count in self.passed.most_common())
-            raise ConfigError(f"data.path: nothing to train on in {self.rows} rows:{filters or ' the files are empty'}{named}")
-        of_episodes = ("min_reward", "success", "per_task", "rerender")
-        key = next((key for key in of_episodes if all(getattr(self.data, key) is not unset for unset in (None, False))), None)
-        if key is not None and not self.episodes:
-            raise ConfigError(f"data.{key} is of episodes of runs, and none of the {self.rows} rows is one; leave it out")

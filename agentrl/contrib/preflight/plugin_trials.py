@@ -30,7 +30,7 @@ from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, Los
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.utils.errors import ConfigError, UserError, fault_text, place_of
 from agentrl.utils.files import shown_path
-from agentrl.utils.registry import Registry, second_load
+from agentrl.utils.registry import second_load
 
 TURNS = [0, 0, 0, 0, 1, 1]
 SAMPLED = [False, True, True, False, False, True]
@@ -57,7 +57,27 @@ def check_plugins(start: RunStart) -> list[str]:
         registry = registry_of(key)
         assert registry is not None
         if choice is not None and choice.name in registry and registry.is_plugin(choice.name):
-            _try(key, registry, choice, trial, limit)
+            make = registry.entry(choice.name).make
+            if key not in UNCALLED:
+                registry.bind(choice.name, choice.args)
+            states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            try:
+                with second_load(registry, choice.name) as again:
+                    make = again
+                    whole = again if key in UNCALLED else registry.bind(choice.name, choice.args)
+                    in_daemon_thread(partial(trial, whole, choice), limit)
+            except UserError:
+                raise
+            except Exception as problem:
+                said = str(problem) if isinstance(problem, TrialError) else f"raised {fault_text(problem)}"
+                place = shown_path(place_of(make, problem))
+                raise ConfigError(
+                    f"{key}: {place}: {choice.name!r} {said} (a trial on made-up data). Correct it there"
+                ) from problem
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+                torch.set_rng_state(states[2])
     return []
 
 
@@ -88,28 +108,6 @@ def _trials(start: RunStart) -> Iterator[tuple[str, Choice | None, Callable[[Any
             yield "env.sandbox.provider", Choice(name=env.sandbox.provider, args=env.sandbox.args), _sandbox
         yield "env.sampler", env.sampler, _sampler
         yield "rollout.context", one.rollout.context, partial(_context, one.rollout)
-
-
-def _try(key: str, registry: Registry[Any], choice: Choice, trial: Callable[[Any, Choice], Any], limit: float) -> None:
-    make = registry.entry(choice.name).make
-    if key not in UNCALLED:
-        registry.bind(choice.name, choice.args)
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        with second_load(registry, choice.name) as again:
-            make = again
-            whole = again if key in UNCALLED else registry.bind(choice.name, choice.args)
-            in_daemon_thread(lambda: trial(whole, choice), limit)
-    except UserError:
-        raise
-    except Exception as problem:
-        said = str(problem) if isinstance(problem, TrialError) else f"raised {fault_text(problem)}"
-        place = shown_path(place_of(make, problem))
-        raise ConfigError(f"{key}: {place}: {choice.name!r} {said} (a trial on made-up data). Correct it there") from problem
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def expect_type(kind: type, answer: Any) -> None:

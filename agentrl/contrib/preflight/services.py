@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agentrl.cluster.placement import is_planned
-from agentrl.config import TrainConfig
 from agentrl.config.envs import one_temperature
 from agentrl.config.schema import AgentConfig, McpServerConfig
 from agentrl.config.schema.episodes import entry_name
@@ -24,7 +23,7 @@ from agentrl.env.spaces import run_sync
 from agentrl.env.tools import TOOL_SOURCES
 from agentrl.render.litellm_calls import ONCE, causes, load_litellm, refusal, said_of
 from agentrl.rollout.engine import Sampling
-from agentrl.run.checks import RUN_CHECKS, Purpose, RunStart
+from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.services import QUESTION, ApiModel, RunServices
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError
 from agentrl.utils.parsing import json_text
@@ -73,31 +72,27 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
     policy if it is one."""
     config = start.config
     for one in config.each():
-        yield from _policies(one, start.purpose)
+        # The policy, and the writer of summaries, as an environment's episodes ask them
+        from agentrl.engines.api_models import LiteLlmEngine
+
+        rollout, tools = one.rollout, partial(_tools, EnvRef.of(one), one.agent)
+        if (name := api_name(one.model.path)) is not None:
+            keys = {"temperature": f"{'rollout' if start.purpose == 'rollout' else 'eval'}.temperature", "top_p": "rollout.top_p"}
+            keys["max_tokens"] = "rollout.max_turn_tokens"
+            temperature = one_temperature(rollout, "a rollout") if start.purpose == "rollout" else one.eval.temperature
+            sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=temperature, top_p=rollout.top_p)
+            request = LiteLlmEngine(name, one.api).request([QUESTION], tools(), sampling)
+            yield ApiModel("--model", "api.base", one.api.base, request, given=one.api.args, set_by=keys)
+        if rollout.summary_model is not None:
+            sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=0.0)
+            request = LiteLlmEngine(rollout.summary_model, one.api).request([QUESTION], tools(), sampling)
+            yield ApiModel("rollout.summary_model", "api.base", one.api.base, request, given=one.api.args)
     if not is_script(config.model.path):  # its user is scripted too
         for one in config.each():
             yield from _users(one.envs[0].called, EnvRef.of(one))
     run = RunServices(config)
     for service in run.kinds(start.scorers.values()):
         yield from service.api_models(run, start.scorers)
-
-
-def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:
-    """The policy, and the writer of summaries, as an environment's episodes ask them."""
-    from agentrl.engines.api_models import LiteLlmEngine
-
-    rollout, tools = one.rollout, partial(_tools, EnvRef.of(one), one.agent)
-    if (name := api_name(one.model.path)) is not None:
-        keys = {"temperature": f"{'rollout' if purpose == 'rollout' else 'eval'}.temperature", "top_p": "rollout.top_p"}
-        keys["max_tokens"] = "rollout.max_turn_tokens"
-        temperature = one_temperature(rollout, "a rollout") if purpose == "rollout" else one.eval.temperature
-        sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=temperature, top_p=rollout.top_p)
-        request = LiteLlmEngine(name, one.api).request([QUESTION], tools(), sampling)
-        yield ApiModel("--model", "api.base", one.api.base, request, given=one.api.args, set_by=keys)
-    if rollout.summary_model is not None:
-        sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=0.0)
-        request = LiteLlmEngine(rollout.summary_model, one.api).request([QUESTION], tools(), sampling)
-        yield ApiModel("rollout.summary_model", "api.base", one.api.base, request, given=one.api.args)
 
 
 def _tools(ref: EnvRef, agent: AgentConfig | None) -> list[dict[str, Json]]:

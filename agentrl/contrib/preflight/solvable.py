@@ -13,7 +13,6 @@ from itertools import chain, zip_longest
 import numpy as np
 
 from agentrl.config import TrainConfig
-from agentrl.data.trajectory import Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
@@ -212,7 +211,19 @@ async def _play(kinds: list[Kind], renderer: Renderer, limits: dict[str, int], u
                 break
             part, env, split, seed = task
             try:
-                part.needs.append(_need_of(await gold_transcript(env, renderer, seed, split), limits))
+                # Needs of an episode with these very turns, against its limits
+                played = await gold_transcript(env, renderer, seed, split)
+                turns = [
+                    int(np.bincount(ledger.turns[ledger.sampled]).max()) for ledger in played.ledgers if ledger.sampled_tokens
+                ]
+                needs = {
+                    "rollout.max_turns": len(played.turns),
+                    "rollout.max_turn_tokens": max(turns, default=0),
+                    "rollout.max_episode_tokens": played.tokens,
+                    "the context": max((len(ledger) for ledger in played.ledgers), default=0),
+                }
+                over = tuple((key, needs[key], given) for key, given in limits.items() if needs[key] > given)
+                part.needs.append(TaskNeed(played.task.id, played.task.seed, played.horizon or 0, needs, over))
             except NotImplementedError:
                 raise
             except Exception as fault:  # of one task: the others say what there is room for
@@ -221,19 +232,6 @@ async def _play(kinds: list[Kind], renderer: Renderer, limits: dict[str, int], u
         for env in opened:
             await env.aclose()
     return parts
-
-
-def _need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:
-    """Needs of an episode with these very turns, against its limits."""
-    turns = [int(np.bincount(ledger.turns[ledger.sampled]).max()) for ledger in played.ledgers if ledger.sampled_tokens]
-    needs = {
-        "rollout.max_turns": len(played.turns),
-        "rollout.max_turn_tokens": max(turns, default=0),
-        "rollout.max_episode_tokens": played.tokens,
-        "the context": max((len(ledger) for ledger in played.ledgers), default=0),
-    }
-    over = tuple((key, needs[key], given) for key, given in limits.items() if needs[key] > given)
-    return TaskNeed(played.task.id, played.task.seed, played.horizon or 0, needs, over)
 
 
 def _table(needs: Sequence[TaskNeed], limits: dict[str, int]) -> list[str]:

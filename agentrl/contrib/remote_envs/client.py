@@ -468,7 +468,31 @@ class RemoteEnv(ToolEnv):
         if "has_user" in answer:  # else it has let its environment go
             self._has_user, self._ended = answer["has_user"], answer["has_finished"]
         if "record" in answer:
-            self._take_record(answer["record"])
+            row = answer["record"]
+            if self._record is None:
+                self._record, self._told = Trajectory("", Task(**row["task"])), 0
+            record = self._record
+            keep, messages = row["messages"]
+            record.messages[keep : self._told] = wire.messages_of(messages)
+            self._told = keep + len(messages)
+            keep, calls = row.get("user_calls", (0, ()))
+            record.user_calls[keep:] = user_calls_of(calls)
+            record.parting, record.horizon = row.get("parting", ""), row.get("horizon")
+            keep, turns = row["turns"]
+            for place, turn in enumerate(turns, start=keep):
+                made = turn_of(turn)
+                if place < len(record.turns):  # the same object: where its tokens are is written on it here
+                    record.turns[place].message, record.turns[place].results = made.message, made.results
+                else:
+                    record.turns.append(made)
+            for name in ("state", "tools"):
+                if name in row:
+                    setattr(record, name, row[name])
+            outcome = row["outcome"]
+            record.env_id, record.seed, record.error = outcome["env_id"], outcome["seed"], outcome["error"]
+            record.stop = StopReason(outcome["stop"])
+            record.terminated, record.truncated = outcome["terminated"], outcome["truncated"]
+            self.id = record.env_id  # type: ignore[misc]
             self._open = answer["open"]
         if "toolbox" in answer:
             self._take_tools(answer["toolbox"])
@@ -478,32 +502,6 @@ class RemoteEnv(ToolEnv):
         if "fault" in answer:
             raise wire.fault_of(answer["fault"])
         return answer
-
-    def _take_record(self, row: Mapping[str, Json]) -> None:
-        if self._record is None:
-            self._record, self._told = Trajectory("", Task(**row["task"])), 0
-        record = self._record
-        keep, messages = row["messages"]
-        record.messages[keep : self._told] = wire.messages_of(messages)
-        self._told = keep + len(messages)
-        keep, calls = row.get("user_calls", (0, ()))
-        record.user_calls[keep:] = user_calls_of(calls)
-        record.parting, record.horizon = row.get("parting", ""), row.get("horizon")
-        keep, turns = row["turns"]
-        for place, turn in enumerate(turns, start=keep):
-            made = turn_of(turn)
-            if place < len(record.turns):  # the same object: where its tokens are is written on it here
-                record.turns[place].message, record.turns[place].results = made.message, made.results
-            else:
-                record.turns.append(made)
-        for name in ("state", "tools"):
-            if name in row:
-                setattr(record, name, row[name])
-        outcome = row["outcome"]
-        record.env_id, record.seed, record.error = outcome["env_id"], outcome["seed"], outcome["error"]
-        record.stop = StopReason(outcome["stop"])
-        record.terminated, record.truncated = outcome["terminated"], outcome["truncated"]
-        self.id = record.env_id  # type: ignore[misc]
 
     def _take_tools(self, row: Mapping[str, Json]) -> None:
         first, digest = not self._digest, row["digest"]

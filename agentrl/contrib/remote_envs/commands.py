@@ -60,9 +60,11 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serve until the client goes away or Ctrl-C; returns the exit code."""
     ref = reference(args.env, args.params)
     if args.mcp:
+        import asyncio
+
         from agentrl.contrib.remote_envs.mcp_server import serve_mcp
 
-        serve_mcp(ref.build(), seed=args.seed, split=args.split, port=args.http)
+        asyncio.run(serve_mcp(ref.build(), seed=args.seed, split=args.split, port=args.http))
         return 0
     if args.http is None:
         raise UserError("agentrl env serve: give --http (its episodes, to train against) or --mcp (its tools, for MCP clients)")

@@ -127,16 +127,12 @@ async def opening(served: Served) -> str:
     return text + (f"\n\nThe task has pictures: call {START} to be shown them." if images else "")
 
 
-def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
+async def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
     """Serve one environment until the client leaves (stdio) or Ctrl-C (HTTP on 127.0.0.1:`port`, path /mcp).
 
     An episode on `seed` is open from the start; its task is in the server's instructions. Over HTTP all
     clients share one episode.
     """
-    asyncio.run(_serve(env, seed, split, port))
-
-
-async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
     served = Served(env, seed, split)
     listener = None if port is None else open_socket(HOST, port, "--http")
     server = build_server(served, await opening(served))

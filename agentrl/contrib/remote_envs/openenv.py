@@ -25,6 +25,7 @@ from agentrl.env.tools import Tool
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
 from agentrl.utils.network import strict_json
 from agentrl.utils.parsing import read_json
+from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -74,36 +75,29 @@ class PlaySession:
         kind, data = message.get("type"), message.get("data", {})
         if not isinstance(data, dict):
             raise _InvalidError("data: expected an object")
-        if kind == "reset":
-            return {"type": "observation", "data": await self._reset(data)}
-        if kind == "step":
-            return {"type": "observation", "data": await self._step(data)}
         if kind == "state":
             record = self.env.trajectory
             state = {"episode_id": self._episode, "step_count": len(record.turns), "env_id": record.env_id}
             return {"type": "state", "data": state}
-        return _error("UNKNOWN_TYPE", f"Unknown message type: {kind}")
-
-    async def _reset(self, data: Mapping[str, Json]) -> Json:
-        seed, split = data.get("seed"), data.get("split")
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
-            raise _InvalidError(f"seed: expected an integer from 0, got {seed!r}")
-        self._episode = str(data.get("episode_id") or wire.new_id())
-        observation, _ = await self.env.areset(seed=seed, options={} if split is None else {"split": str(split)})
-        return self._row_of(observation, None, False)
-
-    async def _step(self, data: Mapping[str, Json]) -> Json:
-        if (problem := _action_check()(dict(data))) is not None:
-            raise _InvalidError(problem.message)
-        calls = tuple(ToolCall(call["name"], call["arguments"]) for call in data.get("tool_calls", ()))
-        action = Message("assistant", data.get("text", ""), calls)
-        observation, reward, terminated, truncated, _ = await self.env.astep(action)
-        # nan: the episode could not be scored, which is no reward of 0.
-        return self._row_of(observation, None if reward != reward else reward, terminated or truncated)
-
-    def _row_of(self, messages: list[Message], reward: float | None, done: bool) -> Json:
-        seen = {"messages": messages, "tools": self.env.toolbox.schemas()}
-        return {"observation": seen, "reward": reward, "done": done}
+        reward, done = None, False
+        if kind == "reset":
+            seed, split = data.get("seed"), data.get("split")
+            if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
+                raise _InvalidError(f"seed: expected an integer from 0, got {seed!r}")
+            self._episode = str(data.get("episode_id") or wire.new_id())
+            observation, _ = await self.env.areset(seed=seed, options={} if split is None else {"split": str(split)})
+        elif kind == "step":
+            if (problem := _action_check()(dict(data))) is not None:
+                raise _InvalidError(problem.message)
+            calls = tuple(ToolCall(call["name"], call["arguments"]) for call in data.get("tool_calls", ()))
+            action = Message("assistant", data.get("text", ""), calls)
+            observation, scored, terminated, truncated, _ = await self.env.astep(action)
+            # nan: the episode could not be scored, which is no reward of 0.
+            reward, done = None if scored != scored else scored, terminated or truncated
+        else:
+            return _error("UNKNOWN_TYPE", f"Unknown message type: {kind}")
+        seen = {"messages": observation, "tools": self.env.toolbox.schemas()}
+        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
 
 
 class _InvalidError(Exception):
@@ -233,7 +227,7 @@ class OpenEnv(ToolEnv):
 
     id = "openenv/Client-v0"
     reward = "openenv"
-    shared = frozenset({"url", "headers"})
+    shared = frozenset({"url", "token", "headers"})
 
     def __init__(self, *, url: str, rules: str = "", timeout: float = 60.0, name: str = "", token: str = "", **base: Any) -> None:
         """`url`: of the server. `rules`: the system message. `timeout`: seconds for every answer. `name`: what the environment
@@ -243,7 +237,7 @@ class OpenEnv(ToolEnv):
         super().__init__(**base)
         self.id = name or self.id  # type: ignore[misc]
         self.url, self.rules, self.timeout = url.rstrip("/"), rules, timeout
-        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.token, self.headers = token, {"Authorization": f"Bearer {token}"} if token else {}
         self.socket: Any = None
         self.total, self.steps, self.over, self.first = 0.0, 0, False, ""
 
@@ -265,10 +259,19 @@ class OpenEnv(ToolEnv):
             )
         except Exception as fault:  # websockets has a class of its own for each stage
             raise RemoteEnvError(f"OpenEnv server {self.url}: {type(fault).__name__}: {fault}") from fault
-        schema = await self._schema()
+        try:
+            schema = await in_thread("load", action_schema, self.url, self.token, self.timeout)
+        except ConfigError as fault:
+            raise EnvError(str(fault).removeprefix("env.url: ")) from fault
         result = await self._ask("reset", {"seed": task.data["seed"]})
-        for made in await self._made_tools(schema):
-            self.toolbox.add(made)
+        tools = [Tool.from_schema("act", "take one action", schema, _act)]
+        if {"tool_name", "arguments"} <= schema["properties"].keys():  # a server of tools
+            listed = await self._ask("step", {"type": "list_tools"})
+            calls = declarations(listed["observation"]["tools"])
+            tools = [Tool.from_declaration(one, _calls(one["function"]["name"])) for one in calls]
+        for tool in tools:
+            # Later than the answer's own deadline, which names the server.
+            self.toolbox.add(replace(tool, method=True).with_options(parallel=False, timeout=self.timeout + 5.0))
         self.first = _show_fields(result.get("observation", {})) or "Begin."
 
     async def teardown(self) -> None:
@@ -316,61 +319,26 @@ class OpenEnv(ToolEnv):
         body: dict[str, Json] = answer.get("data", {})
         if answer.get("type") != "error":
             return body
-        message = f"{body.get('message')} ({body.get('code')}{_first(body.get('errors'))})"
+        errors = body.get("errors")  # of the fields of an invalid action
+        first = errors[0] if isinstance(errors, list) and errors and isinstance(errors[0], dict) else None
+        field = "" if first is None else f": {'.'.join(map(str, first.get('loc', ())))}: {first.get('msg', '')}"
+        message = f"{body.get('message')} ({body.get('code')}{field})"
         if kind == "step" and body.get("code") == "VALIDATION_ERROR":
             raise ToolError(message)
         raise EnvError(f"OpenEnv server {self.url}: {message}")
 
-    async def _schema(self) -> dict[str, Json]:
-        known = _schemas.get(self.url)
-        if known is None:
-            try:
-                async with httpx.AsyncClient(trust_env=False, timeout=self.timeout, headers=self.headers) as client:
-                    known = _schemas[self.url] = _action((await client.get(f"{self.url}/schema")).raise_for_status().json())
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as fault:
-                raise EnvError(f"OpenEnv server {self.url}: no action schema: {type(fault).__name__}: {fault}") from fault
-        return known
-
-    async def _made_tools(self, schema: Mapping[str, Json]) -> list[Tool]:
-        options = {
-            "parallel": False,
-            "timeout": self.timeout + 5.0,
-        }  # later than the answer's own deadline, which names the server
-        if not {"tool_name", "arguments"} <= schema["properties"].keys():
-            made = Tool.from_schema("act", "take one action", schema, _act)
-            return [replace(made, method=True).with_options(**options)]
-        listed = await self._ask("step", {"type": "list_tools"})
-        tools = declarations(listed["observation"]["tools"])
-        return [
-            replace(Tool.from_declaration(one, _calls(one["function"]["name"])), method=True).with_options(**options)
-            for one in tools
-        ]
-
-
-_schemas: dict[str, dict[str, Json]] = {}
-
 
 @lru_cache(maxsize=16)
-def action_schema(url: str, token: str = "") -> dict[str, Json]:
+def action_schema(url: str, token: str = "", timeout: float = 10.0) -> dict[str, Json]:
     """The JSON Schema of a server's actions. Blocks. Raises ConfigError if the server does not give it."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        return _action(httpx.get(f"{url}/schema", timeout=10.0, headers=headers, trust_env=False).raise_for_status().json())
+        answer = httpx.get(f"{url}/schema", timeout=timeout, headers=headers, trust_env=False).raise_for_status().json()
+        schema: dict[str, Json] = dict(answer["action"])
+        schema["properties"] = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as fault:
         raise ConfigError(f"env.url: OpenEnv server {url}: no action schema: {type(fault).__name__}: {fault}") from fault
-
-
-def _action(answer: Mapping[str, Json]) -> dict[str, Json]:
-    schema: dict[str, Json] = dict(answer["action"])
-    schema["properties"] = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
     return {key: value for key, value in schema.items() if key not in ("title", "description")}
-
-
-def _first(errors: Json) -> str:
-    """Problem with the first field of an action that the server found invalid."""
-    if not isinstance(errors, list) or not errors or not isinstance(errors[0], dict):
-        return ""
-    return f": {'.'.join(map(str, errors[0].get('loc', ())))}: {errors[0].get('msg', '')}"
 
 
 def _show_fields(observation: Mapping[str, Json]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.env.address import PROTOCOLS
+from agentrl.config.schema import TrainConfig
+from agentrl.env.address import PROTOCOLS, EnvAddress
 from agentrl.env.catalog import EnvRef
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.utils.errors import ConfigError
@@ -18,30 +19,27 @@ def check_servers(start: RunStart) -> list[str]:
     """
     for env in start.config.envs:
         with start.alone(env) as one:
-            _check_server(one)
+            if one.env.at is not None and one.env.at.ours:
+                _check_server(one.config, one.env, one.env.at)
+            elif one.env.at is not None:
+                PROTOCOLS[one.env.at.protocol].describe(one.env.at)
     return []
 
 
-def _check_server(start: RunStart) -> None:
-    config, ref = start.config, start.env
-    if ref.at is None:
-        return
-    if not ref.at.ours:
-        PROTOCOLS[ref.at.protocol].describe(ref.at)
-        return
+def _check_server(config: TrainConfig, ref: EnvRef, at: EnvAddress) -> None:
     if config.tools.mcp:
         raise ConfigError(
-            f"tools.mcp: the tools of an environment elsewhere run on its server, {ref.at.url}, which starts no programs for its "
+            f"tools.mcp: the tools of an environment elsewhere run on its server, {at.url}, which starts no programs for its "
             "clients; put the tools into its tool sets (tools.sets)"
         )
     if config.tools.args:
         raise ConfigError(
-            f"tools.args: the tools of an environment elsewhere run on its server, {ref.at.url}, which reads no files that its "
+            f"tools.args: the tools of an environment elsewhere run on its server, {at.url}, which reads no files that its "
             "clients name; leave it out, and give the set to the environment there"
         )
     if config.agent is not None:
         raise ConfigError(
-            f"[agent]: its calls go to the tools one by one, and an environment elsewhere ({ref.at.url}) answers whole turns; "
+            f"[agent]: its calls go to the tools one by one, and an environment elsewhere ({at.url}) answers whole turns; "
             "run where the environment is (without env.url)"
         )
     card = ref.card(fresh=True)
@@ -49,11 +47,11 @@ def _check_server(start: RunStart) -> None:
     most = card["limits"]["episodes"]
     if config.rollout.max_episodes > most:
         raise ConfigError(
-            f"rollout.max_episodes = {config.rollout.max_episodes}: {ref.at.url} takes {most} episodes at once; lower it, or "
+            f"rollout.max_episodes = {config.rollout.max_episodes}: {at.url} takes {most} episodes at once; lower it, or "
             f"start the server with --max-episodes {config.rollout.max_episodes} or more"
         )
     if config.sft is not None and not card["teacher"]:
-        raise ConfigError(f"env.id: {card['env']['id']} at {ref.at.url} has no teacher, so [sft] cannot warm a model up on it")
+        raise ConfigError(f"env.id: {card['env']['id']} at {at.url} has no teacher, so [sft] cannot warm a model up on it")
 
 
 @RUN_CHECKS.register("remote_env_lines", traits={"plan"})

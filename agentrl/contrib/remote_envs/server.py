@@ -291,7 +291,12 @@ class EnvOffer:
         env = ref.build()
         inner = env.unwrapped
         try:
-            env.make_task(0, env.splits[0])  # a class that makes none is refused here, before a client asks
+            task = env.make_task(0, env.splits[0])  # a class that makes none is refused here, before a client asks
+            try:
+                env.gold_turns(task)
+                gold = True
+            except NotImplementedError:
+                gold = False
             return {
                 "env": {"id": env.id, "name": ref.entry.name, "summary": self.summary},
                 "splits": list(env.splits),
@@ -301,18 +306,9 @@ class EnvOffer:
                 "task_count": {split: env.task_count(split) for split in env.splits},
                 "toolbox": wire.toolbox_row(env.toolbox),
                 "reward": None if ref.default_reward() is None else find_spec(ref, None),
-                "gold": _has_gold(env),
-                "teacher": _has_gold(env) or (isinstance(inner, ToolEnv) and type(inner).teacher is not ToolEnv.teacher),
+                "gold": gold,
+                "teacher": gold or (isinstance(inner, ToolEnv) and type(inner).teacher is not ToolEnv.teacher),
                 "files": self._digest(ref),
             }
         finally:
             env.close()
-
-
-def _has_gold(env: ToolEnv) -> bool:
-    task: Task = env.make_task(0, env.splits[0])
-    try:
-        env.gold_turns(task)
-    except NotImplementedError:
-        return False
-    return True

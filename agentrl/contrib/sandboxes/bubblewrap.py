@@ -229,18 +229,14 @@ def _machine(packages: bool = False) -> tuple[str, ...]:
     for hidden in sorted(() if packages else package_folders()):
         if any(Path(hidden).is_relative_to(folder) for folder in seen):
             flags += ["--tmpfs", hidden, "--remount-ro", hidden]
-    return (*flags, *_devices())
-
-
-def _devices() -> list[str]:
-    """/proc and /dev, both read-only but for /dev/shm. Files of /proc/sys belong to the machine's root: if that is who runs
-    agentrl, it may write them in a namespace too, and bwrap's own covers leave them open."""
-    flags = ["--proc", "/proc"]
+    # /proc and /dev, both read-only but for /dev/shm. Files of /proc/sys belong to the machine's root: if that is who runs
+    # agentrl, it may write them in a namespace too, and bwrap's own covers leave them open.
+    flags += ["--proc", "/proc"]
     for name in MASKED:
         if Path("/proc", name).exists():
             flags += ["--ro-bind", "/dev/null", f"/proc/{name}"]
     flags += ["--remount-ro", "/proc", "--dev", "/dev"]
-    return [*flags, "--perms", "1777", "--size", str(SHARED_MEMORY), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    return (*flags, "--perms", "1777", "--size", str(SHARED_MEMORY), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
 
 
 @cache

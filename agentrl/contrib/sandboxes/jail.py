@@ -195,28 +195,6 @@ def check_result(result: int, what: str) -> int:
     return result
 
 
-def limit_resources(limits: dict[str, Any], command: bool) -> None:
-    """Set hard and soft limits (None: as they are). CPU: SIGXCPU first, SIGKILL a second later."""
-    cpu, memory, size = limits["cpu"], limits["memory"], limits["file_size"]
-    for which, pair in (
-        (resource.RLIMIT_CPU, cpu and (int(cpu), int(cpu) + 1)),
-        (resource.RLIMIT_AS, memory and (int(memory), int(memory))),
-        (resource.RLIMIT_FSIZE, size and (int(size), int(size))),
-        (resource.RLIMIT_NOFILE, (1024, 1024) if command else (64, 64)),
-        (resource.RLIMIT_CORE, (0, 0)),
-        (resource.RLIMIT_MEMLOCK, (0, 0)),
-        (resource.RLIMIT_MSGQUEUE, (0, 0)),
-    ):
-        if pair:
-            resource.setrlimit(which, pair)
-
-
-def drop_capabilities() -> None:
-    """Set an empty capability set (version 3, two words), so that even root has no special rights."""
-    header = struct.pack("Ii", 0x20080522, 0)
-    check_result(libc.capset(header, bytes(24)), "capset")
-
-
 def landlock_version(job: dict[str, Any]) -> int:
     """The kernel's, or an older one that the caller wants."""
     return min(check_result(libc.syscall(444, None, 0, 1), "landlock"), int(job["landlock"]))
@@ -328,21 +306,32 @@ def truncation(which: int) -> list[Step]:
     return program
 
 
-def lock_down(job: dict[str, Any]) -> None:
-    """Apply all restrictions, in an order in which no step forbids a later one."""
-    check_result(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
-    limit_resources(job["limits"], "argv" in job)
-    check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    drop_capabilities()
-    if job["isolate_files"]:
-        restrict_files(job)
-    filter_calls(job)
-
-
 def report_or_leave(job: dict[str, Any], status: int) -> None:
     """Lock down, and tell the caller whether that worked."""
     try:
-        lock_down(job)
+        # Apply all restrictions, in an order in which no step forbids a later one
+        check_result(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
+        limits = job["limits"]  # hard and soft ones
+        command = "argv" in job
+        cpu, memory, size = limits["cpu"], limits["memory"], limits["file_size"]
+        for which, pair in (
+            (resource.RLIMIT_CPU, cpu and (int(cpu), int(cpu) + 1)),
+            (resource.RLIMIT_AS, memory and (int(memory), int(memory))),
+            (resource.RLIMIT_FSIZE, size and (int(size), int(size))),
+            (resource.RLIMIT_NOFILE, (1024, 1024) if command else (64, 64)),
+            (resource.RLIMIT_CORE, (0, 0)),
+            (resource.RLIMIT_MEMLOCK, (0, 0)),
+            (resource.RLIMIT_MSGQUEUE, (0, 0)),
+        ):
+            if pair:
+                resource.setrlimit(which, pair)
+        check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+        # Set an empty capability set (version 3, two words), so that even root has no special rights
+        header = struct.pack("Ii", 0x20080522, 0)
+        check_result(libc.capset(header, bytes(24)), "capset")
+        if job["isolate_files"]:
+            restrict_files(job)
+        filter_calls(job)
     except OSError as problem:
         os.write(status, f"!{problem}".encode())
         os._exit(97)

@@ -76,12 +76,39 @@ async def run_group(
     try:
         await asyncio.sleep(0)  # the watch's thread is there before the program is
         process = await _start([*command, str(writer)] if status else command, env, merge, writer if status else None)
-        attended.begin(process.pid, waits=status)
-        await _attend(process, stdin, attended)
+        attended.leader = process.pid
+        attended.deadline = time.monotonic() + (START_SECONDS if status else watched.wall)
+
+        async def read(number: int, stream: asyncio.StreamReader | None) -> None:
+            while stream is not None and (chunk := await stream.read(1 << 16)):
+                attended.take(number, chunk)
+                if attended.stopped is not None:
+                    kill_group(process.pid)
+
+        # The exit is awaited too, because code may close its output and keep running.
+        streams = read(0, process.stdout), read(1, process.stderr)
+        finished = asyncio.ensure_future(asyncio.gather(_feed_input(process, stdin), *streams, process.wait()))
+        # Looked at even if nobody awaits it any more, or asyncio would report that, whenever the garbage collector comes by.
+        finished.add_done_callback(lambda gathered: gathered.cancelled() or gathered.exception())
+        try:
+            while not finished.done():
+                await asyncio.wait([finished], timeout=LOOK)
+                attended.read_status()
+                if process.returncode is None and attended.stopped is None and time.monotonic() > attended.deadline:
+                    attended.stopped = "wall"
+                if attended.stopped is not None or process.returncode is not None:
+                    # Also after a normal end: remaining processes of the group would keep the output open.
+                    kill_group(process.pid)
+            finished.result()
+            attended.read_status()  # what came during the last look
+        finally:
+            finished.cancel()
         attended.over.set()
         await watching  # a look that began before the end counts
         code = process.returncode if process.returncode is not None else -1
-        end = attended.stopped or _end_of(code)
+        # SIGXCPU is the CPU limit; SIGKILL, if it was not sent from here, is the hard CPU limit.
+        killed: End = "cpu" if code in (-signal.SIGXCPU, -signal.SIGKILL) else "killed"
+        end = attended.stopped or ("ok" if code == 0 else killed if code < 0 else "error")
         seconds = time.monotonic() - began
         out, err = attended.kept
         return Ended(bytes(out), bytes(err), attended.cut, end, code, attended.status, seconds)
@@ -121,13 +148,9 @@ class _Attended:
         self.cut = 0
         self.stopped: End | None = None
         self.status = b""
-        self._reader, self._watched, self._leader = reader, watched, 0
+        self.leader, self.deadline = 0, 0.0  # of a program that is there
+        self._reader, self._watched = reader, watched
         self.over = threading.Event()
-
-    def begin(self, leader: int, waits: bool) -> None:
-        """The program is there, as process `leader`."""
-        self._deadline = time.monotonic() + (START_SECONDS if waits else self._watched.wall)
-        self._leader = leader
 
     def take(self, stream: int, chunk: bytes) -> None:
         """Keep as much of a chunk of output as fits."""
@@ -138,12 +161,6 @@ class _Attended:
         if self.cut > 63 * self._watched.output and self.stopped is None:
             self.stopped = "output"
 
-    def look(self, *, running: bool) -> None:
-        """Read the status, and check the time limit."""
-        self.read_status()
-        if running and self.stopped is None and time.monotonic() > self._deadline:
-            self.stopped = "wall"
-
     def watch(self) -> None:
         """Kill the program once its processes or files exceed a limit, until it is `over`. In a thread, and often: a thread bomb
         that the memory limit ends within 0.1 s would have no name by looks of a busy event loop."""
@@ -151,50 +168,23 @@ class _Attended:
         while not self.over.wait(LOOK / 5):
             looks += 1
             end: End | None = None
-            if self._leader and limits.pids is not None and limits.crowded(self._leader, limits.pids):
+            if self.leader and limits.pids is not None and limits.crowded(self.leader, limits.pids):
                 end = "processes"
-            elif self._leader and looks % 5 == 0 and limits.disk is not None and limits.used() > limits.disk:
+            elif self.leader and looks % 5 == 0 and limits.disk is not None and limits.used() > limits.disk:
                 end = "disk"
             if end is not None:
                 self.stopped = self.stopped or end
-                kill_group(self._leader)
+                kill_group(self.leader)
                 return
 
     def read_status(self) -> None:
         with suppress(BlockingIOError):
             status = os.read(self._reader, 4096)
             if not self.status:
-                self._deadline = time.monotonic() + self._watched.wall
+                self.deadline = time.monotonic() + self._watched.wall
             self.status += status
             if status.endswith(b"p") and self.status.startswith(b"+"):
                 self.stopped = "processes"
-
-
-async def _attend(process: asyncio.subprocess.Process, stdin: bytes, attended: _Attended) -> None:
-    """Write to, read from and await the process; kill its group at a limit."""
-
-    async def read(number: int, stream: asyncio.StreamReader | None) -> None:
-        while stream is not None and (chunk := await stream.read(1 << 16)):
-            attended.take(number, chunk)
-            if attended.stopped is not None:
-                kill_group(process.pid)
-
-    # The exit is awaited too, because code may close its output and keep running.
-    streams = read(0, process.stdout), read(1, process.stderr)
-    finished = asyncio.ensure_future(asyncio.gather(_feed_input(process, stdin), *streams, process.wait()))
-    # Looked at even if nobody awaits it any more, or asyncio would report that, whenever the garbage collector comes by.
-    finished.add_done_callback(lambda gathered: gathered.cancelled() or gathered.exception())
-    try:
-        while not finished.done():
-            await asyncio.wait([finished], timeout=LOOK)
-            attended.look(running=process.returncode is None)
-            if attended.stopped is not None or process.returncode is not None:
-                # Also after a normal end: remaining processes of the group would keep the output open.
-                kill_group(process.pid)
-        finished.result()
-        attended.read_status()  # what came during the last look
-    finally:
-        finished.cancel()
 
 
 async def _feed_input(process: asyncio.subprocess.Process, stdin: bytes) -> None:
@@ -214,13 +204,6 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
             while stream is not None and await stream.read(1 << 16):
                 pass
     await process.wait()
-
-
-def _end_of(code: int) -> End:
-    """SIGXCPU is the CPU limit; SIGKILL, if it was not sent from here, is the hard CPU limit."""
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return "cpu"
-    return "ok" if code == 0 else "killed" if code < 0 else "error"
 
 
 def kill_group(leader: int) -> None:

@@ -83,19 +83,22 @@ class SandboxPool:
         """A started sandbox with the spec's files (or a snapshot's), to be given back with `release`. Raises SandboxError if
         it does not start."""
         key = spec.key
-        taken = self._take(key) if snapshot is None else None
-        if taken is None:
+        warm = next((one for one in self._idle if one[0] == key), None) if snapshot is None else None
+        if warm is not None:
+            self._idle.remove(warm)
+            taken = warm[1]
+            try:
+                if spec.files:
+                    await taken.write(spec.files)
+            except BaseException:
+                await asyncio.shield(self.release(taken))
+                raise
+        else:
             await self._slot()
             try:
                 taken = await self.provider.start(spec, snapshot)
             except BaseException:
                 self._free()
-                raise
-        elif spec.files:
-            try:
-                await taken.write(spec.files)
-            except BaseException:
-                await asyncio.shield(self.release(taken))
                 raise
         self._refill(key, spec.empty())
         return taken
@@ -122,13 +125,6 @@ class SandboxPool:
             await self.release(self._idle.pop()[1])
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _take(self, key: str) -> Sandbox | None:
-        for place, (kind, sandbox) in enumerate(self._idle):
-            if kind == key:
-                del self._idle[place]
-                return sandbox
-        return None
 
     async def _slot(self) -> None:
         """Wait until one more may run; a warm one of another kind makes room."""
@@ -215,10 +211,9 @@ def provider_of(config: SandboxConfig) -> SandboxProvider:
 
 def require(config: SandboxConfig) -> SandboxProvider:
     """The provider, there on this machine. Raises ConfigError as `provider_of`, ResourceError if it is not to be had."""
-    config = settle_provider(config)
     provider = provider_of(config)
     if reason := provider.unavailable():
-        raise ResourceError(f"env.sandbox.provider = {config.provider!r}: {reason}")
+        raise ResourceError(f"env.sandbox.provider = {settle_provider(config).provider!r}: {reason}")
     return provider
 
 

@@ -184,33 +184,29 @@ def check_plans(cfg: ModelConfig, model: Any, ranks: int) -> None:
     transformers_split()
     tensor, experts = plans_of(model, cfg.tensor_parallel > 1, cfg.expert_parallel > 1)
     if cfg.tensor_parallel > 1:
-        _check_tensor(cfg, model, tensor)
+        key, size = f"model.tensor_parallel = {cfg.tensor_parallel}", cfg.tensor_parallel
+        text = model.config.get_text_config()
+        family = text.model_type
+        if not any("layers" in name for name in tensor):
+            raise ConfigError(f"{key}: transformers has no tensor-parallel plan for the family {family!r}; set it to 1")
+        others = set(tensor.values()) - STYLES
+        if "moe_tp_experts" in others:
+            raise ConfigError(
+                f"{key}: the experts of the family {family!r} keep two matrices in one, whose parts a checkpoint cannot hold if "
+                "their rows are split; give each rank whole experts: set model.expert_parallel to 2 or more"
+            )
+        _check_family(key, family, others, FAMILIES)
+        heads = {"attention heads": text.num_attention_heads}
+        heads["key heads"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        for what, count in heads.items():
+            if count % size:
+                raise ConfigError(f"{key} does not divide the model's {count} {what}, which are split over the ranks")
+        for name, parameter in model.named_parameters():
+            dimension = dimension_of(tensor, name, parameter, model)
+            if dimension is not None and parameter.shape[dimension] % size:
+                raise ConfigError(f"{key} does not divide {name} of shape {tuple(parameter.shape)} along dimension {dimension}")
     if cfg.expert_parallel > 1:
         _check_experts(cfg, model, experts, ranks)
-
-
-def _check_tensor(cfg: ModelConfig, model: Any, plan: Plan) -> None:
-    key, size = f"model.tensor_parallel = {cfg.tensor_parallel}", cfg.tensor_parallel
-    text = model.config.get_text_config()
-    family = text.model_type
-    if not any("layers" in name for name in plan):
-        raise ConfigError(f"{key}: transformers has no tensor-parallel plan for the family {family!r}; set it to 1")
-    others = set(plan.values()) - STYLES
-    if "moe_tp_experts" in others:
-        raise ConfigError(
-            f"{key}: the experts of the family {family!r} keep two matrices in one, whose parts a checkpoint cannot hold if "
-            "their rows are split; give each rank whole experts: set model.expert_parallel to 2 or more"
-        )
-    _check_family(key, family, others, FAMILIES)
-    heads = {"attention heads": text.num_attention_heads}
-    heads["key heads"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    for what, count in heads.items():
-        if count % size:
-            raise ConfigError(f"{key} does not divide the model's {count} {what}, which are split over the ranks")
-    for name, parameter in model.named_parameters():
-        dimension = dimension_of(plan, name, parameter, model)
-        if dimension is not None and parameter.shape[dimension] % size:
-            raise ConfigError(f"{key} does not divide {name} of shape {tuple(parameter.shape)} along dimension {dimension}")
 
 
 def _check_family(key: str, family: str, others: set[str], families: set[str]) -> None:

@@ -15,7 +15,6 @@ from agentrl.utils.terminal import cell, console, folding, say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agentrl.contrib.suites.measures import DifficultyReport
     from agentrl.env.catalog import EnvEntry
 
 # agentrl env difficulty
@@ -68,29 +67,25 @@ def run_difficulty(args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps({"env": env.id, **report.to_json()}))
     else:
-        _print_difficulty(env.id, report)
+        from agentrl.contrib.suites.measures import SHARES
+
+        low, middle, high = (SHARES.index(share) for share in (0, 50, 100))
+        table = folding(
+            "family",
+            "tasks",
+            *COLUMNS,
+            title=f"{env.id}: gold of {len(report.tasks)} tasks of {report.split}: median (least to most)",
+        )
+        counts = report.counts()
+        for family, numbers in report.by_family().items():
+            cells = [f"{one[middle]:g} ({one[low]:g} to {one[high]:g})" for one in (numbers[name] for name in COLUMNS)]
+            table.add_row(cell(family or "-"), str(counts[family]), *cells)
+        console(highlight=False).print(table)
+        for task, reason in list(report.unplayed.items())[:4]:
+            say(f"without gold: {task}: {reason}")
+        if len(report.unplayed) > 4:
+            say(f"... and {len(report.unplayed) - 4} more (--json has all)")
     return 0 if report.tasks else 1
-
-
-def _print_difficulty(env_id: str, report: DifficultyReport) -> None:
-    from agentrl.contrib.suites.measures import SHARES
-
-    low, middle, high = (SHARES.index(share) for share in (0, 50, 100))
-    table = folding(
-        "family",
-        "tasks",
-        *COLUMNS,
-        title=f"{env_id}: gold of {len(report.tasks)} tasks of {report.split}: median (least to most)",
-    )
-    counts = report.counts()
-    for family, numbers in report.by_family().items():
-        cells = [f"{one[middle]:g} ({one[low]:g} to {one[high]:g})" for one in (numbers[name] for name in COLUMNS)]
-        table.add_row(cell(family or "-"), str(counts[family]), *cells)
-    console(highlight=False).print(table)
-    for task, reason in list(report.unplayed.items())[:4]:
-        say(f"without gold: {task}: {reason}")
-    if len(report.unplayed) > 4:
-        say(f"... and {len(report.unplayed) - 4} more (--json has all)")
 
 
 # agentrl env floor
@@ -124,12 +119,25 @@ def run_floor(args: argparse.Namespace) -> int:
         raise UserError("agentrl env floor: give environments, or one with parameters a=b")
     if args.tasks is not None and args.tasks < 1:
         raise UserError(f"--tasks {args.tasks}: expected 1 or more")
-    found = [floor_of(name, params, args.reward, args.split, args.tasks) for name in names]
+    from agentrl.contrib.suites.measures import headline
+
+    floors = [floor_of(name, params, args.reward, args.split, args.tasks) for name in names]
     if args.json:
-        say(json.dumps(found))
-    else:
-        for one in found:
-            _print_floor(one)
+        say(json.dumps(floors))
+        return 0
+    for found in floors:
+        every = "every task" if found["every"] else f"the first {found['tasks']} tasks"
+        version = f" {found['version']}" if found["version"] else ""
+        say(f"{found['env']}{version}: {every} of {found['split']} ({found['tasks']})")
+        for agent, one in found["agents"].items():
+            own = f", {headline(one)}" if headline(one) else ""
+            mean = "-" if one["mean"] is None else f"{one['mean']:.3f}"
+            lost = f", {one['unscored']} unscored" if one["unscored"] else ""
+            share = f"{100 * one['low']:.1f} to {100 * one['high']:.1f} %, 95 %"
+            say(f"  {agent:15} mean {mean}, paid in full on {one['paid']} ({share}){lost}{own}")
+            if one["ids"]:
+                more = f" and {len(one['ids']) - SHOWN} more (--json has all)" if len(one["ids"]) > SHOWN else ""
+                say(f"    {', '.join(one['ids'][:SHOWN])}{more}")
     return 0
 
 
@@ -144,23 +152,6 @@ def floor_of(
     if subject.scorer is None:
         raise UserError(f"{name} names no reward spec, so nothing is paid; --reward SPEC scores with one")
     return measure(subject, split, tasks)
-
-
-def _print_floor(found: dict[str, Any]) -> None:
-    from agentrl.contrib.suites.measures import headline
-
-    every = "every task" if found["every"] else f"the first {found['tasks']} tasks"
-    version = f" {found['version']}" if found["version"] else ""
-    say(f"{found['env']}{version}: {every} of {found['split']} ({found['tasks']})")
-    for agent, one in found["agents"].items():
-        own = f", {headline(one)}" if headline(one) else ""
-        mean = "-" if one["mean"] is None else f"{one['mean']:.3f}"
-        lost = f", {one['unscored']} unscored" if one["unscored"] else ""
-        share = f"{100 * one['low']:.1f} to {100 * one['high']:.1f} %, 95 %"
-        say(f"  {agent:15} mean {mean}, paid in full on {one['paid']} ({share}){lost}{own}")
-        if one["ids"]:
-            more = f" and {len(one['ids']) - SHOWN} more (--json has all)" if len(one["ids"]) > SHOWN else ""
-            say(f"    {', '.join(one['ids'][:SHOWN])}{more}")
 
 
 # agentrl env leaks

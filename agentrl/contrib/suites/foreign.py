@@ -90,12 +90,6 @@ class ForeignProcess:
         late = threading.Timer(ANSWERS_S, self.kill)
         late.daemon = True
         late.start()
-        try:
-            return self._ask(function, values)
-        finally:
-            late.cancel()
-
-    def _ask(self, function: str, values: dict[str, Json]) -> Json:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"call": function, "with": values}) + "\n")
@@ -103,12 +97,22 @@ class ForeignProcess:
             line = self._process.stdout.readline()
         except (OSError, UnicodeDecodeError):
             line = ""
+        finally:
+            late.cancel()
         if not line.endswith("\n"):
             size = os.fstat(self._told.fileno()).st_size
             said = os.pread(self._told.fileno(), TOLD, max(size - TOLD, 0)).decode("utf-8", "replace").strip()
-            raise EnvError(f"the benchmark's process ended with exit code {self._code()} in {function}: {said}")
-        answer = _answer(line)
-        if answer is None:
+            try:
+                code = self._process.wait(ENDS_S)
+            except subprocess.TimeoutExpired:  # it closed its pipe, and goes on
+                self.kill()
+                code = self._process.wait()
+            raise EnvError(f"the benchmark's process ended with exit code {code} in {function}: {said}")
+        try:
+            answer = read_json(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or answer.keys() not in ({"value"}, {"fault", "trace"}):
             self.kill()  # which answer belongs to which question is not known any more
             raise EnvError(f"the benchmark's process wrote in place of an answer to {function}: {line[:200]!r}")
         os.ftruncate(self._told.fileno(), 0)
@@ -116,13 +120,6 @@ class ForeignProcess:
             said = f"the benchmark's {function} failed: {answer['fault']}\n{answer['trace'][-TOLD:]}"
             raise EnvError(said.encode("utf-8", "replace").decode())
         return answer["value"]
-
-    def _code(self) -> int:
-        try:
-            return self._process.wait(ENDS_S)
-        except subprocess.TimeoutExpired:  # it closed its pipe, and goes on
-            self.kill()
-            return self._process.wait()
 
     def kill(self) -> None:
         """Kill it and what it started; whoever waits for its answer gets EnvError."""
@@ -139,15 +136,6 @@ class ForeignProcess:
                 with contextlib.suppress(OSError):  # a request that it never read
                     pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _answer(line: str) -> dict[str, Any] | None:
-    """A line as `foreign_main` writes it; None if it is another."""
-    try:
-        found = read_json(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and found.keys() in ({"value"}, {"fault", "trace"}) else None
 
 
 class Foreign:

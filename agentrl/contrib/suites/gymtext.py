@@ -38,8 +38,19 @@ class GymTextEnv(ToolEnv):
             self.inner = gymnasium.make(make, **self.make_args)
         except gymnasium.error.Error as problem:
             raise CatalogError(f"gymnasium.make({make!r}): {problem}") from problem
-        self.first = ""
-        self.names = _action_names(self.inner.action_space, actions, make)
+        space = self.inner.action_space
+        if isinstance(space, spaces.Discrete):
+            start, count = int(space.start), int(space.n)
+            if actions and len(actions) != count:
+                raise CatalogError(f"{make} has {count} actions, but {len(actions)} names were given")
+            if start != 0:
+                raise CatalogError(f"{make}: actions that count from {start} are not supported")
+            actions = actions or [str(number) for number in range(count)]
+        elif isinstance(space, spaces.Text):
+            actions = ()
+        else:
+            raise CatalogError(f"{make}: its action space {space} is neither Discrete nor Text")
+        self.first, self.names = "", tuple(actions)
         self.total, self.steps, self.ending = 0.0, 0, ""
         kind: dict[str, Json] = {"type": "string"}
         if self.names:
@@ -93,19 +104,6 @@ class GymTextEnv(ToolEnv):
         if isinstance(observation, np.ndarray):
             return str(observation.tolist())
         return str(observation)
-
-
-def _action_names(space: gymnasium.Space[Any], names: Sequence[str], make: str) -> tuple[str, ...]:
-    if isinstance(space, spaces.Discrete):
-        start, count = int(space.start), int(space.n)
-        if names and len(names) != count:
-            raise CatalogError(f"{make} has {count} actions, but {len(names)} names were given")
-        if start != 0:
-            raise CatalogError(f"{make}: actions that count from {start} are not supported")
-        return tuple(names) or tuple(str(number) for number in range(count))
-    if isinstance(space, spaces.Text):
-        return ()
-    raise CatalogError(f"{make}: its action space {space} is neither Discrete nor Text")
 
 
 async def _act(env: GymTextEnv, action: str) -> str:

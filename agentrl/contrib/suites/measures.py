@@ -15,7 +15,7 @@ import numpy as np
 
 from agentrl.data.trajectory import Json
 from agentrl.env.base import ToolEnv
-from agentrl.env.check import Floor, floors, share_interval
+from agentrl.env.check import floors, share_interval
 from agentrl.env.check_tools import Subject, play
 from agentrl.env.official import WHOLE, Benchmark
 from agentrl.env.toolbox import CountTokens
@@ -182,27 +182,26 @@ def measure(subject: Subject, split: str | None = None, most: int | None = None)
     found = list(floors(subject, env, tasks.split, range(tasks.count)))
     env.close()
     every = {task.id for floor in found for task in floor.paid}
+    agents: dict[str, dict[str, Any]] = {}
+    for floor in found:
+        scored = [value for value in floor.values if value is not None]
+        paid = Counter(inner.family(task) for task in floor.paid)
+        agents[floor.agent] = {
+            "mean": statistics.fmean(scored) if scored else None,
+            "unscored": len(floor.values) - len(scored),
+            **_share(len(floor.paid), len(floor.values)),
+            "families": {name: [count, families[name]] for name, count in sorted(paid.items())},
+            "ids": [task.id for task in floor.paid],
+            "official": [asdict(row) for row in inner.official(floor.played)] if isinstance(inner, Benchmark) else [],
+        }
     return {
         "env": env.id,
         "version": inner.version if isinstance(inner, Benchmark) else "",
         "split": tasks.split,
         "tasks": tasks.count,
         "every": tasks.every,
-        "agents": {floor.agent: _report_row(floor, inner, families) for floor in found},
+        "agents": agents,
         "any": _share(len(every), tasks.count),
-    }
-
-
-def _report_row(floor: Floor, env: ToolEnv, families: Counter[str]) -> dict[str, Any]:
-    scored = [value for value in floor.values if value is not None]
-    paid = Counter(env.family(task) for task in floor.paid)
-    return {
-        "mean": statistics.fmean(scored) if scored else None,
-        "unscored": len(floor.values) - len(scored),
-        **_share(len(floor.paid), len(floor.values)),
-        "families": {name: [count, families[name]] for name, count in sorted(paid.items())},
-        "ids": [task.id for task in floor.paid],
-        "official": [asdict(row) for row in env.official(floor.played)] if isinstance(env, Benchmark) else [],
     }
 
 
@@ -247,21 +246,21 @@ def find_leaks(env: ToolEnv, train: Iterable[int], heldout: Iterable[int], n: in
         for kind in KINDS:
             for item in items[kind]:
                 seen[kind].setdefault(item, task)
-    held = list(_contents(env, "heldout", heldout, n))
-    return [_leak(kind, seen[kind], [(task, items[kind]) for task, items in held if items[kind]]) for kind in KINDS]
-
-
-def _leak(kind: str, seen: Mapping[str, str], held: Sequence[tuple[str, frozenset[str]]]) -> Leak:
-    shares = [(task, len(items), sorted(items & seen.keys())) for task, items in held]
-    leaks = [(task, count, common) for task, count, common in shares if common]
-    return Leak(
-        kind,
-        shared=len({item for _, _, common in leaks for item in common}),
-        tasks=len(leaks),
-        half=sum(2 * len(common) >= count for _, count, common in leaks),
-        of=len(held),
-        examples=[(common[0], task, seen[common[0]]) for task, _, common in leaks[:EXAMPLES]],
-    )
+    found, held = [], list(_contents(env, "heldout", heldout, n))
+    for kind, trained in seen.items():
+        shares = [(task, len(items[kind]), sorted(items[kind] & trained.keys())) for task, items in held if items[kind]]
+        leaks = [(task, count, common) for task, count, common in shares if common]
+        found.append(
+            Leak(
+                kind,
+                shared=len({item for _, _, common in leaks for item in common}),
+                tasks=len(leaks),
+                half=sum(2 * len(common) >= count for _, count, common in leaks),
+                of=len(shares),
+                examples=[(common[0], task, trained[common[0]]) for task, _, common in leaks[:EXAMPLES]],
+            )
+        )
+    return found
 
 
 def _contents(env: ToolEnv, split: str, seeds: Iterable[int], n: int) -> Iterator[tuple[str, dict[str, frozenset[str]]]]:

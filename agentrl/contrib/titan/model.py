@@ -91,7 +91,10 @@ class Rotary(CosSinRoPE):
         angles = positions[..., None].float() * local(self.cache)  # [1, T, D / 2]
         both = torch.cat([angles, angles], dim=-1)
         found = (torch.cat([both.cos(), both.sin()], dim=-1) * self.config.scale)[:, :, None]
-        return as_replicated(found, query)
+        # A tensor that all tensor-parallel ranks hold alike, as a DTensor if `like` is one
+        if not isinstance(query, DTensor):
+            return found
+        return DTensor.from_local(found, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
 
 
 class LogprobDecoder:
@@ -139,13 +142,6 @@ class LogprobHead(Linear):
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that tensor-parallel ranks hold alike."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def as_replicated(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that all tensor-parallel ranks hold alike, as a DTensor if `like` is one."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 # Routers

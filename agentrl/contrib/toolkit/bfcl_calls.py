@@ -281,7 +281,23 @@ def _typed_fits(value: Any, allowed: Sequence[Any], wanted: type, inner: type | 
         if inner is not None and not any(_items_fit(items, option, inner) for option in allowed):
             return False
         if first is None or first is wanted:
-            return _among(value, allowed, inner, normalize)
+            if isinstance(value, dict):
+                return any(_object_fits(value, option, normalize) for option in allowed)
+            if isinstance(value, list) and (inner is dict or (inner is None and any(isinstance(item, dict) for item in value))):
+                same_size = [option for option in allowed if isinstance(option, list | str) and len(option) == len(value)]
+                return any(
+                    all(_object_fits(item, wanted, normalize) for item, wanted in zip(value, option, strict=True))
+                    for option in same_size
+                )
+            if isinstance(value, str):
+                folded = normalize(value)
+                return any(isinstance(option, str) and (option == value or normalize(option) == folded) for option in allowed)
+            if isinstance(value, list):
+                # A text is a list of its letters, so "" is the empty list.
+                return _fold_values(value, normalize) in [
+                    _fold_values(option, normalize) for option in allowed if isinstance(option, list | str)
+                ]
+            return value in allowed
     elif first is None or type(value) is not first:
         return False
     return value in allowed  # a variable's name in place of a value, say
@@ -304,25 +320,6 @@ def _items_fit(value: Sequence[Json], option: Any, inner: type) -> bool:
         return True
     first = _first_type(option)
     return all(type(item) is inner or (first is not None and type(item) is first) for item in value)
-
-
-def _among(value: Json, allowed: Sequence[Any], inner: type | None, normalize: Normalizer) -> bool:
-    if isinstance(value, dict):
-        return any(_object_fits(value, option, normalize) for option in allowed)
-    if isinstance(value, list) and (inner is dict or (inner is None and any(isinstance(item, dict) for item in value))):
-        same_size = [option for option in allowed if isinstance(option, list | str) and len(option) == len(value)]
-        return any(
-            all(_object_fits(item, wanted, normalize) for item, wanted in zip(value, option, strict=True)) for option in same_size
-        )
-    if isinstance(value, str):
-        folded = normalize(value)
-        return any(isinstance(option, str) and (option == value or normalize(option) == folded) for option in allowed)
-    if isinstance(value, list):
-        # A text is a list of its letters, so "" is the empty list.
-        return _fold_values(value, normalize) in [
-            _fold_values(option, normalize) for option in allowed if isinstance(option, list | str)
-        ]
-    return value in allowed
 
 
 def _fold_values(items: Sequence[Json], normalize: Normalizer) -> list[Json]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import ItemsView, Iterator, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
@@ -109,10 +109,6 @@ class BranchDict(dict[Any, Any]):
         super().__init__(base)
         self._base = base
         self._own: set[Any] = set()
-
-    def may_differ(self, base: dict[Any, Any]) -> Iterable[Any]:
-        """The keys whose values may be others than in `base`: all of them if it is no branch of that very dictionary."""
-        return self._own if self._base is base else list(self)
 
     def _value(self, key: Any, value: Any) -> Any:
         if type(value) in _UNSHARED or _LOOKING.get():
@@ -240,7 +236,8 @@ def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
             found["set"][place] = value
         return
     new = 0
-    for key in now.may_differ(base) if isinstance(now, BranchDict) else now:
+    # The keys whose values may be others than in `base`
+    for key in (now._own if now._base is base else list(now)) if isinstance(now, BranchDict) else now:
         item = dict.__getitem__(now, key)  # past the methods, which would copy what is only compared
         if key not in base:
             new += 1

@@ -125,7 +125,15 @@ class MetricsEndpoint(LiveMetrics):
 
         with self._lock:
             rows, counts = dict(self._rows), dict(self._counts)
-        yield from _counters(counts)
+        for name, about in COUNTERS.items():
+            found = [(labels, value) for (of, labels), value in counts.items() if of == name]
+            names = [key for key, _ in found[0][0]] if found else []
+            family = CounterMetricFamily(f"agentrl_{name}", about, labels=names)
+            for labels, value in found:
+                family.add_metric([text for _, text in labels], value)
+            if not found and name in ("updates", "restarts", "step_seconds", "tokens_trained"):
+                family.add_metric([], 0.0)
+            yield family
         yield from _gauges(rows)
         losses = CounterMetricFamily("agentrl_tracker_losses", "rows, tables and pictures not written", labels=["tracker"])
         for tracker in self._trackers:
@@ -201,20 +209,6 @@ COUNTERS: Mapping[str, str] = {
     "step_seconds": "seconds of the updates' steps, without evaluations and checkpoints",
     "restarts": "times that the run began again after a process was lost",
 }
-
-
-def _counters(counts: Mapping[tuple[str, Labels], float]) -> Iterable[Any]:
-    from prometheus_client.core import CounterMetricFamily
-
-    for name, about in COUNTERS.items():
-        found = [(labels, value) for (of, labels), value in counts.items() if of == name]
-        names = [key for key, _ in found[0][0]] if found else []
-        family = CounterMetricFamily(f"agentrl_{name}", about, labels=names)
-        for labels, value in found:
-            family.add_metric([text for _, text in labels], value)
-        if not found and name in ("updates", "restarts", "step_seconds", "tokens_trained"):
-            family.add_metric([], 0.0)
-        yield family
 
 
 def _gauges(rows: Mapping[str, tuple[int, Mapping[str, float | None]]]) -> Iterable[Any]:

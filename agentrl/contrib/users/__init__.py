@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any
 
 import regex
@@ -23,7 +22,6 @@ PATTERN_S = 1.0
 """Seconds that a rule's pattern may take on what the policy said."""
 
 Complete = Callable[[Sequence[Mapping[str, Any]]], Awaitable["str | Message"]]
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class RuleUser:
@@ -119,7 +117,24 @@ class ModelUser(AsksModel):
     async def shown(self, conversation: Sequence[Message]) -> list[dict[str, Any]]:
         """The conversation that the model reads, in OpenAI's form. A benchmark with a form of its own overrides this, and may
         set `tools`."""
-        return [{"role": "system", "content": self.system}, *turn_roles(conversation, self.came)]
+        # What the policy said is as role "user", what the user said and called as "assistant", the results of its calls as
+        # "tool"; nothing of the policy's calls.
+        ids: dict[str | None, str] = {}
+        found: list[dict[str, Any]] = []
+        for message in conversation:
+            if message.role == "assistant" and message.content and not message.tool_calls:
+                found.append({"role": "user", "content": message.content})
+            elif message.role == "user" and message.tool_calls:
+                calls = [write_call(sendable(call)) for call in message.tool_calls]
+                written: dict[str, Any] = {"role": "assistant", "content": message.content or None, "tool_calls": calls}
+                row = self.came.get(_calls_key(message)) or written
+                ids |= {call.id: item["id"] for call, item in zip(message.tool_calls, row["tool_calls"], strict=True)}
+                found.append(dict(row))
+            elif message.role == "user" and message.content:
+                found.append({"role": "assistant", "content": message.content})
+            elif message.role == "tool" and message.tool_call_id in ids:
+                found.append({"role": "tool", "tool_call_id": ids[message.tool_call_id], "content": message.content})
+        return [{"role": "system", "content": self.system}, *found]
 
     def leaves(self, said: Message) -> bool:
         """Return True if a message ends the conversation."""
@@ -144,28 +159,6 @@ class ModelUser(AsksModel):
         if calls:
             self.came[_calls_key(said)] = answer_row(self.model, choice.message, calls)
         return said
-
-
-def turn_roles(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]] = NOTHING) -> list[dict[str, Any]]:
-    """The conversation as the model that plays the user gets it, in OpenAI's form: what the policy said as role "user", what the
-    user said and called as "assistant", the results of its calls as "tool"; nothing of the policy's calls. `came`: messages with
-    calls as the model wrote them, by `_called`."""
-    ids: dict[str | None, str] = {}
-    found: list[dict[str, Any]] = []
-    for message in conversation:
-        if message.role == "assistant" and message.content and not message.tool_calls:
-            found.append({"role": "user", "content": message.content})
-        elif message.role == "user" and message.tool_calls:
-            calls = [write_call(sendable(call)) for call in message.tool_calls]
-            written: dict[str, Any] = {"role": "assistant", "content": message.content or None, "tool_calls": calls}
-            row = came.get(_calls_key(message)) or written
-            ids |= {call.id: item["id"] for call, item in zip(message.tool_calls, row["tool_calls"], strict=True)}
-            found.append(dict(row))
-        elif message.role == "user" and message.content:
-            found.append({"role": "assistant", "content": message.content})
-        elif message.role == "tool" and message.tool_call_id in ids:
-            found.append({"role": "tool", "tool_call_id": ids[message.tool_call_id], "content": message.content})
-    return found
 
 
 def _calls_key(message: Message) -> str:

@@ -230,7 +230,12 @@ def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
         return False
     except OSError as fault:
         with _transaction(db):
-            _note_unreadable(db, file, str(fault))
+            _forget(db, file.name)  # it is tried again at the next look
+            db.execute(
+                "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged, problem) "
+                "VALUES (?,?,?,0,0,0,0,'',0,0,?)",
+                (file.name, file.phase, file.step, str(fault)),
+            )
         return False
     with handle, _transaction(db):
         stat = os.fstat(handle.fileno())
@@ -238,20 +243,13 @@ def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
         known = db.execute("SELECT * FROM files WHERE name = ?", (file.name,)).fetchone()
         if known is not None and (known["inode"], known["size"], known["mtime"]) == _look(handle.fileno()):
             return False
-        if known is not None and not _continues(known, stat, handle):
-            _forget(db, file.name)
-            known = None
+        if known is not None:
+            done = known["done"]
+            grown = known["inode"] == stat.st_ino and done <= stat.st_size
+            if not (grown and known["print"] == _fingerprint(handle, done)):  # another file than the one that was read before
+                _forget(db, file.name)
+                known = None
         return _read_rows(db, file, handle, stat, known)
-
-
-def _note_unreadable(db: sqlite3.Connection, file: EpisodeFile, problem: str) -> None:
-    """Note the reason why a file cannot be read; it is tried again at the next look."""
-    _forget(db, file.name)
-    db.execute(
-        "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged, problem) "
-        "VALUES (?,?,?,0,0,0,0,'',0,0,?)",
-        (file.name, file.phase, file.step, problem),
-    )
 
 
 def _look(path: Path | int) -> tuple[int, int, int] | None:
@@ -304,12 +302,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _continues(known: sqlite3.Row, stat: os.stat_result, handle: BinaryIO) -> bool:
-    """Return True if a file is the one that was read before, with more behind it."""
-    inode, done, printed = known["inode"], known["done"], known["print"]
-    return bool(inode == stat.st_ino and done <= stat.st_size and _fingerprint(handle, done) == printed)
 
 
 def _fingerprint(handle: BinaryIO, end: int) -> str:

@@ -168,7 +168,10 @@ def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = 
     """Serve until Ctrl-C; `say` shows the address. `port` 0 picks a free one. Raises ConfigError if the port is taken."""
     import uvicorn
 
-    listener = _open_socket(port)
+    try:
+        listener = socket.create_server((HOST, port))
+    except (OSError, OverflowError) as problem:
+        raise ConfigError(f"--port {port}: cannot listen on {HOST}: {problem}; try another, or 0 for a free one") from None
     server = uvicorn.Server(
         uvicorn.Config(
             guard_app(make_app(library, envs)),
@@ -187,10 +190,3 @@ def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = 
     finally:
         listener.close()
         library.close()
-
-
-def _open_socket(port: int) -> socket.socket:
-    try:
-        return socket.create_server((HOST, port))
-    except (OSError, OverflowError) as problem:
-        raise ConfigError(f"--port {port}: cannot listen on {HOST}: {problem}; try another, or 0 for a free one") from None

@@ -101,8 +101,11 @@ def _read(done: ExecResult) -> Graded:
         if done.stderr.strip().startswith("another Python"):
             raise SandboxError(f"the sandbox has {done.stderr.strip()[:100]}; the tests need the one that runs agentrl")
         raise SandboxError(f"the tests' process did not begin ({done.end}, status {done.code}): {done.stderr.strip()[-300:]}")
-    report = _report(done, said)
-    if report is None:
+    try:
+        report: Any = read_json(said) if done.code == 0 and not done.cut else None
+    except ValueError:
+        report = None
+    if not isinstance(report, dict):
         return Graded(ended=f"no report: the tests' process ended ({done.end}, status {done.code}) {done.stderr[-300:]}".strip())
     if report["fault"] is not None:
         return Graded(fault=f"the tests cannot be run: {report['fault'][-500:]}")
@@ -113,16 +116,6 @@ def _read(done: ExecResult) -> Graded:
     names = {node: node.partition("::")[2] for node in report["passed"]}
     why = {names.get(node, node): text for node, text in report["why"].items()}
     return Graded(sum(report["passed"].values()), len(report["passed"]), why)
-
-
-def _report(done: ExecResult, said: str) -> dict[str, Any] | None:
-    if done.code != 0 or done.cut:
-        return None
-    try:
-        found = read_json(said)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _source(name: str) -> str:
@@ -242,17 +235,7 @@ class CodeTests(Leaf):
             return Reading(0.0, {"why": "no code"})
         if len(code) > MOST:
             return Reading(0.0, {"why": f"code of {len(code)} characters; at most {MOST} are run"})
-        found = self._grade_once(view, tests, code)
-        if found.fault is not None:
-            raise UnscorableError(found.fault)
-        if found.ended is not None:
-            return Reading(0.0, {"why": brief(found.ended, 500)})
-        share = found.passed / found.count
-        value = share if args.get("credit", "all") == "share" else float(found.passed == found.count)
-        return Reading(value, {"passed": found.passed, "tests": found.count, "failed": brief(found.why)})
-
-    def _grade_once(self, view: View, tests: str, code: str) -> Graded:
-        """The grading, which leaves of other `credit` share, and each pass over the tree while a judge is asked."""
+        # Leaves of other `credit` share a grading, and so does each pass over the tree while a judge is asked.
         key = hashlib.sha256(repr((self.kind, tests, code, self.args.get("module"), self.limits)).encode()).hexdigest()
         if key not in view.answers:
             try:
@@ -260,7 +243,13 @@ class CodeTests(Leaf):
             except SandboxError as fault:
                 raise UnscorableError(f"the sandbox failed: {fault}") from fault
         found: Graded = view.answers[key]
-        return found
+        if found.fault is not None:
+            raise UnscorableError(found.fault)
+        if found.ended is not None:
+            return Reading(0.0, {"why": brief(found.ended, 500)})
+        share = found.passed / found.count
+        value = share if args.get("credit", "all") == "share" else float(found.passed == found.count)
+        return Reading(value, {"passed": found.passed, "tests": found.count, "failed": brief(found.why)})
 
 
 def last_block(text: str) -> str | None:

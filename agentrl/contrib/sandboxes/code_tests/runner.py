@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +322,10 @@ class Outcomes:
 
     def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
         """Of an exception at collection, or one that no code can be behind: the tests' own fault."""
-        chain = list(_chain(call.excinfo.value))
+        fault, chain = call.excinfo.value, []
+        while fault is not None:
+            chain.append(fault)
+            fault = fault.__cause__ or fault.__context__
         module = self.code.request["module"]
         own = any(fault in self.code.raised for fault in chain) or any(
             isinstance(fault, ImportError) and str(fault.name).partition(".")[0] == module for fault in chain
@@ -330,7 +333,10 @@ class Outcomes:
         told = str(report.longrepr)[-1000:]
         if own and report.when == "collect":
             self.broken = self.broken or told
-        elif not own and (report.when == "collect" or any(map(_by_tests_alone, chain))):
+        # A test raises these whatever the code answers: a name, a module or a fixture that is not there.
+        kinds = (NameError, ImportError, SyntaxError)
+        alone = any(isinstance(one, kinds) or type(one).__name__ == "FixtureLookupError" for one in chain)
+        if not own and (report.when == "collect" or alone):
             self.fault = self.fault or told
 
     def pytest_internalerror(self, excrepr: Any) -> None:
@@ -361,17 +367,6 @@ class Outcomes:
             self.passed[report.nodeid] = report.passed
         if report.nodeid in self.failed:
             self.passed[report.nodeid] = False
-
-
-def _chain(fault: BaseException | None) -> Iterator[BaseException]:
-    while fault is not None:
-        yield fault
-        fault = fault.__cause__ or fault.__context__
-
-
-def _by_tests_alone(fault: BaseException) -> bool:
-    """Return whether a test raises this whatever the code answers: a name, a module or a fixture that is not there."""
-    return isinstance(fault, NameError | ImportError | SyntaxError) or type(fault).__name__ == "FixtureLookupError"
 
 
 def main(request: dict[str, Any], program: str) -> dict[str, Any]:
