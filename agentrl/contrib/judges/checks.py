@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from agentrl.config.envs import weight_at
-from agentrl.config.schema import Choice, JudgeConfig
+from agentrl.config.schema import JudgeConfig
 from agentrl.contrib.judges.client import judge_call
 from agentrl.contrib.judges.engines import OwnJudge
 from agentrl.contrib.judges.leaf import PREFIX, JudgeLeaf, VerdictRequest
@@ -203,7 +203,10 @@ def paid_models(run: RunServices, scorers: Mapping[str, Scorer]) -> Iterator[Api
     judge = run.config.reward.judge
     for one in run.config.each():
         scorer = scorers[one.the_env.called]
-        tasks = _all_tasks(EnvRef.of(one), one.rollout.sampler) if scorer.asks else None
+        # None, unless it is a suite whose parameters stay in the run: then every task of it.
+        suite = suite_env(EnvRef.of(one)) if scorer.asks else None
+        fixed = suite is not None and not any(make_sampler(one.rollout.sampler).variants())
+        tasks = [suite.make_task(seed, WHOLE) for seed in range(suite.task_count(WHOLE))] if suite and fixed else None
         for _, leaf, whens, *_ in paid_nodes(scorer):
             if tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks):
                 verdict = VerdictRequest(str(leaf.args["model"]), (QUESTION,), leaf.verdict_schema, leaf.max_tokens)
@@ -225,11 +228,3 @@ def _may_hold(when: Mapping[str, Json], task: Task) -> bool:
         return True
     document = {"task": {"data": task.data, "gold": task.gold}}
     return decider(when)(lambda ref: follow(document, parse_pointer(str(ref["$"])))) is not False
-
-
-def _all_tasks(ref: EnvRef, sampler: Choice) -> Sequence[Task] | None:
-    """Every task of an environment that is a suite; None of another, or if its parameters change in the run."""
-    suite = suite_env(ref)
-    if suite is None or any(make_sampler(sampler).variants()):
-        return None
-    return [suite.make_task(seed, WHOLE) for seed in range(suite.task_count(WHOLE))]

@@ -168,42 +168,33 @@ class Judge:
         return Verdict(None, error=why)
 
     def _attempt(self, request: VerdictRequest) -> Json:
-        litellm = load_litellm()
-        prices, reserved = self._prices(litellm, request.model), None
+        litellm, reserved = load_litellm(), None
+        prices: tuple[float, float] | None = None  # USD per token (prompt, sampled)
+        known = litellm.model_cost.get(request.model) or litellm.model_cost.get(request.model.partition("/")[2])
+        if self.settings.usd_per_million is not None:
+            prompt, sampled = self.settings.usd_per_million
+            prices = prompt / 1e6, sampled / 1e6
+        elif known and "input_cost_per_token" in known:
+            prices = float(known["input_cost_per_token"]), float(known.get("output_cost_per_token", 0.0))
         if prices is not None:
             characters = sum(len(message["content"].encode()) for message in request.messages)
             # Two characters a token: few on purpose, for an upper bound.
             reserved = characters / 2 * prices[0] + request.max_tokens * prices[1]
+        errors, asked = importlib.import_module("openai"), judge_call(self.settings, request)
         self.budget.reserve(reserved)
         used = 0.0
         try:
-            response = self._complete(litellm, request)
+            response = litellm.completion(**asked)
             if prices is not None and (usage := response.usage) is not None:
                 used = float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
             return read_verdict(response.choices[0].message.content if response.choices else None, request)
-        finally:
-            self.budget.settle(reserved, used)
-
-    def _complete(self, litellm: Any, request: VerdictRequest) -> Any:
-        errors = importlib.import_module("openai")
-        asked = judge_call(self.settings, request)
-        try:
-            return litellm.completion(**asked)
         except errors.OpenAIError as error:
             refused = refusal(error, asked, self.settings.api_base)
             why = f"{type(error).__name__}: {refused or said_of(error, asked.get('api_base'))}"
             lasting = refused is not None or isinstance(error, errors.BadRequestError)
             raise (LastingJudgeFault if lasting else JudgeFault)(why) from error
-
-    def _prices(self, litellm: Any, model: str) -> tuple[float, float] | None:
-        """USD per token (prompt, sampled), or None if unknown."""
-        if self.settings.usd_per_million is not None:
-            prompt, sampled = self.settings.usd_per_million
-            return prompt / 1e6, sampled / 1e6
-        known = litellm.model_cost.get(model) or litellm.model_cost.get(model.partition("/")[2])
-        if not known or "input_cost_per_token" not in known:
-            return None
-        return float(known["input_cost_per_token"]), float(known.get("output_cost_per_token", 0.0))
+        finally:
+            self.budget.settle(reserved, used)
 
 
 def judge_call(settings: JudgeConfig, request: VerdictRequest) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,22 +55,6 @@ def data_of(data: DataConfig | None) -> DataConfig:
     return data
 
 
-def _describe_store(about: About) -> Iterator[str]:
-    what = "pairs" if about.each == 2 else "examples"
-    yield (
-        f"data: {about.examples:,} {what} of {about.tasks:,} tasks in {about.rows:,} rows, {about.tokens:,} tokens, "
-        f"{about.trained_tokens:,} of them trained; {len(about.heldout):,} tasks are held out"
-    )
-    for why, count in sorted(about.passed.items()):
-        yield f"  left out: {count:,} {why}"
-    for what, count in sorted(about.unread.items()):
-        yield f"  not trained: {what}, {count:,} times"
-    for place, why in about.left_out[:5]:
-        yield f"  cannot be used: {place}: {why}"
-    if len(about.left_out) > 5:
-        yield f"  ... and {len(about.left_out) - 5:,} more, all in data/data.json"
-
-
 @dataclass(slots=True)
 class DataRun:
     """The parts of a run on data."""
@@ -93,11 +76,7 @@ class DataRun:
     @property
     def total(self) -> int:
         """Optimizer steps of the run."""
-        return total_steps(self.data, self.store)
-
-
-def total_steps(data: DataConfig, store: RowStore) -> int:
-    return data.epochs * store.steps(data.batch)
+        return self.data.epochs * self.store.steps(self.data.batch)
 
 
 async def _run(run: DataRun, interrupt: Interrupt) -> bool:
@@ -137,7 +116,6 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     if step < run.total:
         return False
     with display.doing("writing the trained model"):
-        # The trained model, and with LoRA its adapter
         folder = run.folder
         folder.clear_final()
         role: Any = run.objective.role
@@ -257,8 +235,18 @@ class DataRunKind(RunKind):
         display.phase("data", 1)
         with display.doing("reading the data", made.said):
             about = made.write(folder, config.seed)
-        for line in _describe_store(about):
-            display.say(line)
+        display.say(
+            f"data: {about.examples:,} {'pairs' if about.each == 2 else 'examples'} of {about.tasks:,} tasks in {about.rows:,} "
+            f"rows, {about.tokens:,} tokens, {about.trained_tokens:,} of them trained; {len(about.heldout):,} tasks are held out"
+        )
+        for why, count in sorted(about.passed.items()):
+            display.say(f"  left out: {count:,} {why}")
+        for what, count in sorted(about.unread.items()):
+            display.say(f"  not trained: {what}, {count:,} times")
+        for place, why in about.left_out[:5]:
+            display.say(f"  cannot be used: {place}: {why}")
+        if len(about.left_out) > 5:
+            display.say(f"  ... and {len(about.left_out) - 5:,} more, all in data/data.json")
         return about
 
     def relevant_sections(self) -> TrainConfig:
@@ -270,24 +258,30 @@ class DataRunKind(RunKind):
     async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
         """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
         identity, config = identity_of(self.config, "train"), EngineChoice(self.relevant_sections()).with_threads()
-        store = await in_thread("files", RowStore, folder.data)
+        data, store = data_of(config.data), await in_thread("files", RowStore, folder.data)
         with display.doing("making the model"):
-            path = await in_thread("files", self._start_model, folder)
+            path = await in_thread("files", model_folder, config.seed, self.config.model, folder)
+            if data.loss == "reward":
+                path = await in_thread("files", classifier_of, path, folder.path / "classifier", self.config.model)
         began = False
         if config.cluster.backend == "ray":
             with display.doing("starting Ray"):
                 began = start_ray(config.cluster)
         pools, group = None, None
         try:
-            kind = OBJECTIVES[data_of(config.data).loss]
+            kind = OBJECTIVES[data.loss]
             with display.doing("starting the training processes"):
                 pools = RunRoles(EngineChoice(config)).open_pools()
                 group = start_actors(config.model, config.cluster, pools, kind.role)
             await check_shared(group, folder.path, "out")
             with display.doing("loading the model"):
                 init: Any = kind.role.init_model  # type: ignore[attr-defined]
-                await group.arun(init, path, config.model, optims_of(config)["optim"], total_steps(data_of(config.data), store))
-            objective = kind(data_of(config.data), store, group, self._sharing())
+                steps = data.epochs * store.steps(data.batch)
+                await group.arun(init, path, config.model, optims_of(config)["optim"], steps)
+            sharing: Mode = "off"
+            if data.loss != "reward" and shares_prefixes(config.model):
+                sharing = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
+            objective = kind(data, store, group, sharing)
             checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
             run = DataRun(config, folder, display, run_log, store, identity, group, objective, checkpoints)
             return await _run(run, interrupt)
@@ -298,17 +292,6 @@ class DataRunKind(RunKind):
                 pools.close()
             if began:
                 stop_ray()
-
-    def _sharing(self) -> Mode:
-        config = self.config
-        if data_of(config.data).loss == "reward" or not shares_prefixes(config.model):
-            return "off"
-        return effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
-
-    def _start_model(self, folder: RunFolder) -> str:
-        config = self.config
-        path = model_folder(config.seed, config.model, folder)
-        return path if data_of(config.data).loss != "reward" else classifier_of(path, folder.path / "classifier", config.model)
 
     def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Entries of summary.json for a run on data, apart from its end."""

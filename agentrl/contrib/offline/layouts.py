@@ -275,21 +275,15 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     kept, inside = _split(system or "", bool(row.get("tools")))
     tools = declarations(row.get("tools")) or declarations(inside)
     tagged = any(tag in text for _, text in [("", system or ""), *said] for tag in ("<tools>", "<tool_call>", "<tool_response>"))
-    if tagged:
-        messages = [part for role, text in said for part in _hermes(role, text)]
-    else:
-        messages = [part for role, text in said for part in _toolace(role, text)]
-    opening = [Message("system", kept)] if kept else []
-    every = tuple(_without_padding(message, tools) for message in (*opening, *_pair_results(messages)))
-    return check_chat(Chat(every, tuple(message.role == "assistant" for message in every), tools, unread))
-
-
-def _without_padding(message: Message, tools: tuple[Declaration, ...]) -> Message:
+    read = _hermes if tagged else _toolace
+    every = [Message("system", kept)] if kept else []
+    every += _pair_results([part for role, text in said for part in read(role, text)])
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-    calls = (
-        replace(call, arguments=without_padding(call.arguments or {}, schemas.get(call.name, {}))) for call in message.tool_calls
-    )
-    return replace(message, tool_calls=tuple(calls))
+    for place, message in enumerate(every):
+        given = [without_padding(call.arguments or {}, schemas.get(call.name, {})) for call in message.tool_calls]
+        calls = (replace(call, arguments=one) for call, one in zip(message.tool_calls, given, strict=True))
+        every[place] = replace(message, tool_calls=tuple(calls))
+    return check_chat(Chat(tuple(every), tuple(message.role == "assistant" for message in every), tools, unread))
 
 
 def _said(turn: Any, at: str) -> tuple[str, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -106,17 +105,21 @@ def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
         check_model(folder)
         return str(folder)
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
 
     tokenizer = load_tokenizer(path, model.trust_remote_code, model.chat_template)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     options = {"num_labels": 1, "pad_token_id": pad, "dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would say that the head is missing, which is made here
     try:
-        with _without_report():
-            made = AutoModelForSequenceClassification.from_pretrained(path, **options)
+        made = AutoModelForSequenceClassification.from_pretrained(path, **options)
     except (OSError, ValueError) as problem:
         raise ModelError(
             f'model.path = {path}: data.loss = "reward": no sequence classifier can be made of it: {problem}'
         ) from None
+    finally:
+        logging.set_verbosity(said)
     if not isinstance(getattr(made, "score", None), torch.nn.Linear):
         raise ModelError(
             f'model.path = {path}: data.loss = "reward" needs a family whose classifier has a linear head `score`, and '
@@ -128,19 +131,6 @@ def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
     tokenizer.save_pretrained(folder)
     seal(folder, 0)
     return str(folder)
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Inside, transformers does not say that the head is missing, and to be trained: it is made here."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _row_scores(engine: BaseEngine, piece: Pack) -> Tensor:

@@ -215,8 +215,10 @@ class Preparation:
         """Write the store. Raises ConfigError if too many rows are bad, nothing is left, or tokens are another tokenizer's."""
         found: list[Scored] = []
         with RowWriter(folder, self.each) as writer:
-            for place, row in self._rows():
-                self._attempt(place, partial(self._row, place, row, found, writer))
+            for file in sources(self.data.path):
+                for place, row in rows_of(file):
+                    self.rows += 1
+                    self._attempt(place, partial(self._row, place, row, found, writer))
             choose: Callable[..., Iterable[Sequence[Scored]]] = pairs if self.each == 2 else lambda *given: zip(best(*given))
             for episodes in choose(found, self.data, self.passed):
                 self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
@@ -242,12 +244,6 @@ class Preparation:
     def said(self) -> str:
         """Progress, in words."""
         return f"{self.rows:,} rows"
-
-    def _rows(self) -> Iterator[tuple[RowPlace, Mapping[str, Any] | BadRowError]]:
-        for file in sources(self.data.path):
-            for place, row in rows_of(file):
-                self.rows += 1
-                yield place, row
 
     def _attempt(self, place: RowPlace, do: Callable[[], None]) -> None:
         try:

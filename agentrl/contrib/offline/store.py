@@ -48,33 +48,31 @@ def sources(paths: Sequence[str]) -> list[Path]:
     for path in paths:
         if not path.strip():  # a variable of a shell that is not set; as a path it is the working directory
             raise ConfigError("data.path: one of its paths is empty; name a file, a folder or a run")
-        found += _of_path(Path(path))
+        place = Path(path)
+        if place.is_file():
+            if place.suffix not in SUFFIXES:
+                raise ConfigError(f"data.path: {path}: expected a file ending in {' or '.join(SUFFIXES)}, or a folder of them")
+            found.append(place)
+        elif not place.is_dir():
+            near = [item.name for item in place.parent.iterdir()] if place.parent.is_dir() else []
+            raise ConfigError(f"data.path: {path}: there is no such file or folder{hint_text(place.name, near)}")
+        elif (place / "trajectories").is_dir():  # a run: what it played before, between and after its updates are evaluations
+            steps = sorted((place / "trajectories").glob("step_*.jsonl"))
+            if not steps:
+                raise ConfigError(f"data.path: {path}: the run has no episodes of updates (trajectories/step_*.jsonl)")
+            found += steps
+        elif (place / "trajectories.jsonl").is_file():  # an evaluation or a rollout
+            found.append(place / "trajectories.jsonl")
+        else:
+            # Not those that are hidden, or in a hidden folder: caches and what version control keeps.
+            every = (file for file in place.rglob("*") if file.suffix in SUFFIXES)
+            files = sorted(file for file in every if not any(part.startswith(".") for part in file.relative_to(place).parts))
+            if not files:
+                raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
+            found += files
     if any(file.suffix == ".parquet" for file in found) and find_spec("pyarrow") is None:
         raise DependencyError("data.path: Parquet needs pyarrow: pip install 'agentrl[parquet]'")
     return list(dict.fromkeys(found))
-
-
-def _of_path(path: Path) -> list[Path]:
-    if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise ConfigError(f"data.path: {path}: expected a file ending in {' or '.join(SUFFIXES)}, or a folder of them")
-        return [path]
-    if not path.is_dir():
-        near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"data.path: {path}: there is no such file or folder{hint_text(path.name, near)}")
-    if (path / "trajectories").is_dir():  # a run: what it played before, between and after its updates are evaluations
-        found = sorted((path / "trajectories").glob("step_*.jsonl"))
-        if not found:
-            raise ConfigError(f"data.path: {path}: the run has no episodes of updates (trajectories/step_*.jsonl)")
-        return found
-    if (path / "trajectories.jsonl").is_file():  # an evaluation or a rollout
-        return [path / "trajectories.jsonl"]
-    # Not those that are hidden, or in a hidden folder: caches and what version control keeps.
-    files = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    found = sorted(file for file in files if file.suffix in SUFFIXES)
-    if not found:
-        raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
-    return found
 
 
 def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
@@ -97,18 +95,15 @@ def _lines(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]
             offset = 0
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield RowPlace(file, number, offset), _row(line)
+                    try:
+                        row = read_json(decode_text(line))
+                        found = row if isinstance(row, dict) else BadRowError(f"expected a JSON object, got {type(row).__name__}")
+                    except (ValueError, RecursionError) as problem:
+                        found = BadRowError(f"not JSON: {problem}"[:200])
+                    yield RowPlace(file, number, offset), found
                 offset += len(line)
     except OSError as problem:
         raise ConfigError(f"data.path: {file}: {problem.strerror or problem}") from None
-
-
-def _row(line: bytes) -> dict[str, Any] | BadRowError:
-    try:
-        row = read_json(decode_text(line))
-    except (ValueError, RecursionError) as problem:
-        return BadRowError(f"not JSON: {problem}"[:200])
-    return row if isinstance(row, dict) else BadRowError(f"expected a JSON object, got {type(row).__name__}")
 
 
 def _table(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:

@@ -121,7 +121,7 @@ class MetricsEndpoint(LiveMetrics):
 
     def collect(self) -> Iterable[Any]:
         """The families, for prometheus_client."""
-        from prometheus_client.core import CounterMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
             rows, counts = dict(self._rows), dict(self._counts)
@@ -134,20 +134,35 @@ class MetricsEndpoint(LiveMetrics):
             if not found and name in ("updates", "restarts", "step_seconds", "tokens_trained"):
                 family.add_metric([], 0.0)
             yield family
-        yield from _gauges(rows)
+        # The last rows' values: one family for each name of the table, with its placeholders as labels.
+        families: dict[str, Any] = {}
+        steps = GaugeMetricFamily("agentrl_row_step", "updates done at the last row of each phase", labels=["phase"])
+        for phase, (step, values) in rows.items():
+            steps.add_metric([phase], step)
+            for key, number in values.items():
+                name, placed, scale, about = metric_of_key(key)
+                placed = {"phase": phase, **placed}
+                if name not in families:
+                    families[name] = GaugeMetricFamily(name, about, labels=list(placed))
+                if number is not None:
+                    families[name].add_metric(list(placed.values()), number * scale)
+        yield steps
+        yield from families.values()
         losses = CounterMetricFamily("agentrl_tracker_losses", "rows, tables and pictures not written", labels=["tracker"])
         for tracker in self._trackers:
             losses.add_metric([tracker.name], tracker.lost)
         yield losses
-        yield from self._now()
-
-    def _now(self) -> Iterable[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        session = self._session
+        session, loop = self._session, self._loop
         if session is None:
             return
-        played, stats = session.collector.stats, self._ask_stats(session)
+        stats: EngineStats | None = None
+        if loop is not None and loop.is_running():
+            asked: Future[EngineStats] = asyncio.run_coroutine_threadsafe(session.engine.stats(), loop)
+            try:
+                stats = asked.result(STATS_S)
+            except Exception:  # it is busy, or closing: a scrape waits for nobody, and has no number of it
+                asked.cancel()
+        played = session.collector.stats
         for name, value in (("episodes", played.episodes), ("turns", played.turns), ("tokens", played.tokens)):
             yield CounterMetricFamily(f"agentrl_rollout_{name}", f"{name} of rollouts, also of the update in progress", value)
         yield GaugeMetricFamily("agentrl_weights_version", "updates done: the version of the weights", session.collector.version)
@@ -160,16 +175,6 @@ class MetricsEndpoint(LiveMetrics):
             groups.add_metric([state], count)
         yield requests
         yield groups
-
-    def _ask_stats(self, session: Session) -> EngineStats | None:
-        loop = self._loop
-        if loop is not None and loop.is_running():
-            asked: Future[EngineStats] = asyncio.run_coroutine_threadsafe(session.engine.stats(), loop)
-            try:
-                return asked.result(STATS_S)
-            except Exception:  # it is busy, or closing: a scrape waits for nobody, and has no number of it
-                asked.cancel()
-        return None
 
 
 def _app(registry: Any) -> Any:
@@ -209,25 +214,6 @@ COUNTERS: Mapping[str, str] = {
     "step_seconds": "seconds of the updates' steps, without evaluations and checkpoints",
     "restarts": "times that the run began again after a process was lost",
 }
-
-
-def _gauges(rows: Mapping[str, tuple[int, Mapping[str, float | None]]]) -> Iterable[Any]:
-    """The last rows' values: one family for each name of the table, with its placeholders as labels."""
-    from prometheus_client.core import GaugeMetricFamily
-
-    families: dict[str, Any] = {}
-    steps = GaugeMetricFamily("agentrl_row_step", "updates done at the last row of each phase", labels=["phase"])
-    for phase, (step, values) in rows.items():
-        steps.add_metric([phase], step)
-        for key, value in values.items():
-            name, labels, scale, about = metric_of_key(key)
-            labels = {"phase": phase, **labels}
-            if name not in families:
-                families[name] = GaugeMetricFamily(name, about, labels=list(labels))
-            if value is not None:
-                families[name].add_metric(list(labels.values()), value * scale)
-    yield steps
-    yield from families.values()
 
 
 def metric_of_key(key: str) -> tuple[str, dict[str, str], float, str]:

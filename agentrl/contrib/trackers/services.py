@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -106,7 +107,13 @@ class WeightsAndBiases(Tracker):
     @classmethod
     def check(cls, args: Mapping[str, Any]) -> None:
         require_packages('trackers "wandb"', "wandb", "wandb")
-        if _mode(args["mode"]) == "online" and not _logged_in():
+        # W&B finds a key without asking for one in these variables, and in the file of its `wandb login`.
+        login: Any = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+        if not login:
+            host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+            with suppress(OSError, netrc.NetrcParseError):
+                login = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+        if _mode(args["mode"]) == "online" and not login:
             raise ConfigError(
                 'trackers "wandb": there is no login: run `wandb login` or set WANDB_API_KEY; or set args.mode = "offline" '
                 "(also WANDB_MODE=offline), and bring the files there later with `wandb sync`"
@@ -150,17 +157,6 @@ def _mode(mode: str | None) -> Any:
     return mode or os.environ.get("WANDB_MODE") or "online"
 
 
-def _logged_in() -> bool:
-    """Return True if W&B would find a key without asking for one."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
 # MLflow
 
 ENDS: Mapping[Status, str] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -185,7 +181,14 @@ class MLflow(Tracker):
         if "run" in self._given.ids:
             self._client.update_run(self._given.ids["run"], status="RUNNING")
             return
-        made = self._client.create_run(self._experiment(experiment), run_name=run.name)
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            # Beside the database: MLflow's own default is the working directory.
+            beside = (Path(self._uri.removeprefix(SQLITE)).absolute().parent / "mlartifacts").as_uri()
+            ident = str(self._client.create_experiment(experiment, beside if self._uri.startswith(SQLITE) else None))
+        else:
+            ident = str(found.experiment_id)
+        made = self._client.create_run(ident, run_name=run.name)
         self._given.ids["run"] = made.info.run_id
         self._given.save()
         params = [Param(_name(key), text[:LONGEST]) for key, text in _flat("", without_secrets(run.config))]
@@ -233,14 +236,6 @@ class MLflow(Tracker):
             return f"mlflow ui --backend-store-uri {self._uri}"
         experiment = self._client.get_run(self._given.ids["run"]).info.experiment_id
         return f"{self._uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._given.ids['run']}"
-
-    def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
-        # Beside the database: MLflow's own default is the working directory.
-        beside = (Path(self._uri.removeprefix(SQLITE)).absolute().parent / "mlartifacts").as_uri()
-        return str(self._client.create_experiment(name, beside if self._uri.startswith(SQLITE) else None))
 
 
 def _uri(uri: str | None) -> str:
