@@ -202,10 +202,10 @@ class Sample:
             self.head = torch.randn(1, model.config.get_text_config().hidden_size) / 8
         self.state = model.state_dict()
         self.model = model
-        self.reference = [run_guarded(lambda row=row: self._alone(row)) for row in self.rows]  # type: ignore[misc]
+        self.reference = [run_guarded(lambda row=row: self.alone(row)) for row in self.rows]  # type: ignore[misc]
 
     @torch.no_grad()
-    def _alone(self, row: Tensor) -> Tensor:
+    def alone(self, row: Tensor) -> Tensor:
         """By transformers alone: the logprobs of a row's tokens after the first, its values, or its score."""
         if self.kind == "value":
             hidden = backbone(self.model)(input_ids=row[None], use_cache=False).last_hidden_state[0]
@@ -215,13 +215,6 @@ class Sample:
         if self.kind == "score":
             return logits.reshape(-1)
         return (logits[:-1] / TEMPERATURE).log_softmax(-1).gather(1, row[1:, None])[:, 0]
-
-    def looks_ahead(self) -> Measured:
-        """Influence of a row's end on the computation of its beginning."""
-        row, whole = self.rows[1], self.reference[1]
-        if self.kind == "score":
-            return Measured(0.0)
-        return _compare_results(lambda: self._alone(row[: PREFIX + 2]), whole[: PREFIX + 1])
 
     def measure(self, attention: str | None, together: bool, trees: tuple[Tree, ...] = ()) -> Measured:
         """All rows in one pass, or each in a pass of its own. `attention`: a function of transformers, None: its
@@ -344,7 +337,10 @@ def probe(config: Any, kind: Kind, name: str, one_row: bool) -> Probed:
         sample = Sample(config, kind)
     except ModelError as error:
         raise ModelError(f"{name} cannot be tried: {error}; take another model ({RIGHT})") from error
-    ahead = sample.looks_ahead()
+    row, whole = sample.rows[1], sample.reference[1]
+    ahead = Measured(0.0)  # the influence of a row's end on the computation of its beginning, which a score has not
+    if kind != "score":
+        ahead = _compare_results(lambda: sample.alone(row[: PREFIX + 2]), whole[: PREFIX + 1])
     if not ahead.right:
         raise ModelError(
             f"{name} is not causal: with another end of a row, its own code's values at the beginning {ahead}, so the "

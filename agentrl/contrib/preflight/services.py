@@ -52,7 +52,7 @@ def check_preflight(start: RunStart) -> list[str]:
         at = f"{entry_name(number, one.envs[0].called)}.tools" if config.envs[number].tools is not None else "tools"
         owners: dict[str, str] = {}
         for name, server in {} if is_planned() else one.tools.mcp.items():
-            for tool in _start(f"{at}.mcp.{name}", name, server, ANSWER_S):
+            for tool in _start(f"{at}.mcp.{name}", name, server):
                 if (other := owners.setdefault(tool, name)) != name:
                     raise ConfigError(
                         f"{at}.mcp.{name}: its tool {tool!r} has the name of one of {at}.mcp.{other}. Set {at}.mcp.{name}.prefix"
@@ -61,9 +61,15 @@ def check_preflight(start: RunStart) -> list[str]:
     for model in api_models(start):
         if (request := json_text([model.base, dict(model.request)])) not in asked:
             asked.add(request)
-            _check_key(model)
+            # Only where litellm wants a single key: other providers find theirs in files, or from the machine that they run on.
+            lacks = [] if "api_key" in model.request else load_litellm().validate_environment(model.model)["missing_keys"]
+            if len(lacks) == 1 and lacks[0].endswith("_API_KEY"):
+                raise ConfigError(
+                    f"{model.key} ({model.model}): its key is missing; set the environment variable {lacks[0]}, "
+                    "or health.preflight=false to leave unscored what needs it"
+                )
             if not start.planned:
-                _ask(model, ANSWER_S)
+                _ask(model)
     return []
 
 
@@ -72,7 +78,6 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
     policy if it is one."""
     config = start.config
     for one in config.each():
-        # The policy, and the writer of summaries, as an environment's episodes ask them
         from agentrl.engines.api_models import LiteLlmEngine
 
         rollout, tools = one.rollout, partial(_tools, EnvRef.of(one), one.agent)
@@ -87,9 +92,15 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
             sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=0.0)
             request = LiteLlmEngine(rollout.summary_model, one.api).request([QUESTION], tools(), sampling)
             yield ApiModel("rollout.summary_model", "api.base", one.api.base, request, given=one.api.args)
-    if not is_script(config.model.path):  # its user is scripted too
-        for one in config.each():
-            yield from _users(one.envs[0].called, EnvRef.of(one))
+    for one in () if is_script(config.model.path) else config.each():  # a script's user is scripted too
+        called, ref, own = one.envs[0].called, EnvRef.of(one), {"temperature": "the option `temperature` of its model"}
+        if ref.at is not None:  # they are asked by its server
+            continue
+        with closing(ref.build()) as built:
+            for user in built.user_models():
+                base, asked = user.options.get("api_base"), {**user.request([QUESTION]), **ONCE}
+                key = f"the user of environment {called!r}"
+                yield ApiModel(key, "its api_base", base, asked, "the options of its model", user.options, own)
     run = RunServices(config)
     for service in run.kinds(start.scorers.values()):
         yield from service.api_models(run, start.scorers)
@@ -103,22 +114,13 @@ def _tools(ref: EnvRef, agent: AgentConfig | None) -> list[dict[str, Json]]:
         return built.toolbox.schemas()
 
 
-def _users(called: str, ref: EnvRef) -> Iterator[ApiModel]:
-    if ref.at is not None:  # they are asked by its server
-        return
-    key, own = f"the user of environment {called!r}", {"temperature": "the option `temperature` of its model"}
-    with closing(ref.build()) as built:
-        for user in built.user_models():
-            base, request = user.options.get("api_base"), {**user.request([QUESTION]), **ONCE}
-            yield ApiModel(key, "its api_base", base, request, "the options of its model", user.options, own)
-
-
 # -- MCP servers -------------------------------------------------------------------------------------
 
 
-def _start(key: str, name: str, server: McpServerConfig, seconds: float) -> list[str]:
+def _start(key: str, name: str, server: McpServerConfig) -> list[str]:
     """The names of its tools."""
-    session = TOOL_SOURCES.entry("mcp").make(name, server.model_copy(update={"timeout": min(server.timeout, seconds)})).session()
+    hurried = server.model_copy(update={"timeout": min(server.timeout, ANSWER_S)})
+    session = TOOL_SOURCES.entry("mcp").make(name, hurried).session()
 
     async def once() -> list[str]:
         try:
@@ -135,24 +137,12 @@ def _start(key: str, name: str, server: McpServerConfig, seconds: float) -> list
 # -- APIs --------------------------------------------------------------------------------------------
 
 
-def _check_key(asked: ApiModel) -> None:
-    """Only where litellm wants a single key: other providers find theirs in files, or from the machine that they run on."""
-    if "api_key" in asked.request:
-        return
-    missing = load_litellm().validate_environment(asked.model)["missing_keys"]
-    if len(missing) == 1 and missing[0].endswith("_API_KEY"):
-        raise ConfigError(
-            f"{asked.key} ({asked.model}): its key is missing; set the environment variable {missing[0]}, "
-            "or health.preflight=false to leave unscored what needs it"
-        )
-
-
-def _ask(asked: ApiModel, seconds: float) -> None:
+def _ask(asked: ApiModel) -> None:
     import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
     where, said = asked.base or "its provider", partial(said_of, base=asked.request.get("api_base"))
     try:
-        load_litellm().completion(**{**asked.request, "timeout": seconds})
+        load_litellm().completion(**{**asked.request, "timeout": ANSWER_S})
     except openai.APIError as problem:
         if (refused := refusal(problem, asked.request, asked.base)) is not None:
             raise ConfigError(f"{asked.key} {refused}") from problem
@@ -167,7 +157,7 @@ def _ask(asked: ApiModel, seconds: float) -> None:
         # No answer at all, or one too late; litellm says so only in what its error was raised from.
         if any(isinstance(link, openai.APIConnectionError) for link in causes(problem)):
             raise ResourceError(
-                f"{asked.key} ({asked.model}): {where} ({asked.base_key}) does not answer within {seconds:g} s "
+                f"{asked.key} ({asked.model}): {where} ({asked.base_key}) does not answer within {ANSWER_S:g} s "
                 f"(health.preflight = false does not ask): {said(problem)}"
             ) from problem
 

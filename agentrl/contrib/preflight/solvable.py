@@ -211,11 +211,10 @@ async def _play(kinds: list[Kind], renderer: Renderer, limits: dict[str, int], u
                 break
             part, env, split, seed = task
             try:
-                # Needs of an episode with these very turns, against its limits
+                # The needs of an episode with these very turns, against its limits.
                 played = await gold_transcript(env, renderer, seed, split)
-                turns = [
-                    int(np.bincount(ledger.turns[ledger.sampled]).max()) for ledger in played.ledgers if ledger.sampled_tokens
-                ]
+                sampled = [ledger.turns[ledger.sampled] for ledger in played.ledgers if ledger.sampled_tokens]
+                turns = [int(np.bincount(numbers).max()) for numbers in sampled]
                 needs = {
                     "rollout.max_turns": len(played.turns),
                     "rollout.max_turn_tokens": max(turns, default=0),

@@ -47,7 +47,21 @@ LEAST = 1e-3
 
 async def prove_temperature(http: Http, prompt: list[int]) -> None:
     """Raise EngineError if the server's logprobs leave out the temperature. `prompt`: any token ids of the model."""
-    cold, hot = [await _top(http, prompt, temperature) for temperature in (1.0, 2.0)]
+    found: list[dict[int, float]] = []  # the likeliest tokens after the prompt, with their logprobs
+    for temperature in (1.0, 2.0):
+        body: dict[str, Any] = {
+            "input_ids": prompt,
+            "sampling_params": sampling_params(Sampling(max_tokens=1, temperature=temperature), 1),
+            "return_logprob": True,
+            "top_logprobs_num": TOKENS,
+        }
+        answer: Json = await http.post("/generate", body)
+        try:
+            [entries] = answer["meta_info"]["output_top_logprobs"]
+        except (KeyError, ValueError) as problem:
+            raise EngineError(f"{http.address}/generate: no output_top_logprobs in {str(answer)[:200]}") from problem
+        found.append({int(token): float(value) for value, token, *_ in entries if value is not None})
+    cold, hot = found
     both = sorted(cold.keys() & hot.keys(), key=lambda token: cold[token])
     if len(both) < 2 or (spread := cold[both[-1]] - cold[both[0]]) < LEAST:
         log.warning("%s: the model's distribution is too flat to tell whether its logprobs follow the temperature", http.address)
@@ -58,22 +72,6 @@ async def prove_temperature(http: Http, prompt: list[int]) -> None:
             f"{http.address} reports logprobs of another temperature than the request's (at T = 2 they differ {ratio:.2f} times "
             "as much as at T = 1, and not 0.5): start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
         )
-
-
-async def _top(http: Http, prompt: list[int], temperature: float) -> dict[int, float]:
-    """The likeliest tokens after the prompt, with their logprobs."""
-    body: dict[str, Any] = {
-        "input_ids": prompt,
-        "sampling_params": sampling_params(Sampling(max_tokens=1, temperature=temperature), 1),
-        "return_logprob": True,
-        "top_logprobs_num": TOKENS,
-    }
-    answer: Json = await http.post("/generate", body)
-    try:
-        [entries] = answer["meta_info"]["output_top_logprobs"]
-    except (KeyError, ValueError) as problem:
-        raise EngineError(f"{http.address}/generate: no output_top_logprobs in {str(answer)[:200]}") from problem
-    return {int(token): float(value) for value, token, *_ in entries if value is not None}
 
 
 # New weights

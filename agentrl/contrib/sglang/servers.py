@@ -7,7 +7,7 @@ import logging
 import secrets
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,18 @@ class Facts:
     def of(cls, address: str, model: Json, server: Json) -> Facts:
         """From the answers to MODEL and SERVER. Raises EngineError if a field is missing, as from another server."""
         try:
+            mode = server["disaggregation_mode"]
+            doubts = (
+                (not model["is_generation"], "it serves a model that does not generate"),
+                (server["allow_auto_truncate"], "--allow-auto-truncate cuts prompts that are too long without a word"),
+                (
+                    server["speculative_algorithm"],
+                    "--speculative-algorithm: that the logprobs of drafted tokens are those of the policy was not checked",
+                ),
+                (mode != "null", f"--disaggregation-mode {mode}: it must compute both prompts and answers"),
+                # Its answers and stop conditions take another way through the server.
+                (server["skip_tokenizer_init"], "--skip-tokenizer-init"),
+            )
             return cls(
                 address=address,
                 version=str(server["version"]),
@@ -173,23 +185,10 @@ class Facts:
                 context=int(server["max_req_input_len"]),
                 incremental=bool(server["incremental_streaming_output"]),
                 seeds=bool(server["enable_deterministic_inference"]),
-                refused=tuple(_refusals(model, server)),
+                refused=tuple(why for doubtful, why in doubts if doubtful),
             )
         except KeyError as missing:
             raise EngineError(f"{address}{MODEL} and {SERVER} do not give {missing}: is it SGLang 0.5.23 or newer?") from missing
-
-
-def _refusals(model: Json, server: Json) -> Iterator[str]:
-    if not model["is_generation"]:
-        yield "it serves a model that does not generate"
-    if server["allow_auto_truncate"]:
-        yield "--allow-auto-truncate cuts prompts that are too long without a word"
-    if server["speculative_algorithm"]:
-        yield "--speculative-algorithm: that the logprobs of drafted tokens are those of the policy was not checked"
-    if server["disaggregation_mode"] != "null":
-        yield f"--disaggregation-mode {server['disaggregation_mode']}: it must compute both prompts and answers"
-    if server["skip_tokenizer_init"]:
-        yield "--skip-tokenizer-init"  # its answers and stop conditions take another way through the server
 
 
 def check(facts: Facts, cfg: SglangConfig, model_type: str | None) -> None:
@@ -242,7 +241,10 @@ def weight_files(model: str) -> list[Path]:
 def check_names(files: list[Path], expected: Expected) -> None:
     """Raise EngineError if the files name weights in another way than the trainer, which publishes under the names that
     transformers saves a model with: SGLang's loaders know those of the files, and skip some others without a word."""
-    stored = {name for path in files for name in _names(path)}
+    stored = set[str]()
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            stored.update(file.keys())
     same = stored | {name for name, other in expected.tied.items() if other in stored}
     aliases = {other for name, other in expected.tied.items() if name in stored}
     unknown = sorted(expected.shapes.keys() - same - aliases)
@@ -251,11 +253,6 @@ def check_names(files: list[Path], expected: Expected) -> None:
             f"sglang: the model's files have other names for its weights than transformers saves it with ({unknown[0]} and "
             f"{len(unknown) - 1} more), and SGLang loads by those of the files: such a model cannot be trained with this engine"
         )
-
-
-def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
 
 
 # Versions of weights
