@@ -49,9 +49,7 @@ def push(source: str, name: str, which: str = "last", adapter: bool = False) -> 
     with tempfile.TemporaryDirectory() as made:
         staged = Path(made)
         if (path / "config.toml").is_file() and not any((path / file).is_file() for file in ("config.json", "env.py")):
-            kind = "model"
-            # Copy a run's model, its config without secrets, and its figures
-            folder = run_folder(path)
+            kind, folder = "model", run_folder(path)  # its model, its config without secrets, and its figures
             config = load_config(folder.config)
             if adapter:
                 export_run(folder.path, staged, int(which) if which.isdigit() else None, best=which == "best", adapter=True)
@@ -67,21 +65,20 @@ def push(source: str, name: str, which: str = "last", adapter: bool = False) -> 
         elif which != "last" or adapter:
             raise RepositoryError(f"{source}: --step, --best and --adapter need a run. Leave them out, or name a run's folder")
         else:
-            kind = "dataset" if path.is_file() else _kind_of(path)
+            data = path.is_file() or (path / "env.py").is_file()  # an environment is a data set there
+            kind = "dataset" if data or any(file.suffix in DATA for file in path.rglob("*")) else ""
+            if path.is_dir() and ((path / "config.json").is_file() or (path / "adapter_config.json").is_file()):
+                kind = "model"
+            if not kind:
+                raise RepositoryError(
+                    f"{path}: neither a run (config.toml), a model (config.json, *.safetensors), an adapter "
+                    "(adapter_config.json), an environment (env.py) nor data (*.jsonl, *.parquet)"
+                )
             _stage_files(path, kind, staged)
         if not (staged / "README.md").exists():
-            # Write README.md
             library = "peft" if (staged / "adapter_config.json").is_file() else "transformers"
-            head = [
-                "---",
-                *([f"library_name: {library}"] if kind == "model" else []),
-                "tags:",
-                "- agentrl",
-                "---",
-                "",
-                f"# {repo}",
-                "",
-            ]
+            named = [f"library_name: {library}"] if kind == "model" else []
+            head = ["---", *named, "tags:", "- agentrl", "---", "", f"# {repo}", ""]
             if (figures := staged / "figures.json").is_file():
                 head += ["Trained by agentrl; `config.toml` is the run's config, without secrets.", "", "| | |", "|---|---|"]
                 values: dict[str, Any] = json.loads(figures.read_text())
@@ -136,18 +133,6 @@ def _stage_files(path: Path, kind: str, staged: Path) -> None:
     for file in files:
         (staged / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / file, staged / file)
-
-
-def _kind_of(folder: Path) -> str:
-    """A folder's type on the hub, by its files: an environment is a dataset there. Raises RepositoryError."""
-    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
-        return "model"
-    if (folder / "env.py").is_file() or any(path.suffix in DATA for path in folder.rglob("*")):
-        return "dataset"
-    raise RepositoryError(
-        f"{folder}: neither a run (config.toml), a model (config.json, *.safetensors), an adapter (adapter_config.json), an "
-        "environment (env.py) nor data (*.jsonl, *.parquet)"
-    )
 
 
 def _files_of(folder: Path, kind: str) -> Iterator[Path]:

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.data.trajectory import Json
+from agentrl.contrib.toolkit.branches import differences
 from agentrl.env.base import ToolEnv
 from agentrl.env.check import floors, share_interval
 from agentrl.env.check_tools import Subject, play
 from agentrl.env.official import WHOLE, Benchmark
 from agentrl.env.toolbox import CountTokens
-from agentrl.reward.values import join
 from agentrl.utils.errors import AgentrlError
 
 # Difficulty by gold solutions
@@ -73,25 +72,8 @@ def difficulty(env: ToolEnv, seed: int, split: str, count: CountTokens) -> Diffi
         tool_tokens=count(offered),
         gold_tokens=sum(map(count, written)),
         read_tokens=sum(count(message.content) for message in answers),
-        writes=len(changed_paths(before, record.state)),
+        writes=sum(1 for _ in differences(before, record.state)),
     )
-
-
-def changed_paths(before: Json, after: Json, path: str = "") -> list[str]:
-    """The JSON Pointers of what differs between two states. A part that only one of them has is one path, whatever is in it;
-    lists of other lengths are compared as far as both go, and each item more is one path."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        names = dict.fromkeys([*before, *after])
-        pairs: list[tuple[Any, bool, bool]] = [(name, name in before, name in after) for name in names]
-    elif isinstance(before, list) and isinstance(after, list):
-        pairs = [(place, place < len(before), place < len(after)) for place in range(max(len(before), len(after)))]
-    else:
-        return [] if before == after and isinstance(before, bool) == isinstance(after, bool) else [path or "/"]
-    found: list[str] = []
-    for name, there, still in pairs:
-        inner = join(path, name)
-        found += changed_paths(before[name], after[name], inner) if there and still else [inner]  # type: ignore[index]
-    return found
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,26 @@ def changed_texts(base: Any, now: Any) -> dict[str, str]:
     return texts | dict.fromkeys(found["removed"], "deleted")
 
 
+def differences(before: Json, after: Json, at: str = "") -> Iterator[dict[str, Json]]:
+    """Places at which two JSON values differ, outermost first: JSON Pointer, `kind` (changed, added, removed), and both values
+    (None for one that is not there). A part that only one of them has is one place, whatever is in it."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = [(key, key in before, key in after) for key in dict.fromkeys([*before, *after])]
+    elif isinstance(before, list) and isinstance(after, list):
+        keys = [(key, key < len(before), key < len(after)) for key in range(max(len(before), len(after)))]
+    else:
+        if before != after or isinstance(before, bool) != isinstance(after, bool):
+            yield {"path": at or "/", "kind": "changed", "before": before, "after": after}
+        return
+    for key, was, still in keys:
+        if was and still:
+            yield from differences(before[key], after[key], join(at, key))
+        elif was:
+            yield {"path": join(at, key), "kind": "removed", "before": before[key], "after": None}
+        else:
+            yield {"path": join(at, key), "kind": "added", "before": None, "after": after[key]}
+
+
 def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
     if not (isinstance(base, dict) and isinstance(now, dict)):
         if type(base) is type(now) is str and base == now:

@@ -26,27 +26,6 @@ MAX_BODY = 16 << 20
 """Bytes of a request's body, unless a server says otherwise."""
 
 
-def guard_requests(app: Any, host: str, names: Collection[str] = (), max_body: int = MAX_BODY) -> Any:
-    """An ASGI app behind checks of who asks, and of how much (`max_body`: bytes of a request's body).
-
-    `host`: the address that it listens on; if that is a loopback one, a request must name it or one of `names`, since any page
-    may have a name that leads here. What a browser sends for another site is refused everywhere."""
-    allowed = {*LOOPBACK, host, *names} if is_loopback(host) else None
-
-    async def serve(scope: Any, receive: Any, send: Any) -> None:
-        reason = None if scope["type"] == "lifespan" else _stranger(scope["headers"], allowed)
-        if scope["type"] == "websocket" and reason is not None:
-            await send({"type": "websocket.close", "code": 1008, "reason": reason})
-        elif reason is not None:
-            await _refuse(send, 403, "forbidden", reason)
-        elif scope["type"] == "http":
-            await _measure_body(app, max_body, scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return serve
-
-
 async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any) -> None:
     """Limit the app's bodies: a body that is too large looks like a disconnect to the app; the client gets a 413."""
     told = [value for name, value in scope["headers"] if name == b"content-length"]
@@ -118,11 +97,28 @@ def _name(host: str) -> str | None:
 
 
 def uvicorn_config(app: Any, host: str, names: Collection[str] = (), max_body: int = MAX_BODY, **options: Any) -> Any:
-    """A uvicorn.Config whose server is `guarded` and `patient`, without lifespan and access log (addresses may hold secrets)."""
+    """A uvicorn.Config of a `patient` server without lifespan and access log (addresses may hold secrets), which checks who asks,
+    and how much (`max_body`: bytes of a request's body).
+
+    `host`: the address that it listens on; if that is a loopback one, a request must name it or one of `names`, since any page
+    may have a name that leads here. What a browser sends for another site is refused everywhere."""
     import uvicorn
 
+    allowed = {*LOOPBACK, host, *names} if is_loopback(host) else None
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        reason = None if scope["type"] == "lifespan" else _stranger(scope["headers"], allowed)
+        if scope["type"] == "websocket" and reason is not None:
+            await send({"type": "websocket.close", "code": 1008, "reason": reason})
+        elif reason is not None:
+            await _refuse(send, 403, "forbidden", reason)
+        elif scope["type"] == "http":
+            await _measure_body(app, max_body, scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
     chosen = {"log_level": "warning", "lifespan": "off", "access_log": False, "server_header": False, **options}
-    return uvicorn.Config(guard_requests(app, host, names, max_body), http=patient(), **chosen)
+    return uvicorn.Config(serve, http=patient(), **chosen)
 
 
 class ThreadServer:

@@ -77,7 +77,13 @@ def query(image: bytes, sql: str, limits: QueryLimits) -> Table:
         clock = _lock(connection, limits)
         try:
             cursor = connection.execute(sql)
-            found, more = _fetch(cursor, limits)
+            found, size, more = list[Any](), 0, False
+            for row in cursor:
+                if len(found) == limits.rows or size > limits.total:
+                    more = True
+                    break
+                found.append(row)
+                size += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as problem:
             raise ToolError(_explain(problem, clock)) from problem
         if cursor.description is None:
@@ -86,17 +92,6 @@ def query(image: bytes, sql: str, limits: QueryLimits) -> Table:
         return Table(columns, [list(map(_plain, row)) for row in found], more)
     finally:
         connection.close()
-
-
-def _fetch(cursor: sqlite3.Cursor, limits: QueryLimits) -> tuple[list[Any], bool]:
-    """The rows within the limits, and whether there are more."""
-    found, size = list[Any](), 0
-    for row in cursor:
-        if len(found) == limits.rows or size > limits.total:
-            return found, True
-        found.append(row)
-        size += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
-    return found, False
 
 
 def contents(image: bytes) -> dict[str, list[Row]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import TrainConfig
+from agentrl.contrib.toolkit.branches import differences
 from agentrl.contrib.view import episode as episodes_of
 from agentrl.contrib.view import episode as tokens
 from agentrl.contrib.view import queries
@@ -41,29 +42,6 @@ log = logging.getLogger(__name__)
 LIMIT_S = 10.0
 MOST = 500
 """Differences that are listed."""
-
-
-def differences(before: Json, after: Json, at: str = "") -> Iterator[dict[str, Json]]:
-    """Places at which two JSON values differ, outermost first: JSON Pointer, `kind` (changed, added, removed), and both values
-    (None for one that is not there)."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in [*before, *(key for key in after if key not in before)]:
-            yield from _one(before, after, key in before, key in after, key, at)
-    elif isinstance(before, list) and isinstance(after, list):
-        for key in range(max(len(before), len(after))):
-            yield from _one(before, after, key < len(before), key < len(after), key, at)
-    elif before != after or isinstance(before, bool) != isinstance(after, bool):
-        yield {"path": at or "/", "kind": "changed", "before": before, "after": after}
-
-
-def _one(before: Json, after: Json, was: bool, is_: bool, key: Any, at: str) -> Iterator[dict[str, Json]]:
-    place = f"{at}/{str(key).replace('~', '~0').replace('/', '~1')}"
-    if was and is_:
-        yield from differences(before[key], after[key], place)
-    elif was:
-        yield {"path": place, "kind": "removed", "before": before[key], "after": None}
-    else:
-        yield {"path": place, "kind": "added", "before": None, "after": after[key]}
 
 
 def state_diff(run: RunRecord, found: Mapping[str, Json], allowed: bool) -> dict[str, Json]:

@@ -7,7 +7,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,27 +99,23 @@ def _texts(run: RunRecord, ids: Sequence[int]) -> tuple[list[str | None], str | 
         return [None] * len(ids), "no tokenizer of the run's model is on this machine"
     try:
         tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
-        return _split(tokenizer, ids), None
+        alone: list[str] = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
+        out: list[str | None] = [*alone]
+        begun = 0
+        for place, text in enumerate(alone):
+            if "\ufffd" not in text:
+                begun = place + 1
+                continue
+            # A character of several tokens: they are joined until they make one, four bytes at most.
+            whole = tokenizer.decode(list(ids[begun : place + 1]), skip_special_tokens=False)
+            if "\ufffd" not in whole:
+                out[begun : place + 1] = [""] * (place - begun) + [whole]
+                begun = place + 1
+            elif place - begun >= 3:
+                begun += 1
+        return out, None
     except Exception as problem:  # of the Rust library, which has no kind of its own
         return [None] * len(ids), f"{path}: {problem}"
-
-
-def _split(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
-    alone: list[str] = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
-    out: list[str | None] = [*alone]
-    begun = 0
-    for place, text in enumerate(alone):
-        if "\ufffd" not in text:
-            begun = place + 1
-            continue
-        # A character of several tokens: they are joined until they make one, four bytes at most.
-        whole = tokenizer.decode(list(ids[begun : place + 1]), skip_special_tokens=False)
-        if "\ufffd" not in whole:
-            out[begun : place + 1] = [""] * (place - begun) + [whole]
-            begun = place + 1
-        elif place - begun >= 3:
-            begun += 1
-    return out
 
 
 @functools.lru_cache(maxsize=4)
@@ -133,8 +129,13 @@ def tokenizer_file(run: RunRecord) -> Path | None:
     """The tokenizer.json of the run's model: in its folder, at `model.path`, or in the hub's cache; else None."""
     folder = run.folder
     folders = [folder.model, folder.warm_start, folder.final]
-    model = run.table.get("model") if run.text else _asked_model(run)
-    given = model.get("path") if isinstance(model, dict) else None
+    given = None
+    if run.text:
+        model = run.table.get("model")
+        given = model.get("path") if isinstance(model, dict) else None
+    for name in () if run.text else ("eval.json", "rollout.json"):  # the note of an evaluation
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            given = given or read_json((run.path / name).read_text())["identity"].get("model.path")
     if isinstance(given, str):
         folders.append(Path(given))
     for place in folders:
@@ -150,17 +151,6 @@ def tokenizer_file(run: RunRecord) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
-
-
-def _asked_model(run: RunRecord) -> dict[str, Json]:
-    """The model of an evaluation, as its note says."""
-    for name in ("eval.json", "rollout.json"):
-        try:
-            identity = read_json((run.path / name).read_text())["identity"]
-            return {"path": identity.get("model.path")}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return {}
 
 
 _KEPT = (
@@ -252,6 +242,16 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
                 "value": turn.get("value"),
             }
         )
+    # The episodes before and after it in its file, and those of its group.
+    near: dict[str, Json] = {}
+    for name, where, order in (("prev", "<", "DESC"), ("next", ">", "ASC")):
+        beside = db.execute(
+            f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.row {where} ? ORDER BY e.row {order} LIMIT 1",
+            (row["file"], row["row"]),
+        ).fetchone()
+        near[name] = None if beside is None else str(beside[0])
+    same = f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.grp = ? ORDER BY e.member"
+    near["group"] = [member[0] for member in db.execute(same, (row["file"], row["grp"]))]
     kept = {name: found.get(name) for name in _KEPT}
     # Messages of tools are shown as results of their turns.
     kept["messages"] = [m if m["role"] == "tool" else _with_pictures(m, images) for m in found["messages"]]
@@ -262,7 +262,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
         "gold": task.get("gold"),
         "turns": turns,
         "ledgers": [_ledger(ledger) for ledger in ledgers],
-        "neighbours": _neighbours(db, row),
+        "neighbours": near,
     }
 
 
@@ -293,18 +293,3 @@ def _versions(ledgers: list[Mapping[str, Json]]) -> dict[int, list[int]]:
             if version >= 0:
                 out.setdefault(turn, set()).add(version)
     return {turn: sorted(found) for turn, found in out.items()}
-
-
-def _neighbours(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Json]:
-    """The episodes before and after it in its file, and those of its group."""
-
-    def one(where: str, order: str) -> str | None:
-        found = db.execute(
-            f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.row {where} ? ORDER BY e.row {order} LIMIT 1",
-            (row["file"], row["row"]),
-        ).fetchone()
-        return None if found is None else str(found[0])
-
-    same = f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.grp = ? ORDER BY e.member"
-    group = [found[0] for found in db.execute(same, (row["file"], row["grp"]))]
-    return {"prev": one("<", "DESC"), "next": one(">", "ASC"), "group": group}

@@ -28,27 +28,14 @@ def cache_folder(run: Path) -> Path:
     inside = run / ".view"
     if _writable(inside if os.path.isdir(inside) else run):  # noqa: PTH112 - Path's raises in a folder that may not be searched
         return inside
-    cached = _home() / "agentrl" / "view" / hashlib.sha256(str(run).encode()).hexdigest()[:16]
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    except RuntimeError:  # a user without a home
+        home = Path("/nonexistent")
+    cached = home / "agentrl" / "view" / hashlib.sha256(str(run).encode()).hexdigest()[:16]
     if _writable(next(path for path in (cached, *cached.parents) if os.path.exists(path))):  # noqa: PTH110
         return cached
-    return _temporary(run, cached) / cached.name
-
-
-def _home() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
-    except RuntimeError:  # a user without a home
-        return Path("/nonexistent")
-
-
-def _writable(folder: Path) -> bool:
-    rights = os.W_OK | os.X_OK
-    return folder.is_dir() and os.access(folder, rights, effective_ids=os.access in os.supports_effective_ids)
-
-
-def _temporary(run: Path, cached: Path) -> Path:
-    """One folder for all runs of this process. What it is made for first is said."""
-    if not _made:
+    if not _made:  # one folder for all runs of this process; what it is made for first is said
         neither = f"{run}: neither it nor {cached} can be written"
         advice = "set XDG_CACHE_HOME to a folder that can"
         try:
@@ -57,7 +44,12 @@ def _temporary(run: Path, cached: Path) -> Path:
             text = f"{neither}, and an index of its episodes must lie somewhere ({problem}): {advice}"
             raise RunFolderError(text) from None
         say(f"{neither}: its episodes are read anew, into {_made[0].name} until this ends; {advice}", file=sys.stderr)
-    return Path(_made[0].name)
+    return Path(_made[0].name) / cached.name
+
+
+def _writable(folder: Path) -> bool:
+    rights = os.W_OK | os.X_OK
+    return folder.is_dir() and os.access(folder, rights, effective_ids=os.access in os.supports_effective_ids)
 
 
 _made: list[tempfile.TemporaryDirectory[str]] = []
@@ -139,7 +131,8 @@ class Index:
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection for queries, which sees one state of the index."""
         if not os.path.isfile(self.path):  # noqa: PTH113 - Path's raises in a folder that may not be searched
-            self._make()
+            with self._writing():  # which makes it
+                pass
         with closing(sqlite3.connect(f"{self.path.as_uri()}?mode=ro", uri=True, timeout=30, isolation_level=None)) as db:
             db.row_factory = sqlite3.Row
             try:
@@ -174,10 +167,6 @@ class Index:
         return rows, (max(rows, round(rows * size / done)) if done else (1 if size else 0))
 
     # -- writing -------------------------------------------------------------------------------------
-
-    def _make(self) -> None:
-        with self._writing():
-            pass
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -339,7 +328,16 @@ def _read_rows(
             damaged += 1
             problem = problem or f"row {row + 1}: {type(fault).__name__}: {fault}"[:300]
         else:
-            _insert(db, file, ident, row, done, len(line), features, groups)
+            place = {"file": ident, "row": row, "start": done, "length": len(line), "step": file.step, "phase": file.phase}
+            columns = {**place, "grp": groups.of(features), **features.columns}
+            marks = ", ".join("?" * len(columns))
+            added = db.execute(f"INSERT INTO episodes ({', '.join(columns)}) VALUES ({marks})", tuple(columns.values()))
+            at = int(added.lastrowid or 0)
+            db.executemany("INSERT INTO tools VALUES (?,?,?)", [(name, at, used) for name, used in features.tools.items()])
+            db.executemany("INSERT INTO errors VALUES (?,?)", [(name, at) for name in features.errors])
+            db.executemany("INSERT INTO terms VALUES (?,?,?)", [(name, value, at) for name, value in features.terms.items()])
+            db.executemany("INSERT INTO failures VALUES (?,?,?)", [(*failure, at) for failure in features.failures])
+            db.execute("INSERT INTO words (rowid, text) VALUES (?,?)", (at, features.text))
         row, done, count = row + 1, done + len(line), count + 1
     whole = count < _BATCH
     # While more is to come, the size is noted as that of what was read: the next look then goes on.
@@ -391,21 +389,6 @@ class Groups:
             (self._file, features.columns["task"], features.columns["env"]),
         ).fetchall()
         return (found[0][0], {row[1] for row in found if row[0] == found[0][0]}) if found else None
-
-
-def _insert(
-    db: sqlite3.Connection, file: EpisodeFile, ident: int, row: int, start: int, length: int, features: Features, groups: Groups
-) -> None:
-    place = {"file": ident, "row": row, "start": start, "length": length, "step": file.step, "phase": file.phase}
-    columns = {**place, "grp": groups.of(features), **features.columns}
-    names = ", ".join(columns)
-    found = db.execute(f"INSERT INTO episodes ({names}) VALUES ({', '.join('?' * len(columns))})", tuple(columns.values()))
-    episode = int(found.lastrowid or 0)
-    db.executemany("INSERT INTO tools VALUES (?,?,?)", [(name, episode, count) for name, count in features.tools.items()])
-    db.executemany("INSERT INTO errors VALUES (?,?)", [(name, episode) for name in features.errors])
-    db.executemany("INSERT INTO terms VALUES (?,?,?)", [(name, value, episode) for name, value in features.terms.items()])
-    db.executemany("INSERT INTO failures VALUES (?,?,?)", [(*failure, episode) for failure in features.failures])
-    db.execute("INSERT INTO words (rowid, text) VALUES (?,?)", (episode, features.text))
 
 
 def _forget(db: sqlite3.Connection, name: str) -> None:

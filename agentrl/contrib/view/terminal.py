@@ -184,7 +184,12 @@ def episode_text(row: Mapping[str, Json]) -> RenderableType:
     if row.get("parting"):
         parts.append(_panel("user, leaving", row["parting"]))
     if isinstance(row["evidence"], dict):
-        parts.append(Panel(Text(safe(_explain_value(row))), title="reward", title_align="left"))
+        rewards = {turn["index"]: turn["reward"] for turn in row["turns"] if turn["reward"] is not None}
+        try:
+            why = explain_text(Score(row["reward"], rewards, row["evidence"], row["metrics"] or {}, row["success"]))
+        except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or a policy's
+            why = json.dumps(row["evidence"], indent=1)
+        parts.append(Panel(Text(safe(why)), title="reward", title_align="left"))
     times = "  ".join(f"{name} {seconds:.2f} s" for name, seconds in (row["timings"] or {}).items())
     parts.append(Text(safe(times), style="dim"))
     return Group(*parts)
@@ -258,14 +263,6 @@ def _user_calls(row: Mapping[str, Json], turn: int) -> list[RenderableType]:
 
 def _panel(title: str, text: Json) -> Panel:
     return Panel(Text(safe(text, 4000)), title=Text(safe(title)), title_align="left")
-
-
-def _explain_value(row: Mapping[str, Json]) -> str:
-    turns = {turn["index"]: turn["reward"] for turn in row["turns"] if turn["reward"] is not None}
-    try:
-        return explain_text(Score(row["reward"], turns, row["evidence"], row["metrics"] or {}, row["success"]))
-    except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or a policy's
-        return json.dumps(row["evidence"], indent=1)
 
 
 def _number(value: Json) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.contrib.suites.measures import changed_paths, difficulty, measure_tasks
+from agentrl.contrib.suites.measures import difficulty, measure_tasks
 from agentrl.env import Message, ToolCall
 from agentrl.env.users import ScriptedUser
 from tests.contrib.suites.toysuite import write_source, write_suite
@@ -48,19 +48,6 @@ def test_what_has_no_gold_is_named_and_in_no_number() -> None:
     assert [task.task for task in report.tasks] == ["train/0", "train/2"]
     assert report.unplayed == {"train/1": "NotImplementedError: no gold for seed 1"}
     assert report.counts() == {"": 2, "all": 2} and report.by_family()["all"]["calls"] == [2.0] * 6
-
-
-@pytest.mark.parametrize(("before", "after", "paths"), [
-    ({"a": 1, "b": {"c": [1, 2]}}, {"a": 1, "b": {"c": [1, 3, 4]}}, ["/b/c/1", "/b/c/2"]),
-    ({"a": {"x": 1, "y": 2}}, {}, ["/a"]),
-    ({"a/b": 1, "m~n": 2}, {"a/b": 2, "m~n": 3}, ["/a~1b", "/m~0n"]),
-    ([1, 2, 3], [1], ["/1", "/2"]),
-    ({"a": True}, {"a": 1}, ["/a"]),
-    (None, {"a": 1}, ["/"]),
-    ({"a": [{}]}, {"a": [{}]}, []),
-])  # fmt: skip
-def test_changed_paths(before: Any, after: Any, paths: list[str]) -> None:
-    assert changed_paths(before, after) == paths
 
 
 def test_the_command_prints_families_and_rows(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from agentrl.contrib.toolkit.branches import BranchDict, branch, changes, looking
+from agentrl.contrib.toolkit.branches import BranchDict, branch, changes, differences, looking
 from agentrl.data.trajectory import Task
 
 from tests.env.toyenvs import Notes  # isort: skip
@@ -330,3 +330,20 @@ def test_an_episode_takes_the_memory_of_what_it_reads() -> None:
     assert grown(one_row) < table + 10_000 < whole / 10
     with pytest.raises(KeyError):
         branch(BASE)["none"]
+
+
+@pytest.mark.parametrize(
+    "before, after, found",
+    [
+        ({"a": 1, "b": [1, 2]}, {"a": 1, "b": [1, 2]}, []),
+        ({"a": 1}, {"a": 2}, [("/a", "changed", 1, 2)]),
+        ({"a": 1}, {"b": None}, [("/a", "removed", 1, None), ("/b", "added", None, None)]),
+        ({"x": [{"k": 1}, 2]}, {"x": [{"k": 3}]}, [("/x/0/k", "changed", 1, 3), ("/x/1", "removed", 2, None)]),
+        ({"a/b": {"~": True}}, {"a/b": {"~": 1}}, [("/a~1b/~0", "changed", True, 1)]),
+        ([1], {"a": 1}, [("/", "changed", [1], {"a": 1})]),
+        ({"a": {"x": 1, "y": 2}}, {}, [("/a", "removed", {"x": 1, "y": 2}, None)]),
+        ([1, 2, 3], [1], [("/1", "removed", 2, None), ("/2", "removed", 3, None)]),
+    ],
+)
+def test_where_two_states_differ(before: Any, after: Any, found: list[Any]) -> None:
+    assert [tuple(item.values()) for item in differences(before, after)] == found

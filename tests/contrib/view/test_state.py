@@ -3,32 +3,15 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agentrl.contrib.view.api import differences
 from agentrl.data.trajectory import Message, ToolCall, Trajectory
 from agentrl.env.catalog import EnvRef
 from tests.contrib.view.test_api import client
 from tests.run.made_folders import run_folder
 
 TASKS = Path(__file__).parents[3] / "envs" / "mcp" / "tasks.jsonl"
-
-
-@pytest.mark.parametrize(
-    "before, after, found",
-    [
-        ({"a": 1, "b": [1, 2]}, {"a": 1, "b": [1, 2]}, []),
-        ({"a": 1}, {"a": 2}, [("/a", "changed", 1, 2)]),
-        ({"a": 1}, {"b": None}, [("/a", "removed", 1, None), ("/b", "added", None, None)]),
-        ({"x": [{"k": 1}, 2]}, {"x": [{"k": 3}]}, [("/x/0/k", "changed", 1, 3), ("/x/1", "removed", 2, None)]),
-        ({"a/b": {"~": True}}, {"a/b": {"~": 1}}, [("/a~1b/~0", "changed", True, 1)]),
-        ([1], {"a": 1}, [("/", "changed", [1], {"a": 1})]),
-    ],
-)
-def test_where_two_states_differ(before: Any, after: Any, found: list[Any]) -> None:
-    assert [tuple(item.values()) for item in differences(before, after)] == found
 
 
 def played(seed: int) -> Trajectory:
