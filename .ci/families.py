@@ -33,7 +33,7 @@ import torch.distributed as dist  # noqa: E402
 from specimens import specimen  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from agentrl.contrib.families.probe import TEMPERATURE, Sample, brief, micro_of  # noqa: E402
+from agentrl.contrib.families import TEMPERATURE, Sample, brief, micro_of  # noqa: E402
 from agentrl.trainer.attention import PACKED  # noqa: E402
 from agentrl.trainer.families import Measured, Probed, probe_family  # noqa: E402
 from agentrl.trainer.language_model import share_tokens  # noqa: E402

@@ -13,7 +13,7 @@ import torch
 from specimens import without_dropout
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.contrib.families.probe import perturb
+from agentrl.contrib.families import perturb
 from agentrl.trainer.pretrained import VOCABULARY, packaged_tokenizer
 
 WINDOW = 32

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.contrib.families.probe import PREFIX, cut, micro_of, rows_of
+from agentrl.contrib.families import PREFIX, cut, micro_of, rows_of
 from agentrl.data.schedule import Tree
 from agentrl.trainer.attention import PACKED, keep_rows_apart, mixers_of, register_packed_attention
 from agentrl.trainer.language_model import PolicyModule

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import agentrl.contrib.families as probing
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.contrib.families import probe
-from agentrl.contrib.families.probe import Sample, cut, keep_layers, kinds_needed, small
+from agentrl.contrib.families import Sample, cut, keep_layers, kinds_needed, small
 from agentrl.trainer import attention as mixers
 from agentrl.trainer import families as choice
 from agentrl.trainer import language_model as logprobs
@@ -60,7 +60,7 @@ def test_a_family_that_is_right_is_packed_with_shared_prefixes(family: str, tmp_
 
 
 def test_a_leak_is_found_named_and_avoided_by_one_row_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "keep_rows_apart", leaking)
+    monkeypatch.setattr(probing, "keep_rows_apart", leaking)
     config = run_of("lfm2", tmp_path)
     found = packing_of(config)
     assert found.way == "one_row" and not found.shares
@@ -99,14 +99,14 @@ def test_what_is_wrong_in_every_way_is_refused(tmp_path: Path, monkeypatch: pyte
     """A head that computes at another temperature than it is asked for: every logprob is off, also of one row a pass."""
     kept = logprobs.summary
     other = logprobs.HeadKernels(lambda logits, targets, temperature, *rest: kept(logits, targets, 1.0, *rest), logprobs.slope)
-    make = probe.PolicyModule
+    make = probing.PolicyModule
 
     def made(model: Any) -> Any:
         module = make(model)
         module.kernels = other
         return module
 
-    monkeypatch.setattr(probe, "PolicyModule", made)
+    monkeypatch.setattr(probing, "PolicyModule", made)
     with pytest.raises(
         ModelError, match=r"with packed rows model.path: the family lfm2 is off by .*; with one row a pass .* is off by"
     ):
@@ -115,7 +115,7 @@ def test_what_is_wrong_in_every_way_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_attention_that_ignores_a_cap_is_replaced_by_the_eager_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers computes Gemma 2 by sdpa if it is not told otherwise, which drops the cap of its attention."""
-    monkeypatch.setattr(probe, "PACKED", "sdpa")  # our own attention out of the way
+    monkeypatch.setattr(probing, "PACKED", "sdpa")  # our own attention out of the way
     found = packing_of(run_of("gemma2", tmp_path, **GEMMA))
     assert found.way == "one_row_eager" and "one row a pass, with eager attention: with packed rows" in found.reason
     assert packing_of(run_of("gemma2", tmp_path, "model.packing=one_row", **GEMMA)).way == "one_row_eager"
@@ -162,7 +162,7 @@ def test_critic_and_reward_model_are_tried_with_what_is_on_top_of_them(tmp_path:
             asked.append((config.model_type, kind))
             super().__init__(config, kind)
 
-    monkeypatch.setattr(probe, "Sample", Noted)
+    monkeypatch.setattr(probing, "Sample", Noted)
     small_llama = {
         "hidden_size": 32,
         "num_attention_heads": 4,
