@@ -50,9 +50,6 @@ def test_weights_are_scaled_over_known_rows_or_the_whole_is_unknown() -> None:
     rows = [OfficialRow("x", 0.5, 10, 0.2), OfficialRow("y", 1.0, 5, 0.6), OfficialRow("z", None, 0, 0.2), OfficialRow("w", 0, 9)]
     overall = weighted_row("overall", rows)
     assert (overall.value, overall.n, overall.note) == (pytest.approx((0.1 + 0.6) / 0.8), 15, "without z")
-    assert weighted_row("overall", rows, absent="unknown").value is None
-    with pytest.raises(ValueError, match="expected 'skip' or 'unknown'"):
-        weighted_row("overall", rows, absent="zero")
 
 
 @given(st.integers(1, 7), st.data())

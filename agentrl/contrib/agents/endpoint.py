@@ -110,30 +110,28 @@ class Endpoint(LocalServer):
         sampling: Sampling | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        reached_as: str | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         max_body: int = MAX_BODY,
     ) -> None:
         """`sampling`: how every turn is sampled, whatever temperature, top_p or top_k a request asks for; its `max_tokens` is
-        the upper limit of a turn. `port` 0 picks a free one. `reached_as`: the name or address of this machine in URLs, if it
-        is not `host`. `decode`: the tokenizer's; without it a request for `logprobs` is refused. `max_body`: bytes.
+        the upper limit of a turn. `port` 0 picks a free one. `decode`: the tokenizer's; without it a request for `logprobs` is
+        refused. `max_body`: bytes.
         Raises DependencyError without the extra 'server'."""
         for package in ("starlette", "uvicorn"):
             if find_spec(package) is None:
                 raise DependencyError(f"the endpoint needs {package}: pip install 'agentrl[server]'")
         self._served = ServedPolicy(engine, renderer, sampling or Sampling(max_tokens=1024), decode)
         self._model = model
-        self._host, self._port, self._reached_as = host, port, reached_as
+        self._host, self._port = host, port
         self._max_body = max_body
         self._sessions: dict[str, tuple[AgentSession, str]] = {}
 
     async def start(self) -> None:
         """Raises ResourceError if the port is taken."""
         refused = f"cannot listen on {self._host}:{self._port}"
-        names = () if self._reached_as is None else (self._reached_as,)
         limits = {"max_body": self._max_body, "timeout_graceful_shutdown": LEAVE_S}
-        self._port = await self.serve_at(self._app(), self._host, self._port, refused, names=names, **limits)
-        exempt(self._reached_as or self._host)
+        self._port = await self.serve_at(self._app(), self._host, self._port, refused, **limits)
+        exempt(self._host)
 
     async def close(self) -> None:
         """End all sessions and stop listening; idempotent."""
@@ -162,7 +160,7 @@ class Endpoint(LocalServer):
         key = f"agentrl-{secrets.token_urlsafe(32)}"
         served = replace(self._served, engine=engine or self._served.engine, sampling=sampling or self._served.sampling)
         self._sessions[session] = AgentSession(session, served, seed=seed), key
-        base = f"http://{self._reached_as or self._host}:{self._port}/s/{session}"
+        base = f"http://{self._host}:{self._port}/s/{session}"
         return Access(session, f"{base}/v1", base, key)
 
     def session(self, name: str) -> AgentSession:

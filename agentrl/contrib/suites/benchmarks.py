@@ -105,18 +105,16 @@ def mean_row(
     return OfficialRow(name, mean, len(found), weight, left_out(episodes, sum(map(len, found.values()))))
 
 
-def weighted_row(name: str, rows: Iterable[OfficialRow], weight: float | None = None, *, absent: str = "skip") -> OfficialRow:
-    """The mean of rows by their weights (a row without one is in none). `absent`: what a row without a value does: "skip" (the
-    others' weights are scaled up, which the note says) or "unknown" (the mean is unknown, too). Raises ValueError for another."""
-    if absent not in ("skip", "unknown"):
-        raise ValueError(f"absent = {absent!r}; expected 'skip' or 'unknown'")
+def weighted_row(name: str, rows: Iterable[OfficialRow]) -> OfficialRow:
+    """The mean of rows by their weights (a row without one is in none). If one has no value, the others' weights are scaled up,
+    which the note says."""
     counted = [row for row in rows if row.weight]
     known = [(row.value, row.weight or 0.0, row.n) for row in counted if row.value is not None]
     lacking = [row.name for row in counted if row.value is None]
     total = sum(share for _, share, _ in known)
-    value = sum(one * share for one, share, _ in known) / total if total and not (lacking and absent == "unknown") else None
+    value = sum(one * share for one, share, _ in known) / total if total else None
     note = f"without {', '.join(lacking)}" if lacking else ""
-    return OfficialRow(name, value, sum(n for _, _, n in known), weight, note)
+    return OfficialRow(name, value, sum(n for _, _, n in known), None, note)
 
 
 def pass_hat_rows(episodes: Sequence[Played], prefix: str = "") -> list[OfficialRow]:

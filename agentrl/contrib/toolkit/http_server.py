@@ -96,15 +96,15 @@ def _name(host: str) -> str | None:
     return found.hostname if found.username is None and not found.path else None
 
 
-def uvicorn_config(app: Any, host: str, names: Collection[str] = (), max_body: int = MAX_BODY, **options: Any) -> Any:
+def uvicorn_config(app: Any, host: str, max_body: int = MAX_BODY, **options: Any) -> Any:
     """A uvicorn.Config of a `patient` server without lifespan and access log (addresses may hold secrets), which checks who asks,
     and how much (`max_body`: bytes of a request's body).
 
-    `host`: the address that it listens on; if that is a loopback one, a request must name it or one of `names`, since any page
-    may have a name that leads here. What a browser sends for another site is refused everywhere."""
+    `host`: the address that it listens on; if that is a loopback one, a request must name it, since any page may have a name
+    that leads here. What a browser sends for another site is refused everywhere."""
     import uvicorn
 
-    allowed = {*LOOPBACK, host, *names} if is_loopback(host) else None
+    allowed = {*LOOPBACK, host} if is_loopback(host) else None
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         reason = None if scope["type"] == "lifespan" else _stranger(scope["headers"], allowed)

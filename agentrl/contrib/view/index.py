@@ -116,16 +116,14 @@ Looks = dict[str, tuple[int, int, int] | None]
 class Index:
     """The index of one run. `refresh` may be called from any thread; each `reading` has a connection of its own."""
 
-    def __init__(self, run: RunRecord, folder: Path | None = None) -> None:
-        """`folder`: where the index is kept, by default `cache_folder`."""
+    def __init__(self, run: RunRecord) -> None:
         self.run = run
-        self._given = folder
         self._lock = threading.Lock()
         self.path = self._place()
         self._seen: Looks = {}
 
     def _place(self) -> Path:
-        return (self._given or cache_folder(self.run.path)) / f"index-{SCHEMA}.sqlite"
+        return cache_folder(self.run.path) / f"index-{SCHEMA}.sqlite"
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:

@@ -240,7 +240,7 @@ def member(row: sqlite3.Row) -> dict[str, Json]:
     return {"id": row["id"], "reward": row["reward"], "success": success, "stop": row["stop"], "turns": row["turns"]}
 
 
-def failures(db: sqlite3.Connection, step: int | None, kind: str | None = None, most: int = 200) -> list[dict[str, Json]]:
+def failures(db: sqlite3.Connection, step: int | None, kind: str | None = None) -> list[dict[str, Json]]:
     """Why episodes did not succeed: reasons that differ only in names and numbers are one; each with the episodes it has, the
     newest as examples. An episode can have several reasons."""
     parts = [("e.step = ?", step), ("t.kind = ?", kind)]
@@ -248,8 +248,8 @@ def failures(db: sqlite3.Connection, step: int | None, kind: str | None = None, 
     where = f"WHERE {' AND '.join(part for part, _ in given)}" if given else ""
     rows = db.execute(
         f"SELECT t.reason, t.kind, count(*) AS n, min(e.step), max(e.step) FROM failures t JOIN episodes e ON e.id = t.episode "
-        f"{where} GROUP BY t.kind, t.reason ORDER BY n DESC, t.kind, t.reason LIMIT ?",
-        (*(value for _, value in given), most),
+        f"{where} GROUP BY t.kind, t.reason ORDER BY n DESC, t.kind, t.reason LIMIT 200",
+        [value for _, value in given],
     ).fetchall()
     out = []
     for reason, of, n, first, last in rows:
