@@ -46,7 +46,7 @@ def test_a_group_that_was_not_scored_at_all_has_a_row_and_is_named_by_the_mean_o
     assert (mean.value, mean.n, mean.note) == (pytest.approx((0.5 + 1) / 2), 3, "without c pass^1")
 
 
-def test_weights_are_scaled_over_known_rows_or_the_whole_is_unknown() -> None:
+def test_weights_are_scaled_over_known_rows() -> None:
     rows = [OfficialRow("x", 0.5, 10, 0.2), OfficialRow("y", 1.0, 5, 0.6), OfficialRow("z", None, 0, 0.2), OfficialRow("w", 0, 9)]
     overall = weighted_row("overall", rows)
     assert (overall.value, overall.n, overall.note) == (pytest.approx((0.1 + 0.6) / 0.8), 15, "without z")

@@ -280,7 +280,7 @@ class CardPool:
         """Read the cards' memory. Without an answer no card is free."""
         for card in list(self._locked_out):
             if self._lock(card):
-                self._unlock(card)
+                os.close(self._locks.pop(card))
         try:
             self._used, self._unread = {card.number: card.used for card in read_cards()}, ""
         except ResourceError as error:
@@ -308,7 +308,7 @@ class CardPool:
     def _release(self, cards: Sequence[int]) -> None:
         for card in cards:
             if card in self._locks:
-                self._unlock(card)
+                os.close(self._locks.pop(card))
 
     def _lock(self, card: int) -> bool:
         """Lock a card; whether it worked. The kernel drops a lock with the process that has it."""
@@ -328,9 +328,6 @@ class CardPool:
         self._locked_out.discard(card)
         self._locks[card] = file
         return True
-
-    def _unlock(self, card: int) -> None:
-        os.close(self._locks.pop(card))
 
     def not_free(self) -> str:
         """The cards that others use, or whose memory a file has not given back, and their known state."""
