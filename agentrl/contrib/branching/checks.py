@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.config.schema import TrainConfig
+from agentrl.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
 from agentrl.contrib.branching.trees import count_places, plant_trees
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef
@@ -25,13 +25,13 @@ def check_branch(start: RunStart) -> list[str]:
     rollout.context, rollout.sampler, algorithm, env, agent, seed.
     """
     one = start.config
-    if (why := _obstacle(one) or fork_obstacle(one)) is not None:
+    if (why := _obstacle(one.rollout, one.algorithm) or fork_obstacle(one)) is not None:
         raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
     return []
 
 
-def _obstacle(one: TrainConfig) -> str | None:
-    rollout, algorithm, branch = one.rollout, one.algorithm, one.rollout.branch
+def _obstacle(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> str | None:
+    branch = rollout.branch
     assert branch is not None
     size, advantage, turns = rollout.group_size, algorithm.advantage.name, f"turns = {branch.turns}"
     if branch.roots >= size:
