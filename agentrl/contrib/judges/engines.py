@@ -98,8 +98,22 @@ class EngineJudge:
         if not self._busy:
             self._since = time.monotonic()
         self._busy += 1
+        value: Json = None
+        why = ""
         try:
-            value, why = await self._attempts(key, request)
+            for attempt in range(self._config.retries + 1):
+                if attempt:
+                    await asyncio.sleep(BACKOFF * 2 ** (attempt - 1))
+                try:
+                    async with self._places:
+                        work = self._attempt(request, f"judge/{self.name}/{key[:16]}")
+                        value = await within(self._config.timeout, work, f"judge {self.name}")
+                        break
+                except (PromptTooLongError, RenderError, JudgeFault) as fault:
+                    why = str(fault)
+                    break  # it samples greedily: asked again it would say the same
+                except (EngineError, LateError) as fault:
+                    why = str(fault)
         finally:
             self._busy -= 1
             if not self._busy:
@@ -109,23 +123,6 @@ class EngineJudge:
             return Verdict(None, error=redact_said(f"{request.model}: {why}"))
         self._cache.put(key, value)
         return Verdict(value)
-
-    async def _attempts(self, key: str, request: VerdictRequest) -> tuple[Json, str]:
-        """A verdict, or None and the fault of the last attempt."""
-        why = ""
-        for attempt in range(self._config.retries + 1):
-            if attempt:
-                await asyncio.sleep(BACKOFF * 2 ** (attempt - 1))
-            try:
-                async with self._places:
-                    work = self._attempt(request, f"judge/{self.name}/{key[:16]}")
-                    return await within(self._config.timeout, work, f"judge {self.name}"), ""
-            except (PromptTooLongError, RenderError, JudgeFault) as fault:
-                # It samples greedily: asked again it would say the same.
-                return None, str(fault)
-            except (EngineError, LateError) as fault:
-                why = str(fault)
-        return None, why
 
     async def _attempt(self, request: VerdictRequest, key: str) -> Json:
         messages = [Message(cast(Any, message["role"]), message["content"]) for message in request.messages]

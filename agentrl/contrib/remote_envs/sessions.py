@@ -132,7 +132,7 @@ class EnvSession:
     async def _do(self, kind: str, number: int, body: Body) -> bytes:
         told: dict[str, Json] = {}
         try:
-            told["result"] = await getattr(self, f"_{kind}")(body)
+            told["result"] = await self._perform(kind, body)
         except asyncio.CancelledError as cut:
             told["fault"] = wire.fault_row(cut)
         except RefusedError as refused:
@@ -170,77 +170,62 @@ class EnvSession:
             return {**state, "open": False}
         return {**state, "open": self._env.is_open, "has_user": self._env.has_user, "has_finished": self._env.has_finished}
 
-    # -- requests, by KINDS ----------------------------------------------------------------------------
-
-    def _open_env(self) -> ToolEnv:
-        if self._env is None:
+    async def _perform(self, kind: str, body: Body) -> Json:
+        """The result of a request of one of KINDS."""
+        env, found = self._env, None
+        if kind == "end":
+            if env is not None and env.is_open:  # else it ended by itself, while its client gave up
+                await env.aend(StopReason(body["stop"]), body["error"])
+            return None
+        if kind == "restore":
+            found = self._home.find(body["session"]).snapshots.get(body["snapshot"])
+            if found is None:
+                raise EnvError("there is no such snapshot (any more)")
+        if kind == "reset" or (kind == "restore" and env is None):
+            if self.number:
+                raise RefusedError(409, "conflict", "a session has one episode; begin another session for the next one")
+            env = self._env = self._home.build(Asked.of(body["env"]))
+        if env is None:
             raise EnvError("the episode is over")
-        return self._env
-
-    def _new(self, body: Body) -> ToolEnv:
-        if self.number:
-            raise RefusedError(409, "conflict", "a session has one episode; begin another session for the next one")
-        self._env = self._home.build(Asked.of(body["env"]))
-        return self._env
-
-    async def _reset(self, body: Body) -> Json:
-        options = dict(body["options"])
-        if "task" in options:
-            options["task"] = Task(**options["task"])
-        env = self._new(body)
-        if options.get("user", GOLD) != GOLD:
-            options["user"] = wire.user_of(options["user"])
-        observation, info = await env.areset(seed=body["seed"], options=options)
-        return {"observation": self._row_of(env, observation), "info": info}
-
-    async def _step(self, body: Body) -> Json:
-        env = self._open_env()
-        observation, _, terminated, truncated, info = await env.astep(wire.action_of(body["action"]))
-        return {"observation": self._row_of(env, observation), "terminated": terminated, "truncated": truncated, "info": info}
+        match kind:
+            case "reset":
+                options = dict(body["options"])
+                if "task" in options:
+                    options["task"] = Task(**options["task"])
+                if options.get("user", GOLD) != GOLD:
+                    options["user"] = wire.user_of(options["user"])
+                observation, info = await env.areset(seed=body["seed"], options=options)
+                return {"observation": self._row_of(env, observation), "info": info}
+            case "step":
+                observation, _, terminated, truncated, info = await env.astep(wire.action_of(body["action"]))
+                ended = {"terminated": terminated, "truncated": truncated, "info": info}
+                return {"observation": self._row_of(env, observation), **ended}
+            case "user_call":
+                return as_row(await env.auser_call(ToolCall(**body["call"])))
+            case "snapshot":
+                if len(self.snapshots) >= MOST_SNAPSHOTS:
+                    raise EnvError(f"a session may have {MOST_SNAPSHOTS} snapshots")
+                self.snapshots[body["snapshot"]] = env.snapshot()
+            case "restore":
+                assert found is not None
+                env.restore(found)
+            case "fork":
+                self._home.adopt(body["session"], env.fork())
+            case "teach":
+                rng = random.Random()
+                version, inner, spare = body["rng"]
+                rng.setstate((version, tuple(inner), spare))
+                self._teacher = env.teacher(env.task, rng, **body["params"])
+            case "act":
+                if self._teacher is None:
+                    raise EnvError("this session has no teacher")
+                return self._teacher.act(wire.messages_of(body["observation"]))
+        return None
 
     def _row_of(self, env: ToolEnv, observation: list[Message]) -> Json:
         """The observation; if it is the end of the record, which is sent anyway, only its length."""
         size = len(observation)
         return size if env.trajectory.messages[-size or len(env.trajectory.messages) :] == observation else observation
-
-    async def _end(self, body: Body) -> Json:
-        env = self._env  # None: the episode ended by itself, while its client gave up
-        if env is not None and env.is_open:
-            await env.aend(StopReason(body["stop"]), body["error"])
-        return None
-
-    async def _user_call(self, body: Body) -> Json:
-        return as_row(await self._open_env().auser_call(ToolCall(**body["call"])))
-
-    async def _snapshot(self, body: Body) -> Json:
-        if len(self.snapshots) >= MOST_SNAPSHOTS:
-            raise EnvError(f"a session may have {MOST_SNAPSHOTS} snapshots")
-        self.snapshots[body["snapshot"]] = self._open_env().snapshot()
-        return None
-
-    async def _restore(self, body: Body) -> Json:
-        found = self._home.find(body["session"]).snapshots.get(body["snapshot"])
-        if found is None:
-            raise EnvError("there is no such snapshot (any more)")
-        env = self._env or self._new(body)
-        env.restore(found)
-        return None
-
-    async def _fork(self, body: Body) -> Json:
-        self._home.adopt(body["session"], self._open_env().fork())
-        return None
-
-    async def _teach(self, body: Body) -> Json:
-        env, rng = self._open_env(), random.Random()
-        version, inner, spare = body["rng"]
-        rng.setstate((version, tuple(inner), spare))
-        self._teacher = env.teacher(env.task, rng, **body["params"])
-        return None
-
-    async def _act(self, body: Body) -> Json:
-        if self._teacher is None:
-            raise EnvError("this session has no teacher")
-        return self._teacher.act(wire.messages_of(body["observation"]))
 
 
 class _Sent:

@@ -165,7 +165,7 @@ class Facts:
     def of(cls, address: str, model: Json, server: Json) -> Facts:
         """From the answers to MODEL and SERVER. Raises EngineError if a field is missing, as from another server."""
         try:
-            mode = server["disaggregation_mode"]
+            version, mode = str(server["version"]), server["disaggregation_mode"]
             doubts = (
                 (not model["is_generation"], "it serves a model that does not generate"),
                 (server["allow_auto_truncate"], "--allow-auto-truncate cuts prompts that are too long without a word"),
@@ -179,7 +179,7 @@ class Facts:
             )
             return cls(
                 address=address,
-                version=str(server["version"]),
+                version=version,
                 model_type=model.get("model_type"),
                 # A prompt must be shorter, and SGLang keeps a few more tokens for itself: below this all is within its limits.
                 context=int(server["max_req_input_len"]),

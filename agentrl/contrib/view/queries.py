@@ -84,10 +84,17 @@ def page_of(asked: Mapping[str, str]) -> Page:
             part, own = _condition(name, given)
             parts.append(part)
             values.extend(own)
+    sort, order = asked.get("sort") or "", asked.get("order") or ""
+    if sort and sort not in _SORTS:
+        raise UserError(f"sort={sort!r}: expected one of {', '.join(_SORTS)}{hint_text(sort, _SORTS)}")
+    if order not in ("", "asc", "desc"):
+        raise UserError(f"order={order!r}: expected asc or desc")
+    way = "ASC" if order == "asc" else "DESC"
+    sorted_by = f"{_SORTS[sort]} {way}, e.id {way}" if sort else "e.id ASC" if order == "asc" else "e.step DESC, e.id ASC"
     return Page(
         f"WHERE {' AND '.join(parts)}" if parts else "",
         tuple(values),
-        _order(asked.get("sort") or "", asked.get("order") or ""),
+        sorted_by,
         whole(asked, "offset", 0, 0, 1 << 40),
         whole(asked, "limit", 50, 1, MOST),
     )
@@ -127,17 +134,6 @@ def _condition(name: str, given: str) -> tuple[str, list[Any]]:
     if not words:
         raise UserError(f"q={given!r}: expected a word to search for")
     return "e.id IN (SELECT rowid FROM words WHERE words MATCH ?)", [" AND ".join([*words[:-1], f"{words[-1]}*"])]
-
-
-def _order(sort: str, order: str) -> str:
-    if sort and sort not in _SORTS:
-        raise UserError(f"sort={sort!r}: expected one of {', '.join(_SORTS)}{hint_text(sort, _SORTS)}")
-    if order not in ("", "asc", "desc"):
-        raise UserError(f"order={order!r}: expected asc or desc")
-    if not sort:
-        return "e.id ASC" if order == "asc" else "e.step DESC, e.id ASC"
-    way = "ASC" if order == "asc" else "DESC"
-    return f"{_SORTS[sort]} {way}, e.id {way}"
 
 
 def whole(asked: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
