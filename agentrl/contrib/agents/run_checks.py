@@ -85,8 +85,12 @@ def rehearse(config: TrainConfig) -> str:
     """One episode of the agent of a config with one environment, on a scripted policy, which plays the task's gold turns if
     there are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
     inputs, env = read_inputs(config), EnvRef.of(config).build()
-    agents, renderer, turns = agents_of(config.agent, inputs.tokenizer), renderer_of(config.model, inputs.tokenizer), _gold(env)
+    agents, renderer = agents_of(config.agent, inputs.tokenizer), renderer_of(config.model, inputs.tokenizer)
     assert agents is not None
+    try:
+        turns = env.gold_turns(env.make_task(0, env.splits[0]))
+    except (NotImplementedError, AgentrlError):
+        turns = [Message("assistant", "This is a rehearsal.")]
     policy = Policy(Scripted(renderer, turns), renderer)
     spec = EpisodeSpec(0, env.splits[0], config.seed, 0, "rehearsal")
     limits, began = Limits.of(config.rollout, inputs.context), time.monotonic()
@@ -107,13 +111,6 @@ def rehearse(config: TrainConfig) -> str:
         f"agent: a rehearsal on {played} ended with {trajectory.stop}{error} after {time.monotonic() - began:.1f} s: "
         f"{len(trajectory.turns)} turns, {calls} tool calls, {len(trajectory.ledgers)} ledgers, reward {trajectory.reward}"
     )
-
-
-def _gold(env: ToolEnv) -> list[Message]:
-    try:
-        return env.gold_turns(env.make_task(0, env.splits[0]))
-    except (NotImplementedError, AgentrlError):
-        return [Message("assistant", "This is a rehearsal.")]
 
 
 class Scripted(Engine):

@@ -383,8 +383,14 @@ class AgentSession:
             raise RequestError("logprobs: not supported by this server: it was made without a tokenizer (decode=...)")
         if ask.stop:
             sampling = await self._able(replace(sampling, stop=ask.stop), ask.stop_field)
-        if (grammar := grammar_of_turn(ask, renderer)) is not None:
-            sampling = await self._able(replace(sampling, grammar=grammar), "tool_choice" if ask.calls else ask.schema_field)
+        if ask.schema is not None or ask.calls:
+            key = "tool_choice" if ask.calls else ask.schema_field
+            tools = [tool for tool in ask.tools if ask.only in (None, tool["function"]["name"])]
+            try:
+                grammar = renderer.grammar(None if ask.calls else ask.schema, tools, not ask.single and ask.only is None)
+            except RenderError as problem:
+                raise RequestError(f"{key}: {problem}") from None
+            sampling = await self._able(replace(sampling, grammar=grammar), key)
         elif ask.single and ask.tools:
             if not renderer.call_end:
                 raise RequestError("parallel_tool_calls: false is not supported: nothing ends a single call of this model")
@@ -406,17 +412,6 @@ class AgentSession:
         if ask.seed is None:
             return derive(self._seed, "request", number, choice)
         return derive(self._seed, "seed", ask.seed, choice)
-
-
-def grammar_of_turn(ask: Ask, renderer: Renderer) -> str | None:
-    """The grammar of the turn that is asked for; None if any will do. Raises RequestError without one for it."""
-    if ask.schema is None and not ask.calls:
-        return None
-    tools = [tool for tool in ask.tools if ask.only in (None, tool["function"]["name"])]
-    try:
-        return renderer.grammar(None if ask.calls else ask.schema, tools, not ask.single and ask.only is None)
-    except RenderError as problem:
-        raise RequestError(f"{'tool_choice' if ask.calls else ask.schema_field}: {problem}") from None
 
 
 def _teller(choice: int, reader: TurnReader, hear: Hear) -> Told:

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +124,23 @@ def _repository(name: str) -> tuple[str, str]:
 
 
 def _stage_files(path: Path, kind: str, staged: Path) -> None:
+    """Copy a file or folder. Raises RepositoryError for what must not be pushed, and a model without all of its weights."""
     if path.is_file() and path.suffix not in DATA:
         raise RepositoryError(f"{path}: not a data file. Data are *.jsonl, *.parquet or *.arrow")
     folder, files = (path.parent, [Path(path.name)]) if path.is_file() else (path, list(_files_of(path, kind)))
-    if kind == "model":
-        _check_weights(folder, files)
+    whole = "adapter_model.safetensors" if Path("adapter_config.json") in files else "model.safetensors"
+    if kind == "model" and Path(whole) not in files:
+        index = Path(f"{whole}.index.json")
+        if index not in files:
+            raise RepositoryError(f"{folder}: it has no weights ({whole}, or shards with {index})")
+        try:
+            shards = set(map(str, read_json(read_plain(folder / index))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise RepositoryError(f"{folder / index}: cannot be read: {problem}") from None
+        if missing := sorted(shards - set(map(str, files))):
+            raise RepositoryError(
+                f"{folder}: it lacks {missing[0]}, which {index} lists ({len(missing)} of {len(shards)} are missing)"
+            )
     _check_secrets(folder, files)
     for file in files:
         (staged / file).parent.mkdir(parents=True, exist_ok=True)
@@ -152,25 +164,6 @@ def _files_of(folder: Path, kind: str) -> Iterator[Path]:
             yield relative
     if not found:
         raise RepositoryError(f"{folder}: there is no file to push")
-
-
-def _check_weights(folder: Path, files: Collection[Path]) -> None:
-    """Raises RepositoryError for a model or adapter without its weights, or without some of their shards."""
-    adapter = Path("adapter_config.json") in files
-    whole = "adapter_model.safetensors" if adapter else "model.safetensors"
-    if Path(whole) in files:
-        return
-    index = Path(f"{whole}.index.json")
-    if index not in files:
-        raise RepositoryError(f"{folder}: it has no weights ({whole}, or shards with {index})")
-    try:
-        shards = set(map(str, read_json(read_plain(folder / index))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise RepositoryError(f"{folder / index}: cannot be read: {problem}") from None
-    if missing := sorted(shards - set(map(str, files))):
-        raise RepositoryError(
-            f"{folder}: it lacks {missing[0]}, which {index} lists ({len(missing)} of {len(shards)} are missing)"
-        )
 
 
 def _check_secrets(folder: Path, files: list[Path]) -> None:

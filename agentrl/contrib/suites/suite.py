@@ -177,8 +177,19 @@ def checkout_version(folder: Path) -> str:
         git = place / ".git"
         if git.is_file():  # of a worktree: "gitdir: PATH", whose refs are two folders above it
             git = place / git.read_text().removeprefix("gitdir:").strip()
-        if (git / "HEAD").is_file():
-            return _commit(git) or "no version"
+        if not (git / "HEAD").is_file():
+            continue
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref:"):
+            return head[:12] or "no version"
+        name = head.removeprefix("ref:").strip()
+        for root in (git, git.parent.parent):
+            if (root / name).is_file():
+                return (root / name).read_text().strip()[:12] or "no version"
+            packed = (root / "packed-refs").read_text().splitlines() if (root / "packed-refs").is_file() else []
+            if found := [line.split()[0] for line in packed if line.endswith(f" {name}")]:
+                return found[0][:12]
+        break
     return "no version"
 
 
@@ -202,20 +213,6 @@ def found_version(folder: Path) -> str:
             return str(said)
     beside = sorted(folder.parent.glob(f"{folder.name}-*.dist-info"))
     return beside[-1].name.removesuffix(".dist-info").partition("-")[2] if beside else checkout_version(folder)
-
-
-def _commit(git: Path) -> str:
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref:"):
-        return head[:12]
-    name = head.removeprefix("ref:").strip()
-    for root in (git, git.parent.parent):
-        if (root / name).is_file():
-            return (root / name).read_text().strip()[:12]
-        packed = (root / "packed-refs").read_text().splitlines() if (root / "packed-refs").is_file() else []
-        if found := [line.split()[0] for line in packed if line.endswith(f" {name}")]:
-            return found[0][:12]
-    return ""
 
 
 def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, SourceFile]:

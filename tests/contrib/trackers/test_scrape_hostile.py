@@ -97,7 +97,7 @@ def test_clients_that_do_not_go_on_are_sent_away_and_scrapes_are_answered(
 
 async def test_a_slow_scrape_holds_up_no_event_loop(endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = threading.Event()
-    monkeypatch.setattr(endpoint, "_now", lambda: [slow.wait(20)][:0])
+    monkeypatch.setattr(endpoint, "collect", lambda: [slow.wait(20)][:0])
     async with httpx.AsyncClient(trust_env=False) as client:
         scrape = asyncio.create_task(client.get(endpoint.url, timeout=30))
         await asyncio.sleep(0.2)
