@@ -53,7 +53,16 @@ def run_tests(options: argparse.Namespace) -> int:
             raise UserError(f"no test in {', '.join(words)}")
         for result in results:
             ended(result)
-        pool = make_pool(options, needed=any(job.gpus for job in jobs))
+        visible = os.environ.get(VISIBLE)
+        try:
+            there = read_cards() if any(job.gpus for job in jobs) or options.cards is not None else []
+            chosen = choose_cards(there, options.cards, visible)
+            missing = f"{VISIBLE}={visible} hides all" if there and not chosen else ""
+        except ResourceError as error:
+            if options.cards is not None:
+                raise
+            chosen, missing = [], str(error)
+        pool = CardPool(chosen, options.in_use_mib, missing)
         scheduler = Scheduler(
             jobs, pool, lambda job, cards, now: FileSession(job, cards, out, options.passed_on, now),
             slots=options.slots or max(usable_cpus() // 2, 1), wait=options.wait, say=line, ended=ended,
@@ -67,20 +76,6 @@ def run_tests(options: argparse.Namespace) -> int:
         atomic_write(out / "junit.xml", junit(results))
         say(json.dumps(told) if options.json else report(results, told["seconds"]), flush=True)
     return code
-
-
-def make_pool(options: argparse.Namespace, needed: bool) -> CardPool:
-    """The cards of a run; none if no file needs one. Raises ResourceError for `--cards` that are not there."""
-    visible = os.environ.get(VISIBLE)
-    try:
-        cards = read_cards() if needed or options.cards is not None else []
-        chosen = choose_cards(cards, options.cards, visible)
-        missing = f"{VISIBLE}={visible} hides all" if cards and not chosen else ""
-    except ResourceError as error:
-        if options.cards is not None:
-            raise
-        chosen, missing = [], str(error)
-    return CardPool(chosen, options.in_use_mib, missing)
 
 
 @contextmanager

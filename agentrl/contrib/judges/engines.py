@@ -127,11 +127,21 @@ class EngineJudge:
     async def _attempt(self, request: VerdictRequest, key: str) -> Json:
         messages = [Message(cast(Any, message["role"]), message["content"]) for message in request.messages]
         prompt = await self._renderer.astart(messages, [])
+        # None if the renderer knows no grammar, or the engine cannot keep to it: verdicts are then read as they come.
+        form = form_of(request.schema, request.max_tokens)
+        known = repr(form)
+        if known not in self._grammars:
+            try:
+                grammar: str | None = self._renderer.grammar(form, reasons=self._own.reasoning)
+            except RenderError:
+                grammar = None
+            kept = grammar is None or not self.engine.refusal(Sampling(max_tokens=1, grammar=grammar))
+            self._grammars[known] = grammar if kept else None
         sampling = Sampling(
             max_tokens=request.max_tokens,
             temperature=0.0,
             stop_token_ids=self._renderer.stop_token_ids,
-            grammar=self._grammar(request),
+            grammar=self._grammars[known],
         )
         generation = await self.engine.generate(prompt, sampling, key)
         self.counted["prompt_tokens"] += len(prompt)
@@ -146,20 +156,6 @@ class EngineJudge:
                 raise
             cut = f"it was cut after {len(generation.token_ids)} tokens: raise the leaf's max_tokens, or max_model_len"
             raise JudgeFault(f"{fault} ({cut})") from fault
-
-    def _grammar(self, request: VerdictRequest) -> str | None:
-        """The grammar of a verdict; None if the renderer knows none, or the engine cannot keep to it: verdicts are then read as
-        they come."""
-        form = form_of(request.schema, request.max_tokens)
-        key = repr(form)
-        if key not in self._grammars:
-            try:
-                grammar: str | None = self._renderer.grammar(form, reasons=self._own.reasoning)
-            except RenderError:
-                grammar = None
-            kept = grammar is None or not self.engine.refusal(Sampling(max_tokens=1, grammar=grammar))
-            self._grammars[key] = grammar if kept else None
-        return self._grammars[key]
 
 
 def form_of(schema: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:

@@ -206,7 +206,19 @@ def check_plans(cfg: ModelConfig, model: Any, ranks: int) -> None:
             if dimension is not None and parameter.shape[dimension] % size:
                 raise ConfigError(f"{key} does not divide {name} of shape {tuple(parameter.shape)} along dimension {dimension}")
     if cfg.expert_parallel > 1:
-        _check_experts(cfg, model, experts, ranks)
+        key, size = f"model.expert_parallel = {cfg.expert_parallel}", cfg.expert_parallel
+        family = model.config.get_text_config().model_type
+        if not experts:
+            raise ConfigError(f"{key}: transformers has no expert-parallel plan for the family {family!r}; set it to 1")
+        _check_family(key, family, set(experts.values()) - EXPERT_STYLES, EXPERT_FAMILIES)
+        for module in modules_of(model, [name for name, style in experts.items() if style == EXPERTS]):
+            for name, parameter in module.named_parameters(recurse=False):
+                if len(parameter) % size:
+                    raise ConfigError(f"{key} does not divide the model's {len(parameter)} experts")
+                if expert_dimension(parameter.shape, size, ranks // size) is None:
+                    raise ConfigError(
+                        f"{key}: {name} of shape {tuple(parameter.shape)} cannot be sharded over {ranks // size} ranks"
+                    )
 
 
 def _check_family(key: str, family: str, others: set[str], families: set[str]) -> None:
@@ -214,20 +226,6 @@ def _check_family(key: str, family: str, others: set[str], families: set[str]) -
     if others or family not in families:
         what = f"its plan has {', '.join(sorted(others))}" if others else "no test has shown it to be right"
         raise ConfigError(f"{key} is not supported for the family {family!r}: {what}; families: {', '.join(sorted(families))}")
-
-
-def _check_experts(cfg: ModelConfig, model: Any, plan: Plan, ranks: int) -> None:
-    key, size = f"model.expert_parallel = {cfg.expert_parallel}", cfg.expert_parallel
-    family = model.config.get_text_config().model_type
-    if not plan:
-        raise ConfigError(f"{key}: transformers has no expert-parallel plan for the family {family!r}; set it to 1")
-    _check_family(key, family, set(plan.values()) - EXPERT_STYLES, EXPERT_FAMILIES)
-    for module in modules_of(model, [name for name, style in plan.items() if style == EXPERTS]):
-        for name, parameter in module.named_parameters(recurse=False):
-            if len(parameter) % size:
-                raise ConfigError(f"{key} does not divide the model's {len(parameter)} experts")
-            if expert_dimension(parameter.shape, size, ranks // size) is None:
-                raise ConfigError(f"{key}: {name} of shape {tuple(parameter.shape)} cannot be sharded over {ranks // size} ranks")
 
 
 @SPLITS.register("plans")
