@@ -114,7 +114,7 @@ def other_sampling(body: Mapping[str, Json], own: Mapping[str, float]) -> dict[s
 def client_tools(body: Mapping[str, Json], kinds: Sequence[str | None], said: str, place: str) -> list[dict[str, Json]]:
     """A request's tools in OpenAI's form. `kinds`: their types, `said` in words; `place`: of their parameters, a.b inside of a.
 
-    Raises RequestError for one that is none, or whose parameters are no schema."""
+    Raises RequestError for another kind, or parameters that are no schema."""
     tools = []
     for index, row in enumerate(list_field(body, "tools")):
         where = f"tools[{index}]"
