@@ -160,9 +160,9 @@ def _remove(folder: Path | None) -> None:
 
 
 RETRIES = 3
+"""Times that a turn is sampled again, beyond once per server, since its connection broke."""
 LOADING = 5
 """A server may take this many times `sglang.timeout` to load weights."""
-"""Times that a turn is sampled again, beyond once per server, since its connection broke."""
 
 
 class SglangEngine(Engine, WeightTarget):
@@ -331,41 +331,38 @@ class SglangEngine(Engine, WeightTarget):
                 raise EngineError("no route for weights is attached")
             self._unfit = f"weights version {version} were only partly published"
             self._whole.clear()
+            paused = self._paused
             try:
-                await self._replace(version, buckets, expected, receiver)
+                if not paused:
+                    await self._pause()
+                try:
+                    # A dead server that answers again is paused as the others are, and gets the weights with them.
+                    for server in self._servers.all:
+                        if server.cause is not None:
+                            with contextlib.suppress(EngineError):  # it stays dead, for the cause that it has
+                                await self._servers.look(server, self._model_type)
+                                await server.http.post("/pause_generation", {"mode": "retract"})
+                                server.cause = None
+                    arrivals = Arrivals(expected)
+                    await self._update.start(self._servers.alive(), self._versions.name(version))
+                    async for bucket in buckets:
+                        for entry in bucket.entries:
+                            arrivals.check(entry.name, entry.shape)
+                        await self._update.add(await in_thread("weights", receiver.receive, bucket))
+                    arrivals.complete()
+                    await self._update.finish()
+                except EngineError:
+                    self._update.drop()
+                    raise
+                finally:
+                    if not paused:
+                        await self._resume()
             except EngineError as problem:
                 self._unfit = str(problem)
                 raise
             finally:
                 self._whole.set()  # after a failure too: `_check` then refuses the waiting requests by `_unfit`
             self._unfit, self._version = None, version
-
-    async def _replace(self, version: int, buckets: AsyncIterator[Bucket], expected: Expected, receiver: Receiver) -> None:
-        paused = self._paused
-        if not paused:
-            await self._pause()
-        try:
-            # A dead server that answers again is paused as the others are, and gets the weights with them.
-            for server in self._servers.all:
-                if server.cause is not None:
-                    with contextlib.suppress(EngineError):  # it stays dead, for the cause that it has
-                        await self._servers.look(server, self._model_type)
-                        await server.http.post("/pause_generation", {"mode": "retract"})
-                        server.cause = None
-            arrivals = Arrivals(expected)
-            await self._update.start(self._servers.alive(), self._versions.name(version))
-            async for bucket in buckets:
-                for entry in bucket.entries:
-                    arrivals.check(entry.name, entry.shape)
-                await self._update.add(await in_thread("weights", receiver.receive, bucket))
-            arrivals.complete()
-            await self._update.finish()
-        except EngineError:
-            self._update.drop()
-            raise
-        finally:
-            if not paused:
-                await self._resume()
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         raise EngineError(
