@@ -280,8 +280,10 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     every += _pair_results([part for role, text in said for part in read(role, text)])
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     for place, message in enumerate(every):
-        given = [without_padding(call.arguments or {}, schemas.get(call.name, {})) for call in message.tool_calls]
-        calls = (replace(call, arguments=one) for call, one in zip(message.tool_calls, given, strict=True))
+        calls = (
+            replace(call, arguments=without_padding(call.arguments or {}, schemas.get(call.name, {})))
+            for call in message.tool_calls
+        )
         every[place] = replace(message, tool_calls=tuple(calls))
     return check_chat(Chat(tuple(every), tuple(message.role == "assistant" for message in every), tools, unread))
 

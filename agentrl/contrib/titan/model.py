@@ -90,10 +90,10 @@ class Rotary(CosSinRoPE):
         assert positions is not None
         angles = positions[..., None].float() * local(self.cache)  # [1, T, D / 2]
         both = torch.cat([angles, angles], dim=-1)
-        found = (torch.cat([both.cos(), both.sin()], dim=-1) * self.config.scale)[:, :, None]
-        # A tensor that all tensor-parallel ranks hold alike, as a DTensor if `like` is one
+        found: Tensor = (torch.cat([both.cos(), both.sin()], dim=-1) * self.config.scale)[:, :, None]
         if not isinstance(query, DTensor):
             return found
+        # All tensor-parallel ranks hold it alike.
         return DTensor.from_local(found, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
 
 
