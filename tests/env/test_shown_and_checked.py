@@ -140,7 +140,7 @@ class Scored(Bank):
 def test_a_remote_tool_has_the_options_of_the_servers() -> None:
     env = Bank()
     env.reset(seed=3)
-    made = wire.tools_of(json.loads(wire.dumps(wire.tool_rows(env.toolbox))), "there")["pay"]
+    made = wire.tools_of(json.loads(wire.dumps(wire.toolbox_row(env.toolbox)["rows"])), "there")["pay"]
     env.close()
     assert (made.options.check, made.options.max_output) == ("lenient", None)
     assert made.schema["function"]["parameters"] == AMOUNT

@@ -64,15 +64,10 @@ def action_of(row: Json) -> Action:
     raise ValueError(f"action: expected text or an assistant message, got {type(row).__name__}")
 
 
-def tool_rows(toolbox: Toolbox) -> list[dict[str, Json]]:
-    """Every tool's schema and call options, in order."""
-    options = Options.__dataclass_fields__
-    return [{**item.schema, "options": {name: getattr(item.options, name) for name in options}} for item in toolbox]
-
-
 def toolbox_row(toolbox: Toolbox, known: Json = None) -> dict[str, Json]:
-    """The tools by a digest, and in full if the other side does not know that."""
-    rows = tool_rows(toolbox)
+    """The tools by a digest, and in full (schema and call options, in order) if the other side does not know that."""
+    options = Options.__dataclass_fields__
+    rows = [{**item.schema, "options": {name: getattr(item.options, name) for name in options}} for item in toolbox]
     digest = hashlib.sha256(dumps(rows)).hexdigest()[:16]
     return {"digest": digest} if digest == known else {"digest": digest, "rows": rows}
 
