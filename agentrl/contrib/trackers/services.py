@@ -8,13 +8,14 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
+from agentrl.config.envs import leaves
 from agentrl.config.identity import without_secrets
 from agentrl.run.folder import RunFolder
 from agentrl.run.trackers import FLUSH_S, TRACKERS, Cell, Status, TrackedRun, Tracker
@@ -191,7 +192,8 @@ class MLflow(Tracker):
         made = self._client.create_run(ident, run_name=run.name)
         self._given.ids["run"] = made.info.run_id
         self._given.save()
-        params = [Param(_name(key), text[:LONGEST]) for key, text in _flat("", without_secrets(run.config))]
+        values = leaves(without_secrets(run.config))
+        params = [Param(_name(".".join(map(str, keys))), str(value)[:LONGEST]) for keys, value in values]
         for start in range(0, len(params), PARAMS):
             self._client.log_batch(made.info.run_id, params=params[start : start + PARAMS])
 
@@ -244,14 +246,6 @@ def _uri(uri: str | None) -> str:
 
 def _name(key: str) -> str:
     return re.sub(r"[^\w\-. /:]", "_", key)
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
-    else:
-        yield prefix, str(value)
 
 
 # Trackio

@@ -14,16 +14,6 @@ from typing import Any
 from agentrl.env.official import success_rates
 from agentrl.utils.errors import UserError, hint_text
 
-
-def finite(value: Any) -> Any:
-    """A JSON value with null for NaN and the infinities, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 Json = Any
 MOST = 500
 """Rows of a page."""

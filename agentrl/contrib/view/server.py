@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -18,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from agentrl.contrib.toolkit.http_server import patient
 from agentrl.contrib.view.api import Api
 from agentrl.contrib.view.library import Library
-from agentrl.contrib.view.queries import NotFoundError, finite
+from agentrl.contrib.view.queries import NotFoundError
 from agentrl.utils.errors import AgentrlError, ConfigError, UserError
+from agentrl.utils.parsing import json_text
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -135,11 +135,7 @@ def _json(status: int, body: Any) -> Response:
     from starlette.responses import Response
 
     # Escaped to ASCII, so that no lone surrogate of a tool's answer can end it; not a number is null.
-    try:
-        text = json.dumps(body, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        text = json.dumps(finite(body), allow_nan=False, separators=(",", ":"))
-    return Response(text, status, media_type="application/json")
+    return Response(json_text(body, separators=(",", ":")), status, media_type="application/json")
 
 
 def _unknown(request: Request) -> Response:

@@ -12,9 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.contrib.view.queries import finite
 from agentrl.reward.explain import explain_text
 from agentrl.reward.score import Score
+from agentrl.utils.parsing import json_text
 from agentrl.utils.terminal import console as safe_console
 from agentrl.utils.terminal import safe, say
 
@@ -108,7 +108,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Json]], mo
 
 def print_json(value: Json) -> None:
     """JSON in ASCII, so that no character of it is one that a terminal acts on; a figure that is not finite is null."""
-    say(json.dumps(finite(value), indent=2, ensure_ascii=True, allow_nan=False))
+    say(json_text(value, indent=2))
 
 
 def console() -> Console:
