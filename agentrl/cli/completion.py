@@ -69,8 +69,11 @@ def overrides(prefix: str) -> Iterator[str]:
     """`section.` and `key=` as far as one word goes, `key=value` of the values that a key has, and both of them behind `~`."""
     sign = "~" if prefix.startswith("~") else ""
     typed, equals, _ = prefix.removeprefix(sign).partition("=")
-    if equals:
-        yield from (f"{typed}={value}" for value in values(typed))
+    if equals:  # the values that a key has, as one writes them; none if they cannot be listed
+        owner = typed.removesuffix(".name")
+        kind = next((one.type for one in all_keys() if one.name == owner), "")
+        choices = [part.strip('"') for part in kind.split(" or ")] if kind.startswith('"') else written_names(owner)
+        yield from (f"{typed}={value}" for value in (["true", "false"] if kind == "boolean" else choices))
         return
     # Of a component its name is assigned.
     assigned = {key.name: ".name" if key.type == "table of name and args" else "" for key in all_keys() if not key.section}
@@ -82,17 +85,6 @@ def overrides(prefix: str) -> Iterator[str]:
         yield from (f"{sign}{name}{end}" for name in names)
     else:
         yield from (f"{sign}{head}{end if head in names else '.'}" for head in sorted(heads))
-
-
-def values(key: str) -> list[str]:
-    """The values that a key has, as one writes them; none if they cannot be listed."""
-    owner = key.removesuffix(".name")
-    kind = next((one.type for one in all_keys() if one.name == owner), "")
-    if kind == "boolean":
-        return ["true", "false"]
-    if kind.startswith('"'):
-        return [part.strip('"') for part in kind.split(" or ")]
-    return written_names(owner)
 
 
 def paths(prefix: str, end: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.cli.arguments import COMMANDS
 from agentrl.run.config_file import find_config_file, is_override
@@ -64,15 +64,38 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_docs(args: argparse.Namespace) -> int:
     """Print what keys mean; returns the exit code."""
+    import textwrap
+
     from agentrl.config.keys import all_keys, find_keys
+    from agentrl.run.registries import names_of
 
     keys = list(all_keys()) if args.key is None else find_keys(args.key)
+    names = {key.name: [] if key.section or args.key is None else names_of(key.name) for key in keys}
     if args.json:
-        say(json.dumps([_row(key, names=args.key is not None) for key in keys], indent=2))
-    elif args.key is None:
+        rows = []
+        for key in keys:
+            fields = {name: getattr(key, name) for name in ("section", "type", "default", "unit", "meaning")}
+            choices = [asdict(one) for one in names[key.name]]
+            rows.append({"key": key.name, **fields, **({"choices": choices} if choices else {})})
+        say(json.dumps(rows, indent=2))
+        return 0
+    if args.key is None:
         say("\n".join(_table(keys, shutil.get_terminal_size((160, 0)).columns)))
-    else:
-        say("\n\n".join("\n".join(_entry(key)) for key in keys))
+        return 0
+    entries = []  # a key with all that there is to say of it
+    for key in keys:
+        meaning = [f"  {line}" for line in textwrap.wrap(key.meaning, 98)]
+        if key.section:
+            off = "  (off unless it is set)" if key.default == "unset" else ""
+            entries.append([f"[{key.name}]{off}", *meaning])
+            continue
+        unit = "" if key.unit is None else f"; unit: {'a ratio' if key.unit == '1' else key.unit}"
+        entries.append([key.name, *meaning, f"  type: {key.type}; default: {key.default}{unit}"])
+        for one in names[key.name]:
+            given = ", ".join(f"{name} = {default}" for name, default in one.args.items())
+            entries[-1].append(f"  {one.name}" + (f"({given})" if given else ""))
+            entries[-1] += [f"      {line}" for line in textwrap.wrap(one.meaning, 94)[:3]]
+    say("\n\n".join(map("\n".join, entries)))
     return 0
 
 
@@ -111,7 +134,20 @@ def run_diff(args: argparse.Namespace) -> int:
     from agentrl.config.keys import inline
     from agentrl.config.origin import differing
 
-    one, other = (_load_with_origins(*side)[0] for side in _sides(args.overrides))
+    # `A a.b=c B d=e` -> [("A", ["a.b=c"]), ("B", ["d=e"])]; of one config alone, without its overrides and with them.
+    sides: list[tuple[str, list[str]]] = []
+    for word in args.overrides:
+        if not is_override(word):
+            sides.append((word, []))
+        elif sides:
+            sides[-1][1].append(word)
+        else:
+            raise ConfigError(f"{word}: a config comes first, for example: agentrl config diff configs/ppo.toml {word}")
+    if len(sides) == 1 and sides[0][1]:
+        sides.insert(0, (sides[0][0], []))
+    if len(sides) != 2:
+        raise ConfigError(f"expected two configs, or one with overrides, got {' '.join(args.overrides)}")
+    one, other = (_load_with_origins(*side)[0] for side in sides)
     found = differing(one, other)
     if args.json:
         say(json.dumps({key: list(pair) for key, pair in found.items()}, indent=2))
@@ -148,35 +184,6 @@ def _load_with_origins(name: str, overrides: Sequence[str]) -> tuple[TrainConfig
     return config, read_origins(file, overrides, find_config_file)
 
 
-def _sides(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """`A a.b=c B d=e` -> [("A", ["a.b=c"]), ("B", ["d=e"])]; of one config alone, without its overrides and with them."""
-    sides: list[tuple[str, list[str]]] = []
-    for word in words:
-        if not is_override(word):
-            sides.append((word, []))
-        elif sides:
-            sides[-1][1].append(word)
-        else:
-            raise ConfigError(f"{word}: a config comes first, for example: agentrl config diff configs/ppo.toml {word}")
-    if len(sides) == 1 and sides[0][1]:
-        sides.insert(0, (sides[0][0], []))
-    if len(sides) != 2:
-        raise ConfigError(f"expected two configs, or one with overrides, got {' '.join(words)}")
-    return sides
-
-
-def _row(key: Key, *, names: bool) -> dict[str, Any]:
-    choices = [asdict(one) for one in _names(key)] if names else []
-    row = {name: getattr(key, name) for name in ("section", "type", "default", "unit", "meaning")}
-    return {"key": key.name, **row, **({"choices": choices} if choices else {})}
-
-
-def _names(key: Key) -> list[Any]:
-    from agentrl.run.registries import names_of
-
-    return [] if key.section else names_of(key.name)
-
-
 def _table(keys: Sequence[Key], width: int) -> list[str]:
     """A line for each key: default, unit, and as much of its meaning as there is room for."""
     values = [key for key in keys if not key.section]
@@ -192,24 +199,6 @@ def _table(keys: Sequence[Key], width: int) -> list[str]:
             cells = f"{key.name:{name}}  {key.default[:24]:{default}}  {'' if key.unit in (None, '1') else key.unit:{unit}}  "
             lines.append((cells + key.meaning)[: max(width, len(cells) + 20)])
     return [line[:width].rstrip() for line in lines]
-
-
-def _entry(key: Key) -> list[str]:
-    """A key with all that there is to say of it."""
-    import textwrap
-
-    def wrap(text: str, indent: str) -> list[str]:
-        return textwrap.wrap(text, 100, initial_indent=indent, subsequent_indent=indent)
-
-    if key.section:
-        off = "  (off unless it is set)" if key.default == "unset" else ""
-        return [f"[{key.name}]{off}", *wrap(key.meaning, "  ")]
-    unit = "" if key.unit is None else f"; unit: {'a ratio' if key.unit == '1' else key.unit}"
-    lines = [key.name, *wrap(key.meaning, "  "), f"  type: {key.type}; default: {key.default}{unit}"]
-    for one in _names(key):
-        args = ", ".join(f"{name} = {default}" for name, default in one.args.items())
-        lines += [f"  {one.name}" + (f"({args})" if args else ""), *wrap(one.meaning, "      ")[:3]]
-    return lines
 
 
 # agentrl metrics

@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,16 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     )
     new.add_argument("--shelf", default=".", help="the folder that holds envs/ (default: here)")
     new.set_defaults(run=run_new)
-    _add_check(actions.add_parser("check", help="does it fulfill the contract? exit code 1 if it does not"))
+    check = actions.add_parser("check", help="does it fulfill the contract? exit code 1 if it does not")
+    check.add_argument("env", nargs="?", help="an id or short name")
+    check.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
+    check.add_argument("--all", action="store_true", help="every environment on the shelves")
+    check.add_argument("-n", "--tasks", type=int, help="tasks per check (default 12; fewer if each episode starts a server)")
+    check.add_argument("--all-tasks", action="store_true", help="gold and idling on every task of an environment that has an end")
+    check.add_argument("--fuzz", type=int, help="random inputs per tool (default 500, or fewer as for --tasks)")
+    check.add_argument("--reward", help="score with this reward spec instead of the environment's own")
+    check.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    check.set_defaults(run=run_check)
     play = with_env(actions.add_parser("play", help="be the agent, in the terminal"))
     play.add_argument("--seed", type=whole_number(0), default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")
@@ -118,25 +128,6 @@ def with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("env", help="an id such as agentrl/KeyValue-v0, or a short name such as key_value")
     parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
     return parser
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("env", nargs="?", help="an id or short name")
-    parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
-    parser.add_argument("--all", action="store_true", help="every environment on the shelves")
-    parser.add_argument(
-        "-n",
-        "--tasks",
-        type=int,
-        help="tasks per check (default 12; fewer if each episode starts a server)",
-    )
-    parser.add_argument(
-        "--all-tasks", action="store_true", help="gold and idling on every task of an environment that has an end"
-    )
-    parser.add_argument("--fuzz", type=int, help="random inputs per tool (default 500, or fewer as for --tasks)")
-    parser.add_argument("--reward", help="score with this reward spec instead of the environment's own")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    parser.set_defaults(run=run_check)
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -170,7 +161,13 @@ def run_show(args: argparse.Namespace) -> int:
     say(f"{entry.id}  ({entry.name}, {entry.path or entry.class_name})")
     say(inspect.getdoc(type(env)) or entry.summary)
     say(f"\nreward spec: {ref.default_reward() or 'none'}\nparameters:")
-    for line in _parameter_lines(type(env)):
+    for parameter in inspect.signature(type(env)).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            kind = parameter.annotation if isinstance(parameter.annotation, str) else ""
+            default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+            say(f"  {parameter.name}{': ' if kind else ''}{kind}{default}")
+    init = vars(type(env)).get("__init__")
+    for line in inspect.cleandoc(init.__doc__).splitlines() if init is not None and init.__doc__ else ():
         say(f"  {line}")
     shown: dict[str, tuple[list[str], list[str]]] = {}
     for split in env.splits:
@@ -205,20 +202,6 @@ def _called_as(options: Options) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in seen.items() if value not in (None, "strict"))
 
 
-def _parameter_lines(env_class: type) -> list[str]:
-    import inspect
-
-    lines = []
-    for parameter in inspect.signature(env_class).parameters.values():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            kind = parameter.annotation if isinstance(parameter.annotation, str) else ""
-            default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-            lines.append(f"{parameter.name}{': ' if kind else ''}{kind}{default}")
-    init = vars(env_class).get("__init__")
-    described = inspect.cleandoc(init.__doc__) if init is not None and init.__doc__ else ""
-    return [*lines, *described.splitlines()]
-
-
 def run_new(args: argparse.Namespace) -> int:
     """Write a new environment; returns the exit code."""
     from agentrl.cli.env_new import TEMPLATES, write_template
@@ -248,13 +231,28 @@ def run_new(args: argparse.Namespace) -> int:
 def run_check(args: argparse.Namespace) -> int:
     """Check one environment or all; returns 0 if every check passed, else 1."""
     from agentrl.env.catalog import EnvRef, list_envs
+    from agentrl.env.check import CHECKS, check_all, limit_to
 
     if args.all == (args.env is not None):
         raise UserError("agentrl env check: give an environment, or --all")
     there = list_envs() if args.all else []
     refs = [EnvRef(e.id) for e in there if not e.lacks_source()] if args.all else [reference(args.env, args.params)]
     lacking = [e.id for e in there if e.lacks_source()]
-    results = {ref.entry.id: _check(ref, args) for ref in refs}
+    chosen = args.tasks is not None or args.fuzz is not None or args.all_tasks
+    tasks, fuzz = (12 if args.tasks is None else args.tasks), (500 if args.fuzz is None else args.fuzz)
+    results: dict[str, list[CheckFinding]] = {}
+    done, spoke = Counter[str](), time.monotonic()
+
+    def report(finding: CheckFinding) -> None:
+        nonlocal spoke
+        done[ref.entry.id] += 1
+        if done[ref.entry.id] < len(CHECKS) and time.monotonic() - spoke > _QUIET_S:
+            spoke = time.monotonic()
+            say(f"{ref.entry.id}: {done[ref.entry.id]} of {len(CHECKS)} checks are done", file=sys.stderr)
+
+    for ref in refs:
+        subject, spoke = subject_of(ref, args.reward, tasks, fuzz, args.all_tasks), time.monotonic()
+        results[ref.entry.id] = check_all(subject if chosen else limit_to(subject), report=report)
     failed = sum(finding.ok is False for findings in results.values() for finding in findings)
     if args.json:
         rows = {env: [asdict(finding) for finding in findings] for env, findings in results.items()}
@@ -265,24 +263,6 @@ def run_check(args: argparse.Namespace) -> int:
         for env in lacking:
             say(f"{env}: not checked, its source is not installed (agentrl env install --list)")
     return 1 if failed else 0
-
-
-def _check(ref: EnvRef, args: argparse.Namespace) -> list[CheckFinding]:
-    from agentrl.env.check import CHECKS, check_all, limit_to
-
-    chosen = args.tasks is not None or args.fuzz is not None or args.all_tasks
-    tasks, fuzz = (12 if args.tasks is None else args.tasks), (500 if args.fuzz is None else args.fuzz)
-    subject = subject_of(ref, args.reward, tasks, fuzz, args.all_tasks)
-    done, spoke = 0, time.monotonic()
-
-    def report(finding: CheckFinding) -> None:
-        nonlocal done, spoke
-        done += 1
-        if done < len(CHECKS) and time.monotonic() - spoke > _QUIET_S:
-            spoke = time.monotonic()
-            say(f"{ref.entry.id}: {done} of {len(CHECKS)} checks are done", file=sys.stderr)
-
-    return check_all(subject if chosen else limit_to(subject), report=report)
 
 
 _QUIET_S = 5.0

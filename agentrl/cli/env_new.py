@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from agentrl.utils.errors import UserError
 
@@ -275,7 +273,18 @@ def write_template(name: str, shelf: str, template: str = "stateless") -> Path:
     if template == "mcp":
         env = f"""id = "mcp"
 params = {{ command = ["python", "envs/{name}/server.py"], tasks = "envs/{name}/tasks.jsonl" }}"""
-        tasks = "".join(json.dumps(row) + "\n" for row in _price_tasks())
+        tasks = ""
+        for number, pair in enumerate(combinations(sorted(PRICES), 2)):  # every eighth is held out
+            row = {
+                "id": f"prices/{number}",
+                "split": "heldout" if number % 8 == 7 else "train",
+                "prompt": f"What do {pair[0]} and {pair[1]} cost together?",
+                "gold": {
+                    "answer": sum(PRICES[item] for item in pair),
+                    "calls": [{"name": "price", "arguments": {"item": item}} for item in pair],
+                },
+            }
+            tasks += json.dumps(row) + "\n"
         files = {"server.py": SERVER.format(name=name), "tasks.jsonl": tasks}
     else:
         source, reward = (ENV, REWARD) if template == "stateless" else (SQLITE, STATE_REWARD)
@@ -288,15 +297,3 @@ params = {{ command = ["python", "envs/{name}/server.py"], tasks = "envs/{name}/
         (folder / file).write_text(text, encoding="utf-8")
     config.write_text(CONFIG.format(name=name, env=env), encoding="utf-8")
     return folder
-
-
-def _price_tasks() -> Iterator[dict[str, Any]]:
-    """A task per pair of items, every eighth held out."""
-    for number, (one, other) in enumerate(combinations(sorted(PRICES), 2)):
-        calls = [{"name": "price", "arguments": {"item": item}} for item in (one, other)]
-        yield {
-            "id": f"prices/{number}",
-            "split": "heldout" if number % 8 == 7 else "train",
-            "prompt": f"What do {one} and {other} cost together?",
-            "gold": {"answer": PRICES[one] + PRICES[other], "calls": calls},
-        }

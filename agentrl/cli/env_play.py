@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from agentrl.env import Message, ToolCall, ToolEnv
@@ -39,10 +40,15 @@ def play_by_hand(
     """Run one episode with `read` as the agent; returns the exit code (130 if the person quit). The user is that of the gold
     solution if there is one; `own_user`: the environment's own, which may be a model that costs money. `scorer` explains the
     reward at the end. Raises ConfigError if the user is a model and has no script."""
-    observation, info = _begin(env, seed, split, own_user)
+    inner = env.unwrapped
+    try:
+        observation, info = env.reset(seed=seed, options={"split": split, **({} if own_user else {"user": GOLD})})
+    except ConfigError as why:
+        if own_user or not (isinstance(inner, ToolEnv) and isinstance(inner.user, AsksModel)):
+            raise
+        raise ConfigError(f"{why}; --model-user: its model plays the user") from None
     show, write = write, lambda text: show(safe(text))  # what a tool or a user says
     write(f"{env.id}, task {info['task_id']}. Type /help for help.")
-    inner = env.unwrapped
     if not own_user and isinstance(inner, ToolEnv) and type(inner).gold_user is not ToolEnv.gold_user:
         write(
             "the user is played by the script of the gold solution; --model-user: by the environment's own, which may be a model"
@@ -58,11 +64,14 @@ def play_by_hand(
             env.close()
             write("quit; the episode is not scored")
             return 130
+        functions = [schema["function"] for schema in env.toolbox.schemas()]
         if line.startswith("/"):
-            write(_command(env, line))
+            tools = "\n".join(json.dumps(one, ensure_ascii=False) for one in functions)
+            write(tools if line == "/tools" else json.dumps(env.state(), ensure_ascii=False) if line == "/state" else HELP)
             continue
+        schemas = {one["name"]: one.get("parameters", {}) for one in reversed(functions)}
         try:
-            action = parse_line(line, {name: _parameters(env, name) for name in env.toolbox.names})
+            action = parse_line(line, {name: schemas.get(name, {}) for name in env.toolbox.names})
             observation, reward, terminated, truncated, info = env.step(action)
         except NotACallError as why:  # a slip of the person must not end the episode
             write(str(why))
@@ -83,16 +92,6 @@ def play_by_hand(
     return 0
 
 
-def _begin(env: ToolEnv, seed: int, split: str, own_user: bool) -> tuple[list[Message], dict[str, Any]]:
-    try:
-        return env.reset(seed=seed, options={"split": split, **({} if own_user else {"user": GOLD})})
-    except ConfigError as why:
-        inner = env.unwrapped
-        if own_user or not (isinstance(inner, ToolEnv) and isinstance(inner.user, AsksModel)):
-            raise
-        raise ConfigError(f"{why}; --model-user: its model plays the user") from None
-
-
 class NotACallError(UserError):
     """A line that looks like a call but is not."""
 
@@ -111,16 +110,26 @@ def parse_line(line: str, tools: Mapping[str, Schema]) -> Message:
         content, calls = parse_tool_calls(f"<tool_call>\n{line}\n</tool_call>")
         return Message("assistant", content, calls)
     if found := _PYTHON.fullmatch(line):
-        return _call(found[1], _keywords(line, found[1]), tools)
+        with suppress(SyntaxError, ValueError):
+            parsed = ast.parse("call" + line.removeprefix(found[1]), mode="eval").body
+            if isinstance(parsed, ast.Call) and not parsed.args and all(word.arg for word in parsed.keywords):
+                return _call(found[1], {str(word.arg): ast.literal_eval(word.value) for word in parsed.keywords}, tools)
+        raise NotACallError(f"{found[1]}(...): expected keyword arguments with literal values, as in {found[1]}(a=1, b='two')")
     try:
         words = shlex.split(line, posix=True)
     except ValueError:
         return Message("assistant", line)
     named = bool(words) and all(re.match(r"\w[\w.-]*=", word) for word in words[1:])
     if named and (words[0] in tools or len(words) > 1 or did_you_mean(words[0], tools)):
-        given = dict(word.split("=", 1) for word in words[1:])
-        parts = tools.get(words[0], {}).get("properties", {})
-        return _call(words[0], {key: _value(text, parts.get(key, {})) for key, text in given.items()}, tools)
+        arguments: dict[str, Any] = {}
+        for key, text in (word.split("=", 1) for word in words[1:]):
+            arguments[key] = text
+            with suppress(ValueError):  # it is no JSON
+                value, fits = read_json(text), validator(tools.get(words[0], {}).get("properties", {}).get(key, {}))
+                # Unless the parameter takes the text, and not its value.
+                if first_fault(fits, value) is None or first_fault(fits, text) is not None:
+                    arguments[key] = value
+        return _call(words[0], arguments, tools)
     return Message("assistant", line)
 
 
@@ -129,40 +138,6 @@ def _call(name: str, arguments: dict[str, Any], tools: Mapping[str, Schema]) -> 
         near = did_you_mean(name, tools, f"tools: {', '.join(tools) or 'none'}")
         raise NotACallError(f"no tool {name!r}; {near} (to say the line to the user, begin it with ':')")
     return Message("assistant", tool_calls=(ToolCall(name, arguments),))
-
-
-def _keywords(line: str, name: str) -> dict[str, Any]:
-    """Arguments of a call in Python's syntax. Raises NotACallError if they are not literal keyword arguments."""
-    try:
-        parsed = ast.parse("call" + line.removeprefix(name), mode="eval").body
-        if isinstance(parsed, ast.Call) and not parsed.args and all(word.arg for word in parsed.keywords):
-            return {str(word.arg): ast.literal_eval(word.value) for word in parsed.keywords}
-    except (SyntaxError, ValueError):
-        pass
-    raise NotACallError(f"{name}(...): expected keyword arguments with literal values, as in {name}(a=1, b='two')")
-
-
-def _parameters(env: ToolEnv, name: str) -> Schema:
-    schemas = (schema["function"] for schema in env.toolbox.schemas())
-    return next((schema.get("parameters", {}) for schema in schemas if schema["name"] == name), {})
-
-
-def _value(text: str, schema: Schema) -> Any:
-    """The JSON value of `text`; the text itself if it is no JSON, or if the parameter takes the text and not the value."""
-    try:
-        value = read_json(text)
-    except ValueError:
-        return text
-    fits = validator(schema)
-    return text if first_fault(fits, value) is not None and first_fault(fits, text) is None else value
-
-
-def _command(env: ToolEnv, line: str) -> str:
-    if line == "/tools":
-        return "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in env.toolbox.schemas())
-    if line == "/state":
-        return json.dumps(env.state(), ensure_ascii=False)
-    return HELP
 
 
 def _show(observation: list[Message], write: Callable[[str], None]) -> None:

@@ -78,37 +78,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update({name: os.environ.get(name, value) for name, value in PASSIVE.items()})
         exempt()  # agents, judges and users on this machine, and agentrl's own endpoint
     with guarded_output():
-        return _run(argv)
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    try:
         try:
-            args = _parse(argv)
-        except SystemExit:  # --help
-            sys.stdout.flush()
-            raise
-        args.program = argv is None  # this process is the command, and not one that calls it
-        code: int = args.run(args)
-        sys.stdout.flush()  # what cannot be written has a message here
-        return code
-    except UserError as error:
-        say(f"agentrl: {error}", file=sys.stderr)
-        return 2
-    except AgentrlError as error:
-        say(f"agentrl: {fault_text(error)}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # `agentrl ... | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:
-        if (text := _of_files(error) or _of_shelf(error)) is None:
-            raise
-        say(f"agentrl: {text}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        say("agentrl: interrupted", file=sys.stderr)
-        return 130
+            try:
+                args = _parse(argv)
+            except SystemExit:  # --help
+                sys.stdout.flush()
+                raise
+            args.program = argv is None  # this process is the command, and not one that calls it
+            code: int = args.run(args)
+            sys.stdout.flush()  # what cannot be written has a message here
+            return code
+        except UserError as error:
+            say(f"agentrl: {error}", file=sys.stderr)
+            return 2
+        except AgentrlError as error:
+            say(f"agentrl: {fault_text(error)}", file=sys.stderr)
+            return 1
+        except BrokenPipeError:  # `agentrl ... | head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except Exception as error:
+            name = error.filename if isinstance(error, OSError) else None
+            text: str | None
+            if disk_full(error):
+                then = "repeat the command"
+                text = full_text(name, then) if name is not None else f"the disk is full: {error}: free some space and {then}"
+            elif isinstance(error, OSError) and name is not None:
+                text = f"{name}: {error.strerror}: fix that and repeat the command"
+            elif (text := _of_shelf(error)) is None:
+                raise
+            say(f"agentrl: {text}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            say("agentrl: interrupted", file=sys.stderr)
+            return 130
 
 
 def _of_shelf(error: Exception) -> str | None:
@@ -125,15 +128,6 @@ def _of_shelf(error: Exception) -> str | None:
     if called is None or not any(called[1] in vars(one) for one in shelf) or not callable(getattr(ToolEnv, called[2], None)):
         return None
     return f"{said}. An environment has {called[2]}{inspect.signature(getattr(ToolEnv, called[2]))}"
-
-
-def _of_files(error: Exception) -> str | None:
-    """Problem with a file, or with the disk that it is on; None if the error is another."""
-    name = error.filename if isinstance(error, OSError) else None
-    if disk_full(error):
-        then = "repeat the command"
-        return f"the disk is full: {error}: free some space and {then}" if name is None else full_text(name, then)
-    return None if name is None else f"{name}: {error.strerror}: fix that and repeat the command"  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

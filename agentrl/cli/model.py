@@ -53,19 +53,14 @@ def run_doctor(args: argparse.Namespace) -> int:
     for finding in all_checks(cluster, not args.no_ray and cluster.backend == "ray", workers):
         findings.append(finding)
         if not args.json:
-            say(line(finding), flush=True)
+            advice = f"\n       -> {finding.advice}" if finding.advice else ""
+            say(f"{MARKS[finding.level]} {finding.check:<20} {finding.found}{advice}", flush=True)
     failed = [finding.check for finding in findings if finding.level == "fail"]
     if args.json:
         say(json.dumps({"findings": [asdict(finding) for finding in findings], "failed": failed}))
     else:
         say(f"{len(findings)} checks, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
     return 2 if failed else 0
-
-
-def line(finding: MachineFinding) -> str:
-    """One finding as a line of text, with its advice on the next line."""
-    advice = f"\n       -> {finding.advice}" if finding.advice else ""
-    return f"{MARKS[finding.level]} {finding.check:<20} {finding.found}{advice}"
 
 
 # agentrl init-model
@@ -99,6 +94,12 @@ def add_init_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_init_model(args: argparse.Namespace) -> int:
     """Write the model; returns 0. Raises ConfigError for an invalid size, or if something else is in the folder."""
+    from pydantic import ValidationError
+
+    from agentrl.render import make_renderer
+    from agentrl.render.template import TemplateRenderer
+    from agentrl.trainer.model_folder import convert_gguf
+    from agentrl.trainer.pretrained import init_model
     from agentrl.utils.errors import ConfigError
     from agentrl.utils.terminal import quiet_libraries
 
@@ -106,34 +107,17 @@ def run_init_model(args: argparse.Namespace) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: already exists; the model's weights would replace it: give a path that does not exist")
     quiet_libraries()
-    return _random(args, target) if args.file is None else _from_file(args, target)
-
-
-def _random(args: argparse.Namespace, target: Path) -> int:
-    from pydantic import ValidationError
-
-    from agentrl.trainer.pretrained import init_model
-    from agentrl.utils.errors import ConfigError
-
-    sizes = {name: getattr(args, name) for name in InitModelConfig.model_fields}
-    try:
-        cfg = InitModelConfig(**sizes)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
-    folder = init_model(cfg, target, args.seed, args.chat_template)
-    say(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
-    return 0
-
-
-def _from_file(args: argparse.Namespace, target: Path) -> int:
-    from agentrl.render import make_renderer
-    from agentrl.render.template import TemplateRenderer
-    from agentrl.trainer.model_folder import convert_gguf
-    from agentrl.utils.errors import ConfigError
-
-    defaults = InitModelConfig()
-    if given := [name for name in InitModelConfig.model_fields if getattr(args, name) != getattr(defaults, name)]:
+    sizes, defaults = {name: getattr(args, name) for name in InitModelConfig.model_fields}, InitModelConfig()
+    if args.file is None:
+        try:
+            cfg = InitModelConfig(**sizes)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
+        folder = init_model(cfg, target, args.seed, args.chat_template)
+        say(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
+        return 0
+    if given := [name for name, size in sizes.items() if size != getattr(defaults, name)]:
         raise ConfigError(f"--{given[0].replace('_', '-')}: the size of the model is that of {args.file}. Leave it out.")
     renderer = make_renderer(convert_gguf(args.file, target, args.dtype, args.chat_template))
     say(f"wrote the model of {args.file} in {args.dtype} to {target}")

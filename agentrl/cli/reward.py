@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from agentrl.utils.terminal import say
 if TYPE_CHECKING:
     from agentrl.config.schema import RewardConfig
     from agentrl.data.trajectory import Task, Trajectory
+    from agentrl.env.catalog import EnvRef
     from agentrl.reward import Scorer
     from agentrl.reward.replays import ReplayEnv
     from agentrl.run.services import RunServices
@@ -80,32 +81,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schema = parts.add_parser("schema", help="the grammar as JSON Schema, for an editor", epilog=EPILOG)
     schema.add_argument("--out", type=Path, help="write it to this file instead of standard output")
     schema.set_defaults(run=run_schema)
+    env_help = "id of the environment on which gold calls are replayed, and which lint probes (default: SPEC, if it is one)"
+    pair, judge = "NAME=MODEL", 'the model of "engine:NAME", sampled in this process'
     for part in (lint, explain, score, diff):
-        _add_context(part)
+        part.add_argument("--env", help=env_help)
+        part.add_argument("--param", action="append", default=[], metavar="a=b", help="a parameter of the environment")
+        part.add_argument("--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf")
+        part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
+        part.add_argument("--judge-model", action="append", default=[], metavar=pair, help=judge)
+        part.add_argument("--judge-cache", help="folder in which verdicts are cached")
+        part.add_argument("--judge-calls", type=whole_number(1), default=1000, help="limit on calls to the judge (default 1000)")
+        part.add_argument("--judge-usd", type=float, help="limit on the judge's cost in US dollars")
     for part in (lint, explain, diff):
         part.add_argument("--json", action="store_true", help="print JSON")
     for part in (score, diff):
         part.add_argument("--workers", type=whole_number(1), default=1, help="processes (default 1)")
-
-
-def _add_context(part: argparse.ArgumentParser) -> None:
-    part.add_argument(
-        "--env",
-        help="id of the environment on which gold calls are replayed, and which lint probes (default: SPEC, if it is one)",
-    )
-    part.add_argument("--param", action="append", default=[], metavar="a=b", help="a parameter of the environment")
-    part.add_argument("--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf")
-    part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
-    part.add_argument(
-        "--judge-model",
-        action="append",
-        default=[],
-        metavar="NAME=MODEL",
-        help='the model of "engine:NAME", sampled in this process',
-    )
-    part.add_argument("--judge-cache", help="folder in which verdicts are cached")
-    part.add_argument("--judge-calls", type=whole_number(1), default=1000, help="limit on calls to the judge (default 1000)")
-    part.add_argument("--judge-usd", type=float, help="limit on the judge's cost in US dollars")
 
 
 _LINT_S = 30.0
@@ -120,8 +110,8 @@ def run_lint(args: argparse.Namespace) -> int:
     scorer = options.scorer(_spec(args.spec), alone=args.env is None)
     findings = lint_spec(scorer)
     probes: dict[str, list[Trajectory]] = {}
-    if args.env is not None:
-        ref = options.env_ref().with_gold_user()
+    if options.env is not None:
+        ref = options.env.with_gold_user()
         try:
             until = math.inf if args.tasks else time.monotonic() + _LINT_S
             probes = probe_episodes(ref.build, args.tasks or ENOUGH, args.seed, enough=lambda: time.monotonic() > until)
@@ -161,10 +151,20 @@ def run_lint(args: argparse.Namespace) -> int:
 
 def run_explain(args: argparse.Namespace) -> int:
     """Print the evidence of one episode."""
-    from agentrl.reward.explain import explain_text, show_value
+    from agentrl.reward.explain import explain_text, parse_row, read_lines, show_value
 
     with _options(args).asking(_spec(args.spec)) as scorer:
-        trajectory, others = _episodes(args.trajectory, args.row, scorer.compares)
+        path, row, lines = args.trajectory, args.row, read_lines(args.trajectory)
+        rows: list[Trajectory] = []
+        if path.suffix == ".json":
+            trajectory = parse_row(str(path), 1, "\n".join(line for _, line in lines))
+        elif row > len(lines):
+            raise UserError(f"{path}: --row {row}, but it has {len(lines)} rows")
+        else:
+            trajectory = parse_row(str(path), *lines[row - 1])
+            if scorer.compares:  # with the other episodes of its task in the file
+                rows = [parse_row(str(path), *line) for number, line in enumerate(lines, 1) if number != row]
+        others = [one for one in rows if one.task_key == trajectory.task_key]
         score = scorer.score_group([trajectory, *others])[0] if others else scorer.score(trajectory)
     if args.json:
         content = {
@@ -278,8 +278,7 @@ class _Options:
     """Functions and services that a spec may use, from the command line. Picklable, because worker processes build their own
     scorer from it."""
 
-    env: str | None
-    params: tuple[tuple[str, Any], ...]
+    env: EnvRef | None
     reward: RewardConfig
 
     def scorer(self, spec: dict[str, Any], *, alone: bool = False, services: RunServices | None = None) -> Scorer:
@@ -293,7 +292,7 @@ class _Options:
 
         if alone:
             return compile_spec(spec, context=make_context(self.reward, replay_env=nowhere))
-        return make_scorer(spec, self.reward, None if self.env is None else self.env_ref(), services=services)
+        return make_scorer(spec, self.reward, self.env, services=services)
 
     @contextmanager
     def asking(self, spec: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> Iterator[Scorer]:
@@ -319,21 +318,16 @@ class _Options:
         finally:
             asyncio.run_coroutine_threadsafe(services.close(), loop).result()
 
-    def env_ref(self) -> Any:
-        from agentrl.env.catalog import EnvRef, find_env
-
-        assert self.env is not None
-        find_env(self.env)
-        return EnvRef(self.env, dict(self.params))
-
 
 def _options(args: argparse.Namespace) -> _Options:
     from agentrl.config.schema import JudgeConfig, JudgeEngineConfig, RewardConfig
-    from agentrl.env.catalog import find_env
+    from agentrl.env.catalog import EnvRef, find_env
 
-    params = [
-        (name.removeprefix("env.params."), _json_or_text(value)) for name, value in _pairs(args.param, "--param", "calls=4")
-    ]
+    params: dict[str, Any] = {}
+    for name, value in _pairs(args.param, "--param", "calls=4"):
+        params[key := name.removeprefix("env.params.")] = value
+        with suppress(ValueError):  # it is a text, and no JSON
+            params[key] = read_json(value)
     for spec in [getattr(args, name, None) for name in ("spec", "spec_a", "spec_b")]:
         with suppress(UserError):  # a spec that is named by its environment is that one's own
             if args.env is None and spec is not None and find_env(spec).reward is not None:
@@ -346,7 +340,10 @@ def _options(args: argparse.Namespace) -> _Options:
     judge = {"api_base": args.judge_url, "cache": args.judge_cache, "calls": args.judge_calls, "usd": args.judge_usd}
     engines = {name: JudgeEngineConfig(path=model) for name, model in models}
     python = dict(_pairs(args.python, "--python", "polite=my_rewards:polite"))
-    return _Options(args.env, tuple(params), RewardConfig(python=python, judge=JudgeConfig(engines=engines, **judge)))
+    if args.env is not None:
+        find_env(args.env)  # raises for an unknown one
+    env = None if args.env is None else EnvRef(args.env, params)
+    return _Options(env, RewardConfig(python=python, judge=JudgeConfig(engines=engines, **judge)))
 
 
 def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, str]]:
@@ -355,13 +352,6 @@ def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, s
         if not equals:
             raise UserError(f"{option} {text!r}: expected NAME=VALUE, for example {example}")
         yield name, value
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return read_json(value)
-    except ValueError:
-        return value
 
 
 def _spec(name: str) -> dict[str, Any]:
@@ -381,42 +371,20 @@ def _spec(name: str) -> dict[str, Any]:
         raise UserError(f"{name!r} is neither a file nor a spec on the shelf: {error}") from error
 
 
-def _episodes(path: Path, row: int, compares: bool) -> tuple[Trajectory, list[Trajectory]]:
-    """The episode of a row and, for a spec that compares episodes, the others of its task in the file."""
-    from agentrl.reward.explain import parse_row, read_lines
-
-    lines = read_lines(path)
-    if path.suffix == ".json":
-        return parse_row(str(path), 1, "\n".join(line for _, line in lines)), []
-    if row > len(lines):
-        raise UserError(f"{path}: --row {row}, but it has {len(lines)} rows")
-    chosen = parse_row(str(path), *lines[row - 1])
-    rows = [parse_row(str(path), *line) for number, line in enumerate(lines, 1) if number != row] if compares else []
-    return chosen, [other for other in rows if other.task_key == chosen.task_key]
-
-
 def _score_rows(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:
+    from rich.progress import Progress
+
     from agentrl.reward.explain import read_lines, score_file
 
-    spec = _spec(name)
+    spec, console = _spec(name), safe_console(stderr=True)
     total = len(read_lines(args.trajectories))
     options = _options(args)
-    with _progress(str(spec["name"]), total) as done:
+    with Progress(console=console, disable=not console.is_terminal) as progress:  # on standard error, if that is a terminal
+        done = partial(progress.advance, progress.add_task(str(spec["name"]), total=total))
         if not options.scorer(spec).asks:  # picklable: worker processes make their own
             return score_file(partial(options.scorer, spec), args.trajectories, args.workers, done)
         with options.asking(spec, [_spec(other) for other in beside]) as scorer:
             return score_file(lambda: scorer, args.trajectories, args.workers, done)
-
-
-@contextmanager
-def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error, if that is a terminal."""
-    from rich.progress import Progress
-
-    console = safe_console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(name, total=total)
-        yield lambda count: progress.advance(bar, count)
 
 
 def _count(number: int, what: str) -> str:

@@ -80,7 +80,7 @@ def test_lint_of_a_success_node(success, code):
 def test_lint_of_an_unpinned_judge():
     def codes(model):
         node = leaf("judge", {"model": model, "prompt": "{answer}"})
-        return [item.code for item in lint_spec(command._Options(None, (), RewardConfig()).scorer(spec(node)))]
+        return [item.code for item in lint_spec(command._Options(None, RewardConfig()).scorer(spec(node)))]
 
     assert codes("openai/gpt-4o") == ["unpinned-judge"]
     assert codes("openai/gpt-4o-2024-08-06") == []
@@ -88,7 +88,7 @@ def test_lint_of_an_unpinned_judge():
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHELF.glob("*.json") if path.stem != "schema"))
 def test_the_shelf_is_clean(name):
-    options = command._Options(KEY_VALUE, (), RewardConfig())
+    options = command._Options(EnvRef(KEY_VALUE), RewardConfig())
     assert lint_spec(options.scorer(load_spec(SHELF / f"{name}.json"))) == []
 
 
@@ -300,7 +300,7 @@ def test_a_difference_by_rounding_is_no_rank(tmp_path, capsys):
 
 def test_an_environment_s_own_spec_is_replayed_on_it_in_each_command(tmp_path):
     for argv in (["score", "key_value", "t"], ["diff", "key_value", "x.json", "t"], ["diff", "x.json", "key_value", "t"]):
-        assert command._options(build_parser().parse_args(["reward", *argv])).env == "key_value"
+        assert command._options(build_parser().parse_args(["reward", *argv])).env == EnvRef("key_value")
 
 
 def test_diff_of_one_episode_a_task_says_what_changes_in_value_and_success(tmp_path, capsys):
