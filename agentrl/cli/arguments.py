@@ -104,19 +104,19 @@ class Parser(argparse.ArgumentParser):
 
 # A command that uses Ray
 
-Drive = Callable[[int], int]
-"""The command's work, given how often it has started again; returns the exit code."""
+Drive = Callable[[argparse.Namespace, int], int]
+"""The command's work, given its arguments and how often it has started again; returns the exit code."""
 
 
-def with_parent(args: argparse.Namespace, drive: Drive, again: Callable[[str], Drive] | None = None) -> int:
+def with_parent(args: argparse.Namespace, drive: Drive, again: Drive | None = None) -> int:
     """`drive` in a process of its own, if this one is the command; returns its exit code, or dies of the signal that it died of.
 
     It is forked before anything is imported that has threads (numpy's OpenBLAS has), so before it is known whether it will use
-    Ray. It tells of its run (`ray_parent.tell`); if Ray ended it, `again(folder)` is driven, up to `max_restarts` times in all.
+    Ray. It tells of its run (`ray_parent.tell`); if Ray ended it, `again` resumes that, up to `max_restarts` times in all.
     Raises WorkerDiedError if it does not go on by itself.
     """
     if not args.program:
-        return drive(0)
+        return drive(args, 0)
     restarts = 0
     while (end := end_of_driver()) is not None:
         if end.code < 0:
@@ -142,9 +142,12 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Callable[[str], D
         if again is None or restarts > limit or error:
             raise WorkerDiedError(f"{end.by_ray}; {end.told['then']}")
         say(restarting(end.by_ray, restarts, limit))
-        drive = again(end.told["folder"])
+        # Its options are in its config.
+        given = dict.fromkeys(("config", "data", "loss", "min_reward", "success", "per_task"))
+        vars(args).update(given, resume=end.told["folder"], overrides=[], overwrite=False)
+        drive = again
     try:
         with ended_as_interrupted():
-            return drive(restarts)
+            return drive(args, restarts)
     finally:
         tell(over=True)

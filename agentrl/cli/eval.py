@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from agentrl.utils.terminal import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentrl.config import EvalConfig, TrainConfig
+    from agentrl.config import TrainConfig
     from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.folder import RunFolder
 
@@ -75,29 +75,6 @@ def _policy(name: str) -> str:
     return POLICY + name
 
 
-def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]:
-    """The config and the request of rollouts that the options ask for. Raises ConfigError."""
-    from agentrl.config.load import config_from
-    from agentrl.config.origin import typed_origins
-    from agentrl.run.assembly import RunStart
-    from agentrl.run.checks.env_checks import check_named
-    from agentrl.run.evaluate import RolloutRequest
-    from agentrl.run.provenance import model_label
-
-    if args.env is None or is_override(args.env):
-        raise ConfigError("an environment is needed, for example: agentrl rollout key_value --model runs/quickstart/final")
-    if args.model is None:
-        raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
-    base: dict[str, Any] = {"name": "rollout", "env": {"id": args.env}, "model": {"path": args.model}}
-    overrides = overrides_of(args, args.overrides)
-    config = config_from(base, overrides)
-    check_named(RunStart(config, purpose="eval"), partial(typed_origins, base, overrides))
-    name = config.the_env.id.replace("/", "_")
-    out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
-    tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
-    return config, RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out, values=args.values)
-
-
 def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
     """Overrides of the config: those on the command line, and those of options that stand for a key. A word `a=b` that names no
     section is a parameter of the environment, as for `agentrl env`."""
@@ -117,16 +94,31 @@ def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
 
 def run_rollout(args: argparse.Namespace) -> int:
     """Roll out; returns the exit code."""
-    return with_parent(args, partial(_roll_out, args))
+    return with_parent(args, _roll_out)
 
 
 def _roll_out(args: argparse.Namespace, _: int) -> int:
-    config, request = read_request(args)
-    from agentrl.run.evaluate import RolloutJob, check_request
+    from agentrl.config.load import config_from
+    from agentrl.config.origin import typed_origins
+    from agentrl.run.assembly import RunStart
+    from agentrl.run.checks.env_checks import check_named
+    from agentrl.run.evaluate import RolloutJob, RolloutRequest, check_request
+    from agentrl.run.provenance import model_label, model_note
 
+    if args.env is None or is_override(args.env):
+        raise ConfigError("an environment is needed, for example: agentrl rollout key_value --model runs/quickstart/final")
+    if args.model is None:
+        raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
+    base: dict[str, Any] = {"name": "rollout", "env": {"id": args.env}, "model": {"path": args.model}}
+    overrides = overrides_of(args, args.overrides)
+    config = config_from(base, overrides)
+    check_named(RunStart(config, purpose="eval"), partial(typed_origins, base, overrides))
+    name = config.the_env.id.replace("/", "_")
+    out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
+    tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
+    request = RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out, values=args.values)
     config = check_request(config, request)
     from agentrl.run.display import Display
-    from agentrl.run.provenance import model_note
 
     with Display() as display:
         if (note := model_note(request.model, config)) is not None:
@@ -205,10 +197,22 @@ class Plan:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    """Evaluate; returns the exit code."""
-    if args.compare is not None:
-        return _compare(args)
-    return with_parent(args, partial(_evaluate, args))
+    """Evaluate, or compare evaluations that are there; returns the exit code."""
+    if args.compare is None:
+        return with_parent(args, _evaluate)
+    from agentrl.run.evaluate import write_comparison
+
+    if args.env is not None or args.overrides or args.model or args.checkpoint:
+        raise ConfigError("--compare reads evaluations that are there: give their folders, and nothing to evaluate")
+    # `evals/NAME/*` names what this command and an evaluation of several models wrote beside the folders, too.
+    beside = ("comparison.json", "report.json")
+    folders = [folder for folder in map(Path, args.compare) if not (folder.name in beside and folder.is_file())]
+    if len(folders) < 2:
+        raise ConfigError(f"--compare: two or more folders of evaluations are needed, got {', '.join(args.compare)}")
+    found = _side_by_side(folders, safe_console(highlight=False))
+    if args.out is not None:
+        say(f"comparison: {write_comparison(Path(args.out), found)}")
+    return 0
 
 
 def _evaluate(args: argparse.Namespace, _: int) -> int:
@@ -263,31 +267,13 @@ def _play(plan: Plan, display: Any, every: bool) -> int:
     return 1
 
 
-_BESIDE = ("comparison.json", "report.json")
-
-
-def _compare(args: argparse.Namespace) -> int:
-    from agentrl.run.evaluate import write_comparison
-
-    if args.env is not None or args.overrides or args.model or args.checkpoint:
-        raise ConfigError("--compare reads evaluations that are there: give their folders, and nothing to evaluate")
-    # `evals/NAME/*` names what this command and an evaluation of several models wrote beside the folders, too.
-    folders = [folder for folder in map(Path, args.compare) if not (folder.name in _BESIDE and folder.is_file())]
-    if len(folders) < 2:
-        raise ConfigError(f"--compare: two or more folders of evaluations are needed, got {', '.join(args.compare)}")
-    found = _side_by_side(folders, safe_console(highlight=False))
-    if args.out is not None:
-        say(f"comparison: {write_comparison(Path(args.out), found)}")
-    return 0
-
-
 def _side_by_side(folders: Sequence[Path], console: Console) -> dict[str, Any]:
     """Compare evaluations, and print that; the tables of suites too."""
-    from agentrl.run.compare import compare_all, print_comparison, print_side_by_side, read_official, read_results, side_by_side
+    from agentrl.run.compare import compare_all, print_comparison, print_side_by_side, read_results, side_by_side
 
     found = compare_all([read_results(folder) for folder in folders])
     print_comparison(found, console)
-    official = side_by_side([folder.absolute().name for folder in folders], [read_official(folder) for folder in folders])
+    official = side_by_side(folders)
     print_side_by_side(official, console)
     return {**found, **({"official": official} if official else {})}
 
@@ -296,31 +282,22 @@ def read_plans(args: argparse.Namespace) -> list[Plan]:
     """An evaluation for each model that the options name. Raises ConfigError, CatalogError or CheckpointError."""
     if args.run_folder is None and args.checkpoint:
         raise ConfigError("--checkpoint names a model of a run: give --run RUN")
-    from agentrl.run.provenance import run_folder
+    from agentrl.run.provenance import model_label, model_of, run_folder
 
     folder = None if args.run_folder is None else run_folder(args.run_folder)
-    models = _models(args, folder)
-    if len({label for label, _, _ in models}) < len(models):
-        models = [(f"{number}_{label}", path, about) for number, (label, path, about) in enumerate(models, 1)]
-    return [_plan(args, folder, label, path, about, alone=len(models) == 1) for label, path, about in models]
-
-
-def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[str, str, dict[str, Any]]]:
-    """Label, path and what the report says of each model."""
-    from agentrl.run.provenance import model_label, model_of
-
-    found: list[tuple[str, str, dict[str, Any]]] = []
-    if folder is not None:
-        for which in args.checkpoint or ([] if args.model else ["last"]):
-            model = model_of(folder, which)
-            found.append((model.label, model.path, {"step": model.step}))
-    found += [(model_label(path), path, {}) for path in args.model or ()]
-    if not found:
+    models: list[tuple[str, str, dict[str, Any]]] = []  # label, path and what the report says of each
+    for which in () if folder is None else args.checkpoint or ([] if args.model else ["last"]):
+        model = model_of(folder, which)
+        models.append((model.label, model.path, {"step": model.step}))
+    models += [(model_label(path), path, {}) for path in args.model or ()]
+    if not models:
         raise ConfigError(
             "nothing to evaluate: --run RUN (a run's own model, as the run evaluated it), or --model and an environment (a model "
             "folder or hub name, or api:NAME) or --policy gold, for example: agentrl eval key_value --model Qwen/Qwen3-0.6B"
         )
-    return found
+    if len({label for label, _, _ in models}) < len(models):
+        models = [(f"{number}_{label}", path, about) for number, (label, path, about) in enumerate(models, 1)]
+    return [_plan(args, folder, label, path, about, alone=len(models) == 1) for label, path, about in models]
 
 
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
@@ -328,7 +305,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     from agentrl.run.compare import suite_choice, suite_tasks
     from agentrl.run.engine_choice import EngineChoice
     from agentrl.run.evaluate import RolloutRequest
-    from agentrl.run.provenance import Provenance, model_note, other_engine
+    from agentrl.run.provenance import Provenance, model_note
 
     args = argparse.Namespace(**{**vars(args), "model": path})
     config, several = _config(args, folder)
@@ -337,6 +314,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     out = Path(args.out or f"{args.defaults['folder']}/{name}") / ("" if args.out and alone else label)
     # A request for each environment; of a config with several, each in a folder of its own, also if one is chosen.
     requests, given = {}, args.config is not None or folder is not None
+    evals = {one.the_env.called: one.eval for one in config.each()}
     for env, one in zip(config.envs, config.each(), strict=True):
         own, ref = one.eval, EnvRef.of(one)
         split = args.split or (own.split if given or several else args.defaults["split"])
@@ -352,30 +330,28 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         note = model_note(path, config)
         plan.notes = [] if note is None else [note]
         return plan
-    differs = [line for env in config.envs for line in Provenance(folder, config).differences(env.called)]
-    other, unpaired = _other_tasks(args, {one.the_env.called: one.eval for one in config.each()})
-    differs += [*Provenance(folder, config).changed_files(), *other, *other_engine(folder, EngineChoice(config).name)]
-    plan.notes = [*(f"other than in the run: {line}" for line in differs), *unpaired]
+    run, many = Provenance(folder, config), len(config.envs) > 1
+    differs = [line for env in config.envs for line in run.differences(env.called)] + run.changed_files()
+    # Options may choose other tasks than the run was evaluated on; a reader may hold the figures against the run's.
+    tasks = [(f" of {n}" if many else "", e.tasks) for n, e in evals.items() if args.tasks not in (None, e.tasks)]
+    splits = [(f" of {n}" if many else "", e.split) for n, e in evals.items() if args.split not in (None, e.split)]
+    differs += [f"tasks{at} were {were}, are {args.tasks}" for at, were in tasks]
+    differs += [f"the split{at} was {was}, is {args.split}" for at, was in splits]
+    differs += [f"{args.samples} episodes a task, not 1"] if (args.samples or 1) > 1 else []
+    # Another engine's numbers differ in their last digits.
+    was, now = (folder.read_summary() or {}).get("engine"), EngineChoice(config).name
+    differs += [f"engine was {was}, is {now}"] if was and was != now else []
+    plan.notes = [f"other than in the run: {line}" for line in differs]
+    if tasks or splits:
+        other = {n: e for n, e in evals.items() if args.tasks not in (None, e.tasks) or args.split not in (None, e.split)}
+        were = ", ".join(f"{f'{n}: ' if many else ''}{one.tasks} of {one.split}" for n, one in other.items())
+        options = [*([f"-n {args.tasks}"] if tasks else []), *([f"--split {args.split}"] if splits else [])]
+        plan.notes.append(
+            f"its tasks are not those of the run's own evaluations ({were}), so its figures are not paired with theirs; for that "
+            f"leave {' and '.join(options)} out"
+        )
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan
-
-
-def _other_tasks(args: argparse.Namespace, own: Mapping[str, EvalConfig]) -> tuple[list[str], list[str]]:
-    """Differences if the options choose other tasks than the run was evaluated on (`own`, by environment), and a note that says
-    so: a reader may hold the figures against the run's."""
-    at = {name: f" of {name}" if len(own) > 1 else "" for name in own}
-    tasks = [f"tasks{at[n]} were {e.tasks}, are {args.tasks}" for n, e in own.items() if args.tasks not in (None, e.tasks)]
-    splits = [f"the split{at[n]} was {e.split}, is {args.split}" for n, e in own.items() if args.split not in (None, e.split)]
-    differs = [*tasks, *splits, *([f"{args.samples} episodes a task, not 1"] if (args.samples or 1) > 1 else [])]
-    if not (tasks or splits):
-        return differs, []
-    other = {n: e for n, e in own.items() if args.tasks not in (None, e.tasks) or args.split not in (None, e.split)}
-    were = ", ".join(f"{f'{name}: ' if len(own) > 1 else ''}{one.tasks} of {one.split}" for name, one in other.items())
-    options = [*([f"-n {args.tasks}"] if tasks else []), *([f"--split {args.split}"] if splits else [])]
-    return differs, [
-        f"its tasks are not those of the run's own evaluations ({were}), so its figures are not paired with theirs; for that "
-        f"leave {' and '.join(options)} out"
-    ]
 
 
 def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainConfig, bool]:

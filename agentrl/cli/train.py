@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from agentrl.cli.arguments import COMMANDS, Drive, with_parent
+from agentrl.cli.arguments import COMMANDS, with_parent
 from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins, read_origins
 from agentrl.run.config_file import (
@@ -74,14 +74,7 @@ def run_train(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     if args.dry_run:
         return _run(args, 0)
-    return with_parent(args, partial(_run, args), partial(_again, args, partial(_run, args)))
-
-
-def _again(args: argparse.Namespace, work: Drive, run: str) -> Drive:
-    """Continuation of a run that Ray has ended; its options are in its config."""
-    given = ("config", "data", "loss", "min_reward", "success", "per_task")
-    vars(args).update(dict.fromkeys(given), resume=run, overrides=[], overwrite=False)
-    return work
+    return with_parent(args, _run, _run)
 
 
 def _run(args: argparse.Namespace, restarts: int) -> int:
@@ -103,18 +96,6 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     if given := [option for option, used in options.items() if used]:
         raise ConfigError(f"{given[0]} is for planning: use it together with --dry-run")
     return command.begin() if args.resume is None else command.go_on(command.check)
-
-
-def _nodes(args: argparse.Namespace) -> tuple[int, int] | None:
-    """The nodes of a plan, and the cards of each."""
-    if args.nodes is None:
-        return None
-    sizes = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", args.nodes)
-    if sizes is None:
-        raise ConfigError(f"--nodes = {args.nodes}: expected nodes x cards of each. Write 4x8 for 4 nodes of 8 cards")
-    if args.gpu_memory is None:
-        raise ConfigError(f"--nodes = {args.nodes}: the memory of their cards is not known. Add --gpu-memory GIB")
-    return int(sizes[1]), int(sizes[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +142,15 @@ class TrainCommand:
         except NameTakenError as taken:  # no mistake of the config: who has a run may plan the next one
             say(f"warning: the start refuses this: {taken}", file=sys.stderr)
         check_named(RunStart(config), self.origins)
-        found = dry_run(config, args.gpu_memory, _nodes(args))
+        nodes: tuple[int, int] | None = None
+        if args.nodes is not None:
+            sizes = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", args.nodes)
+            if sizes is None:
+                raise ConfigError(f"--nodes = {args.nodes}: expected nodes x cards of each. Write 4x8 for 4 nodes of 8 cards")
+            if args.gpu_memory is None:
+                raise ConfigError(f"--nodes = {args.nodes}: the memory of their cards is not known. Add --gpu-memory GIB")
+            nodes = int(sizes[1]), int(sizes[2])
+        found = dry_run(config, args.gpu_memory, nodes)
         say(json.dumps(found.json(), indent=2) if args.json else found.text())
         return 0
 
@@ -185,31 +174,6 @@ class TrainCommand:
         folder, origins = RunFolder(Path(self.args.resume)), self.origins()
         notes = Provenance(folder, self.config).check_resumable(self.before, check)
         return execute(self.config, folder, resumed=True, notes=notes, origins=origins, restarts=self.restarts)
-
-    def begin_on_data(self) -> int:
-        """Begin a run on data, which is read before the run has a folder: what cannot be used leaves nothing behind."""
-        from agentrl.run.display import Display
-        from agentrl.run.driver import DATA, RUN_KINDS, execute
-        from agentrl.run.folder import check_free
-        from agentrl.run.interrupt import ended_as_interrupted
-
-        args, config, kind = self.args, self.config, RUN_KINDS[DATA](self.config)
-        notes = kind.check()
-        if not args.overwrite:
-            check_free(config.name, config.out)  # before the data is read, which may take long
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
-        try:
-            with ended_as_interrupted(), Display() as display:
-                kind.prepare(read, display)
-            file = None if args.config is None else find_config_file(args.config)
-            origins = Origins() if file is None else read_origins(file, self.texts, find_config_file)
-            folder = open_folder(config, overwrite=args.overwrite, origins=origins)
-            read.rename(folder.data)
-        finally:
-            shutil.rmtree(read, ignore_errors=True)
-        return execute(config, folder, resumed=False, notes=notes, restarts=self.restarts)
 
 
 # agentrl sft
@@ -255,18 +219,57 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_sft(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    return with_parent(args, partial(_run_sft, args), partial(_again, args, partial(_resume, args, warm_start=True)))
+    return with_parent(args, _run_sft, partial(_resume, warm_start=True))
 
 
 def _run_sft(args: argparse.Namespace, restarts: int) -> int:
+    from agentrl.config import load_config
+    from agentrl.config.load import config_from, with_absolute_paths
+
     if args.resume is not None:
         return _resume(args, restarts)
-    config, overrides = _sft_config(args)
-    if config.data is not None:
-        return TrainCommand(args, restarts, config, texts=overrides).begin_on_data()
-    if config.sft is None:
+    file: Path | None = None
+    if args.config is not None and is_override(args.config):
+        args.overrides, args.config = [args.config, *args.overrides], None
+    options = _options_as_overrides(args)
+    given = [*options, *args.overrides]
+    if args.config is not None:
+        file = find_config_file(args.config)
+        if options and not args.data and load_config(file, args.overrides, find_config_file).data is None:
+            raise ConfigError(
+                f"{options[0].partition('=')[0]}: it is of data, and {args.config} names none; name it too: --data PATH"
+            )
+        config = with_absolute_paths(load_config(file, given, find_config_file))
+    elif args.data:
+        config = with_absolute_paths(config_from({}, given))
+    else:
+        raise ConfigError("a config or data is needed: agentrl sft CONFIG, or agentrl sft --data PATH model.path=MODEL")
+    if config.data is None and config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
-    return TrainCommand(args, restarts, config).begin(only_warm_start=True)
+    if config.data is None:
+        return TrainCommand(args, restarts, config).begin(only_warm_start=True)
+    from agentrl.run.display import Display
+    from agentrl.run.driver import DATA, RUN_KINDS, execute
+    from agentrl.run.folder import check_free
+    from agentrl.run.interrupt import ended_as_interrupted
+
+    # The data is read before the run has a folder: what cannot be used leaves nothing behind.
+    kind = RUN_KINDS[DATA](config)
+    notes = kind.check()
+    if not args.overwrite:
+        check_free(config.name, config.out)  # before the data is read, which may take long
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
+    try:
+        with ended_as_interrupted(), Display() as display:
+            kind.prepare(read, display)
+        origins = Origins() if file is None else read_origins(file, given, find_config_file)
+        folder = open_folder(config, overwrite=args.overwrite, origins=origins)
+        read.rename(folder.data)
+    finally:
+        shutil.rmtree(read, ignore_errors=True)
+    return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
 
 
 def _options_as_overrides(args: argparse.Namespace) -> list[str]:
@@ -274,26 +277,6 @@ def _options_as_overrides(args: argparse.Namespace) -> list[str]:
     named = [("min_reward", args.min_reward), ("per_task", args.per_task), ("loss", args.loss), ("success", args.success or None)]
     found = [f"data.{key}={json.dumps(value)}" for key, value in named if value is not None]
     return [*([f"data.path={json.dumps(args.data)}"] if args.data else []), *found]
-
-
-def _sft_config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
-    from agentrl.config import load_config
-    from agentrl.config.load import config_from, with_absolute_paths
-
-    if args.config is not None and is_override(args.config):
-        args.overrides, args.config = [args.config, *args.overrides], None
-    options = _options_as_overrides(args)
-    given = [*options, *args.overrides]
-    if args.config is None:
-        if not args.data:
-            raise ConfigError("a config or data is needed: agentrl sft CONFIG, or agentrl sft --data PATH model.path=MODEL")
-        return with_absolute_paths(config_from({}, given)), given
-    file = find_config_file(args.config)
-    if options and not args.data and load_config(file, args.overrides, find_config_file).data is None:
-        raise ConfigError(
-            f"{options[0].partition('=')[0]}: it is of data, and {args.config} names none; name it too: --data PATH"
-        )
-    return with_absolute_paths(load_config(file, given, find_config_file)), given
 
 
 def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -> int:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from agentrl.config import Choice
 from agentrl.data.trajectory import Group
 from agentrl.rollout.collector import call_user_function
-from agentrl.trainer.update_hooks import UpdateHook
 from agentrl.utils.registry import Registry
 
 
@@ -43,24 +42,11 @@ class Callbacks:
 
     def __init__(self, choices: Sequence[Choice] = (), more: Sequence[Callback] = ()) -> None:
         """Raises ConfigError for an unknown name or argument."""
-        self._all = [(choice.name, CALLBACKS.build(choice.name, choice.args, kind=Callback)) for choice in choices]
-        self._all += [(type(one).__name__, one) for one in more]
-
-    def update_hooks(self) -> dict[str, UpdateHook]:
-        """Those that take part in updates, by name."""
-        return {name: one for name, one in self._all if isinstance(one, UpdateHook)}
+        self.all = [(choice.name, CALLBACKS.build(choice.name, choice.args, kind=Callback)) for choice in choices]
+        self.all += [(type(one).__name__, one) for one in more]
 
     async def call(self, hook: Literal["on_step", "on_group"], *args: Any) -> None:
         """Call this method of each. Raises CallbackError, which names the callback, or the function that stands for it."""
-        for name, one in self._all:
+        for name, one in self.all:
             called = getattr(vars(one).get(hook), "__qualname__", name)
             await call_user_function(f"callback {hook} {called!r}", getattr(one, hook), *args)
-
-
-def check_callbacks(choices: Sequence[Choice]) -> None:
-    """Raise ConfigError for an unknown callback or argument.
-
-    Reads: callbacks.
-    """
-    for choice in choices:
-        CALLBACKS.bind(choice.name, choice.args)

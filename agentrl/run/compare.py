@@ -78,15 +78,12 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
         console.print(table)
 
 
-def read_official(folder: Path) -> dict[str, Any]:
-    """The tables in the report.json of an evaluation's folder; empty without any, or no report."""
-    file = folder / "report.json"
-    return dict((read_json(file.read_text()).get("official") or {}) if file.is_file() else {})
-
-
-def side_by_side(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """For each suite that all evaluations have a table of: a row for each metric that one of them has, with a value (or None) and
-    `n` for each evaluation, and whether all are over as many tasks of the same split and version (`same`)."""
+def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
+    """For each suite of which the report.json of all evaluations' folders has a table: a row for each metric that one of them
+    has, with a value (or None) and `n` for each evaluation, and whether all are over as many tasks of the same split and version
+    (`same`)."""
+    files = [folder / "report.json" for folder in folders]
+    tables = [(read_json(file.read_text()).get("official") or {}) if file.is_file() else {} for file in files]
     joined = {}
     for suite in (name for name in tables[0] if all(name in other for other in tables)):
         by_name = [{row["name"]: row for row in table[suite]["rows"]} for table in tables]
@@ -96,8 +93,8 @@ def side_by_side(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> 
             for name in dict.fromkeys(name for rows in by_name for name in rows)
         ]  # fmt: skip
         over = [[table[suite][key] for key in ("version", "split", "tasks")] for table in tables]
-        same = all(one == over[0] for one in over)
-        joined[suite] = {"models": list(labels), "rows": rows, "over": over, "same": same}
+        models = [folder.absolute().name for folder in folders]
+        joined[suite] = {"models": models, "rows": rows, "over": over, "same": all(one == over[0] for one in over)}
     return joined
 
 
@@ -196,13 +193,27 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
     """
     first, rows = results[0], []
     for own in results:
-        row = {
+        row: dict[str, Any] = {
             "model": own.label,
             "tasks": len(own.tasks),
             "pass@1": rate_of([task.success for task in own.tasks.values() if task.success is not None]),
             "reward": mean_of(task.reward for task in own.tasks.values()),
         }
-        rows.append(row if own is first else row | _pair_tasks(first, own))
+        rows.append(row)
+        if own is first:
+            continue
+        gained = _task_gains(first, own, own.tasks)
+        also = changes(*({k: v for k, v in of.identity.items() if not k.startswith(_OF_MODEL)} for of in (first, own)))
+        if gained is None:
+            apart = {one.id for one in first.tasks.values()}.isdisjoint(one.id for one in own.tasks.values())
+            why = "none of their tasks is the same" if apart else "their tasks have the same names and other contents"
+            differ = f" ({'; '.join(also)})" if also else ""
+            raise ConfigError(
+                f"{own.label} cannot be compared with {first.label} in {first.env}: {why}{differ}; "
+                "evaluate both with the same environment, parameters and split"
+            )
+        better, worse = sum(value > 0 for value in gained), sum(value < 0 for value in gained)
+        row |= {"difference": rate_of(gained, -1.0), "paired": len(gained), "better": better, "worse": worse, "also": also}
     labels = [{name: label_of(task.horizon) for name, task in own.tasks.items() if task.horizon is not None} for own in results]
     horizons: dict[str, list[dict[str, Any]]] = {}
     for label in sorted({label for own in labels for label in own.values()}, key=order):
@@ -211,42 +222,19 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
             names = [name for name, bin in of.items() if bin == label]
             part = {"model": own.label, "tasks": len(names), "pass@1": mean_of(own.tasks[name].success for name in names)}
             if own is not first:
-                gained = _task_gains(first, own, _same(first, own, names))
+                gained = _task_gains(first, own, names) or []
                 part |= {"difference": mean_of(gained), "paired": len(gained)}
             horizons[label].append(part)
     return {"env": first.env, "rows": rows, "horizons": horizons if len(horizons) > 1 else {}}
 
 
-def _same(first: Results, own: Results, names: Iterable[str]) -> list[str]:
-    """Those of its tasks that are the first's too."""
-    return [name for name in names if name in first.tasks]
-
-
-def _task_gains(first: Results, own: Results, names: Sequence[str]) -> list[float]:
-    """Gain on each of these tasks of both, as far as both are known."""
-    pairs = [(first.tasks[name].success, own.tasks[name].success) for name in names]
-    return [after - before for before, after in pairs if before is not None and after is not None]
-
-
-def _pair_tasks(first: Results, own: Results) -> dict[str, Any]:
-    same = _same(first, own, own.tasks)
-    also = changes(*({k: v for k, v in of.identity.items() if not k.startswith(_OF_MODEL)} for of in (first, own)))
+def _task_gains(first: Results, own: Results, names: Iterable[str]) -> list[float] | None:
+    """Gain on each of these tasks that is the first's too, as far as both are known; None if none of them is the first's."""
+    same = [name for name in names if name in first.tasks]
     if not same:
-        apart = {one.id for one in first.tasks.values()}.isdisjoint(one.id for one in own.tasks.values())
-        why = "none of their tasks is the same" if apart else "their tasks have the same names and other contents"
-        differ = f" ({'; '.join(also)})" if also else ""
-        raise ConfigError(
-            f"{own.label} cannot be compared with {first.label} in {first.env}: {why}{differ}; "
-            "evaluate both with the same environment, parameters and split"
-        )
-    gained = _task_gains(first, own, same)
-    return {
-        "difference": rate_of(gained, -1.0),
-        "paired": len(gained),
-        "better": sum(value > 0 for value in gained),
-        "worse": sum(value < 0 for value in gained),
-        "also": also,
-    }
+        return None
+    pairs = [(first.tasks[name].success, own.tasks[name].success) for name in same]
+    return [after - before for before, after in pairs if before is not None and after is not None]
 
 
 def compare_all(folders: Sequence[Mapping[str, Results]]) -> dict[str, Any]:

@@ -117,7 +117,22 @@ def _digests(files: Mapping[str, Sequence[Path]]) -> Identity:
 
 
 def _digest_all(paths: Sequence[Path]) -> str | None:
-    return digest_of([[path.name, _digest(path)] for path in paths]) if paths else None
+    """Digest of the files' names, sizes and contents; of large ones, of the size and `_CHUNKS` chunks. None without files."""
+    found = []
+    for path in paths:
+        size, digest = path.stat().st_size, sha256()
+        digest.update(str(size).encode())
+        with path.open("rb") as file:
+            if size <= _CHUNK * _CHUNKS or (size <= _WHOLE and path.suffix not in _WEIGHTS):  # of data a row may change
+                while chunk := file.read(_CHUNK * _CHUNKS):
+                    digest.update(chunk)
+            else:
+                # Evenly spread samples: a training step changes nearly all weights, and reading 100 GB would take minutes.
+                for number in range(_CHUNKS):
+                    file.seek(number * (size - _CHUNK) // (_CHUNKS - 1))
+                    digest.update(file.read(_CHUNK))
+        found.append([path.name, digest.hexdigest()])
+    return digest_of(found) if found else None
 
 
 def _named_in(value: Any) -> Iterator[Path]:
@@ -150,19 +165,3 @@ def _sources(path: Path | None) -> Iterator[Path]:
 
 def _plain(paths: Iterator[Path]) -> Iterator[Path]:
     return (path for path in paths if path.is_file() and not path.name.startswith("."))
-
-
-def _digest(path: Path) -> str:
-    """Digest of a file's size and content; of large ones, of size and `_CHUNKS` chunks."""
-    size, digest = path.stat().st_size, sha256()
-    digest.update(str(size).encode())
-    with path.open("rb") as file:
-        if size <= _CHUNK * _CHUNKS or (size <= _WHOLE and path.suffix not in _WEIGHTS):  # of data a row may change
-            while chunk := file.read(_CHUNK * _CHUNKS):
-                digest.update(chunk)
-            return digest.hexdigest()
-        # Evenly spread samples: a training step changes nearly all weights, and reading 100 GB would take minutes.
-        for number in range(_CHUNKS):
-            file.seek(number * (size - _CHUNK) // (_CHUNKS - 1))
-            digest.update(file.read(_CHUNK))
-    return digest.hexdigest()

@@ -6,11 +6,9 @@ import asyncio
 import logging
 import shlex
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.group import check_arrived
@@ -59,34 +57,9 @@ from agentrl.utils.threads import in_thread, share_the_lock
 log = logging.getLogger(__name__)
 
 
-class RunKind(ABC):
-    """A run that learns without playing episodes, as registered in `RUN_KINDS`."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-
-    @abstractmethod
-    def check(self, *, prepared: bool = False) -> list[str]:
-        """Warnings. `prepared`: the run's folder has its data. Raises ConfigError for a config that cannot run."""
-
-    @abstractmethod
-    def prepare(self, folder: Path, display: Display) -> object:
-        """Write into `folder` what the run reads, before the run has a folder. Raises ConfigError."""
-
-    @abstractmethod
-    def relevant_sections(self) -> TrainConfig:
-        """The config with only the sections that the run reads."""
-
-    @abstractmethod
-    async def train(self, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
-        """Train; returns False if interrupted."""
-
-    @abstractmethod
-    def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Entries of summary.json, from the rows of metrics.jsonl."""
-
-
-RUN_KINDS: Registry[type[RunKind]] = Registry("run", "RUN_KINDS", "agentrl.run")
+RUN_KINDS: Registry[Callable[[TrainConfig], Any]] = Registry("run", "RUN_KINDS", "agentrl.run")
+"""Runs that learn without playing episodes: made of a config, each checks it, prepares a folder's data, trains (False if it was
+interrupted), and sums up the rows of metrics.jsonl; `relevant_sections` is the config with the sections that it reads."""
 DATA = "data"
 """Name in `RUN_KINDS` of training on [data]."""
 
@@ -142,8 +115,10 @@ def execute(
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
         display.say(f"agentrl {'train' if config.data is None else 'sft'}: {folder.path} ({'resumed' if resumed else 'new'})")
-        if resumed and (restored := folder.restore()) is not None:
-            display.say(restored)
+        if not folder.trajectories.is_dir():
+            folder.trajectories.mkdir()
+            gone = "the folder was deleted. It is made again; the episodes of earlier updates are gone"
+            display.say(f"{folder.trajectories}: {gone}")
         if resumed and (old := folder.keep_config(to_toml(config, origins), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
         shown = config if config.data is None else RUN_KINDS[DATA](config).relevant_sections()
@@ -327,12 +302,16 @@ class RunDriver:
         display.say("")
         before, after = (percent(summary.get(phase)) for phase in ("before", "after"))
         display.say(f"success on held-out tasks   before {before}   after {after}")
-        for env in config.envs if len(config.envs) > 1 else ():
-            one = _of_env(rows, env.called)
-            before, after = (percent(one[f"success_{phase}"]) for phase in ("before", "after"))
-            display.say(f"  {env.called:<26}before {before}   after {after}   {one['tokens']:,} tokens sampled")
-            _say_horizons(display, one.get("horizons", {}))
-        _say_horizons(display, summary_of(rows))
+        for env in [*(config.envs if len(config.envs) > 1 else ()), None]:
+            if env is not None:
+                one = _of_env(rows, env.called)
+                before, after = (percent(one[f"success_{phase}"]) for phase in ("before", "after"))
+                display.say(f"  {env.called:<26}before {before}   after {after}   {one['tokens']:,} tokens sampled")
+            # A line for each number of calls, if tasks differ in it.
+            horizons = summary_of(rows, None if env is None else env.called)
+            for label, part in horizons.items() if len(horizons) > 1 else ():
+                ends = f"before {percent(part['success_before'])}   after {percent(part['success_after'])}"
+                display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {part['tasks']} tasks")
         spent = thrown_away([row for row in rows if row["phase"] == "train"])
         if spent.get("tokens_thrown"):
             away, of = spent["tokens_thrown"], spent["tokens_sampled"]
@@ -416,13 +395,6 @@ def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         **({"horizons": horizons} if (horizons := summary_of(rows, name)) else {}),
         "tokens": sum(row.get(f"env/{name}/tokens", 0) for row in rows if row["phase"] == "train"),
     }
-
-
-def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None:
-    """A line for each number of calls, if tasks differ in it."""
-    for label, one in horizons.items() if len(horizons) > 1 else ():
-        ends = f"before {percent(one['success_before'])}   after {percent(one['success_after'])}"
-        display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {one['tasks']} tasks")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
-from agentrl.config import ClusterConfig, RolloutConfig, TrainConfig
+from agentrl.config import TrainConfig
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
 from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import model_context, named_anywhere
@@ -32,20 +32,30 @@ class EngineChoice:
     @cached_property
     def name(self) -> str:
         """The engine that claims the model (`api:NAME`), else that of `engine`; `auto` is the one that best suits the GPUs
-        available to it (vLLM if there are any, else embedded).
+        available to its own processes (vLLM if there are any, else embedded): those of its pool, or those that the trainer leaves
+        free. With `rollout.colocate` engine and trainer use the same GPUs.
 
         Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed,
         ResourceError if the cluster's nodes do not answer.
         """
-        config = self.config
+        config, cluster = self.config, self.config.cluster
         if claiming := claiming_engine(config.model.path):
             return claiming.name
-        if config.engine == AUTO:
-            return _best_for(engine_gpus(config.rollout, config.cluster))
-        maker = ENGINES.entry(config.engine).make
-        if not is_planned():
-            maker.check_installed()
-        return config.engine
+        if config.engine != AUTO:
+            maker = ENGINES.entry(config.engine).make
+            if not is_planned():
+                maker.check_installed()
+            return config.engine
+        if cluster.backend == "ray" and (pool := cluster.pools.get(cluster.roles.get("rollout", ""))) is not None:
+            return _best_for(node_need(pool)[1] * pool.nodes)
+        available = sum(node.gpus for node in nodes_of(cluster, "actor"))
+        if config.rollout.colocate:
+            return _best_for(available)
+        if cluster.backend == "inline":  # Ray does not know which one the driver uses
+            return _best_for(0.0)
+        placed = {pool for pool in cluster.roles.values() if pool in cluster.pools}
+        taken = sum(node_need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
+        return _best_for(available - taken - (0 if "actor" in cluster.roles else cluster.actors))
 
     @property
     def traits(self) -> frozenset[str]:
@@ -126,25 +136,6 @@ def _best_for(gpus: float) -> str:
 def claiming_engine(model: str | None) -> Entry[type[EngineMaker]] | None:
     """The engine that claims a model of this name, whatever `engine` says."""
     return next((entry for entry in ENGINES.own() if entry.make.claims(model)), None)
-
-
-def engine_gpus(rollout: RolloutConfig, cluster: ClusterConfig) -> float:
-    """The number of GPUs available to an engine's own processes: those of its pool, or those that the trainer leaves free.
-
-    With `rollout.colocate` engine and trainer use the same GPUs; else there are none with backend "inline", since Ray does
-    not know which one the driver uses.
-    """
-    if cluster.backend == "ray" and (pool := cluster.pools.get(cluster.roles.get("rollout", ""))) is not None:
-        return node_need(pool)[1] * pool.nodes
-    available = sum(node.gpus for node in nodes_of(cluster, "actor"))
-    if rollout.colocate:
-        return available
-    if cluster.backend == "inline":
-        return 0.0
-    placed = {pool for pool in cluster.roles.values() if pool in cluster.pools}
-    taken = sum(node_need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
-    unplaced = 0 if "actor" in cluster.roles else cluster.actors
-    return available - taken - unplaced
 
 
 def computation_text(dtype: str, threads: int | str | None) -> str:

@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import date
@@ -28,8 +28,7 @@ from agentrl.engines.makers import api_name
 from agentrl.env.catalog import EnvRef
 from agentrl.env.official import success_rates
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.episode import EpisodeSpec
-from agentrl.rollout.player import SCRIPTS, Script, end_of, fault_of, run_tasks, success_rate
+from agentrl.rollout.player import SCRIPTS, end_of, fault_of, run_tasks, success_rate
 from agentrl.run.assembly import read_inputs
 from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import mean_of, official, rate_of
@@ -64,11 +63,8 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         by_task[trajectory.task_key].append(trajectory)
-    counts = [
-        (len(known), sum(known))
-        for members in by_task.values()
-        if (known := [t.success for t in members if t.success is not None])
-    ]
+    found = [[t.success for t in members if t.success is not None] for members in by_task.values()]
+    counts = [(len(known), sum(known)) for known in found if known]
     report: dict[str, Any] = {
         "tasks": len(by_task),
         "episodes": len(trajectories),
@@ -86,41 +82,41 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     turns = [turn for t in trajectories for turn in t.turns]
     priced = [turn.usd for turn in turns if turn.usd is not None]
     prices = [[turn.usd for turn in t.turns] for t in trajectories]
-    episodes = [seconds for t in trajectories if t.reward is not None and (seconds := t.timings.get("episode_s")) is not None]
+    spans = {
+        # Of the model, for the turns that it finished.
+        "turn_seconds": [turn.seconds - sum(r.seconds for r in turn.results) for turn in turns if turn.ledger >= 0],
+        "episode_seconds": [t.timings["episode_s"] for t in trajectories if t.reward is not None and "episode_s" in t.timings],
+    }
     report |= {
         "turns": mean_of(float(len(t.turns)) for t in trajectories),
         "tokens": mean_of(_tokens(t, "sampled_tokens") for t in trajectories),
         "prompt_tokens": mean_of(_tokens(t, "prompt_tokens") for t in trajectories),
         "seconds": mean_of(t.timings.get("episode_s") for t in trajectories),
-        "turn_seconds": _percentiles(  # of the model, for the turns that it finished
-            [turn.seconds - sum(result.seconds for result in turn.results) for turn in turns if turn.ledger >= 0]
-        ),
-        "episode_seconds": _percentiles(episodes),
+        **{
+            name: dict(zip(("p50", "p95"), np.percentile(of, [50, 95]).tolist() if of else (None, None), strict=True))
+            for name, of in spans.items()
+        },
         "usd": mean_of(sum(usd for usd in own if usd is not None) for own in prices if own and None not in own),
         "usd_total": sum(priced) if priced else None,
         "unpriced_turns": len(turns) - len(priced),
     }
-    parts = by_label(trajectories)
-    if len(parts) > 1:
-        report[HORIZONS] = {label: _of_horizon(members) for label, members in parts.items()}
-    return report
-
-
-def _of_horizon(members: Sequence[Trajectory]) -> dict[str, Any]:
-    """Means over the episodes whose gold solutions have as many calls; the interval of success is over tasks."""
-    known: dict[str, list[bool]] = defaultdict(list)
-    for t in members:
-        if t.success is not None:
-            known[t.task_key].append(t.success)
-    return {
-        "tasks": len({t.task_key for t in members}),
-        "episodes": len(members),
-        "unscored": sum(not _is_scored(t) for t in members),
-        "success": rate_of([statistics.fmean(of) for of in known.values()]),
-        "reward": mean_of(t.reward for t in members),
-        "turns": mean_of(float(len(t.turns)) for t in members),
-        "tokens": mean_of(_tokens(t, "sampled_tokens") for t in members),
-    }
+    # Means over the episodes whose gold solutions have as many calls; the interval of success is over tasks.
+    horizons: dict[str, Any] = {}
+    for label, of in by_label(trajectories).items():
+        known: dict[str, list[bool]] = defaultdict(list)
+        for t in of:
+            if t.success is not None:
+                known[t.task_key].append(t.success)
+        horizons[label] = {
+            "tasks": len({t.task_key for t in of}),
+            "episodes": len(of),
+            "unscored": sum(not _is_scored(t) for t in of),
+            "success": rate_of([statistics.fmean(found) for found in known.values()]),
+            "reward": mean_of(t.reward for t in of),
+            "turns": mean_of(float(len(t.turns)) for t in of),
+            "tokens": mean_of(_tokens(t, "sampled_tokens") for t in of),
+        }
+    return report | ({HORIZONS: horizons} if len(horizons) > 1 else {})
 
 
 def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
@@ -136,11 +132,6 @@ def _tokens(trajectory: Trajectory, kind: Literal["sampled_tokens", "prompt_toke
     if any(turn.prompt_tokens == 0 for turn in trajectory.turns) or not trajectory.turns:
         return None
     return float(sum(getattr(turn, kind) for turn in trajectory.turns))
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    middle, high = np.percentile(np.asarray(values), [50, 95]).tolist() if values else (None, None)
-    return {"p50": middle, "p95": high}
 
 
 FEW = 8
@@ -301,9 +292,7 @@ class RolloutJob:
         evaluates = request.purpose == "eval"  # with a temperature of its own
         self.temperature = config.eval.temperature if evaluates else one_temperature(config.rollout, "a rollout")
         self.file = request.out / "trajectories.jsonl"
-        self.script: Callable[[EpisodeSpec], Script] | None = None
-        if request.values:
-            self.script = SCRIPTS["values"](config, request.values)
+        self.script = SCRIPTS["values"](config, request.values) if request.values else None
         self.episodes: dict[Pair, Trajectory] = {}
         self.interrupted = False
 

@@ -97,20 +97,17 @@ def _try_lock(folder: Path, file: IO[str], kind: int) -> None:
 # The log
 
 
-class SafeLines(logging.Formatter):
-    """Without secrets, and with what a terminal could act on written out, whichever program the run is part of."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return safe(redact_said(super().format(record)))
-
-
 class LogFile(RotatingFileHandler):
     """Writes lines with time, level and name; at `LOG_BYTES` `log.txt` becomes `log.txt.1`, that one `log.txt.2`, ... Raises
     OSError if there is something else than a plain file: a pipe in its place would be waited for."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8")
-        self.setFormatter(SafeLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Without secrets, and with what a terminal could act on written out, whichever program the run is part of."""
+        return safe(redact_said(super().format(record)))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """On a full disk lines wait in the buffer. That the disk is full is said by what the run cannot do without; a traceback a
@@ -146,10 +143,21 @@ def check_free(name: str, out: str) -> None:
     """Raise ConfigError if there is something where the run's folder would be (NameTakenError: a run), ResourceError if it cannot
     be made there. Makes and changes nothing."""
     path = Path(out) / name
+    whole = path.absolute()
+    # As far as it shows without making it: a part of the path is too long, or a file, or it may not be written.
+    above = next(there for there in (whole, *whole.parents) if os.path.lexists(there))
     try:
-        _try_path(path.absolute())
+        for part in whole.relative_to(above).parts:  # alone: the system reads no further than the first that is missing
+            try:
+                os.lstat(above / part)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise type(error)(error.errno, error.strerror, str(whole)) from None
+        if above != whole and not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(whole))
     except OSError as error:
-        raise ResourceError(f"{path.absolute()}: the run folder cannot be written: {error}") from None
+        raise ResourceError(f"{whole}: the run folder cannot be written: {error}") from None
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not (path / "config.toml").is_file():
@@ -158,23 +166,6 @@ def check_free(name: str, out: str) -> None:
         f"{path}: there is a run of that name. Continue it: {RunFolder(path).resume_command(path)}; or choose another name: "
         f"name={name}-2; or start over: --overwrite"
     )
-
-
-def _try_path(path: Path) -> None:
-    """Raise the OSError with which the system would refuse a folder at `path`, as far as that shows without making it: a
-    part of it is too long, or a file, or it may not be written."""
-    above = next(there for there in (path, *path.parents) if os.path.lexists(there))
-    if above == path:
-        return
-    for part in path.relative_to(above).parts:  # alone: the system reads no further than the first that is missing
-        try:
-            os.lstat(above / part)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise type(error)(error.errno, error.strerror, str(path)) from None
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 class RunFolder:
@@ -223,13 +214,6 @@ class RunFolder:
             raise ResourceError(f"{folder.path}: the run folder cannot be written: {error}") from None
         return folder
 
-    def restore(self) -> str | None:
-        """Make the folder of episodes again if it was deleted; returns the message for that."""
-        if self.trajectories.is_dir():
-            return None
-        self.trajectories.mkdir()
-        return f"{self.trajectories}: the folder was deleted. It is made again; the episodes of earlier updates are gone"
-
     def resume_command(self, shown: Path | None = None) -> str:
         """Command that continues the run; `shown`: its path as the user wrote it."""
         command = "sft" if (self.data / "data.json").is_file() else "train"
@@ -265,16 +249,12 @@ class RunFolder:
                 os.fsync(file.fileno())
 
     def metrics_seal(self, size: int = -1) -> dict[str, Any]:
-        """Size and SHA-256 of metrics.jsonl, or of its first `size` bytes, for `metrics_are`."""
+        """Size and SHA-256 of metrics.jsonl, or of its first `size` bytes."""
         data = b""
         if self.metrics.exists():
             with open_plain(self.metrics) as file:
                 data = file.read(size)
         return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-    def metrics_are(self, seal: Mapping[str, Any]) -> bool:
-        """Return True if the beginning of metrics.jsonl is what `metrics_seal` found."""
-        return self.metrics_seal(seal["size"]) == seal
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All complete rows of metrics.jsonl; a last row cut short by a kill is skipped, and any other line."""
@@ -286,9 +266,19 @@ class RunFolder:
         if not self.metrics.exists():
             return [], [], []
         *whole, last = read_plain(self.metrics, "replace").split("\n")
-        found = [(number, _row(line)) for number, line in enumerate(whole, 1) if line]
-        rows = [row for _, row in found if row is not None]
-        return rows, [number for number, row in found if row is None], [len(whole) + 1] if last else []
+        rows, damaged = list[dict[str, Any]](), list[int]()
+        for number, line in enumerate(whole, 1):
+            if not line:
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("phase"), str) and isinstance(row.get("step"), int):
+                rows.append(row)
+            else:
+                damaged.append(number)
+        return rows, damaged, [len(whole) + 1] if last else []
 
     def rewind(self, step: int) -> list[int]:
         """Remove the rows that a resume from `step` (updates done) will write again, and models of checkpoints that it will write
@@ -369,16 +359,6 @@ def stored_object(path: Path, mend: str) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise RunFolderError(f"{path}: damaged: expected a JSON object; {mend}")
     return found
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """A row of metrics.jsonl, or None if the line holds none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    whole = isinstance(row, dict) and isinstance(row.get("phase"), str) and isinstance(row.get("step"), int)
-    return row if whole else None
 
 
 def lines(rows: Iterable[Trajectory | Group]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import threading
 import time
@@ -36,27 +35,22 @@ def ended_as_interrupted(handler: Callable[[int, FrameType | None], None] = sign
             signal.signal(number, earlier)
 
 
-class _Signals:
-    """Tells signals apart: of two that come at once the second is not one of its own, if a parent passes them on."""
-
-    def __init__(self) -> None:
-        self._last = -math.inf
-
-    def another(self) -> bool:
-        """Return True if the one that has come now counts."""
-        before, self._last = self._last, time.monotonic()
-        return self._last - before > TWICE or not has_parent()
+def _another(times: list[float]) -> bool:
+    """Return True if the signal that has come now counts, after those at `times`: of two that come at once the second is not one
+    of its own, if a parent passes them on."""
+    times.append(time.monotonic())
+    return len(times) < 2 or times[-1] - times[-2] > TWICE or not has_parent()
 
 
 @contextmanager
 def put_off(say: Callable[[str], None]) -> Iterator[None]:
     """Inside, for the last lines of a run that is over, the first stop signal is answered that nothing is left to stop; the
     second is KeyboardInterrupt, for there may be a tracker that does not end."""
-    signals, told = _Signals(), False
+    times, told = list[float](), False
 
     def tell(number: int, frame: FrameType | None) -> None:
         nonlocal told
-        if not signals.another():
+        if not _another(times):
             return
         if told:
             raise KeyboardInterrupt
@@ -78,7 +72,7 @@ class Interrupt:
         self.requested = False
         self.in_step = False
         self._say = say
-        self._signals = _Signals()
+        self._times = list[float]()
         self._unheard, self._blocked, self._seen = False, False, 0
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,7 +98,7 @@ class Interrupt:
         self._unheard = False
         if self._seen:
             self._seen -= 1
-        elif self._signals.another():
+        elif _another(self._times):
             self.request()
 
     def _at_once(self, number: int, frame: FrameType | None) -> None:

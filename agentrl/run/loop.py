@@ -14,10 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from agentrl.config import Choice, EvalConfig
+from agentrl.config import Choice
 from agentrl.config.envs import eval_weights, own_advantages
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
@@ -49,48 +50,67 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     resumed_at = collector.ledger.version
     rows = run_log.folder.read_metrics() if resumed_at else []
     evaluated = next((row for row in rows if row["phase"] == "eval" and row["step"] == resumed_at), None)
-    done = resumed_at >= config.steps or interrupt.requested or _has_ended(session, evaluated)
-    if not done and evaluated is None and _is_due(config.steps, config.eval, resumed_at):
+    done = resumed_at >= config.steps or interrupt.requested
+    enough = config.stop_at_success
+    if not done and evaluated is not None and _reaches(evaluated["success"], enough):
+        # The run was over when it was stopped: its next update would be one too many.
+        done = True
+        session.display.say(
+            f"held-out success {percent(evaluated['success'])} has reached stop_at_success = {enough} at update "
+            f"{evaluated['step']}: no more updates; to go on: stop_at_success=false, or a higher one"
+        )
+    # Weights that are evaluated on the way; the last ones are after the loop.
+    due = range(config.eval.every, config.steps, config.eval.every) if config.eval.every else ()
+    if not done and evaluated is None and resumed_at in due:
         # An unbroken run has it: this one was interrupted, or to end, here.
         owed = await evaluate_now(session, run_log, "eval")
-        done = _reaches(owed.success, config.stop_at_success)
+        done = _reaches(owed.success, enough)
         await session.saver.rate(owed)
     if config.rollout.max_staleness == 0:  # what was sampled before the first step is none of its tokens
         await meter.read()  # above 0 they may all be: the first row then has no speed, rather than a wrong one
     while not done:
         if session.tracing is not None:
             await session.tracing.begin(collector.ledger.version + 1)
-        clock = Clock(session.display)
-        with clock.part("rollout", collector.ahead, collector.watch.waiting):
+        laps: dict[str, float] = {}
+        part = partial(timed_part, session.display, laps)
+        with part("rollout", collector.ahead, collector.watch.waiting):
             groups = await republish_to_new_replicas(session, collector.collect())
-        with clock.part("batch"):
+        with part("batch"):
             batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, advantages)
             ages = await in_thread("batch", staleness, batch, collector.ledger.version)
             for hook in session.learner.hooks.values():
                 batch = await hook.prepare(batch, groups, session.envs)
-        with clock.part("update"):
+        with part("update"):
             if config.rollout.colocate:
                 await session.rest()  # until the publish
             number = collector.ledger.version + 1
             keep = number % config.trajectories_every == 0 or number == config.steps  # the episodes are written
             update: Row = await session.learner.step(batch, collector.ledger.version, keep) | ages
         del batch  # also frees its part in the object store, which the next episodes need
-        with clock.part("publish"):
+        with part("publish"):
             # Counted first: `publish` sends the weights under the ledger's version.
             collector.trained(groups)
             await session.publish()
         update |= await meter.read() | session.watchdog.read()
         step = collector.ledger.version
-        row = await log_step(session, run_log, groups, update, clock, keep)
+        with span("log"):
+            played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), len(session.envs) > 1)
+            figures = train_row(session, played, update, laps)
+            run_log.row("train", step, figures)
+            if keep:
+                members = [t for group in groups for t in group.trajectories]
+                await run_log.trajectories(f"step_{step:06d}", members, session.learner.tokens)
+            session.display.step(step, *shown_of(figures, [env.name for env in session.envs]))
+        row = {"step": step, "phase": "train", **figures}
         await session.callbacks.call("on_step", row, session)
         found = None
-        if _is_due(config.steps, config.eval, step) and not interrupt.requested:
+        if step in due and not interrupt.requested:
             found = await evaluate_now(session, run_log, "eval")
         # Each step: what cannot be written must end the run at once, not after all its steps.
         await session.saver.check()
         await run_log.writes.check()
         # Read once per step, for both the save and the end: Ctrl-C in between would end the loop without a checkpoint.
-        reached = found is not None and _reaches(found.success, config.stop_at_success)
+        reached = found is not None and _reaches(found.success, enough)
         done = step >= config.steps or reached or interrupt.requested
         if done or step % config.checkpoint.every == 0 or session.saver.deserves(found):
             with session.display.doing("checkpoint"):
@@ -101,24 +121,6 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             await session.tracing.end()
     await session.saver.wait()
     interrupt.in_step = False
-
-
-def _is_due(steps: int, evaluation: EvalConfig, step: int) -> bool:
-    """Return True if these weights are evaluated on the way; the last ones are after the loop."""
-    return bool(evaluation.every) and 0 < step < steps and step % evaluation.every == 0
-
-
-def _has_ended(session: Session, evaluated: Row | None) -> bool:
-    """Return True if the run had reached `stop_at_success` when it was stopped, or was over: its next update would be one too
-    many."""
-    enough = session.config.stop_at_success
-    if evaluated is None or not _reaches(evaluated["success"], enough):
-        return False
-    session.display.say(
-        f"held-out success {percent(evaluated['success'])} has reached stop_at_success = {enough} at update {evaluated['step']}: "
-        "no more updates; to go on: stop_at_success=false, or a higher one"
-    )
-    return True
 
 
 def _reaches(success: float | None, enough: float | None) -> bool:
@@ -165,31 +167,12 @@ def staleness(batch: TensorDict, version: int) -> dict[str, float]:
     return {"staleness_mean": ages.double().mean().item(), "staleness_max": ages.max().item()}
 
 
-@in_span("log")
-async def log_step(session: Session, run_log: RunLog, groups: list[Group], update: Row, clock: Clock, keep: bool) -> Row:
-    """One metrics row, the step's trajectories if `keep`, and the display; returns the row as it is written."""
-    step, several = session.collector.ledger.version, len(session.envs) > 1
-    played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), several)
-    row = train_row(session, played, update, clock.laps)
-    run_log.row("train", step, row)
-    if keep:
-        members = [t for group in groups for t in group.trajectories]
-        await run_log.trajectories(f"step_{step:06d}", members, session.learner.tokens)
-    session.display.step(step, *shown_of(row, [env.name for env in session.envs]))
-    return {"step": step, "phase": "train", **row}
-
-
-class Clock:
-    """Wall-clock seconds of the parts of a step, which the display shows meanwhile."""
-
-    def __init__(self, display: Display) -> None:
-        self.laps: dict[str, float] = {}
-        self._display = display
-
-    @contextmanager
-    def part(self, name: Kind, look: Callable[[], str] = nothing, waits: Callable[[], str] = nothing) -> Iterator[None]:
-        """The time within is that of part `name`; `look` and `waits` as in `Display.doing`."""
-        began = time.monotonic()
-        with self._display.doing(name, look, waits), span(name):
-            yield
-        self.laps[f"{name}_s"] = time.monotonic() - began
+@contextmanager
+def timed_part(
+    display: Display, laps: dict[str, float], name: Kind, look: Callable[[], str] = nothing, waits: Callable[[], str] = nothing
+) -> Iterator[None]:
+    """The time within, in seconds, is that of part `name` of a step in `laps`; `look` and `waits` as in `Display.doing`."""
+    began = time.monotonic()
+    with display.doing(name, look, waits), span(name):
+        yield
+    laps[f"{name}_s"] = time.monotonic() - began

@@ -272,7 +272,10 @@ def info_of(key: str) -> MetricInfo | None:
 
     Of `env/NAME/KEY` and `n/KEY`: that of KEY, as far as it says so itself."""
     for _, entry in metrics_table():
-        if _pattern(entry.name).fullmatch(key):
+        # Names of environments, arms and ids may hold dots, commas and slashes; a worker's number may not.
+        parts = re.split(r"(<\w+>)", entry.name)
+        pattern = "".join(r"\d+" if part == "<i>" else ".+" if part.startswith("<") else re.escape(part) for part in parts)
+        if re.fullmatch(pattern, key):
             if not key.startswith("n/") or (of := info_of(key.removeprefix("n/"))) is None:
                 return entry
             return replace(entry, phases=of.phases)
@@ -292,12 +295,6 @@ def as_markdown() -> str:
             meaning = entry.meaning.replace("|", "\\|") + (" [E]" if entry.per_env else "")
             parts.append(f"| `{entry.name}` | {entry.unit} | {meaning} | {rows} |\n")
     return "".join(parts)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    """Names of environments, arms and ids may hold dots, commas and slashes; a worker's number may not."""
-    parts = re.split(r"(<\w+>)", name)
-    return re.compile("".join(r"\d+" if part == "<i>" else ".+" if part.startswith("<") else re.escape(part) for part in parts))
 
 
 _INTRODUCTION = """# Metrics

@@ -94,11 +94,20 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     scored = [place for place, has in enumerate(has_score) if has]
     unscored = Counter(unscored_cause(t) for t, has in zip(episodes, has_score, strict=True) if not has)
     means = _means(episodes)
-    terms = _terms(episodes, kinds)
+    # Each id's known values, by the episode's place; of an id that no episode knows, none.
+    by_id: dict[str, dict[int, float]] = {}
+    for env in sorted({t.env for t in episodes}):
+        by_id |= {f"{kind}/{name}": {} for name, kind in kinds.get(env, {}).items()}
+    for place, t in enumerate(episodes):
+        for name, value in t.metrics.items():
+            known = by_id.setdefault(f"{kinds.get(t.env, {}).get(name, 'term')}/{name}", {})
+            if value is not None:
+                known[place] = value
+    terms = sorted(by_id.items())
     found: Row = {name: _mean(known) for name, known in means}
     found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
     found |= {f"unscored/{cause}": count for cause, count in sorted(unscored.items())}
-    found |= _lengths(episodes) | _given_calls(episodes) | _sameness(episodes)
+    found |= _lengths(episodes)
     answers = [[result.error is not None for turn in t.turns for result in turn.results] for t in episodes]
     errors, called = [error for of in answers for error in of], [place for place, of in enumerate(answers) if of]
     calls = sum(len(turn.message.tool_calls) for t in episodes for turn in t.turns)
@@ -109,23 +118,16 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     if called != scored:
         over["tool_error_rate"] = len(called)
     found |= {f"n/{name}": count for name, count in over.items()}
-    return found if several else found | by_horizon(episodes, trained=trained)
-
-
-def by_horizon(episodes: Sequence[Trajectory], *, trained: bool) -> Row:
-    """Of the episodes of each range of horizons: success, reward, how many are scored and not, and how long they were; counted
-    as in `episode_values`."""
-    found: Row = {}
-    for label, members in by_label(episodes).items():
-        scored = sum(_is_scored(t, trained) for t in members)
+    # Of the episodes of each range of horizons, counted in the same way.
+    for label, members in () if several else by_label(episodes).items():
+        at, count = f"horizon/{label}", sum(_is_scored(t, trained) for t in members)
         means = _means(members)
         values: Row = {name: _mean(known) for name, known in means}
-        values |= {"scored": scored, "unscored": len(members) - scored}
-        values |= _given_calls(members)
+        values |= {"scored": count, "unscored": len(members) - count} | _given_calls(members)
         values["turns"] = sum(len(t.turns) for t in members) / len(members)
         values["response_length"] = sum(t.sampled_tokens for t in members) / len(members)
-        found |= {f"horizon/{label}/{key}": value for key, value in values.items()}
-        found |= {f"n/horizon/{label}/{name}": len(known) for name, known in means if len(known) != scored}
+        found |= {f"{at}/{key}": value for key, value in values.items()}
+        found |= {f"n/{at}/{name}": len(known) for name, known in means if len(known) != count}
     return found
 
 
@@ -165,41 +167,14 @@ def _means(episodes: Sequence[Trajectory]) -> list[tuple[str, dict[int, float]]]
     ]
 
 
-def _terms(episodes: Sequence[Trajectory], kinds: Kinds) -> list[tuple[str, dict[int, float]]]:
-    """Each id's known values, by the episode's place; of an id that no episode knows, none."""
-    found: dict[str, dict[int, float]] = {}
-    for env in sorted({t.env for t in episodes}):
-        found |= {f"{kind}/{name}": {} for name, kind in kinds.get(env, {}).items()}
-    for place, trajectory in enumerate(episodes):
-        of = kinds.get(trajectory.env, {})
-        for name, value in trajectory.metrics.items():
-            known = found.setdefault(f"{of.get(name, 'term')}/{name}", {})
-            if value is not None:
-                known[place] = value
-    return sorted(found.items())
-
-
 def _lengths(episodes: Sequence[Trajectory]) -> Row:
-    """Sampled tokens and turns; an episode that was cut before its first token counts with 0."""
+    """Sampled tokens, turns and what they repeat; an episode that was cut before its first token counts with 0."""
     tokens, turns = [t.sampled_tokens for t in episodes], [len(t.turns) for t in episodes]
-    ends = [turn.finish for t in episodes for turn in t.turns]
+    finishes = [turn.finish for t in episodes for turn in t.turns]
     later = sum(max(number - 1, 0) for number in turns)
     forks = sum(max(len(t.ledgers) - 1 - len(t.rewrites), 0) for t in episodes)
     count = max(len(episodes), 1)
-    return {
-        "tokens": sum(tokens),
-        "turns": sum(turns) / count,
-        "turns_max": max(turns, default=0),
-        "response_length/mean": sum(tokens) / count,
-        "response_length/max": max(tokens, default=0),
-        "response_length/cut": ends.count("length") / len(ends) if ends else None,
-        "truncated": sum(t.truncated for t in episodes) / count,
-        "forks": forks / later if later else None,
-    }
-
-
-def _sameness(episodes: Sequence[Trajectory]) -> Row:
-    """Shares of the policy's words that it has said before: within a turn, and at the ends of episodes of different tasks."""
+    # Shares of the policy's words that it has said before: within a turn, and at the ends of episodes of different tasks.
     grams = new = 0
     for t in episodes:
         for turn in t.turns:
@@ -212,6 +187,15 @@ def _sameness(episodes: Sequence[Trajectory]) -> Row:
     ends = [(t.turns[-1].message, t.task_key) for t in episodes if t.turns]
     said = Counter((m.content.strip(), *((call.name, str(call.arguments)) for call in m.tool_calls)) for m, _ in ends)
     return {
+        "tokens": sum(tokens),
+        "turns": sum(turns) / count,
+        "turns_max": max(turns, default=0),
+        "response_length/mean": sum(tokens) / count,
+        "response_length/max": max(tokens, default=0),
+        "response_length/cut": finishes.count("length") / len(finishes) if finishes else None,
+        "truncated": sum(t.truncated for t in episodes) / count,
+        "forks": forks / later if later else None,
+        **_given_calls(episodes),
         "repetition": 1 - new / grams if grams else None,
         "same_answer": max(said.values()) / len(ends) if len({task for _, task in ends}) > 1 else None,
     }

@@ -49,28 +49,45 @@ class Provenance:
         ConfigError if a file has other content than at the start, or config.toml other values than the newest checkpoint was
         trained with.
         """
-        folder = self.folder
-        self._check_config(before)
+        config, folder, steps = self.config, self.folder, self.config.steps
+        check_resumed(before, config, folder.path)
+        check_own_config(identity_of(before, "train"), folder)
         try:
-            notes = check()
+            notes = [*check()]
         except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
             raise type(error)(f"{error}{origin_hint(folder)}") from None
         if _read_provenance(folder) is None:
             self.write()  # so that the next resume can compare
-            old = f"no {FILE}: the files of the config are taken to be the same"
-            said = [f"{folder.path}: {old}"]
+            said = [f"{folder.path}: no {FILE}: the files of the config are taken to be the same"]
         else:
             said = self.check_contents()
-        return (*said, *notes, *self._later_notes(before))
+        # Keys that steer later updates, and the end of the run.
+        done = updates_done(folder)
+        notes += [f"{change} from update {done + 1} on" for change in later_changes(before, config)]
+        if steps < done and config.data is None:
+            notes.append(
+                f"steps = {steps}, and the run has done {done} updates: it is over; continue with more, as steps={done + 10}"
+            )
+        last = max((row["step"] for row in folder.read_metrics() if row["phase"] == "train"), default=0)
+        if last > done:
+            notes.append(f"updates {done + 1} to {last} are in no checkpoint of {folder.checkpoints}; they are done again")
+        optim = config.optim
+        if optim.schedule != "constant" and before.steps != steps:
+            # Updates in which only the critic learns do not count for the policy's schedule.
+            past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
+            ends = [policy_updates(each.steps, each.critic) for each in (before, config)]
+            was, now = (rate(past, optim.warmup, optim.schedule, end) for end in ends)
+            notes.append(
+                f'optim.schedule = "{optim.schedule}" ends with the run, which has {steps} steps now and had {before.steps}: '
+                f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}"
+            )
+        return (*said, *notes)
 
     def check_unchanged(self, before: TrainConfig) -> None:
         """The part of `check_resumable` that checks a run's files. Raises as it does."""
-        self._check_config(before)
-        self.check_contents()
-
-    def _check_config(self, before: TrainConfig) -> None:
         check_resumed(before, self.config, self.folder.path)
         check_own_config(identity_of(before, "train"), self.folder)
+        self.check_contents()
 
     def check_contents(self) -> list[str]:
         """Notes on code that changed since the run began. Raises ConfigError if the reward spec, data or a model did."""
@@ -88,29 +105,6 @@ class Provenance:
             )
         # Code may change: a run that stopped at a bug must be able to continue with the bug fixed.
         return [f"{key} have changed since the run began" for key in code if then.get(key, now.get(key)) != now.get(key)]
-
-    def _later_notes(self, before: TrainConfig) -> list[str]:
-        """Notes on keys that steer later updates, and on the end of the run."""
-        config, done, steps = self.config, updates_done(self.folder), self.config.steps
-        notes = [f"{change} from update {done + 1} on" for change in later_changes(before, config)]
-        if steps < done and config.data is None:
-            notes.append(
-                f"steps = {steps}, and the run has done {done} updates: it is over; continue with more, as steps={done + 10}"
-            )
-        last = max((row["step"] for row in self.folder.read_metrics() if row["phase"] == "train"), default=0)
-        if last > done:
-            notes.append(f"updates {done + 1} to {last} are in no checkpoint of {self.folder.checkpoints}; they are done again")
-        optim = config.optim
-        if optim.schedule != "constant" and before.steps != steps:
-            # Updates in which only the critic learns do not count for the policy's schedule.
-            past = max(done - (config.critic.warmup if config.critic is not None else 0), 0)
-            ends = [policy_updates(each.steps, each.critic) for each in (before, config)]
-            was, now = (rate(past, optim.warmup, optim.schedule, end) for end in ends)
-            notes.append(
-                f'optim.schedule = "{optim.schedule}" ends with the run, which has {steps} steps now and had {before.steps}: '
-                f"after update {done} it is {now:.3g} of optim.lr; it would have been {was:.3g}"
-            )
-        return notes
 
     def differences(self, env: str) -> list[str]:
         """Differences from the run's own evaluations of an environment: the config's entry `env`, compared with the run's entry
@@ -216,15 +210,6 @@ def run_folder(path: str | Path) -> RunFolder:
     return folder
 
 
-def run_of(model: str) -> RunFolder | None:
-    """The run in whose folder the model lies; None if it lies in none."""
-    path = Path(model).absolute()
-    for above in list(path.parents)[:_ABOVE] if path.is_dir() else []:
-        if (above / "config.toml").is_file() and (above / "provenance.json").is_file():
-            return RunFolder(above)
-    return None
-
-
 def config_of(folder: RunFolder) -> TrainConfig:
     """The config that the run in `folder` has."""
     return with_absolute_paths(load_config(folder.config))
@@ -294,22 +279,19 @@ def model_label(model: str) -> str:
 
 def model_note(model: str, config: TrainConfig) -> str | None:
     """A warning for a model that lies in a run's folder and is played otherwise than the run's evaluations play; else None."""
-    of = run_of(model)
-    differs = [] if of is None else [line for env in config.envs for line in Provenance(of, config).differences(env.called)]
-    if of is None or not differs:
-        return None
-    return (
-        f"{model} is a model of the run {of.path}, which evaluates otherwise: {'; '.join(differs)}. To evaluate as it does: "
-        f"agentrl eval --run {shlex.quote(str(of.path))}"
-    )
-
-
-def other_engine(folder: RunFolder, now: str) -> list[str]:
-    """That the run sampled with another engine than `now`, whose numbers differ in their last digits, if it did."""
-    if (summary := folder.read_summary()) is None:
-        return []
-    was = summary["engine"]
-    return [f"engine was {was}, is {now}"] if was and was != now else []
+    path = Path(model).absolute()
+    for above in list(path.parents)[:_ABOVE] if path.is_dir() else []:
+        if not ((above / "config.toml").is_file() and (above / FILE).is_file()):
+            continue
+        run = Provenance(RunFolder(above), config)
+        differs = [line for env in config.envs for line in run.differences(env.called)]
+        if not differs:
+            return None
+        return (
+            f"{model} is a model of the run {run.folder.path}, which evaluates otherwise: {'; '.join(differs)}. To evaluate as "
+            f"it does: agentrl eval --run {shlex.quote(str(run.folder.path))}"
+        )
+    return None
 
 
 def _same_env(one: str, other: str) -> bool:

@@ -32,6 +32,7 @@ PHASES = {"before": "before", "eval": "eval", "step": "train", "after": "after"}
 """The first part of a trajectory file's name -> the phase in metrics.jsonl."""
 _NAME = re.compile(r"([a-z]+)_(\d+)\.jsonl")
 _ORDER = {"before": 0, "train": 1, "eval": 2, "rollout": 2, "after": 3}
+_TAIL = 65536
 LIVE_S = 120.0
 """A run without a final word is taken to be going on for this many seconds after its last sign of life, or four of its steps if
 these are longer."""
@@ -199,7 +200,16 @@ class RunRecord:
             return False
         signs = [_change_time(path) for path in (self.folder.metrics, self.folder.log, self.folder.trajectories)]
         last = max((sign for sign in signs if sign is not None), default=None)
-        rows = _tail(self.folder.metrics)
+        # The last whole rows, as far as they lie in the file's last bytes and are JSON objects.
+        ends, lines = list[Any](), list[bytes]()
+        with suppress(OSError), open_plain(self.folder.metrics) as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - _TAIL, 0))
+            lines = file.read().split(b"\n")[0 if size <= _TAIL else 1 : -1]
+        for line in lines:
+            with suppress(ValueError):
+                ends.append(read_json(line))
+        rows = [row for row in ends if isinstance(row, dict)]
         laps = [[v for k, v in row.items() if k.startswith("time/") and isinstance(v, (int, float))] for row in rows]
         return last is not None and time.time() - last < max(LIVE_S, 4 * max(map(sum, laps), default=0.0))
 
@@ -275,22 +285,6 @@ def _change_time(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
-
-
-def _tail(path: Path, most: int = 65536) -> list[dict[str, Any]]:
-    """The last whole rows of a JSONL file, as far as they lie in its last bytes and are JSON objects."""
-    try:
-        with open_plain(path) as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - most, 0))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return []
-    rows = []
-    for line in lines[0 if size <= most else 1 : -1]:
-        with suppress(ValueError):
-            rows.append(read_json(line))
-    return [row for row in rows if isinstance(row, dict)]
 
 
 # `tokens/<name>.jsonl`: what training made of the tokens in `trajectories/<name>.jsonl`, row by row.

@@ -70,17 +70,14 @@ def names_of(key: str) -> list[RegisteredName]:
             found.append(RegisteredName(name, f"cannot be loaded: {problem}"))
             continue
         about = inspect.cleandoc(make.__doc__ or "").split("\n\n")[0]
-        args = {key: _default(parameter) for key, parameter in parameters.items()}
+        args = {}
+        for key, parameter in parameters.items():
+            value = parameter.default
+            if value is inspect.Parameter.empty or value is None:
+                args[key] = "unset" if value is None else "required"
+            elif callable(value):
+                args[key] = str(getattr(value, "__name__", type(value).__name__))
+            else:
+                args[key] = inline(value) if isinstance(value, str | int | float | list | tuple | dict) else repr(value)
         found.append(RegisteredName(name, " ".join(about.split()), args))
     return found
-
-
-def _default(parameter: inspect.Parameter) -> str:
-    value = parameter.default
-    if value is inspect.Parameter.empty:
-        return "required"
-    if value is None:
-        return "unset"
-    if callable(value):
-        return str(getattr(value, "__name__", type(value).__name__))
-    return inline(value) if isinstance(value, str | int | float | list | tuple | dict) else repr(value)

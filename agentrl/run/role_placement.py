@@ -20,15 +20,14 @@ from agentrl.cluster.placement import (
     join_locations,
     keys_of_roles,
     locations,
-    node_need,
     nodes_of,
     pools_of_roles,
 )
 from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
-from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory
+from agentrl.rollout.engine import PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import EngineChoice
-from agentrl.run.services import RunServices, SideEngine
+from agentrl.run.services import RunServices
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import varlen_takes_groups
 from agentrl.trainer.language_model import Role
@@ -91,34 +90,12 @@ class RunRoles:
                 found[one.name] = Unpooled(at, own.count, 0.0, own.gpus, 1, gpus_at)
         return found
 
-    def engines_apart(self) -> str:
-        """The names of the engines that have their own processes, for a message."""
-        return " or ".join(f'"{one.name}"' for one in ENGINES.own() if one.make(self.config).processes() is not None)
-
     def check_room(self) -> None:
         """Raise ResourceError, with a table, if the cluster's nodes have no room for the run's pools and its processes with GPUs,
         even when nothing else runs there."""
         pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
         if self.cluster.backend == "ray" and (pools or unpooled):
             assign(dict(pools.values()), list(unpooled.values()), nodes_of(self.cluster, "actor"))
-
-    def check_worker_room(self, trains: bool) -> None:
-        """Raise ResourceError if the nodes have too few CPU slots for `rollout.workers` next to the run's other processes;
-        `trains`: whether there are any."""
-        workers = self.choice.workers_apart()
-        slots = sum(node.cpus for node in nodes_of(self.cluster, "actor"))
-        taken = 0.0
-        if trains:
-            pools, unpooled = pools_of_roles(self.cluster, self.with_pool), self.without_pool
-            taken = sum(node_need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
-            taken += sum(one.cpus * one.count for one in unpooled.values())
-            # Without GPUs too each actor takes a slot of its own.
-            taken += 0 if "actor" in {*pools, *unpooled} else self.cluster.actors
-        if workers * WORKER_CPUS > slots - taken:
-            raise ResourceError(
-                f"rollout.workers = {workers}: each takes {WORKER_CPUS:g} CPU slots, and of {slots:g} the run's other processes "
-                f"take {taken:g}; lower rollout.workers to {max(int((slots - taken) / WORKER_CPUS), 0)}, or add nodes"
-            )
 
     def worker_lines(self) -> list[str]:
         """Resources of the rollout workers, in words; none without workers."""
@@ -331,11 +308,42 @@ class RunMemory:
 
     def _others(self, trains: bool) -> list[RolePlacement]:
         """All roles but the engine of the policy."""
+        config, cluster, found = self.config, self.config.cluster, list[RolePlacement]()
         # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
-        grouped = self.card is not None and self.config.model.dtype != "float32" and varlen_takes_groups()
-        roles = RunRoles(self.choice).names if trains else []
-        found = [self._trained_role(role, grouped) for role in roles if role in MODULE_OF]
-        return found + [self._side_engine(one) for one in RunServices(self.config).engines()]
+        grouped = self.card is not None and config.model.dtype != "float32" and varlen_takes_groups()
+        # The most tokens of a micro-batch: its cap, or with one row a pass the longest row. A warm start's transcripts, and
+        # demonstrations, may be as long as a micro-batch.
+        tokens = config.optim.micro_tokens
+        short = config.sft is None and config.algorithm.demonstrations is None
+        if trains and short and config.model.packing != "packed":
+            tokens = min(tokens, config.widest(config.trained_envs).rollout.max_episode_tokens)
+        # What is frozen has no adapters; a reward model has no shared tokens either (trainer/roles.py).
+        plain: dict[str, dict[str, Any]] = {"reward_model": {"lora": None, "sequence_parallel": 1}, "teacher": {"lora": None}}
+        paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
+        for role in [name for name in RunRoles(self.choice).names if name in MODULE_OF] if trains else []:
+            device = _device(cluster, role)
+            pool = cluster.pools.get(device)
+            ranks = cluster.actors if pool is None else pool.nodes * pool.per_node
+            model = config.model.model_copy(update=plain.get(role, {}))
+            module = shell(model, MODULE_OF[role], config.other_models().get(paths.get(role, "")), grouped=grouped)
+            # A warm start has an optimizer of its own before that of the updates.
+            sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
+            optims = [optim for section, optim in optims_of(config).items() if section in sections]
+            memory = TRAIN_ENGINES.entry(model.engine).make.memory(module, model, ranks, tokens, optims)
+            found.append(RolePlacement(role, device, ranks, memory, rests(config, role)))
+        # Engines next to the policy's, which always hold their memory.
+        for one in RunServices(config).engines():
+            own = one.config.model
+            maker = one.make(model_context(str(own.path), own.trust_remote_code))
+            dtype, processes, side = own.computes_in(self.card is not None), maker.processes(), shell(own)
+            taken = maker.memory(numbers(side.parameters()) * width(dtype), token_bytes(side, dtype), self.card)
+            memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
+            ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
+            # A pool is of all with the role; without one each that has processes has places of its own.
+            device = _device(cluster, one.role) if processes is None or one.role in cluster.roles else one.name
+            lower = one.lower if processes is None or taken is None else taken.lower
+            found.append(RolePlacement(one.name, device, ranks, memory, False, f"{one.key}.{lower}"))
+        return found
 
     def bytes_for_engine(self, found: list[RolePlacement], card: int | None) -> int | None:
         """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
@@ -345,46 +353,6 @@ class RunMemory:
         held = sum(one.memory.resident for one in beside if not one.rests)
         turns = [] if self.config.rollout.colocate else [turn_of(one, beside) for one in beside]
         return int(FILL * card) - max([held, *turns])
-
-    def _trained_role(self, role: str, grouped: bool) -> RolePlacement:
-        config = self.config
-        device = _device(config.cluster, role)
-        pool = config.cluster.pools.get(device)
-        ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
-        paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
-        path = config.other_models().get(paths.get(role, ""))
-        # What is frozen has no adapters; a reward model has no shared tokens either (trainer/roles.py).
-        plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {"lora": None} if role == "teacher" else {}
-        model = config.model.model_copy(update=plain)
-        module = shell(model, MODULE_OF[role], path, grouped=grouped)
-        engine = TRAIN_ENGINES.entry(model.engine).make
-        # A warm start has an optimizer of its own before that of the updates.
-        sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
-        optims = [optim for section, optim in optims_of(config).items() if section in sections]
-        memory = engine.memory(module, model, ranks, self._tokens(), optims)
-        return RolePlacement(role, device, ranks, memory, rests(config, role))
-
-    def _side_engine(self, one: SideEngine) -> RolePlacement:
-        """An engine next to the policy's, which always holds its memory."""
-        own, cluster = one.config.model, self.config.cluster
-        maker = one.make(model_context(str(own.path), own.trust_remote_code))
-        dtype, processes = own.computes_in(self.card is not None), maker.processes()
-        model = shell(own)
-        taken = maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), self.card)
-        memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
-        ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
-        # A pool is of all with the role; without one each that has processes has places of its own.
-        device = _device(cluster, one.role) if processes is None or one.role in cluster.roles else one.name
-        lower = one.lower if processes is None or taken is None else taken.lower
-        return RolePlacement(one.name, device, ranks, memory, False, f"{one.key}.{lower}")
-
-    def _tokens(self) -> int:
-        """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
-        config = self.config
-        # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
-        if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
-            return config.optim.micro_tokens
-        return min(config.optim.micro_tokens, config.widest(config.trained_envs).rollout.max_episode_tokens)
 
     def check_fits(self, placed: list[RolePlacement]) -> None:
         """Raise ResourceError, with the keys that help and the table, if a device cannot hold its roles."""
@@ -405,7 +373,16 @@ class RunMemory:
         if memory.gradients and not memory.shards_gradients and one.ranks > 1 and peak.role != PUBLISH:
             ways.append((memory.gradients, "set model.shard_gradients = true"))
         if memory.optimizer:
-            ways.append((memory.weights + memory.optimizer, self._smaller(one, peak)))
+            # The ways to less of both on a rank that are left; in host memory more ranks save nothing.
+            model, cards = self.config.model, peak.device != HOST
+            less = (
+                (model.replicas > 1, f"lower model.replicas = {model.replicas}"),
+                (cards and self.config.cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
+                (model.lora is None, "train adapters ([model.lora])"),
+                (cards and model.offload == "never", 'set model.offload = "always"'),
+                (peak.role == PUBLISH and model.offload == "idle", 'set model.offload = "always" instead of "idle"'),
+            )
+            ways.append((memory.weights + memory.optimizer, ", or ".join(text for fits, text in less if fits)))
         if memory.cache:
             ways.append((memory.cache, f"lower {one.lower}"))
         waiting = sum(o.memory.resident for o in beside if o is not one and not o.rests)
@@ -415,18 +392,6 @@ class RunMemory:
         if peak.device == HOST:
             ways.append((0, "this machine has no GPU: for a run on cards of another one add --gpu-memory GIB"))
         return "; ".join(text for _, text in sorted(ways, reverse=True) if text)
-
-    def _smaller(self, one: RolePlacement, peak: Peak) -> str:
-        """The ways to less weights and optimizer on a rank that are left; in host memory more ranks save nothing."""
-        model, cards = self.config.model, peak.device != HOST
-        ways = (
-            (model.replicas > 1, f"lower model.replicas = {model.replicas}"),
-            (cards and self.config.cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
-            (model.lora is None, "train adapters ([model.lora])"),
-            (cards and model.offload == "never", 'set model.offload = "always"'),
-            (peak.role == PUBLISH and model.offload == "idle", 'set model.offload = "always" instead of "idle"'),
-        )
-        return ", or ".join(text for fits, text in ways if fits)
 
 
 def engine_room(choice: EngineChoice, *, trains: bool) -> int | None:

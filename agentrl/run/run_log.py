@@ -290,24 +290,22 @@ class SignWatch:
         self._newest.append((step, value, good))
         start = value if self._start is None else self._start
         shown = [sign.shows(number, start) for _, number, _ in self._newest]
+        # The policy may do well in spite of the sign.
+        newest, before = ([g for g in part if g is not None] for part in ([g for *_, g in self._newest], self._before))
+        well = False
+        if sign.unless is not None and newest and before:
+            mean = sum(newest) / len(newest)
+            well = mean >= SOLVED or (sign.unless == "better" and mean > sum(before) / len(before))
         begun = bool(self.found) and self.found[-1]["until"] is None
-        if begun and (not any(shown) or self._does_well()):
+        if begun and (well or not any(shown)):
             self.found[-1]["until"] = step
-        if begun or len(shown) < (self._newest.maxlen or 0) or not all(shown) or self._does_well():
+        if begun or well or len(shown) < (self._newest.maxlen or 0) or not all(shown):
             return None
         why = f"; the first unscored episode: {fault}" if fault and sign.key == "thin_groups" else ""
         said = f"{sign.cause} ({key} is {value:.2g} after update {step}, at first {start:.2g}){why}"
         since = self._newest[0][0]
         self.found.append({"name": sign.name, "since": since, "until": None, "cause": said, "advice": sign.advice})
         return self.found[-1]
-
-    def _does_well(self) -> bool:
-        """Return True if the policy does well in spite of the sign."""
-        newest, before = ([good for good in part if good is not None] for part in ([g for *_, g in self._newest], self._before))
-        if self.sign.unless is None or not newest or not before:
-            return False
-        mean = sum(newest) / len(newest)
-        return mean >= SOLVED or (self.sign.unless == "better" and mean > sum(before) / len(before))
 
 
 class Health:
@@ -554,16 +552,10 @@ class RunLog(AbstractContextManager["RunLog"]):
             tracker.tell("episodes", phase, step, sampled_rows(result.trajectories))
         await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
         self.display.show_evaluation(step, result.success)
-        self.display.say(
-            f"[{phase}] held-out success {percent(result.success)} over {result.scored} tasks{_unscored_text(result)}"
-        )
         if self.health is not None:
             self.health.evaluation(phase, result)
-        for name, one in result.by_env.items():
-            self.display.say(f"  {name:<24} {percent(one.success)} over {one.scored} tasks{_unscored_text(one)}")
-
-
-def _unscored_text(result: Evaluation) -> str:
-    """Number of episodes without a score, and the cause of the first."""
-    fault = first_fault(result.trajectories)
-    return "" if fault is None else f" ({result.unscored} unscored, the first: {fault})"
+        for name, one in {"": result, **result.by_env}.items():
+            fault = first_fault(one.trajectories)
+            unscored = "" if fault is None else f" ({one.unscored} unscored, the first: {fault})"
+            head = f"  {name:<24}" if name else f"[{phase}] held-out success"
+            self.display.say(f"{head} {percent(one.success)} over {one.scored} tasks{unscored}")

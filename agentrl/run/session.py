@@ -33,7 +33,7 @@ from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.role_placement import RunRoles, engine_room, start_actors
 from agentrl.run.rollout_workers import with_workers
 from agentrl.run.services import RunServices
-from agentrl.run.trackers import SPANS, TRACING, StepTracing, TrackedRun
+from agentrl.run.trackers import SPANS, TRACING, TrackedRun
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_model, seal
 from agentrl.trainer.estimator_inputs import needs_greedy
@@ -41,6 +41,7 @@ from agentrl.trainer.learner import Learner, policy_updates
 from agentrl.trainer.pretrained import init_model, named_anywhere
 from agentrl.trainer.publish import Publisher
 from agentrl.trainer.train_engine import rests
+from agentrl.trainer.update_hooks import UpdateHook
 from agentrl.utils.errors import AgentrlError, CheckpointError
 from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks
 from agentrl.utils.files import naming
@@ -187,7 +188,7 @@ class Saver(Writes):
         except _NOT_OURS as problem:  # sealed as it is, so not damaged on a disk
             what = f"{type(problem).__name__}: {problem}"[:200]
             raise CheckpointError(f"{newest}: not a checkpoint of agentrl: {what}. Remove it to resume an older one") from None
-        if "metrics" in state and not self._folder.metrics_are(state["metrics"]):
+        if "metrics" in state and self._folder.metrics_seal(state["metrics"]["size"]) != state["metrics"]:
             self._say(
                 f"{self._folder.metrics}: not as written up to step {state['step']}: rows are missing or changed, and "
                 "stay so; training does not depend on them"
@@ -250,7 +251,8 @@ class Session:
     publisher: Publisher
     watchdog: LoopWatchdog
     callbacks: Callbacks
-    tracing: StepTracing | None
+    tracing: Any
+    """Of `TRACING`, if [traces] or [profile] asks for it."""
     services: RunServices
     opened: AsyncExitStack
     sft_threads: int | None = None
@@ -338,7 +340,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             # Runs after all calls that the one thread of this purpose has begun: cancelled callers do not wait for them.
             opened.push_async_callback(in_thread, "batch", lambda: None)
         learner = Learner(config, actors, pools)
-        learner.hooks |= watching.update_hooks()
+        learner.hooks |= {name: one for name, one in watching.all if isinstance(one, UpdateHook)}
         opened.callback(learner.close)
         await check_shared(actors, folder.path, "out")
         parts = inputs.assemble(pools=pools, room=room)

@@ -18,14 +18,12 @@ from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import Choice, TrainConfig
-from agentrl.config.schema import ProfileConfig, PrometheusConfig, TracesConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.run.folder import RunFolder
 from agentrl.utils.redaction import resolve_references
 from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
-    from agentrl.cluster.group import WorkerGroup
     from agentrl.run.assembly import RunStart
 
 # The contract
@@ -95,66 +93,15 @@ class Tracker(ABC):
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
 
 
-class LiveMetrics(ABC):
-    """Serves a run's metrics until `close`."""
-
-    url: str
-
-    @abstractmethod
-    def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:
-        """Raises ResourceError if it cannot listen."""
-
-    @classmethod
-    @abstractmethod
-    def check(cls, cfg: PrometheusConfig) -> None:
-        """Raise a UserError if it cannot be opened."""
-
-    @abstractmethod
-    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
-        """Take the numbers of a row."""
-
-    @abstractmethod
-    def watch(self, session: Any) -> None:
-        """Read this Session (run/session.py) of the caller's event loop from now on; None: it is over."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop serving; idempotent."""
+LIVE_METRICS: Registry[Any] = Registry("prometheus", "LIVE_METRICS", "agentrl.run.trackers")
+"""What serves a run's metrics: made with its section and the run's outlets, it takes rows as a tracker does, and reads the
+Session that `watch` gives it; `check(section)` refuses before a run."""
 
 
-LIVE_METRICS: Registry[type[LiveMetrics]] = Registry("prometheus", "LIVE_METRICS", "agentrl.run.trackers")
-
-
-class StepTracing(ABC):
-    """Follows the spans of steps, for `[traces]` and `[profile]`."""
-
-    @classmethod
-    @abstractmethod
-    def check(cls, steps: int, traces: TracesConfig | None, profile: ProfileConfig | None) -> None:
-        """Raise a UserError if traces cannot be exported, or a timeline is asked for of a step that the run has not."""
-
-    @abstractmethod
-    def __init__(
-        self, run: TrackedRun, engine: str, groups: Callable[[], Sequence[WorkerGroup[Any]]], warn: Callable[[str], None]
-    ) -> None:
-        """`groups`: the training roles that there are."""
-
-    @abstractmethod
-    async def begin(self, step: int) -> None:
-        """Update number `step` begins, in the caller's task."""
-
-    @abstractmethod
-    async def end(self) -> None:
-        """The step is over, with its evaluation and the beginning of its checkpoint."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The run is over; a step that was left in the middle ends here."""
-
-
-TRACING: Registry[type[StepTracing]] = Registry("traces", "TRACING", "agentrl.run.trackers")
+TRACING: Registry[Any] = Registry("traces", "TRACING", "agentrl.run.trackers")
 SPANS = "steps"
-"""Name in `TRACING` of the tracing of steps."""
+"""Name in `TRACING` of what follows the spans of steps, for `[traces]` and `[profile]`: made with the run, its engine's name and
+its training roles, it is told of each update's begin and end; `check(steps, traces, profile)` refuses before a run."""
 
 
 def is_voided(phase: str, step: int, to: int) -> bool:
@@ -163,10 +110,7 @@ def is_voided(phase: str, step: int, to: int) -> bool:
 
 
 def check_trackers(start: RunStart) -> None:
-    """Raise a UserError for an unknown tracker or argument, and if one of them, an endpoint or traces cannot work.
-
-    Reads: trackers, prometheus, traces, profile, steps.
-    """
+    """Raise a UserError for an unknown tracker or argument, and if one of them, an endpoint or traces cannot work."""
     config = start.config
     if config.traces is not None or config.profile is not None:
         TRACING.entry(SPANS).make.check(config.steps, config.traces, config.profile)
@@ -348,16 +292,39 @@ class TensorBoard(Tracker):
     def rewind(self, step: int) -> None:
         # Not by SummaryWriter's purge_step, which also hides what other phases have at later steps: a warm start may take
         # hundreds of them, and is not done again.
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self._events.close()
         for file in sorted(self._folder.glob("events.out.tfevents.*")):
-            _take_back(file, step)
+            # It is written again without the values that come again; with none, it stays as it is.
+            kept: list[bytes] = []
+            lost = False
+            for record in RawEventFileLoader(str(file)).Load():
+                event = Event.FromString(record)
+                void = any(is_voided(v.tag.partition("/")[0], event.step, step) for v in event.summary.value)
+                lost |= void
+                if not void:
+                    kept.append(record)
+            if lost:
+                aside = file.with_name(f".{file.name}")
+                with aside.open("wb") as out:
+                    writer = RecordWriter(out)
+                    for record in kept:
+                        writer.write(record)
+                aside.replace(file)
         self._events = self._writer(str(self._folder))
 
     def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
         if not rows:
             return
         head = list(rows[0])
-        lines = [head, ["---"] * len(head), *([_cell(row[key]) for key in head] for row in rows)]
+        lines = [head, ["---"] * len(head)]
+        for row in rows:
+            texts = ["" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for v in (row[key] for key in head)]
+            # A cell of a Markdown table ends at a bar or a newline.
+            lines.append([" ".join(text.replace("|", "\\|").split()) for text in texts])
         self._events.add_text(f"{phase}/episodes", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
         self._events.flush()
 
@@ -372,32 +339,3 @@ class TensorBoard(Tracker):
 
     def look(self) -> str:
         return f"tensorboard --logdir {shlex.quote(str(self._folder))}"
-
-
-def _cell(value: Cell) -> str:
-    """As a cell of a Markdown table, which ends at a bar or a newline."""
-    text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def _take_back(file: Path, step: int) -> None:
-    """Write the file again without the values that come again after a rewind to `step`; with none, it stays as it is."""
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    kept: list[bytes] = []
-    lost = False
-    for record in RawEventFileLoader(str(file)).Load():
-        event = Event.FromString(record)
-        void = [v.tag for v in event.summary.value if is_voided(v.tag.partition("/")[0], event.step, step)]
-        lost |= bool(void)
-        if not void:
-            kept.append(record)
-    if lost:
-        aside = file.with_name(f".{file.name}")
-        with aside.open("wb") as out:
-            writer = RecordWriter(out)
-            for record in kept:
-                writer.write(record)
-        aside.replace(file)

@@ -21,10 +21,9 @@ from agentrl.contrib.offline.store import About, RowStore, sources
 from agentrl.data.schedule import Mode, effective_mode
 from agentrl.run.assembly import RunStart, longest_row, renderer_of, tokenizer_of
 from agentrl.run.checks.model_checks import check_models, check_vision
-from agentrl.run.checks.rollout_checks import check_model
 from agentrl.run.checks.size_checks import check_capacity, check_placement
 from agentrl.run.display import Count, Display, nothing
-from agentrl.run.driver import RUN_KINDS, RunKind
+from agentrl.run.driver import RUN_KINDS
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import DRIVER, RunFolder
 from agentrl.run.interrupt import Interrupt
@@ -197,8 +196,11 @@ def _check_loss(data: DataConfig, model: ModelConfig) -> None:
 
 
 @RUN_KINDS.register("data")
-class DataRunKind(RunKind):
+class DataRunKind:
     """Training on [data]: `agentrl sft --data`."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
 
     def check(self, *, prepared: bool = False) -> list[str]:
         """Raise a UserError for a config that cannot be trained on its data; returns warnings. `prepared`: the run has
@@ -211,7 +213,6 @@ class DataRunKind(RunKind):
         check_references(view)
         start = RunStart(view)
         check_trackers(start)
-        check_model(view.model)
         check_models(start)
         check_vision(start)
         check_capacity(start)

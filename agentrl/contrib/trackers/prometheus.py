@@ -20,7 +20,7 @@ from agentrl.config.schema import PrometheusConfig
 from agentrl.contrib.toolkit.http_server import ThreadServer
 from agentrl.rollout.engine import EngineStats
 from agentrl.run.metrics import info_of
-from agentrl.run.trackers import LIVE_METRICS, LiveMetrics, Outlet
+from agentrl.run.trackers import LIVE_METRICS, Outlet
 from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
 
 
 @LIVE_METRICS.register("prometheus")
-class MetricsEndpoint(LiveMetrics):
+class MetricsEndpoint:
     """Rows are given to it as to a tracker; a scrape reads them in a thread of the server."""
 
     @classmethod

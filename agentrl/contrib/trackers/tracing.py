@@ -19,7 +19,7 @@ from typing import Any
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.host import begin_recording, end_recording, load_profiler
 from agentrl.config.schema import ProfileConfig, TracesConfig
-from agentrl.run.trackers import TRACING, StepTracing, TrackedRun
+from agentrl.run.trackers import TRACING, TrackedRun
 from agentrl.utils.errors import ConfigError, DependencyError, WorkerError
 from agentrl.utils.parsing import json_text
 from agentrl.utils.redaction import redact_said
@@ -340,11 +340,12 @@ def _exporter() -> EntryPoint | None:
 
 
 @TRACING.register("steps")
-class Tracing(StepTracing):
+class Tracing:
     """Begins and ends the spans of steps; their parts open their own."""
 
     @classmethod
     def check(cls, steps: int, traces: TracesConfig | None, profile: ProfileConfig | None) -> None:
+        """Raise a UserError if traces cannot be exported, or a timeline is asked for of a step that the run has not."""
         if traces is not None:
             _exporter()
         if profile is not None and max(profile.steps) > steps:
@@ -359,6 +360,7 @@ class Tracing(StepTracing):
         self._step: TraceSpan | None = None
 
     async def begin(self, step: int) -> None:
+        """Update number `step` begins, in the caller's task."""
         if self._profile is not None:
             await self._profile.begin(step)
         traces = self._config.traces
@@ -371,11 +373,13 @@ class Tracing(StepTracing):
         stand(place.within(self._step))
 
     async def end(self) -> None:
+        """The step is over, with its evaluation and the beginning of its checkpoint."""
         self._finish()
         if self._profile is not None:
             await self._profile.end()
 
     def close(self) -> None:
+        """The run is over; a step that was left in the middle ends here."""
         self._finish()
         if self._profile is not None:
             self._profile.close()

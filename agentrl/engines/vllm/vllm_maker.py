@@ -55,7 +55,7 @@ class CacheShape:
         if model.init is not None:
             return cls(model.init.layers, model.init.kv_heads, model.init.head_dim, model.init.context, model.init.heads)
         if model.path is None:
-            return None  # `check_model` refuses it; the hub must not be asked for a model called "None"
+            return None  # `check_models` refuses it; the hub must not be asked for a model called "None"
         from transformers import AutoConfig
 
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import update_wrapper
 from pathlib import Path
 from types import MethodType
@@ -77,32 +77,31 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     begun: list[asyncio.Task[Any]] = []
     ended = threading.Event()
     future = asyncio.run_coroutine_threadsafe(_whole(work, begun, ended), held.loop)
-    with _interruptible():
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            _cancel(held.loop, begun, ended)
-            raise
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt here. The handler of `asyncio.run` would only cancel the task that waits, which learns of
-    it when it waits no more."""
+    # Ctrl-C raises KeyboardInterrupt here. The handler of `asyncio.run` would only cancel the task that waits, which learns of
+    # it when it waits no more.
     before = signal.getsignal(signal.SIGINT)
-    try:
+    mine = False
+    with suppress(RuntimeError):
         asyncio.get_running_loop()
         mine = threading.current_thread() is threading.main_thread() and before is not None
-    except RuntimeError:
-        mine = False
-    if not mine:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if mine:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        yield
+        return future.result()
+    except KeyboardInterrupt:
+        # Cancel the task, and wait until it has torn down what it started; a second Ctrl-C cancels once more, a third gives up.
+        for patience in (None, GRACE):
+            if begun:
+                held.loop.call_soon_threadsafe(begun[0].cancel)
+            try:
+                ended.wait(patience)
+                break
+            except KeyboardInterrupt:
+                continue
+        raise
     finally:
-        signal.signal(signal.SIGINT, before)
+        if mine:
+            signal.signal(signal.SIGINT, before)
 
 
 async def _whole(work: Coroutine[Any, Any, T], begun: list[asyncio.Task[Any]], ended: threading.Event) -> T:
@@ -114,18 +113,6 @@ async def _whole(work: Coroutine[Any, Any, T], begun: list[asyncio.Task[Any]], e
         return await work
     finally:
         ended.set()
-
-
-def _cancel(loop: asyncio.AbstractEventLoop, begun: list[asyncio.Task[Any]], ended: threading.Event) -> None:
-    """Cancel the task, and wait until it has torn down what it started; a second Ctrl-C cancels once more, a third gives up."""
-    for patience in (None, GRACE):
-        if begun:
-            loop.call_soon_threadsafe(begun[0].cancel)
-        try:
-            ended.wait(patience)
-            return
-        except KeyboardInterrupt:
-            continue
 
 
 async def run_awaited(work: Coroutine[Any, Any, T]) -> T:

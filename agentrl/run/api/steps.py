@@ -107,7 +107,15 @@ class LivePolicy:
         self._trainer.check_fresh("policy.sample")
         policy, rollout = self._session.envs[0].policy, self._session.config.rollout
         renderer = policy.renderer.with_tools(tools)
-        ids = await self._ids(prompt, renderer, tools)
+        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+            ids = [item for item in prompt if isinstance(item, int)]
+        else:
+            try:
+                given: Sequence[Any] = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+                messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in given]
+            except RequestError as problem:
+                raise ConfigError(f"policy.sample: {problem}") from None
+            ids = list(await renderer.astart(messages, tools))
         call, heat = next(self._calls), policy.temperature if temperature is None else temperature
         base = self._session.config.seed if seed is None else seed
 
@@ -129,17 +137,6 @@ class LivePolicy:
             return Draw(message.content, message, ids, found.token_ids, found.logprobs, found.versions, found.finish, heat)
 
         return list(await asyncio.gather(*(one(number) for number in range(n))))
-
-    async def _ids(self, prompt: Prompt, renderer: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        if isinstance(prompt, str):
-            return list(await renderer.astart([Message("user", prompt)], tools))
-        if all(isinstance(item, int) for item in prompt):
-            return [item for item in prompt if isinstance(item, int)]
-        try:
-            messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in prompt]
-        except RequestError as problem:
-            raise ConfigError(f"policy.sample: {problem}") from None
-        return list(await renderer.astart(messages, tools))
 
     def group(self, draws: Sequence[Draw], rewards: Sequence[float | None], *, task: str = "sample") -> Group:
         """Answers to one prompt with their rewards, as a group to train on, where there is no environment.

@@ -1,4 +1,4 @@
-"""All checks before a run, in the order in which they run. Each says which config keys it reads.
+"""All checks before a run, in the order in which they run.
 
 A check raises a UserError that names the key, its value and the expected one; no folder is created and no process started
 before the last check. What only the trainer can know is checked in `trainer/`, by the file that computes with it; what a
@@ -19,24 +19,17 @@ from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
 from agentrl.run.assembly import Purpose as Purpose
 from agentrl.run.assembly import RunStart as RunStart
-from agentrl.run.callbacks import check_callbacks
+from agentrl.run.callbacks import CALLBACKS
 from agentrl.run.checks.env_checks import check_named, check_start, suite_notes
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
 from agentrl.run.checks.reward_checks import check_decided, check_gold, check_lint, check_success
-from agentrl.run.checks.rollout_checks import (
-    check_assembly,
-    check_engine,
-    check_held_out,
-    check_model,
-    check_trainable,
-    check_warm_start,
-)
+from agentrl.run.checks.rollout_checks import check_assembly, check_held_out, check_warm_start
 from agentrl.run.checks.size_checks import check_cache, check_capacity, check_heads, check_placement, check_sizes, check_workers
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
 from agentrl.trainer.families import packing_of
 from agentrl.trainer.learner import check_learner
-from agentrl.trainer.publish import check_weights
+from agentrl.trainer.publish import check_takes_weights, check_weights
 from agentrl.trainer.train_engine import check_train_engine
 from agentrl.trainer.update_hooks import SECTIONS
 from agentrl.utils.errors import ConfigError
@@ -61,26 +54,8 @@ OPTIONAL = ("rollout.branch", *(f"algorithm.{name}" for name in SECTIONS))
 
 def run_checks(start: RunStart, trait: str = "") -> list[str]:
     """Call the checks with a trait, or those without one; returns their lines."""
-    found = [RUN_CHECKS.entry(name) for name in RUN_CHECKS if not _is_section(name)]
+    found = [RUN_CHECKS.entry(name) for name in RUN_CHECKS if section_at(name.split(".")) is None]
     return [line for one in found if one.traits == ({trait} if trait else set()) for line in one.make(start)]
-
-
-def _is_section(name: str) -> bool:
-    return section_at(name.split(".")) is not None
-
-
-def _run_section_checks(start: RunStart) -> list[str]:
-    """Call the checks of the sections that a config with one environment has; returns their lines."""
-    lines: list[str] = []
-    for name in sorted({*filter(_is_section, RUN_CHECKS), *OPTIONAL}):
-        section: Any = start.config
-        for key in name.split("."):
-            section = getattr(section, key, None)
-        if section is not None and name not in RUN_CHECKS:
-            raise ConfigError(f"{name}: its code is missing here. Restore its folder of agentrl/contrib, or remove the section")
-        if section is not None:
-            lines += RUN_CHECKS.entry(name).make(start)
-    return lines
 
 
 def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:
@@ -102,24 +77,33 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     scorers: dict[str, Scorer] = {}
     start = RunStart(config, scorers, planned=planned)
     notes = run_checks(start, "first")
-    check_engine(start)
+    maker, path = start.engine.maker(), config.model.path
+    check_takes_weights(maker.engine(), f"model.path = {path}" if maker.claims(path) else f"engine = {start.engine.name}")
     check_trackers(start)
-    check_callbacks(config.callbacks)
+    for choice in config.callbacks:
+        CALLBACKS.bind(choice.name, choice.args)
     check_named(start)
-    check_model(config.model)
     check_models(start)
     check_vision(start)
     if capacity:
         check_capacity(start)
     # In this order, because later checks rely on earlier ones: on parts that can be built. What is of one environment is
     # checked in the config of each, as if it were alone.
+    sections = sorted({*OPTIONAL, *(name for name in RUN_CHECKS if section_at(name.split(".")) is not None)})
     for env in config.envs:
         with start.alone(env) as one:
             scorers[env.called] = check_assembly(one)
-            if env.trains:
-                check_trainable(one.config.rollout, env)
             check_start(one)
-            notes += _run_section_checks(one)
+            for name in sections:
+                section: Any = one.config
+                for key in name.split("."):
+                    section = getattr(section, key, None)
+                if section is not None and name not in RUN_CHECKS:
+                    raise ConfigError(
+                        f"{name}: its code is missing here. Restore its folder of agentrl/contrib, or remove the section"
+                    )
+                if section is not None:
+                    notes += RUN_CHECKS.entry(name).make(one)
     check_held_out(start)
     make_mixture(config.rollout.mixture)
     check_router_replay(start)

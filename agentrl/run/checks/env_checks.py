@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only: Collection[str] | None = None) -> None:
     """Raise CatalogError if an environment is nowhere, or does not take the parameters that it is given, in the warm start too.
     `origins`: of the config's values, asked only for a message; `only`: the names of the environments that are looked at.
-
-    Reads: env, sft.params, sft.gate_params, sft.envs.
     """
     config = start.config
     places: list[tuple[Keys, str, TrainConfig]] = []  # of each environment: its keys, their words in messages, its config
@@ -75,10 +73,7 @@ TASKS = 4
 
 
 def check_start(start: RunStart) -> None:
-    """Raise ConfigError, naming the obstacle, if gold calls cannot be made before the policy begins.
-
-    Reads: rollout.start, rollout.context, rollout.sampler, env, agent, seed.
-    """
+    """Raise ConfigError, naming the obstacle, if gold calls cannot be made before the policy begins."""
     if start.config.rollout.start is None:
         return
     why = gold_obstacle(

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.schema import DataConfig, ModelConfig
+from agentrl.config.schema import ModelConfig
 from agentrl.config.schema.episodes import entry_name
 from agentrl.data.expert_routing import router_code
 from agentrl.data.trajectory import Message
@@ -43,72 +43,59 @@ SAVE = 'M.from_pretrained("FROM", dtype="auto"{how}).save_pretrained("TO"), and 
 
 
 def check_models(start: RunStart) -> None:
-    """Raise ModelError if the policy's model cannot be used: no such folder or name, code that is not trusted, weights that are
-    quantized, missing, damaged, of other shapes or another model's, no tokenizer or one that does not fit, no chat template.
+    """Raise ConfigError unless the policy's model has exactly one source.
+
+    Raises ModelError if it cannot be used: no such folder or name, code that is not trusted, weights that are quantized,
+    missing, damaged, of other shapes or another model's, no tokenizer or one that does not fit, no chat template.
 
     Of a plan a folder without any weights is fine.
-    Reads: model, data.loss, engine, engine_args, cluster, rollout.colocate.
     """
     config, path = start.config, start.config.model.path
+    if (path is None) == (config.model.init is None):
+        raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
     if path is None or "messages" in start.engine.traits:
         return
     with _name_model_in_errors("model.path", path):
         computed = start.purpose == "train" or "transformers" in start.engine.traits
-        _check_files(config.model, path, start.planned, classifier=_scores(config.model, config.data, path), computed=computed)
+        scores = config.data is not None and config.data.loss == "reward" and is_classifier(path, config.model)
+        _check_files(config.model, path, start.planned, classifier=scores, computed=computed)
         check_tokenizer(config.model)
-
-
-def _scores(model: ModelConfig, data: DataConfig | None, path: str) -> bool:
-    """Return True if it is a reward model that is trained on (`data.loss`), whose head is read."""
-    return data is not None and data.loss == "reward" and is_classifier(path, model)
 
 
 def check_other_models(start: RunStart) -> None:
     """The same for the models of the critic, the reward model and a teacher, which read the policy's token ids: a teacher must
     have the same ones.
-
-    Reads: model, critic, reward_model, algorithm.distillation.
     """
     model = start.config.model
     for key, path in start.config.other_models().items():
         with _name_model_in_errors(key, path):
             _check_files(model, path, start.planned, classifier=key == "reward_model.path")
-            if key == "algorithm.distillation.path":
-                _check_ids(model, path)
+            if key != "algorithm.distillation.path":
+                continue
+            trust = model.trust_remote_code
+            own, other = tokenizer_of(model).get_vocab(), load_tokenizer(path, trust).get_vocab()
+            apart = sorted((number, token) for token, number in own.items() if other.get(token) != number)
+            if apart:
+                number, token = apart[0]
+                raise ModelError(
+                    f"its tokenizer is not the policy's: {len(apart)} of {len(own)} tokens have another id or none, as {token!r} "
+                    f"({number}), and a teacher scores the ids that the policy samples; take a teacher of the same family of "
+                    "models"
+                )
+            if (largest := max(own.values())) >= (size := vocabulary(path, trust)):
+                raise ModelError(f"it embeds {size} ids, and the policy may sample up to {largest}; take a teacher with as many")
 
 
 def check_side_model(engine: str, model: ModelConfig, key: str, planned: bool = False) -> None:
-    """The same for the model of an engine next to the policy's (`SideEngine.config`). `key`: names the model.
-
-    Reads: model, engine.
-    """
+    """The same for the model of an engine next to the policy's (`SideEngine.config`). `key`: names the model."""
     path = str(model.path)
     with _name_model_in_errors(key, path):
         _check_files(model, path, planned, computed="transformers" in ENGINES.entry(engine).traits)
         check_tokenizer(model)
 
 
-def _check_ids(model: ModelConfig, path: str) -> None:
-    """Raise ModelError if a teacher means something else by a token id than the policy does, or cannot compute one."""
-    trust = model.trust_remote_code
-    own, other = tokenizer_of(model).get_vocab(), load_tokenizer(path, trust).get_vocab()
-    apart = sorted((number, token) for token, number in own.items() if other.get(token) != number)
-    if apart:
-        number, token = apart[0]
-        raise ModelError(
-            f"its tokenizer is not the policy's: {len(apart)} of {len(own)} tokens have another id or none, as {token!r} "
-            f"({number}), and a teacher scores the ids that the policy samples; take a teacher of the same family of models"
-        )
-    if (largest := max(own.values())) >= (size := vocabulary(path, trust)):
-        raise ModelError(f"it embeds {size} ids, and the policy may sample up to {largest}; take a teacher with as many")
-
-
 def check_prompts(start: RunStart) -> None:
-    """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn.
-
-    Reads: env, tools, engine, engine_args, cluster, model.path, model.init, model.tool_parser, model.chat_template,
-    model.date, model.trust_remote_code, vllm, rollout.max_episode_tokens, rollout.env_timeout, rollout.colocate.
-    """
+    """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn."""
     if "messages" in start.engine.traits:
         return  # nobody here counts its tokens
     config, rollout, env, model = start.config, start.config.rollout, start.env, model_length(start.config.model)
@@ -136,7 +123,8 @@ def model_notes(start: RunStart) -> list[str]:
         return []
     found = []
     if path is not None and has_weights(path):
-        shell = meta_model(config.model, classifier=_scores(config.model, config.data, path))
+        scores = config.data is not None and config.data.loss == "reward" and is_classifier(path, config.model)
+        shell = meta_model(config.model, classifier=scores)
         left_out = check_tensors(shell, stored_tensors(path, getattr(shell.config, "transformers_weights", None)))
         found += [f"model.path = {path}: {note}" for note in left_out]
     context = start.engine.maker().context(model_length(config.model))
@@ -179,23 +167,29 @@ def check_tokenizer(model: ModelConfig) -> None:
         )
 
 
-Opening = tuple[list[Message], list[dict[str, Any]]]
-"""The first messages of an episode, and the schemas of its tools."""
-
-
 def longest_prompt(model: ModelConfig, env: EnvRef, limit: float) -> tuple[int, int]:
     """The seed and the tokens of the longest opening prompt among the first training tasks, with the tools that its setup adds
     and what its user opens with, if a script says that (`ToolEnv.gold_user`); 0 tokens if no episode can be opened.
 
     `limit`: seconds that each may take."""
     renderer = renderer_of(model, tokenizer_of(model))
-    openings: dict[int, Opening] = {}
+    openings: dict[int, tuple[list[Message], list[dict[str, Any]]]] = {}  # the first messages, and the schemas of the tools
 
     def play() -> None:
         with closing(env.with_gold_user().build()) as built:
+            inner: Any = built.unwrapped
+            kind, split = type(inner), built.splits[0]
+            waits = inspect.iscoroutinefunction(kind.prompt)
+            plain = kind.setup is ToolEnv.setup and not waits and not inner.has_sources
+            asks = waits and inner.user_models() and kind.gold_user is ToolEnv.gold_user
             for seed in range(SEEDS):
                 with suppress(Exception):  # of the environment's own code, which `check_success` names
-                    openings[seed] = _opening(built, seed)
+                    # By an episode, if a setup may add tools, or if the prompt awaits a user that is no model.
+                    if inner.is_remote or plain or asks:
+                        messages = plain_prompt(built, built.make_task(seed, split))
+                    else:
+                        messages, _ = built.reset(seed=seed, options={"split": split})
+                    openings[seed] = messages, built.toolbox.schemas()
 
     with suppress(TimeoutError):  # `check_success` says so
         in_daemon_thread(play, SEEDS * limit)
@@ -203,66 +197,43 @@ def longest_prompt(model: ModelConfig, env: EnvRef, limit: float) -> tuple[int, 
     return max(lengths, key=lambda found: found[1], default=(0, 0))
 
 
-def _opening(env: ToolEnv, seed: int) -> Opening:
-    """By an episode, if a setup may add tools, or if the prompt awaits a user that is no model."""
-    inner: Any = env.unwrapped
-    kind, split = type(inner), env.splits[0]
-    waits = inspect.iscoroutinefunction(kind.prompt)
-    plain = kind.setup is ToolEnv.setup and not waits and not inner.has_sources
-    asks = waits and inner.user_models() and kind.gold_user is ToolEnv.gold_user
-    if inner.is_remote or plain or asks:
-        return plain_prompt(env, env.make_task(seed, split)), env.toolbox.schemas()
-    messages, _ = env.reset(seed=seed, options={"split": split})
-    return messages, env.toolbox.schemas()
-
-
 def _check_files(model: ModelConfig, path: str, planned: bool, *, classifier: bool = False, computed: bool = True) -> None:
     """`computed`: by transformers' classes; other engines have loaders of their own, also for quantized weights."""
     found = load_model_config(path, model.trust_remote_code)
     if Path(path).is_dir():
         check_pointers(Path(path))
-    if computed:
-        _check_plain(found)
-        _check_text(found)
+    text = found.get_text_config() if computed else found
+    section = next((s for c in (found, text) if (s := getattr(c, "quantization_config", None))), None)
+    if computed and section is not None:
+        given = section if isinstance(section, dict) else section.to_dict()
+        method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")) or "an unnamed method")
+        options = {"fp8": "FineGrainedFP8Config(dequantize=True)", "mxfp4": "Mxfp4Config(dequantize=True)"}
+        ways = "Take the checkpoint that it was made from (bfloat16, float16 or float32)"
+        if (option := options.get(method)) is not None:
+            how = SAVE.format(how=f", quantization_config={option}")
+            ways += f", or write one: from transformers import AutoModelForCausalLM as M, {option.partition('(')[0]}; {how}"
+        raise ModelError(
+            f"its weights are quantized by {method} (quantization_config of config.json), and training computes with plain "
+            f"ones. {ways}"
+        )
+    # A model of several parts: those that take images are asked about by `check_vision`.
+    if computed and text is not found and modality_of(found) is None:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+        kind = CAUSAL.get(text.model_type) or CAUSAL.get(found.model_type)
+        whole = ", ".join(found.architectures or ()) or found.model_type
+        ways = "take a text model"
+        if kind:
+            ways = f"write its text model: from transformers import {kind} as M; {SAVE.format(how='')}"
+        raise ModelError(
+            f"it is {whole}, of several parts ({', '.join(sorted(found.sub_configs))}), and only text models are trained: "
+            f"{ways}, then model.path = TO"
+        )
     if (not has_weights(path) and planned) or (not computed and not has_safetensors(path)):
         return
     stored = stored_tensors(path, getattr(found, "transformers_weights", None))
     if computed:
         check_tensors(meta_model(model.model_copy(update={"path": path, "init": None}), classifier=classifier), stored)
-
-
-def _check_plain(found: Any) -> None:
-    """Raise ModelError for quantized weights."""
-    section = next((s for c in (found, found.get_text_config()) if (s := getattr(c, "quantization_config", None))), None)
-    if section is None:
-        return
-    given = section if isinstance(section, dict) else section.to_dict()
-    method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")) or "an unnamed method")
-    options = {"fp8": "FineGrainedFP8Config(dequantize=True)", "mxfp4": "Mxfp4Config(dequantize=True)"}
-    ways = "Take the checkpoint that it was made from (bfloat16, float16 or float32)"
-    if method in options:
-        how = SAVE.format(how=f", quantization_config={options[method]}")
-        ways += f", or write one: from transformers import AutoModelForCausalLM as M, {options[method].partition('(')[0]}; {how}"
-    raise ModelError(
-        f"its weights are quantized by {method} (quantization_config of config.json), and training computes with plain ones. "
-        f"{ways}"
-    )
-
-
-def _check_text(found: Any) -> None:
-    """Raise ModelError for a model that also takes images, video or sound."""
-    text = found.get_text_config()
-    if text is found or modality_of(found) is not None:  # those are asked about by `check_vision`
-        return
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    kind = CAUSAL.get(text.model_type) or CAUSAL.get(found.model_type)
-    whole = ", ".join(found.architectures or ()) or found.model_type
-    ways = f"write its text model: from transformers import {kind} as M; {SAVE.format(how='')}" if kind else "take a text model"
-    raise ModelError(
-        f"it is {whole}, of several parts ({', '.join(sorted(found.sub_configs))}), and only text models are trained: {ways}, "
-        "then model.path = TO"
-    )
 
 
 @contextmanager
@@ -280,9 +251,6 @@ def _name_model_in_errors(key: str, path: str) -> Iterator[None]:
 def check_vision(start: RunStart) -> None:
     """Raise ConfigError, naming the key, if the policy's model takes images and the config does not fit them,
     or if a model next to it takes images.
-
-    Reads: model, engine, engine_args, cluster, critic, reward_model, agent, data, algorithm, rollout.workers, rollout.branch,
-    rollout.start, rollout.colocate, weights.lora.
     """
     if "messages" in start.engine.traits:
         return
@@ -302,8 +270,6 @@ def check_vision(start: RunStart) -> None:
 def check_router_replay(start: RunStart) -> None:
     """Raise ConfigError if routers are to be replayed for an engine that does not tell what they chose, for a dense model, or for
     one whose choices cannot be repeated.
-
-    Reads: rollout.router_replay, engine, model.
     """
     model, engine = start.config.model, start.engine
     if not start.config.rollout.router_replay:

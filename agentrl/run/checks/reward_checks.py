@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
-import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from traceback import walk_tb
 from typing import TypeVar
 
-from agentrl.config.schema import EvalConfig, RolloutConfig
+from agentrl.config.schema import EvalConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env import ToolEnv
-from agentrl.env.catalog import EnvRef, spec_word
+from agentrl.env.catalog import spec_word
 from agentrl.reward import Scorer
-from agentrl.reward.leaf import Leaf, View, episode_view
+from agentrl.reward.leaf import Leaf, episode_view
 from agentrl.reward.lint import (
     ENOUGH,
     LintFinding,
@@ -34,7 +32,7 @@ from agentrl.reward.lint import (
     reads_samples,
     whatever_judged,
 )
-from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
+from agentrl.reward.nodes import GateNode, LeafNode, Node
 from agentrl.reward.values import UnscorableError
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
@@ -42,7 +40,7 @@ from agentrl.rollout.warm_start import without_chance
 from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError, UserError
 from agentrl.utils.files import shown_path
-from agentrl.utils.search_path import shelves
+from agentrl.utils.search_path import PRIVATE
 
 # Success of gold
 
@@ -54,10 +52,7 @@ TASKS = 3
 
 
 def check_decided(scorer: Scorer) -> None:
-    """Raise ConfigError if the spec does not say whether an episode is a success.
-
-    Reads: env.reward.
-    """
+    """Raise ConfigError if the spec does not say whether an episode is a success."""
     if scorer.rule is None:
         raise ConfigError(
             f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
@@ -72,8 +67,6 @@ def check_success(start: RunStart) -> None:
     If the environment has no scripted gold solution, this is not checked, and the log says so. A service, which may cost money,
     is not asked: gold must be a success if it says the best, or the worst, of everything, and the log names its leaves.
     The gold solution is played without wrappers that inject random faults.
-
-    Reads: env, tools, checkpoint.best, eval.split, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
     """
     config, env, scorer = start.config, start.env, start.scorer
     check_decided(scorer)
@@ -93,8 +86,19 @@ def check_success(start: RunStart) -> None:
             env.id,
         )
     try:
-        split = "train" if config.trained_envs else config.eval.split
-        fault = _first_fault(config.seed, rollout, without_chance(env), split, scorer)
+        # The gold of at least TASKS tasks, and of one with each set of parameters of the sampler.
+        split, sound = "train" if config.trained_envs else config.eval.split, without_chance(env)
+        source = TaskSource(sound, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
+        kinds = [sound.with_params(params) for params in source.sampler.variants()]
+        fault: str | None = None
+        limit = rollout.env_timeout + rollout.episode_timeout
+        for number in range(max(TASKS, len(kinds))):
+            play = partial(gold_episode, kinds[number % len(kinds)].build, number, split)
+            trajectory = in_daemon_thread(play, limit)
+            score = scorer.assuming(lambda _: True).score(trajectory)
+            if score.success is not True and scorer.assuming(lambda _: False).score(trajectory).success is not True:
+                fault = gold_fault(scorer, trajectory, score)
+                break
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
         return
@@ -102,37 +106,15 @@ def check_success(start: RunStart) -> None:
         raise
     except BaseException as error:  # it comes from the environment's own code, which may even call sys.exit
         log.debug("the gold solution could not be played", exc_info=True)
+        frames = list(walk_tb(error.__traceback__))
+        lines = [(f.f_code.co_filename, n) for f, n in frames if f.f_globals.get("__name__", "").startswith(PRIVATE)]
+        at = f"{shown_path(lines[-1][0])}:{lines[-1][1]}: " if lines else ""  # the innermost line of a shelf that raised
         raise ConfigError(
-            f"env.id: the gold solution of a task of {env.id!r} cannot be played: {users_line(error)}{type(error).__name__}: "
+            f"env.id: the gold solution of a task of {env.id!r} cannot be played: {at}{type(error).__name__}: "
             f"{error}; agentrl env check {env.id} shows more"
         ) from error
     if fault is not None:
         raise ConfigError(f"env.reward: {fault}; agentrl reward lint {word} --env {env.id} shows more")
-
-
-def users_line(fault: BaseException) -> str:
-    """The innermost line of a shelf that raised, as "FILE:LINE: "; else ""."""
-    files = {
-        str(file.resolve())
-        for shelf in shelves()
-        for folder in ("plugins", "envs", "tools")
-        for file in shelf.glob(f"{folder}/**/*.py")
-    }
-    lines = [frame for frame in traceback.extract_tb(fault.__traceback__) if str(Path(frame.filename).resolve()) in files]
-    return f"{shown_path(lines[-1].filename)}:{lines[-1].lineno}: " if lines else ""
-
-
-def _first_fault(seed: int, rollout: RolloutConfig, env: EnvRef, split: str, scorer: Scorer) -> str | None:
-    """Why the gold of a task is no success, of at least TASKS tasks and one with each set of parameters of the sampler."""
-    source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, seed)
-    kinds = [env.with_params(params) for params in source.sampler.variants()]
-    for number in range(max(TASKS, len(kinds))):
-        play = partial(gold_episode, kinds[number % len(kinds)].build, number, split)
-        trajectory = in_daemon_thread(play, rollout.env_timeout + rollout.episode_timeout)
-        score = scorer.assuming(lambda _: True).score(trajectory)
-        if score.success is not True and scorer.assuming(lambda _: False).score(trajectory).success is not True:
-            return gold_fault(scorer, trajectory, score)
-    return None
 
 
 def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
@@ -160,27 +142,6 @@ def evaluations_of(steps: int, evaluation: EvalConfig) -> int:
     return 2 + ((steps - 1) // evaluation.every if evaluation.every else 0)
 
 
-def check_scoring_time(rollout: RolloutConfig, scorer: Scorer) -> None:
-    """Raise ConfigError if the leaves of a spec may take longer by their own limits than an episode's scoring may: whoever wrote
-    what takes so long would be unscored, in place of a 0.
-
-    Reads: rollout.env_timeout, env.reward.
-    """
-    leaves = [node for top in scorer.tops for node in walk(top) if isinstance(node, LeafNode)]
-    takes: dict[Hashable, tuple[LeafNode, float]] = {}
-    for node in leaves:
-        if (found := node.leaf.longest()) is not None:
-            takes.setdefault(found[0], (node, found[1]))
-    total = sum(seconds for _, seconds in takes.values())
-    if total > rollout.env_timeout:
-        parts = ", ".join(f"{node.leaf.kind} at {node.pointer} {seconds:g} s" for node, seconds in takes.values())
-        raise ConfigError(
-            f"rollout.env_timeout = {rollout.env_timeout:g} s: scoring an episode by reward spec {scorer.name!r} may take "
-            f"{total:g} s by the limits of its leaves ({parts}), and what takes longer than that has no reward, in place of 0; "
-            f"raise it to {math.ceil(total)}, or lower total_seconds or seconds in the spec"
-        )
-
-
 # Gold that graders read
 
 MOST, ENDLESS = 20_000, 20
@@ -192,11 +153,10 @@ GOLD_SECONDS = 60.0
 def check_gold(start: RunStart) -> None:
     """Raise ConfigError, which names the task, if a leaf that reads gold (`Leaf.gold_fault`) cannot read that of a task to train
     or to be evaluated on. Leaves that an episode may do without are not asked: in a gate's branch, with a `when` or `missing`.
-
-    Reads: env, eval.split.
     """
     env, scorer = start.env, start.scorer
-    nodes = list(_sure(scorer))
+    tops: list[Node] = [scorer.root, *([scorer.success] if scorer.success is not None else [])]
+    nodes = [node for top in tops for node in _sure(top)]
     if not nodes or env.at is not None:
         return
     seen: set[str] = set()
@@ -206,7 +166,14 @@ def check_gold(start: RunStart) -> None:
         for looked, task in enumerate((task for name in splits for task in tasks_of(built, name, ENDLESS)), start=1):
             view = episode_view(Trajectory(env.id, task))
             for node in nodes:
-                if (why := _fault(node, view, seen)) is not None:
+                try:
+                    args = node.args_for(view)
+                    key = json.dumps([node.pointer, dict(args)], sort_keys=True, default=str)
+                    why = None if key in seen else node.leaf.gold_fault(args)
+                    seen.add(key)
+                except UnscorableError as fault:
+                    why = str(fault)
+                if why is not None:
                     raise ConfigError(
                         f"env ({env.id}): task {task.id!r} of the split {task.split!r}: at {node.pointer} of reward spec "
                         f"{scorer.name!r}: {why}. Correct the task, or leave it out"
@@ -217,32 +184,14 @@ def check_gold(start: RunStart) -> None:
                 return
 
 
-def _fault(node: LeafNode, view: View, seen: set[str]) -> str | None:
-    try:
-        args = node.args_for(view)
-        key = json.dumps([node.pointer, dict(args)], sort_keys=True, default=str)
-        if key in seen:
-            return None
-        seen.add(key)
-        return node.leaf.gold_fault(args)
-    except UnscorableError as fault:
-        return str(fault)
-
-
-def _sure(scorer: Scorer) -> Iterator[LeafNode]:
-    """The leaves that read gold, in whatever episode."""
-    tops: Sequence[Node] = [scorer.root, *([scorer.success] if scorer.success is not None else [])]
-
-    def visit(node: Node) -> Iterator[LeafNode]:
-        if node.mods.when is not None or node.mods.missing != "invalid" or node.mods.scope is not None:
-            return
-        if isinstance(node, LeafNode) and type(node.leaf).gold_fault is not Leaf.gold_fault:
-            yield node
-        for child in [node.test] if isinstance(node, GateNode) else node.children:
-            yield from visit(child)
-
-    for top in tops:
-        yield from visit(top)
+def _sure(node: Node) -> Iterator[LeafNode]:
+    """The leaves below a node that read gold, in whatever episode."""
+    if node.mods.when is not None or node.mods.missing != "invalid" or node.mods.scope is not None:
+        return
+    if isinstance(node, LeafNode) and type(node.leaf).gold_fault is not Leaf.gold_fault:
+        yield node
+    for child in [node.test] if isinstance(node, GateNode) else node.children:
+        yield from _sure(child)
 
 
 def tasks_of(env: ToolEnv, split: str, endless: int) -> Iterator[Task]:
@@ -271,8 +220,6 @@ def check_lint(start: RunStart) -> list[str]:
 
     Environments elsewhere and agents with tools of their own are linted without episodes, and that is said. Judges are not asked:
     the findings hold whatever they say, and their leaves are named.
-
-    Reads: health.lint, env, tools, agent, rollout.env_timeout, rollout.episode_timeout.
     """
     config, env, scorer = start.config, start.env, start.scorer
     if not config.health.lint:
@@ -283,17 +230,6 @@ def check_lint(start: RunStart) -> list[str]:
     why = None if env.at is None else f"the environment is at {env.at.url}"
     if config.agent is not None and config.agent.tools == "own":
         why = why or "the agent has tools of its own, which no script plays"
-    if why is not None:
-        return [*_lines(scorer, findings), f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
-    try:
-        probed = _probe_findings(config.rollout, env, scorer)
-    except Exception as error:  # the environment's own code; where gold is played, `check_success` has named its fault
-        return [*_lines(scorer, findings), f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
-    _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
-    return _lines(scorer, [*findings, *probed])
-
-
-def _probe_findings(rollout: RolloutConfig, env: EnvRef, scorer: Scorer) -> list[LintFinding]:
     sound, until = without_chance(env), time.monotonic() + LINT_SECONDS
 
     def probe() -> list[LintFinding]:
@@ -312,8 +248,16 @@ def _probe_findings(rollout: RolloutConfig, env: EnvRef, scorer: Scorer) -> list
 
         return whatever_judged(scorer, probes, lint)
 
-    limit = rollout.env_timeout + rollout.episode_timeout
-    return in_daemon_thread(probe, limit)
+    untried = [] if why is None else [f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
+    if why is None:
+        try:
+            probed = in_daemon_thread(probe, config.rollout.env_timeout + config.rollout.episode_timeout)
+        except Exception as error:  # the environment's own code; where gold is played, `check_success` has named its fault
+            untried = [f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
+        else:
+            _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
+            findings = [*findings, *probed]
+    return [*(f"reward spec {scorer.name!r} at {item.at}: {item.message}" for item in findings), *untried]
 
 
 def _refuse(scorer: Scorer, words: str, faults: Iterable[LintFinding]) -> None:
@@ -322,7 +266,3 @@ def _refuse(scorer: Scorer, words: str, faults: Iterable[LintFinding]) -> None:
             f"env.reward: reward spec {scorer.name!r}: {'; '.join(told)}. `agentrl reward lint {words}` "
             "shows more; health.lint = false starts the run all the same"
         )
-
-
-def _lines(scorer: Scorer, findings: Iterable[LintFinding]) -> list[str]:
-    return [f"reward spec {scorer.name!r} at {item.at}: {item.message}" for item in findings]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Hashable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
 from agentrl.config.envs import check_temperatures, warm_start_envs
-from agentrl.config.schema import EnvConfig, ModelConfig, RolloutConfig
 from agentrl.data.trajectory import Message, Task
 from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
 from agentrl.env.wrappers import WRAPPERS
 from agentrl.reward import Scorer
+from agentrl.reward.nodes import LeafNode, walk
 from agentrl.rollout.collector import FILTERS
 from agentrl.rollout.context import CONTEXTS, make_context_policy
 from agentrl.rollout.engine import ENGINES
@@ -21,8 +22,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import Transcripts
 from agentrl.run.assembly import RunStart, agents_of, longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
-from agentrl.run.checks.reward_checks import check_scoring_time, tasks_of
-from agentrl.trainer.publish import check_takes_weights
+from agentrl.run.checks.reward_checks import tasks_of
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderError, TaskDataError
 
 # The held-out split
@@ -34,8 +34,6 @@ def check_held_out(start: RunStart) -> None:
     """Raise ConfigError if a task that an environment of the run trains on is also one of those that it, or another of the run,
     is evaluated on. Compared by content, of environments with finitely many tasks that are played here; others make them by
     content (`agentrl.env.authoring.draw`), or are beyond reach. Also if one of the two splits has no task at all.
-
-    Reads: env, tools, eval.split, rollout.sampler, sft.params, sft.envs.
     """
     config = start.config
     warm = [] if config.sft is None else warm_start_envs(config.envs, config.sft)
@@ -91,12 +89,7 @@ def _content(task: Task) -> str:
 
 
 def check_rollout(start: RunStart) -> None:
-    """Raise ConfigError if the sampler, the environment parameters that it sets, or the context policy cannot work.
-
-    Reads: rollout.temperature, rollout.sampler, rollout.accept, rollout.context, rollout.summary_model, rollout.colocate,
-    rollout.max_staleness, rollout.filter_zero_variance, rollout.grow, rollout.group_size, rollout.oversample_members,
-    eval.temperature, algorithm.experience, reward_model, weights.lora, engine, env, seed.
-    """
+    """Raise ConfigError if the sampler, the environment parameters that it sets, or the context policy cannot work."""
     config, rollout, env = start.config, start.config.rollout, start.env
     check_temperatures(rollout, config.eval, config.algorithm.experience is not None)
     if rollout.accept is not None:
@@ -139,53 +132,11 @@ def check_rollout(start: RunStart) -> None:
         raise ConfigError(f"rollout.summary_model: only rollout.context.name = {names} uses summaries")
 
 
-def check_trainable(rollout: RolloutConfig, env: EnvConfig) -> None:
-    """Raise ConfigError if sampling is greedy, or if the policy could escape a reward.
-
-    Reads: rollout.temperature, env.wrappers.
-    """
-    given = rollout.temperature
-    if 0 in ([value for _, value in given] if isinstance(given, list) else [given]):
-        raise ConfigError(
-            "rollout.temperature = 0: greedy episodes of a task are all the same, so there is nothing to learn "
-            "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
-        )
-    for choice in env.wrappers:
-        if "wall_clock" not in WRAPPERS.entry(choice.name).traits:
-            continue
-        raise ConfigError(
-            f"env.wrappers: {choice.name} counts wall-clock time (queues and publishes too), and episodes that it cuts are "
-            "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout"
-        )
-
-
 # Parts
 
 
-def check_engine(start: RunStart) -> None:
-    """Raise ConfigError if the config's engine cannot be trained, or does not accept its `engine_args`.
-
-    Reads: engine, engine_args, model.path, cluster, rollout.colocate.
-    """
-    maker, path = start.engine.maker(), start.config.model.path
-    check_takes_weights(maker.engine(), f"model.path = {path}" if maker.claims(path) else f"engine = {start.engine.name}")
-
-
-def check_model(model: ModelConfig) -> None:
-    """Raise ConfigError unless there is exactly one source of the model.
-
-    Reads: model.path, model.init.
-    """
-    if (model.path is None) == (model.init is None):
-        raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
-
-
 def check_assembly(start: RunStart) -> Scorer:
-    """Raise a UserError if a part cannot be built or does not fit the others; returns the scorer. Nothing is started.
-
-    Reads: env, tools, agent, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser,
-    model.chat_template, model.date, reward, rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
-    """
+    """Raise a UserError if a part cannot be built or does not fit the others; returns the scorer. Nothing is started."""
     config, built = start.config, start.env.build()
     tools = built.toolbox.schemas()
     built.close()
@@ -193,7 +144,19 @@ def check_assembly(start: RunStart) -> Scorer:
     inputs = read_inputs(config)
     agents_of(config.agent, inputs.tokenizer)
     scorer = scorer_of(config, inputs.specs[0])
-    check_scoring_time(config.rollout, scorer)
+    # Whoever writes what takes longer by the leaves' own limits than scoring may would be unscored, in place of a 0.
+    takes: dict[Hashable, tuple[LeafNode, float]] = {}
+    for node in (node for top in scorer.tops for node in walk(top) if isinstance(node, LeafNode)):
+        if (longest := node.leaf.longest()) is not None:
+            takes.setdefault(longest[0], (node, longest[1]))
+    total, limit = sum(seconds for _, seconds in takes.values()), config.rollout.env_timeout
+    if total > limit:
+        parts = ", ".join(f"{node.leaf.kind} at {node.pointer} {seconds:g} s" for node, seconds in takes.values())
+        raise ConfigError(
+            f"rollout.env_timeout = {limit:g} s: scoring an episode by reward spec {scorer.name!r} may take {total:g} s by the "
+            f"limits of its leaves ({parts}), and what takes longer than that has no reward, in place of 0; "
+            f"raise it to {math.ceil(total)}, or lower total_seconds or seconds in the spec"
+        )
     check_rollout(start)
     if inputs.tokenizer is not None:
         try:
@@ -202,6 +165,19 @@ def check_assembly(start: RunStart) -> Scorer:
             renderer.start([*opening, Message("user", "Question")], tools)
         except (ModelError, RenderError) as problem:
             raise ModelError(f"model.path = {config.model.path}: {problem}") from problem
+    if start.purpose == "train" and config.the_env.trains:
+        heats = config.rollout.temperature
+        if 0 in ([value for _, value in heats] if isinstance(heats, list) else [heats]):
+            raise ConfigError(
+                "rollout.temperature = 0: greedy episodes of a task are all the same, so there is nothing to learn "
+                "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
+            )
+        for choice in config.the_env.wrappers:
+            if "wall_clock" in WRAPPERS.entry(choice.name).traits:
+                raise ConfigError(
+                    f"env.wrappers: {choice.name} counts wall-clock time (queues and publishes too), and episodes that it cuts "
+                    "are unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout"
+                )
     return scorer
 
 
@@ -211,9 +187,6 @@ def check_assembly(start: RunStart) -> Scorer:
 def check_warm_start(start: RunStart) -> None:
     """Raise ConfigError if the warm start cannot run: max_steps is below min_steps, the model has adapters, there is no
     teacher, or a transcript of the first step is longer than a row may be (and so are those that could replace it).
-
-    Reads: sft, env, tools, seed, model.path, model.init, model.lora, model.tool_parser, model.chat_template,
-    model.date, optim.micro_tokens.
     """
     config, sft = start.config, start.config.sft
     if sft is None:

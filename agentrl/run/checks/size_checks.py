@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
-from agentrl.config import Choice, ClusterConfig, ModelConfig
+from agentrl.cluster.placement import (
+    WORKER_CPUS,
+    card_bytes,
+    check_roles,
+    has_gpus,
+    is_planned,
+    joins,
+    node_need,
+    nodes_of,
+    pools_of_roles,
+)
+from agentrl.config import ClusterConfig, ModelConfig
 from agentrl.config.schema import DataConfig, OptimConfig
 from agentrl.engines.weights.base import ROUTES
 from agentrl.reward.leaf import SERVICES
@@ -37,11 +47,7 @@ MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 
 
 def check_capacity(start: RunStart) -> None:
-    """Raise ResourceError if disk, memory or cores do not suffice for the config.
-
-    Reads: out, engine, engine_args, model.path, cluster, rollout.colocate, rollout.workers, vllm,
-    reward.judge.engines.
-    """
+    """Raise ResourceError if disk, memory or cores do not suffice for the config."""
     out = Path(start.config.out)
     folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free >> 20
@@ -49,45 +55,35 @@ def check_capacity(start: RunStart) -> None:
         raise ResourceError(f"{out}: {free} MiB of disk are free, {MIN_DISK_MIB} MiB are needed; free some space or set out=DIR")
     if not os.access(folder, os.W_OK):
         raise ResourceError(f"{folder}: no permission to write; set out=DIR")
-    roles = RunRoles(start.engine)
-    _check_memory(roles)
-    if roles.cluster.backend == "ray":
-        _check_cores(roles)
-
-
-def _check_memory(roles: RunRoles) -> None:
-    config, engine, apart = roles.config, roles.engine, roles.choice.workers_apart()
-    need, away = MIN_MEMORY_MIB, joins(config.cluster)  # processes on a cluster use the memory of its nodes
-    if config.cluster.backend == "ray" and not away:
-        need += MEMORY_PER_PROCESS_MIB * (config.cluster.actors + apart)
-    if not away:
+    config, cluster, roles = start.config, start.config.cluster, RunRoles(start.engine)
+    engine, apart, away = roles.engine, start.engine.workers_apart(), joins(cluster)
+    need = MIN_MEMORY_MIB
+    if not away:  # processes on a cluster use the memory of its nodes
+        need += MEMORY_PER_PROCESS_MIB * (cluster.actors + apart) if cluster.backend == "ray" else 0
         need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [own for _, own in roles.side])
     free = usable_memory().free >> 20
-    workers = ["rollout.workers"] if apart else []
     if free < need:
+        lower = ["cluster.actors", *(["rollout.workers"] if apart else []), *(engine.lower if engine is not None else ())]
         raise ResourceError(
-            f"{free} MiB of memory are free, about {need} MiB are needed for {config.cluster.actors} actor(s) and the "
+            f"{free} MiB of memory are free, about {need} MiB are needed for {cluster.actors} actor(s) and the "
             f"{config.engine} engine{f' and {config.rollout.workers} rollout workers' if config.rollout.workers else ''}; lower "
-            f"{' or '.join(['cluster.actors', *workers, *(engine.lower if engine is not None else ())])}, "
-            "or use cluster.backend=inline"
+            f"{' or '.join(lower)}, or use cluster.backend=inline"
         )
-
-
-def _check_cores(roles: RunRoles) -> None:
-    cluster, engine, cores = roles.cluster, roles.engine, usable_cpus()
-    side = {one.name: own.count for one, own in roles.side}
-    need = cluster.actors + (engine.count if engine is not None else 0) + sum(side.values())
+    if cluster.backend != "ray":
+        return
+    cores, side = usable_cpus(), {one.name: own.count for one, own in roles.side}
+    processes = cluster.actors + (engine.count if engine is not None else 0) + sum(side.values())
     # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
-    if not joins(cluster) and need > 2 * cores:
+    if not away and processes > 2 * cores:
         raise ResourceError(
-            f"{cores} cores cannot run {need} worker processes (cluster.actors={cluster.actors}"
+            f"{cores} cores cannot run {processes} worker processes (cluster.actors={cluster.actors}"
             f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}"
             f"{''.join(f', {name}: {count}' for name, count in side.items())}); at most {2 * cores} fit"
         )
     roles.check_room()
     slots = sum(int(node.cpus) for node in nodes_of(cluster, "actor"))
     if "actor" not in cluster.roles and cluster.actors > slots:
-        where = "the cluster" if joins(cluster) else "this machine"
+        where = "the cluster" if away else "this machine"
         raise ResourceError(
             f"cluster.actors = {cluster.actors}: each takes a CPU slot of its own, and {where} has {slots} of them; lower "
             "cluster.actors, or place the actors in a pool whose `cpus` is less than 1"
@@ -115,19 +111,27 @@ def check_sizes(start: RunStart) -> None:
     """Raise ConfigError for groups that are too small to compare, for rows longer than a micro-batch or than a model computes
     whatever other rows are with them, and for attention heads that the engine cannot compute; and for keys that free GPUs where
     there are none.
-
-    Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm,
-    model.trust_remote_code, model.offload, critic, reward_model, algorithm.distillation,
-    cluster; and as `check_heads`.
     """
     config = start.config
     check_heads(start.engine)
     if not has_gpus(config.cluster, "actor"):
         check_on_host(config.model)
-    rollout = config.rollout
-    taught = config.algorithm.distillation
+    rollout, size = config.rollout, config.rollout.group_size
+    taught, advantage = config.algorithm.distillation, config.algorithm.advantage
     if taught is None or taught.reward_coef > 0:
-        _check_groups(rollout.group_size, config.algorithm.advantage)
+        needs = ADVANTAGES.entry(advantage.name).needs
+        if size == 1 and "group" in needs:
+            raise ConfigError(
+                f'rollout.group_size = 1: algorithm.advantage "{advantage.name}" compares the episodes of a group, so every '
+                "advantage would be 0; set rollout.group_size to 2 or more, or use one of "
+                f"{ADVANTAGES.that_need('group', False)}"
+            )
+        k = ADVANTAGES.arguments(advantage.name, advantage.args)["k"] if "group_over_k" in needs else 0
+        if size <= k:
+            raise ConfigError(
+                f'rollout.group_size = {size}: algorithm.advantage "{advantage.name}" chooses k = {k} episodes of a group and '
+                f"needs more; set rollout.group_size to at least {k + 1}, or lower algorithm.advantage.args.k"
+            )
     context = start.engine.maker().context(model_length(config.model))
     longest = min(rollout.max_episode_tokens, context)
     if config.optim.micro_tokens < longest and (config.trained_envs or not config.envs):  # no evaluated row is trained
@@ -136,51 +140,25 @@ def check_sizes(start: RunStart) -> None:
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
             f"at least {longest}, or lower rollout.max_episode_tokens"
         )
+    # Rotary embeddings of the kind "longrope" (Phi-3 and 4, MiniCPM) have other frequencies from a length on, for all that is
+    # computed with a row of that length: other rows of a micro-batch, and keys that a cache holds; vLLM decides by its limit.
     own = {} if config.model.path is None else {"model.path": config.model.path}
     for key, path in {**own, **config.other_models()}.items():
-        _check_rotary(key, load_model_config(path, config.model.trust_remote_code), longest)
-
-
-def _check_rotary(key: str, model: Any, longest: int) -> None:
-    """Rotary embeddings of the kind "longrope" (Phi-3 and 4, MiniCPM) have other frequencies from a length on, for all that is
-    computed with a row of that length: other rows of a micro-batch, and keys that a cache holds; vLLM decides by its limit."""
-    text = model.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        turn = part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-        if (
-            part.get("rope_type") == "longrope"
-            and turn
-            and longest > turn
-            and part.get("short_factor") != part.get("long_factor")
-        ):
-            raise ConfigError(
-                f"rollout.max_episode_tokens: rows may have {longest} tokens, but the rotary embedding of {key} "
-                f"({text.model_type}) changes at {turn} tokens for all rows that are computed together; set "
-                f"rollout.max_episode_tokens to at most {turn}"
-            )
-
-
-def _check_groups(size: int, advantage: Choice) -> None:
-    needs = ADVANTAGES.entry(advantage.name).needs
-    if size == 1 and "group" in needs:
-        raise ConfigError(
-            f'rollout.group_size = 1: algorithm.advantage "{advantage.name}" compares the episodes of a group, so every '
-            f"advantage would be 0; set rollout.group_size to 2 or more, or use one of {ADVANTAGES.that_need('group', False)}"
-        )
-    k = ADVANTAGES.arguments(advantage.name, advantage.args)["k"] if "group_over_k" in needs else 0
-    if size <= k:
-        raise ConfigError(
-            f'rollout.group_size = {size}: algorithm.advantage "{advantage.name}" chooses k = {k} episodes of a group and needs '
-            f"more; set rollout.group_size to at least {k + 1}, or lower algorithm.advantage.args.k"
-        )
+        text = load_model_config(path, config.model.trust_remote_code).get_text_config()
+        rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+        for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            turn = part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+            changes = part.get("rope_type") == "longrope" and part.get("short_factor") != part.get("long_factor")
+            if changes and turn and longest > turn:
+                raise ConfigError(
+                    f"rollout.max_episode_tokens: rows may have {longest} tokens, but the rotary embedding of {key} "
+                    f"({text.model_type}) changes at {turn} tokens for all rows that are computed together; set "
+                    f"rollout.max_episode_tokens to at most {turn}"
+                )
 
 
 def check_heads(engine: EngineChoice) -> None:
-    """Raise ConfigError if the engine has no attention kernel for the model's head size on the nodes that run it.
-
-    Reads: engine_args, model.path, model.init, cluster.
-    """
+    """Raise ConfigError if the engine has no attention kernel for the model's head size on the nodes that run it."""
     sizes, config, init = engine.maker().heads(), engine.config, engine.config.model.init
     if sizes is None:
         return
@@ -202,8 +180,6 @@ def check_heads(engine: EngineChoice) -> None:
 def check_cache(start: RunStart) -> None:
     """Raise ConfigError or ResourceError if the engine's cache holds no sequence: next to its weights on this machine's GPUs, or
     as `engine_args` says. A cluster's are not asked: they may be in use until the run has them.
-
-    Reads: engine_args, vllm, model, cluster, rollout, optim, sft, critic, reward_model, reward, algorithm, env, data.
     """
     if is_planned():
         return  # the cards of another machine are counted by the plan
@@ -300,36 +276,59 @@ def check_placement(start: RunStart) -> None:
     """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, for several
     actors in the driver's process, for a weight route that does not leave a process if there are several, and for the address of
     a cluster that no part of the run would join.
-
-    Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, algorithm.distillation, critic, reward_model,
-    model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route, reward.
     """
     config, cluster, places = start.config, start.config.cluster, RunRoles(start.engine)
-    engine = places.engine
-    _check_one_process(places)
+    engine, route, name = places.engine, config.weights.route, start.engine.name
+    if route in ROUTES and "one_process" in ROUTES.entry(route).traits and (engine is not None or cluster.backend == "ray"):
+        why, instead = f"engine = {name} samples in processes of its own", "an engine in the driver"
+        if cluster.backend == "ray":
+            why, instead = 'cluster.backend = "ray" trains in processes of its own', 'cluster.backend = "inline"'
+        raise ConfigError(f'weights.route = "{route}" stays within a process, and {why}; use "auto", or {instead}')
+    if cluster.address and cluster.backend == "inline" and engine is None:
+        raise ConfigError(
+            f'cluster.address = "{cluster.address}": with cluster.backend = "inline" and engine = {name} all of the run '
+            'is in this process, which joins no cluster; set cluster.backend = "ray", or cluster.address = ""'
+        )
     check_roles(cluster)
     if "reference" in cluster.roles and config.model.lora is not None:
         raise ConfigError(
             "cluster.roles.reference: with [model.lora] the reference is the actor's own model without its adapter, so it has no "
             "processes to place; remove the role"
         )
-    if cluster.backend != "ray":
-        if cluster.actors > 1:
-            raise ConfigError(
-                f"cluster.actors = {cluster.actors}: the driver's process has room for one, because torch.distributed has one "
-                'rank per process: set cluster.actors = 1 or cluster.backend = "ray"'
-            )
-        _check_inline(places)
+    if cluster.backend == "ray":
+        _check_pools(places)
         return
-    if "rollout" in cluster.roles and engine is None:
+    if cluster.actors > 1:
         raise ConfigError(
-            f"cluster.roles.rollout: the {start.engine.name} engine samples in the driver; set engine = {places.engines_apart()}"
+            f"cluster.actors = {cluster.actors}: the driver's process has room for one, because torch.distributed has one "
+            'rank per process: set cluster.actors = 1 or cluster.backend = "ray"'
         )
+    # Ray gives an engine's process the first GPU, not knowing that the driver computes on it.
+    side = [one for one, _ in places.side]
+    if side and not joins(cluster) and has_gpus(cluster, side[0].role):
+        raise ConfigError(
+            f'cluster.backend = "inline": the driver trains on the first GPU, and {side[0].name} would get the same one; set '
+            f'cluster.backend = "ray", or {side[0].key}.engine = "embedded"'
+        )
+    if engine is not None and not config.rollout.colocate and not joins(cluster) and has_gpus(cluster, "rollout"):
+        raise ConfigError(
+            f'cluster.backend = "inline": the driver trains on the first GPU, and {engine.what} would get the same one; set '
+            'cluster.backend = "ray" (each then has its own), rollout.colocate = true (they take turns), or engine = "embedded"'
+        )
+
+
+def _check_pools(places: RunRoles) -> None:
+    """Raise ConfigError if a role's processes do not fill its pool, or if roles share GPUs that they cannot share."""
+    config, cluster, engine = places.config, places.cluster, places.engine
+    # The engines that have their own processes, for messages.
+    apart = " or ".join(f'"{one.name}"' for one in ENGINES.own() if one.make(config).processes() is not None)
+    if "rollout" in cluster.roles and engine is None:
+        raise ConfigError(f"cluster.roles.rollout: the {places.choice.name} engine samples in the driver; set engine = {apart}")
     side_roles = {one.role for one, _ in places.side}
     if idle := [role for role in cluster.roles if role in SERVICES and role not in side_roles]:
         raise ConfigError(
             f"cluster.roles.{idle[0]}: no {idle[0]} has processes to place; remove the role, or set "
-            f"reward.{idle[0]}.engines.NAME.engine = {places.engines_apart()}"
+            f"reward.{idle[0]}.engines.NAME.engine = {apart}"
         )
     pools = pools_of_roles(cluster, places.names)
     colocated = engine is not None and config.rollout.colocate
@@ -355,60 +354,46 @@ def check_placement(start: RunStart) -> None:
                 f"cluster.pools.{name}.gpus = {pool.gpus:g}: each rank trains on one GPU of its own, so set it to 1 (or to 0, to "
                 "train on CPUs), and per_node to the number of GPUs; only a pool of one process may use a part of one"
             )
-    if engine is not None and colocated and has_gpus(cluster, "actor"):
-        _check_colocated(config.cluster, engine)
-    elif "rollout" in pools and engine is not None:
-        _check_rollout(config.cluster, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
+    if engine is not None and (colocated or "rollout" in pools):
+        _check_engine_pool(cluster, engine, colocated, pools)
 
 
-def _check_one_process(places: RunRoles) -> None:
-    route, cluster, engine_name = places.config.weights.route, places.cluster, places.choice.name
-    samples = places.engine is not None
-    if route in ROUTES and "one_process" in ROUTES.entry(route).traits:
-        if cluster.backend == "ray":
-            why, instead = 'cluster.backend = "ray" trains in processes of its own', 'cluster.backend = "inline"'
-        else:
-            why, instead = f"engine = {engine_name} samples in processes of its own", "an engine in the driver"
-        if samples or cluster.backend == "ray":
-            raise ConfigError(f'weights.route = "{route}" stays within a process, and {why}; use "auto", or {instead}')
-    if cluster.address and cluster.backend == "inline" and not samples:
-        raise ConfigError(
-            f'cluster.address = "{cluster.address}": with cluster.backend = "inline" and engine = {engine_name} all of the run '
-            'is in this process, which joins no cluster; set cluster.backend = "ray", or cluster.address = ""'
-        )
-
-
-def _check_inline(places: RunRoles) -> None:
-    """Ray gives an engine's process the first GPU, not knowing that the driver computes on it."""
-    cluster, engine = places.cluster, places.engine
-    side = [one for one, _ in places.side]
-    if side and not joins(cluster) and has_gpus(cluster, side[0].role):
-        raise ConfigError(
-            f'cluster.backend = "inline": the driver trains on the first GPU, and {side[0].name} would get the same one; set '
-            f'cluster.backend = "ray", or {side[0].key}.engine = "embedded"'
-        )
-    if engine is None or places.config.rollout.colocate or joins(cluster) or not has_gpus(cluster, "rollout"):
-        return
-    raise ConfigError(
-        f'cluster.backend = "inline": the driver trains on the first GPU, and {engine.what} would get the same one; set '
-        'cluster.backend = "ray" (each then has its own), rollout.colocate = true (they take turns), or engine = "embedded"'
-    )
-
-
-def _check_rollout(cluster: ClusterConfig, engine: Processes, name: str, others: list[str]) -> None:
-    pool = cluster.pools[name]
-    roles = {str(role): pool for role, pool in cluster.roles.items()}
-    beside = [role for role in others if roles[role] == name]
-    if beside and pool.gpus:
-        raise ConfigError(
-            f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(beside)} (pool "
-            f"{name!r}); give it a separate pool, or set rollout.colocate = true"
-        )
-    if pool.gpus and pool.gpus != engine.gpus:
-        raise ConfigError(
-            f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {engine.what} uses {engine.gpus_key} = "
-            f"{engine.gpus} GPUs: set them equal"
-        )
+def _check_engine_pool(cluster: ClusterConfig, engine: Processes, colocated: bool, pools: Collection[str]) -> None:
+    """Colocated, each of the engine's processes uses the GPUs of as many actors, on one node; else GPUs of its own."""
+    gpus, train = engine.gpus, cluster.roles.get("actor")
+    if colocated and has_gpus(cluster, "actor"):
+        sample = cluster.roles.get("rollout", train)
+        if sample != train:
+            raise ConfigError(
+                f"rollout.colocate: the engine uses the actors' GPUs, but cluster.roles has rollout = {sample!r} and "
+                f"actor = {train!r}"
+            )
+        if engine.count * gpus != cluster.actors:
+            raise ConfigError(
+                f"rollout.colocate: {engine.what} uses the GPUs of {engine.gpus_key} = {gpus} actors, so {engine.count_key} = "
+                f"{engine.count} need {engine.count * gpus} of them: set cluster.actors = {engine.count * gpus}, or "
+                f"{engine.count_key} to cluster.actors / {engine.gpus_key}"
+            )
+        if train is not None and cluster.pools[train].per_node % gpus:
+            raise ConfigError(
+                f"cluster.pools.{train}.per_node = {cluster.pools[train].per_node}: with rollout.colocate it must be a multiple "
+                f"of {engine.gpus_key} = {gpus}, so that the GPUs of {engine.what} are on one node"
+            )
+    elif "rollout" in pools:
+        roles = {str(role): pool for role, pool in cluster.roles.items()}
+        name = roles["rollout"]
+        pool = cluster.pools[name]
+        beside = [role for role in pools if role != "rollout" and roles[role] == name]
+        if beside and pool.gpus:
+            raise ConfigError(
+                f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(beside)} (pool "
+                f"{name!r}); give it a separate pool, or set rollout.colocate = true"
+            )
+        if pool.gpus and pool.gpus != gpus:
+            raise ConfigError(
+                f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {engine.what} uses {engine.gpus_key} = {gpus} GPUs: set them "
+                "equal"
+            )
 
 
 def _check_side_pool(places: RunRoles, role: str, name: str, others: list[str]) -> None:
@@ -432,28 +417,6 @@ def _check_side_pool(places: RunRoles, role: str, name: str, others: list[str]) 
             )
 
 
-def _check_colocated(cluster: ClusterConfig, engine: Processes) -> None:
-    """Each of the engine's processes uses the GPUs of as many actors, on one node."""
-    gpus = engine.gpus
-    train, sample = cluster.roles.get("actor"), cluster.roles.get("rollout", cluster.roles.get("actor"))
-    if sample != train:
-        raise ConfigError(
-            f"rollout.colocate: the engine uses the actors' GPUs, but cluster.roles has rollout = {sample!r} and "
-            f"actor = {train!r}"
-        )
-    if engine.count * gpus != cluster.actors:
-        raise ConfigError(
-            f"rollout.colocate: {engine.what} uses the GPUs of {engine.gpus_key} = {gpus} actors, so {engine.count_key} = "
-            f"{engine.count} need {engine.count * gpus} of them: set cluster.actors = {engine.count * gpus}, or "
-            f"{engine.count_key} to cluster.actors / {engine.gpus_key}"
-        )
-    if train is not None and cluster.pools[train].per_node % gpus:
-        raise ConfigError(
-            f"cluster.pools.{train}.per_node = {cluster.pools[train].per_node}: with rollout.colocate it must be a multiple of "
-            f"{engine.gpus_key} = {gpus}, so that the GPUs of {engine.what} are on one node"
-        )
-
-
 # Rollout workers
 
 
@@ -462,8 +425,6 @@ def check_workers(start: RunStart) -> None:
     workers, ResourceError if the nodes have too few CPU slots; in training actors take some of them.
 
     Raises ConfigError too for Python objects that cannot be sent to the processes that need them.
-
-    Reads: rollout.workers, rollout.summary_model, cluster, engine, api.concurrency, algorithm.
     """
     config, workers = start.config, start.config.rollout.workers
     table = config.model_dump(mode="json", exclude_none=True)
@@ -482,5 +443,19 @@ def check_workers(start: RunStart) -> None:
             f"api.concurrency = {config.api.concurrency} calls at once are shared by rollout.workers = {workers}, which leaves "
             "some of them none; raise the one or lower the other"
         )
-    if not is_planned():
-        RunRoles(start.engine).check_worker_room(start.purpose == "train")
+    if is_planned():
+        return
+    # The nodes have CPU slots for the workers next to the run's other processes.
+    roles, cluster, apart = RunRoles(start.engine), config.cluster, start.engine.workers_apart()
+    slots, taken = sum(node.cpus for node in nodes_of(cluster, "actor")), 0.0
+    if start.purpose == "train":
+        pools, unpooled = pools_of_roles(cluster, roles.with_pool), roles.without_pool
+        taken = sum(node_need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
+        taken += sum(one.cpus * one.count for one in unpooled.values())
+        # Without GPUs too each actor takes a slot of its own.
+        taken += 0 if "actor" in {*pools, *unpooled} else cluster.actors
+    if apart * WORKER_CPUS > slots - taken:
+        raise ResourceError(
+            f"rollout.workers = {apart}: each takes {WORKER_CPUS:g} CPU slots, and of {slots:g} the run's other processes "
+            f"take {taken:g}; lower rollout.workers to {max(int((slots - taken) / WORKER_CPUS), 0)}, or add nodes"
+        )
