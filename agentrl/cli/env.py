@@ -17,7 +17,7 @@ from agentrl.utils.errors import ConfigError, UserError
 from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
-    from agentrl.env import Options, ToolEnv
+    from agentrl.env import ToolEnv
     from agentrl.env.catalog import EnvRef
     from agentrl.env.check_tools import CheckFinding, Subject
 
@@ -189,17 +189,13 @@ def _tool_lines(env: ToolEnv) -> list[str]:
     lines = []
     for tool in env.toolbox:
         lines.append("  " + json.dumps(tool.schema["function"], ensure_ascii=False))
-        if differs := _called_as(tool.options):
-            lines.append(f"    {differs}")
+        # Its options that a policy may see, if they differ from the default.
+        seen = {name: getattr(tool.options, name) for name in ("check", "on_error", "error", "max_output")}
+        if differs := [f"{name}={value!r}" for name, value in seen.items() if value not in (None, "strict")]:
+            lines.append(f"    {', '.join(differs)}")
     if env.toolbox.max_output != MAX_OUTPUT:
         lines.append(f"  answers of tools that do not say: at most {env.toolbox.max_output} tokens")
     return lines
-
-
-def _called_as(options: Options) -> str:
-    """A tool's options that a policy may see, if they differ from the default."""
-    seen = {name: getattr(options, name) for name in ("check", "on_error", "error", "max_output")}
-    return ", ".join(f"{name}={value!r}" for name, value in seen.items() if value not in (None, "strict"))
 
 
 def run_new(args: argparse.Namespace) -> int:
@@ -259,7 +255,7 @@ def run_check(args: argparse.Namespace) -> int:
         say(json.dumps({"failed": failed, "environments": rows, "not_installed": lacking}))
     else:
         for env, findings in results.items():
-            _print_table(env, findings)
+            print_findings(env, findings)
         for env in lacking:
             say(f"{env}: not checked, its source is not installed (agentrl env install --list)")
     return 1 if failed else 0
@@ -269,7 +265,7 @@ _QUIET_S = 5.0
 _STATUS = {True: "ok", False: "FAIL", None: "-"}
 
 
-def _print_table(env: str, findings: list[CheckFinding]) -> None:
+def print_findings(env: str, findings: list[CheckFinding]) -> None:
     failed = sum(finding.ok is False for finding in findings)
     say(f"{env}: {f'{failed} of {len(findings)} checks failed' if failed else 'all checks passed'}")
     width = max(len(finding.check) for finding in findings)

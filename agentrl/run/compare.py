@@ -79,7 +79,7 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
 
 
 def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
-    """For each suite of which the report.json of all evaluations' folders has a table: a row for each metric that one of them
+    """For each suite that the report.json of all evaluations' folders has a table for: a row for each metric that one of them
     has, with a value (or None) and `n` for each evaluation, and whether all are over as many tasks of the same split and version
     (`same`)."""
     files = [folder / "report.json" for folder in folders]

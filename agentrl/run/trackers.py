@@ -101,7 +101,7 @@ Session that `watch` gives it; `check(section)` refuses before a run."""
 TRACING: Registry[Any] = Registry("traces", "TRACING", "agentrl.run.trackers")
 SPANS = "steps"
 """Name in `TRACING` of what follows the spans of steps, for `[traces]` and `[profile]`: made with the run, its engine's name and
-its training roles, it is told of each update's begin and end; `check(steps, traces, profile)` refuses before a run."""
+its training roles, it is called at each update's begin and end; `check(steps, traces, profile)` refuses before a run."""
 
 
 def is_voided(phase: str, step: int, to: int) -> bool:

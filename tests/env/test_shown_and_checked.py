@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agentrl.cli.env import _called_as
+from agentrl.cli.env import _tool_lines
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.server import EnvOffer
 from agentrl.data.trajectory import Json, Trajectory
@@ -147,6 +148,10 @@ def test_a_remote_tool_has_the_options_of_the_servers() -> None:
 
 
 def test_env_show_tells_how_a_tool_differs() -> None:
-    assert _called_as(Options(timeout=3)) == ""
-    shown = _called_as(Options(check="lenient", error="Error: {message}", max_output=9))
-    assert shown == "check='lenient', error='Error: {message}', max_output=9"
+    class Box(list[Any]):
+        max_output = MAX_OUTPUT
+
+    options = Options(timeout=3), Options(check="lenient", error="Error: {message}", max_output=9)
+    tools = Box(SimpleNamespace(schema={"function": {}}, options=one) for one in options)
+    shown: Any = SimpleNamespace(toolbox=tools)
+    assert _tool_lines(shown) == ["  {}", "  {}", "    check='lenient', error='Error: {message}', max_output=9"]

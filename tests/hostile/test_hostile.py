@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.cli.env import _print_table
+from agentrl.cli.env import print_findings
 from agentrl.contrib.view.terminal import table
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
 from agentrl.env import Tool
@@ -246,7 +246,7 @@ def test_tables_and_logs_write_out_what_a_terminal_acts_on_and_take_no_marks_fro
     joined = {"models": [ODD], "over": [[ODD, "test", 1]], "same": False, "rows": [{"name": ODD, "values": [0.5], "n": [1]}]}
     print_side_by_side({ODD: joined}, console)
     console.print(table(ODD, [ODD], [(ODD,)]))
-    _print_table(ODD, [CheckFinding("fuzz", False, ODD, 0.0)])
+    print_findings(ODD, [CheckFinding("fuzz", False, ODD, 0.0)])
     with guarded_output():
         logging.getLogger("hostile").warning("a tool said %s", ODD)
         record = logging.getLogRecordFactory()("x", 30, "f", 1, "said %s", (ODD,), None)
