@@ -1,7 +1,6 @@
 """What a run says at its end can be typed as it stands: the evaluation that it names asks the same tasks, scored the same way."""
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from datetime import date
@@ -22,7 +21,6 @@ from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import FILE, RunModel, model_of, run_folder
 from agentrl.utils.errors import CheckpointError, ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLE: dict[str, Any] = {
     "name": "a run",
     "env": {
@@ -242,35 +240,3 @@ def test_a_run_that_trained_nothing_is_not_said_to_have_trained_a_model(tmp_path
     text = "\n".join(lines)
     assert "THIS RUN FAILED: trained nothing. no token was trained in the 5 updates: so it is. Do that." in lines
     assert "trained model" not in text and "try next" not in text and f"agentrl view '{folder.path}'" in text
-
-
-TEXTS = [
-    path
-    for pattern in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/**/*.md",
-        "examples/**/*.md",
-        "examples/**/*.py",
-        "configs/**/*.toml",
-        "agentrl/**/*.py",
-    )
-    for path in ROOT.glob(pattern)
-]
-
-
-def test_no_text_advises_to_evaluate_a_runs_model_without_what_the_run_says() -> None:
-    """Its parameters, reward, limits and temperature are in the run's config, which only --run reads."""
-    found = [
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for path in TEXTS
-        for line in path.read_text().splitlines()
-        if re.search(r"agentrl eval\b.*--model\s+\S*runs/", line) and "--run " not in line
-    ]
-    assert found == [] and len(TEXTS) > 100
-
-
-def test_no_text_names_a_trajectory_file_that_no_run_writes() -> None:
-    wrong = r"trajectories/(?!((before|eval|after|step)_(\d{6}|\{|\*|N)|\*|\.|<))\w+\.jsonl"
-    found = [f"{path.relative_to(ROOT)}: {hit.group()}" for path in TEXTS for hit in re.finditer(wrong, path.read_text())]
-    assert found == []
