@@ -552,10 +552,10 @@ class RunLog(AbstractContextManager["RunLog"]):
             tracker.tell("episodes", phase, step, sampled_rows(result.trajectories))
         await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
         self.display.show_evaluation(step, result.success)
-        if self.health is not None:
-            self.health.evaluation(phase, result)
         for name, one in {"": result, **result.by_env}.items():
             fault = first_fault(one.trajectories)
             unscored = "" if fault is None else f" ({one.unscored} unscored, the first: {fault})"
             head = f"  {name:<24}" if name else f"[{phase}] held-out success"
             self.display.say(f"{head} {percent(one.success)} over {one.scored} tasks{unscored}")
+        if self.health is not None:
+            self.health.evaluation(phase, result)
