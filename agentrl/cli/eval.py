@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,7 +219,7 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
     plans = read_plans(args)
     from agentrl.run.evaluate import check_request
 
-    plans = [Plan(**{**vars(p), "config": check_request(p.config, next(iter(p.requests.values())))}) for p in plans]
+    plans = [replace(p, config=check_request(p.config, next(iter(p.requests.values())))) for p in plans]
     from agentrl.run.display import Display
 
     code = 0
@@ -286,9 +286,9 @@ def read_plans(args: argparse.Namespace) -> list[Plan]:
 
     folder = None if args.run_folder is None else run_folder(args.run_folder)
     models: list[tuple[str, str, dict[str, Any]]] = []  # label, path and what the report says of each
-    for which in () if folder is None else args.checkpoint or ([] if args.model else ["last"]):
-        model = model_of(folder, which)
-        models.append((model.label, model.path, {"step": model.step}))
+    if folder is not None:
+        found = [model_of(folder, which) for which in args.checkpoint or ([] if args.model else ["last"])]
+        models = [(model.label, model.path, {"step": model.step}) for model in found]
     models += [(model_label(path), path, {}) for path in args.model or ()]
     if not models:
         raise ConfigError(
