@@ -17,10 +17,10 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.env.official import WHOLE, Benchmark, mean_with_interval, played_of
 from agentrl.run.digests import suite_env
+from agentrl.run.folder import stored_object
 from agentrl.run.outcomes import label_of, order
-from agentrl.run.reader import RunRecord
+from agentrl.run.reader import AGAIN, RunRecord
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.parsing import read_json
 from agentrl.utils.terminal import cell, folding
 
 # Official metrics
@@ -82,8 +82,7 @@ def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
     """For each suite that the report.json of all evaluations' folders has a table for: a row for each metric that one of them
     has, with a value (or None) and `n` for each evaluation, and whether all are over as many tasks of the same split and version
     (`same`)."""
-    files = [folder / "report.json" for folder in folders]
-    tables = [(read_json(file.read_text()).get("official") or {}) if file.is_file() else {} for file in files]
+    tables = [RunRecord(folder).report.get("official") or {} for folder in folders]
     joined = {}
     for suite in (name for name in tables[0] if all(name in other for other in tables)):
         by_name = [{row["name"]: row for row in table[suite]["rows"]} for table in tables]
@@ -163,7 +162,7 @@ def read_results(folder: Path) -> dict[str, Results]:
         env = episodes[0].env or episodes[0].env_id
         if env in found:
             raise ConfigError(f"{folder}: it holds several evaluations of {env}. Give their own folders: {folder}/*")
-        identity = read_json((part / "eval.json").read_text()).get("identity") or {}
+        identity = (stored_object(part / "eval.json", AGAIN) or {}).get("identity") or {}
         tasks: dict[str, TaskResult] = {}
         for name, played in members.items():
             known = [float(t.success) for t in played if t.success is not None]

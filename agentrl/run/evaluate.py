@@ -35,15 +35,16 @@ from agentrl.run.compare import mean_of, official, rate_of
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import EngineChoice, claiming_engine
+from agentrl.run.folder import stored_object
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import by_label
 from agentrl.run.reader import episode_of
 from agentrl.run.role_placement import engine_room
 from agentrl.run.rollout_workers import with_workers
-from agentrl.utils.errors import ConfigError, RunFolderError, WorkerDiedError
+from agentrl.utils.errors import ConfigError, WorkerDiedError
 from agentrl.utils.event_loop import SLOW_LOOP, watch_loop
 from agentrl.utils.files import atomic_write, naming
-from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.parsing import json_text
 from agentrl.utils.redaction import redact, redact_json
 from agentrl.utils.terminal import cell, folding
 from agentrl.utils.threads import share_the_lock
@@ -234,6 +235,7 @@ class EvalSession:
 
 Pair = tuple[int, int]
 
+OTHER = "use another --out"
 LATER = "the same command runs the missing episodes"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -267,17 +269,9 @@ class RolloutRequest:
 
     def day(self) -> str | None:
         """The date of the episodes that are in the folder, or else today's; None of an older agentrl's, which kept none."""
-        if not self.note.exists():
-            return date.today().isoformat()
-        found: str | None = (_identity_in(self.note) or {}).get("model.date")
+        note = stored_object(self.note, OTHER)
+        found: str | None = date.today().isoformat() if note is None else (note.get("identity") or {}).get("model.date")
         return found
-
-
-def _identity_in(note: Path) -> Any:
-    try:
-        return read_json(note.read_bytes()).get("identity")
-    except (AttributeError, ValueError):
-        raise RunFolderError(f"{note}: damaged. Use another --out") from None
 
 
 class RolloutJob:
@@ -397,10 +391,9 @@ class RolloutJob:
         own = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
         identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose)}
         note, path = request.note, self.file
-        if note.exists():
+        if (before := stored_object(note, OTHER)) is not None:
             kind = "an evaluation" if purpose == "eval" else "a rollout"
-            before = _identity_in(note)
-            check_same_identity(before, identity, f"{kind} of something else ({note})", request.out)
+            check_same_identity(before.get("identity"), identity, f"{kind} of something else ({note})", request.out)
         elif path.exists():
             raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []

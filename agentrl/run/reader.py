@@ -32,6 +32,7 @@ PHASES = {"before": "before", "eval": "eval", "step": "train", "after": "after"}
 """The first part of a trajectory file's name -> the phase in metrics.jsonl."""
 _NAME = re.compile(r"([a-z]+)_(\d+)\.jsonl")
 _ORDER = {"before": 0, "train": 1, "eval": 2, "rollout": 2, "after": 3}
+AGAIN = "remove it, and repeat the evaluation"
 _TAIL = 65536
 LIVE_S = 120.0
 """A run without a final word is taken to be going on for this many seconds after its last sign of life, or four of its steps if
@@ -114,8 +115,7 @@ class RunRecord:
 
     def evaluated_env(self) -> dict[str, Any]:
         """The environment of an evaluation's note, as the table of a config."""
-        note = _json(self.path / f"{self.evaluation}.json")
-        identity = note.get("identity") if isinstance(note, dict) else None
+        identity = (stored_object(self.path / f"{self.evaluation}.json", AGAIN) or {}).get("identity")
         found = identity if isinstance(identity, dict) else {}
         table: dict[str, Any] = {}
         for key in (key for key in found if key.startswith("env.")):
@@ -130,8 +130,7 @@ class RunRecord:
     @property
     def report(self) -> dict[str, Any]:
         """report.json of an evaluation; empty without one. Raises RunFolderError if it is damaged."""
-        found = _json(self.path / "report.json")
-        return found if isinstance(found, dict) else {}
+        return stored_object(self.path / "report.json", AGAIN) or {}
 
     @property
     def official(self) -> dict[str, Any]:
@@ -263,12 +262,6 @@ def find_runs(folder: Path, depth: int = 3) -> list[RunRecord]:
         elif depth > 1 and path.is_dir() and not path.name.startswith(".") and not path.is_symlink():
             found += find_runs(path, depth - 1)
     return found
-
-
-def _json(path: Path) -> Any:
-    """A JSON file; else None. Raises RunFolderError if it is damaged."""
-    with _name_damaged(path):
-        return read_json(read_plain(path)) if path.exists() else None
 
 
 @contextmanager
