@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from agentrl.cluster.machine import reachable_address
@@ -19,6 +21,8 @@ from agentrl.data.rows import Ragged
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent, Stream, make_sender
 from agentrl.engines.weights.parameters import Saving
+from agentrl.trainer.algorithms import policy_loss
+from agentrl.trainer.algorithms.base import Denominators
 from agentrl.trainer.minibatch import (
     MINIBATCHES,
     SOURCE,
@@ -26,22 +30,19 @@ from agentrl.trainer.minibatch import (
     RowsShard,
     Visits,
     counts_of,
-    log_ratios_of,
     minibatches,
 )
 from agentrl.trainer.optim import optim_of, rate, sft_optim
 from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import (
-    Gradients,
     Meter,
+    MicroLoss,
     Pack,
     Steps,
-    UpdateSettings,
-    add_gradients,
-    check_algorithm,
     compute_logprobs,
-    update_policy,
+    measured_means,
+    visit_order,
 )
 from agentrl.utils.errors import AgentrlError, ConfigError, NonFiniteError
 from agentrl.utils.processor import own_threads
@@ -145,6 +146,14 @@ def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float],
 # The role
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients that wait for an optimizer step: the denominators that they have, and whether every loss was finite."""
+
+    counts: Denominators
+    sound: bool
+
+
 class Actor(TrainedRole):
     """One rank of the policy. All ranks run every method together."""
 
@@ -215,27 +224,43 @@ class Actor(TrainedRole):
         kl_coef: float | None = None,
     ) -> dict[str, float]:
         """One training step (`epochs` x minibatches optimizer steps) on a batch from `cut_update` with the same arguments; its
-        metrics over all ranks.
+        metrics over all ranks, the same on each. Every rank calls it with its own rows.
 
         That needs the columns of `collate` and `advantages`; `ref_logprobs` if the loss has a KL term, and `old_logprobs`
-        (from `compute_logprob` before the update) if the proximal policy is to be recomputed.
-        `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (an adaptive coefficient).
+        (from `compute_logprob` before the update) if the proximal policy is to be recomputed. A minibatch without remaining rows
+        still takes its optimizer step, with a gradient of zero. `temperature` is the rollout's; `kl_coef` replaces
+        `algorithm.kl.coef` (an adaptive coefficient). Raises NonFiniteError if the weights are not finite afterwards.
         """
-        engine = self._ready()
-        check_algorithm(algorithm)
-        lr = self._set_rate()
-        coef = algorithm.kl.coef if kl_coef is None else kl_coef
+        engine, view, lr = self._ready(), Ragged.of(batch), self._set_rate()
+        policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
+        parts, counts, meter = minibatches(view), counts_of(view), Meter()
+        micros, steps = plan_micro_batches(view, parts, self._optim.micro_tokens, engine), Steps(engine, view, f"update {step}")
+        added = view.batch["added"] if "added" in view else [None] * len(parts)
         # Greedy sampling (temperature 0) has no distribution to train: its logprobs are those at temperature 1.
-        settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
-        self._visits = [] if SOURCE in batch.keys() else None  # noqa: SIM118 - `in` of a batch asks for an item
-        metrics = update_policy(engine, Ragged.of(batch), algorithm, settings, self._visits)
+        job = partial(MicroLoss, engine, view, algorithm, policy, temperature or 1.0, coef, meter)
+        self._visits = [] if SOURCE in view else None
+        engine.expert_load()  # of what was computed before
+        for epoch in range(algorithm.epochs):
+            seen = self._visits if epoch == 0 else None
+            for at in visit_order(len(parts), epoch, seed, step):
+                steps.take(at, micros[at], job(counts[at], not steps.norms, added[at], seen).loss)
+        steps.check()
         self._updates += 1
-        return {**metrics, "lr": lr}
+        if not steps.norms:
+            return {"tokens_trained": 0.0, "minibatches": 0.0, "lr": lr}
+        found = measured_means(engine, meter, counts)
+        # `loss` and `grad_norm` are means over the optimizer steps.
+        means = {"loss": found["loss"] / len(steps.norms), "minibatches": float(len(counts)), "lr": lr}
+        return {**found, **steps.metrics(), **means}
 
     def take_visits(self) -> LogRatios:
         """The log ratios that the last update saw of this rank's rows, if its batch had the column `SOURCE`; once."""
-        visits, self._visits = self._visits, None
-        return log_ratios_of(visits or [])
+        visits, self._visits = self._visits or [], None
+        out: LogRatios = {}
+        for rows, offsets, values in visits:
+            numbers, cuts = values.float().cpu().numpy().astype(np.float16), offsets.cpu().tolist()
+            out |= {row: numbers[cuts[at] : cuts[at + 1]] for at, row in enumerate(rows.cpu().tolist())}
+        return out
 
     # -- a training step, piece by piece ---------------------------------------------------------------
 
@@ -250,14 +275,33 @@ class Actor(TrainedRole):
         part: int = 0,
     ) -> dict[str, float]:
         """The gradients of minibatch `part` of a batch from `cut_update` with the same arguments, added to those that wait for
-        `optim_step` (`add_gradients`). Returns its metrics; nothing is changed yet."""
-        engine = self._ready()
-        check_algorithm(algorithm)
-        coef = algorithm.kl.coef if kl_coef is None else kl_coef
-        settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
-        given = engine, Ragged.of(batch), algorithm, settings, part, self._waiting
-        metrics, self._waiting = add_gradients(*given, first=not self._stepped)
-        return metrics
+        `optim_step`. Returns its metrics; nothing is changed yet.
+
+        With gradients that wait, the sum becomes that of the one batch that joins the calls: means over n1 and n2 tokens (or
+        episodes) as one over n1 + n2. So earlier gradients are scaled by n1 / (n1 + n2), and the new loss is divided by n1 + n2.
+        """
+        engine, view = self._ready(), Ragged.of(batch)
+        policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
+        [micros] = plan_micro_batches(view, [minibatches(view)[part]], self._optim.micro_tokens, engine)
+        meter, steps = Meter(), Steps(engine, view, f"update {step}")
+        engine.expert_load()  # of what was computed before
+        own, waiting, share = counts_of(view)[part], self._waiting, 1.0
+        counts = own
+        if waiting is not None:
+            before = waiting.counts
+            counts = Denominators(before.tokens + own.tokens, before.episodes + own.episodes, own.length)
+            by_token = algorithm.aggregate == "token_mean"
+            old, new, whole = (max(c.tokens if by_token else c.episodes, 1.0) for c in (before, own, counts))
+            for _, parameter in engine.named_weights():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(old / whole)
+            share = new / whole
+        job = MicroLoss(engine, view, algorithm, policy, temperature or 1.0, coef, meter, counts, not self._stepped)
+        sound = steps.backward(part, micros, job.loss)
+        self._waiting = Gradients(counts, sound and (waiting is None or waiting.sound))
+        metrics = measured_means(engine, meter, (own,))
+        # Of these rows by themselves, whatever waited before them.
+        return {**metrics, "loss": metrics["loss"] / share}
 
     def optim_step(self, lr: float | None = None) -> dict[str, float]:
         """One optimizer step with the gradients that wait, clipped as those of `update`; at the rate of the run's schedule, or

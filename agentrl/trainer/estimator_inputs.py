@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.data.rows import Ragged, select
+from agentrl.data.rows import Ragged, row_ids, select
 from agentrl.data.trajectory import Group
 from agentrl.reward import Scorer
 from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, check_output
 from agentrl.trainer.algorithms.losses import kl_estimate
-from agentrl.trainer.minibatch import episode_sums, kl_kind, proximal_of
+from agentrl.trainer.minibatch import kl_kind, proximal_of
 from agentrl.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ def with_advantages(
         kl = kl_estimate(kl_kind(algorithm.kl), proximal_of(view), view.tokens("ref_logprobs")) * mask
         metrics["kl_reward"] = float(kl.sum() / mask.sum().clamp(min=1))
         rewards = rewards - kl_coef * kl
-        reward = reward - kl_coef * episode_sums(kl, view)
+        # The sum over all rows of an episode, on each of its rows.
+        episode = torch.from_numpy(view.episode)
+        sums = torch.zeros(int(episode.max()) + 1 if len(episode) else 0, dtype=torch.float64)
+        sums.index_add_(0, episode[row_ids(view.offsets)], kl.double())
+        reward = reward - kl_coef * sums[episode].to(kl.dtype)
     given = AdvantageInput(
         token_rewards=rewards,
         mask=mask,
@@ -59,10 +63,7 @@ def with_advantages(
         values=view.tokens("values") if "values" in view else None,
         turns=view.tokens("turns"),
         member=view.row("member"),
-        baseline=view.row("baseline") if "baseline" in view else None,
-        terms=view.row("terms") if "terms" in view else None,
-        parent=view.row("parent") if "parent" in view else None,
-        branch_turn=view.row("branch_turn") if "parent" in view else None,
+        **{name: view.row(name) for name in ("baseline", "terms", "parent", "branch_turn") if name in view},
     )
     if any("anchors" in ADVANTAGES.entry(choice.name).needs for choice in (algorithm.advantage, *own.values())):
         given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))

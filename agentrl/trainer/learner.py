@@ -17,7 +17,7 @@ from agentrl.cluster.launch import launch
 from agentrl.cluster.placement import has_gpus
 from agentrl.config.envs import own_advantages, scheduled_temperature, temperature_at
 from agentrl.config.load import check_unread
-from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, RewardModelConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, TrainConfig
 from agentrl.data.rows import Ragged
 from agentrl.data.schedule import effective_mode, token_ratio, with_trees
 from agentrl.trainer.actor import Actor
@@ -47,7 +47,7 @@ from agentrl.trainer.roles import (
 )
 from agentrl.trainer.train_engine import mesh_of, rests, separate_reference, shares_prefixes
 from agentrl.trainer.update import check_algorithm, mismatch
-from agentrl.trainer.update_hooks import hooks_of, join_rows
+from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, join_rows
 from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.threads import in_thread
@@ -63,20 +63,6 @@ if TYPE_CHECKING:
 STATE = "learner.json"
 COEFFICIENTS = ("kl_coef", "entropy_coef")
 """Attributes of a learner that updates steer, and checkpoints hold."""
-
-
-# The entropy bonus
-
-
-def check_entropy(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError for a target that no coefficient could be steered to, and for how it is reached without one."""
-    if algorithm.entropy_target is None:
-        check_unread("algorithm", algorithm, ("entropy_step", "entropy_max"), "algorithm.entropy_target")
-    elif algorithm.entropy_max <= algorithm.entropy_bonus:
-        raise ConfigError(
-            f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
-            f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"
-        )
 
 
 def adapted_entropy_coef(coef: float, measured: float, algorithm: AlgorithmConfig) -> float:
@@ -104,7 +90,13 @@ def check_learner(config: TrainConfig) -> None:
     """
     check_optims(config)
     check_algorithm(config.settled_algorithm())
-    check_entropy(config.algorithm)
+    if (algorithm := config.algorithm).entropy_target is None:
+        check_unread("algorithm", algorithm, ("entropy_step", "entropy_max"), "algorithm.entropy_target")
+    elif algorithm.entropy_max <= algorithm.entropy_bonus:
+        raise ConfigError(
+            f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
+            f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"
+        )
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
         raise ConfigError(
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
@@ -120,7 +112,21 @@ def check_learner(config: TrainConfig) -> None:
     check_moving(config.algorithm, config.model, config.cluster)
     for env in config.trained_envs:
         with config.name_entry_in_errors(env) as one:
-            _check_estimator(one.algorithm, config.critic, config.reward_model)
+            name, kl = one.algorithm.advantage.name, one.algorithm.kl
+            advantages(name, one.algorithm.advantage.args)
+            needs = ADVANTAGES.entry(name).needs
+            if "values" in needs and config.critic is None:
+                raise ConfigError(f'algorithm.advantage "{name}" needs a critic: add a [critic] section')
+            if needs & {"baseline", "terms"} and config.reward_model is not None:
+                raise ConfigError(
+                    f'algorithm.advantage "{name}" reads scores of the reward spec, and the score of a [reward_model] is not '
+                    "part of it"
+                )
+            if "terms" in needs and kl.coef > 0 and kl.where == "reward":
+                raise ConfigError(
+                    f'algorithm.advantage "{name}" reads single reward terms, to which algorithm.kl.where = "reward" is '
+                    'not applied; use where = "loss"'
+                )
     names = {config.alone(env).algorithm.advantage.name for env in config.trained_envs}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
         users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
@@ -131,24 +137,6 @@ def check_learner(config: TrainConfig) -> None:
         raise ConfigError(
             f"critic.warmup = {config.critic.warmup}: during these steps only the critic learns, and the run has steps = "
             f"{config.steps}, so the policy would never learn"
-        )
-
-
-def _check_estimator(algorithm: AlgorithmConfig, critic: CriticConfig | None, reward_model: RewardModelConfig | None) -> None:
-    """Raise ConfigError if the advantage estimator of a config with one environment lacks what it needs."""
-    name, kl = algorithm.advantage.name, algorithm.kl
-    advantages(name, algorithm.advantage.args)
-    needs = ADVANTAGES.entry(name).needs
-    if "values" in needs and critic is None:
-        raise ConfigError(f'algorithm.advantage "{name}" needs a critic: add a [critic] section')
-    if needs & {"baseline", "terms"} and reward_model is not None:
-        raise ConfigError(
-            f'algorithm.advantage "{name}" reads scores of the reward spec, and the score of a [reward_model] is not part of it'
-        )
-    if "terms" in needs and kl.coef > 0 and kl.where == "reward":
-        raise ConfigError(
-            f'algorithm.advantage "{name}" reads single reward terms, to which algorithm.kl.where = "reward" is '
-            'not applied; use where = "loss"'
         )
 
 
@@ -184,7 +172,11 @@ class Learner:
         self.sharing = mode if shares_prefixes(config.model) else "off"
         self._skipped, self._name = 0, uuid4().hex
         self.tokens: TrainedTokens | None = None
-        self.hooks = hooks_of(config)
+        self.hooks = {
+            name: UPDATE_HOOKS.entry(name).make(section, config)
+            for name in SECTIONS
+            if (section := getattr(config.algorithm, name)) is not None
+        }
 
     async def open(self, path: str, folder: Path | None = None) -> None:
         """Start the other roles from the model at `path`: in their pools, or in the actors' processes.
@@ -275,17 +267,19 @@ class Learner:
         metrics of both halves; `keep` and errors as for `step`."""
         if keep and self.algorithm.proximal != "recompute":
             view = view.with_rows(**{SOURCE: torch.arange(len(view))})
-        whole, added = await self._with_added(view, step)
-        # Critic and actor get the same batch, advantages included: values were computed before either of them moves. What is
-        # added is for the actor alone.
-        learned = await self._learn(view.batch, whole.batch, step)
-        metrics = {**metrics, **added, **learned}
-        for hook in self.hooks.values() if self._policy_learns(step) else ():
+        learns = self.config.critic is None or step >= self.config.critic.warmup
+        learned = await self._learn(view, step, learns)
+        metrics = {**metrics, **learned}
+        for hook in self.hooks.values() if learns else ():
             await in_thread("batch", hook.keep, view)
-        if keep:
-            self.tokens = await in_thread("batch", self._trained_tokens, view)
         if self.algorithm.proximal == "recompute":
             metrics |= await in_thread("batch", mismatch, view)
+        if keep:  # ratios of the rows that the actor visited, on whichever rank, or those of the recomputed policy
+            ratios = None
+            if self.algorithm.proximal != "recompute":
+                seen = await in_thread("batch", self.actors.run_all, Actor.take_visits)
+                ratios = {row: values for found in seen for row, values in found.items()}
+            self.tokens = await in_thread("batch", TrainedTokens.of, view, ratios)
         if self.config.algorithm.kl.coef > 0:
             metrics["kl_coef"] = self.kl_coef
             measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
@@ -303,13 +297,6 @@ class Learner:
             return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
         self._skipped = 0
         return metrics | {"skipped_steps": 0.0}
-
-    def _trained_tokens(self, view: Ragged) -> TrainedTokens:
-        """Statistics of the step's trained tokens; ratios of the rows that the actor visited, on whichever rank."""
-        if self.algorithm.proximal == "recompute":
-            return TrainedTokens.of(view, None)
-        seen = self.actors.run_all(Actor.take_visits)
-        return TrainedTokens.of(view, {row: values for found in seen for row, values in found.items()})
 
     def _temperature(self, step: int) -> float:
         """That at which all policies of update `step` are computed, the one at which its episodes were sampled. Greedy ones have
@@ -349,11 +336,14 @@ class Learner:
             view = view.with_tokens(values=values["values"].values())
         return view, metrics
 
-    async def _with_added(self, view: Ragged, step: int) -> tuple[Ragged, dict[str, float]]:
-        """The batch for the actor, with the rows that hooks add behind its own, and metrics of those."""
-        metrics: dict[str, float] = {}
+    async def _learn(self, view: Ragged, step: int, learns: bool) -> dict[str, float]:
+        """The updates of the critic and, if the policy `learns`, of the actor, whose batch also has the rows that hooks add;
+        their metrics.
+
+        Both get the same batch, advantages included: values were computed before either of them moves."""
+        metrics, seed = dict[str, float](), self.config.seed
         added: list[tuple[Term, TensorDict]] = []
-        for hook in self.hooks.values() if self._policy_learns(step) else ():
+        for hook in self.hooks.values() if learns else ():
             rows, drawn = hook.draw(step, int(view.episode.max()) + 1)
             metrics |= drawn
             if rows is None or hook.term is None:
@@ -364,26 +354,21 @@ class Learner:
                 if self.critics is not None:
                     await self._rest("actor", self.actors)
             added.append((hook.term, rows))
-        return (await in_thread("batch", join_rows, view, added, self.sharing) if added else view), metrics
-
-    def _policy_learns(self, step: int) -> bool:
-        return self.config.critic is None or step >= self.config.critic.warmup
-
-    async def _learn(self, batch: TensorDict, whole: TensorDict, step: int) -> dict[str, float]:
-        """The updates of the critic on `batch` and of the actor on `whole`; during `critic.warmup` steps of the critic alone."""
-        metrics, seed = dict[str, float](), self.config.seed
+        whole = await in_thread("batch", join_rows, view, added, self.sharing) if added else view
         if self.critics is not None:
-            rows = await in_thread("batch", critic_rows, batch, self.algorithm.advantage, self._own) if self._own else batch
+            rows = view.batch
+            if self._own:
+                rows = await in_thread("batch", critic_rows, rows, self.algorithm.advantage, self._own)
             if len(rows):
-                metrics = await self.update_critic(rows, step)
+                metrics |= await self.update_critic(rows, step)
             await self._rest("critic", self.critics)
-        if self._policy_learns(step):
+        if learns:
             algorithm, ranks = self.algorithm, self.actors.mesh.size("dp")
             if algorithm.entropy_target is not None:  # its `entropy_bonus` is then the controlled coefficient
                 algorithm = algorithm.model_copy(update={"entropy_bonus": self.entropy_coef})
             metrics |= await self.actors.arun(
                 Actor.update,
-                await in_thread("batch", cut_update, whole, algorithm, ranks, step=step, seed=seed),
+                await in_thread("batch", cut_update, whole.batch, algorithm, ranks, step=step, seed=seed),
                 algorithm,
                 step=step,
                 seed=seed,

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from agentrl.cluster.group import Shard, batch_of
 from agentrl.cluster.worker import Mesh, Shipment
-from agentrl.config.schema import AlgorithmConfig, KlConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import TRUNCATED, Ragged, is_ragged, row_counts, row_ids, spread
 from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, origins
 from agentrl.trainer.algorithms.base import Denominators, check_output
-from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, Selection, selection_of
+from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES
 from agentrl.utils.errors import ConfigError, DispatchError
 
 if TYPE_CHECKING:
@@ -34,16 +34,7 @@ Visits = list[tuple[Tensor, Tensor, Tensor]]
 """Of each micro-batch: numbers [N] of its rows, offsets [N + 1] of their sampled tokens, and log pi - log mu of these [M]. They
 stay on the device until the update is over: reading them before would wait for it."""
 LogRatios = dict[int, npt.NDArray[np.float16]]
-
-
-def log_ratios_of(visits: Visits) -> LogRatios:
-    """By row: float16, whose relative precision of 1e-3 holds down to log ratios of 1e-4."""
-    out: LogRatios = {}
-    for rows, offsets, values in visits:
-        numbers, cuts = values.float().cpu().numpy().astype(np.float16), offsets.cpu().tolist()
-        for place, row in enumerate(rows.cpu().tolist()):
-            out[row] = numbers[cuts[place] : cuts[place + 1]]
-    return out
+"""By row: the relative precision of float16, 1e-3, holds down to log ratios of 1e-4."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +155,9 @@ def cut_update(
     if policy:  # before anything is counted: a correction's rejected tokens are in no denominator
         view = with_policies(view, algorithm)
     parts = cut_minibatches(view, algorithm, seed, step)
-    view = with_counts(view, parts, norm_length(algorithm))
+    view = with_counts(view, parts, algorithm.length_norm)
     if policy:
-        view = with_selection(view, parts, selection_of(algorithm.loss.name, algorithm.loss.args), seed + step)
+        view = with_selection(view, parts, algorithm.loss, seed + step)
         parts = without_idle_rows(view, parts, algorithm)
     if part is not None:  # the others are not computed in this call
         parts = [rows if number == part else rows[:0] for number, rows in enumerate(parts)]
@@ -198,15 +189,6 @@ class RowsShard(Shard):
         batch = batch_of(label, args)
         view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size("dp"))
         return Shard(balance="column", stays=self.stays).scatter(label, (view.batch, *args[1:]), kwargs, mesh)
-
-
-def norm_length(algorithm: AlgorithmConfig) -> int | None:
-    """The constant of `aggregate = "seq_mean_token_sum_norm"`, None for other modes. Raises ConfigError if it is missing."""
-    if algorithm.aggregate != "seq_mean_token_sum_norm":
-        return None
-    if algorithm.length_norm is None:
-        raise ConfigError('algorithm.aggregate = "seq_mean_token_sum_norm" needs algorithm.length_norm, a number of tokens')
-    return algorithm.length_norm
 
 
 def minibatches(view: Ragged) -> list[np.ndarray]:
@@ -287,11 +269,15 @@ def with_counts(view: Ragged, parts: list[np.ndarray], length: int | None = None
     return counted.with_wide(added=tuple({kind: count(rows[origin[rows] == kind]) for kind in kinds} for rows in parts))
 
 
-def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
-    """Rows that can have a gradient, bool [N]: those with a trained token on which a term of the loss is not zero.
+def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """Each minibatch without the rows that cannot have a gradient; possibly empty.
 
-    Every policy loss is zero on a row whose advantages are zero, except one with the trait "moves_picked" on the tokens
-    picked for it; an entropy bonus or a KL term in the loss has a gradient on all tokens, and so has a supervised term.
+    A row has one if a term of the loss is not zero on one of its trained tokens. Every policy loss is zero on a row whose
+    advantages are zero, except one with the trait "moves_picked" on the tokens picked for it; an entropy bonus or a KL term in
+    the loss has a gradient on all tokens, and so has a supervised term.
+
+    The first minibatch keeps at least one row of this update, its shortest with a sampled token: trainer and engine are compared
+    there. The batch itself stays as it is: rows in no minibatch are sent to no rank.
     """
     alive = trained_tokens(view)
     # Under a target also while the coefficient is 0: what it is steered by is measured over the same rows in every update.
@@ -303,16 +289,7 @@ def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
         if ORIGIN in view:
             moved = moved | supervised_tokens(view)
         alive = alive & moved
-    return row_counts(alive, view.offsets).numpy() > 0
-
-
-def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
-    """Each minibatch without the rows that cannot have a gradient; possibly empty.
-
-    The first minibatch keeps at least one row of this update, its shortest with a sampled token: trainer and engine are compared
-    there. The batch itself stays as it is: rows in no minibatch are sent to no rank.
-    """
-    keep = teaches(view, algorithm)
+    keep = row_counts(alive, view.offsets).numpy() > 0
     first = parts[0][origins(view)[parts[0]] == FRESH] if parts else np.zeros(0, dtype=np.int64)
     if len(first) and not keep[first].any():
         sampled = row_counts(view.tokens("sampled"), view.offsets).numpy()[first]
@@ -321,48 +298,46 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
     return [rows[keep[rows]] for rows in parts]
 
 
-def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection | None, seed: int) -> Ragged:
-    """The batch with the ragged bool column `picked`; unchanged if nothing is to be picked.
+def with_selection(view: Ragged, parts: list[np.ndarray], loss: Choice, seed: int) -> Ragged:
+    """The batch with the ragged bool column `picked`; unchanged if the loss picks nothing.
 
-    The covariance of a token is (log pi - mean)(A - mean), with means over the trained tokens of its minibatch, including
-    those of rows with advantage 0; log pi is the proximal policy's. Rows that were added are in no mean, and none is picked.
+    Of a minibatch's tokens it is the `share` of the loss: at random among those whose covariance is in (low, high), or without
+    these arguments those of the largest. The covariance of a token is (log pi - mean)(A - mean), with means over the trained
+    tokens of its minibatch, including those of rows with advantage 0; log pi is the proximal policy's. Rows that were added are
+    in no mean, and none is picked.
     """
-    if selection is None:
+    if "picked" not in POLICY_LOSSES.entry(loss.name).needs:
         return view
+    args = POLICY_LOSSES.arguments(loss.name, loss.args)
     trained = trained_tokens(view)
     # float64: which token is picked hangs on small differences, which in float32 depend on the order of summation.
     logprobs, advantages = proximal_of(view).double(), view.tokens("advantages").double()
-    noise = token_noise(view, seed)
+    # A number for each token, from the token and its row: a generator would hand out its numbers by position in the batch, and
+    # so pick other tokens if the rows came in another order.
+    rows_of = row_ids(view.offsets)
+    place = torch.arange(len(rows_of)) - view.offsets[:-1][rows_of]
+    mix = view.tokens("token_ids").to(torch.int64) * 2654435761 + place * 40503 + seed * 7919
+    mix = mix + view.row("group")[rows_of] * 104729 + view.row("member")[rows_of] * 1299709
+    for shift in (16, 13, 16):
+        mix = (mix ^ (mix >> shift)) * 73244475 % (1 << 31)
+    noise = mix.to(torch.float64)
     picked = torch.zeros(len(trained), dtype=torch.bool)
     for rows in parts:
         own = rows[origins(view)[rows] == FRESH]
-        spans = [torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in own]
-        every = torch.cat(spans)
+        every = torch.cat([torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in own])
         indices = every[trained[every]]
-        if len(indices):
-            covariance = (logprobs[indices] - logprobs[indices].mean()) * (advantages[indices] - advantages[indices].mean())
-            # Rounded down but at least one, as in the authors' code.
-            wanted, order = max(int(selection.share * len(indices)), 1), noise[indices]
-            if selection.low is None or selection.high is None:
-                chosen = torch.from_numpy(np.lexsort((order.numpy(), -covariance.numpy()))[:wanted])
-            else:
-                inside = ((covariance > selection.low) & (covariance < selection.high)).nonzero().squeeze(1)
-                chosen = inside[order[inside].argsort(stable=True)[:wanted]]
-            picked[indices[chosen]] = True
+        if not len(indices):
+            continue
+        covariance = (logprobs[indices] - logprobs[indices].mean()) * (advantages[indices] - advantages[indices].mean())
+        # Rounded down but at least one, as in the authors' code.
+        wanted, order = max(int(args["share"] * len(indices)), 1), noise[indices]
+        if args.get("low") is None:
+            chosen = torch.from_numpy(np.lexsort((order.numpy(), -covariance.numpy()))[:wanted])
+        else:
+            inside = ((covariance > args["low"]) & (covariance < args["high"])).nonzero().squeeze(1)
+            chosen = inside[order[inside].argsort(stable=True)[:wanted]]
+        picked[indices[chosen]] = True
     return view.with_tokens(picked=picked)
-
-
-def token_noise(view: Ragged, seed: int) -> Tensor:
-    """A number in [0, 1) for each token, derived from the token and its row, not from its position in the batch."""
-    # A generator would hand out its numbers by position, and so pick other tokens if the rows came in another order.
-    rows = row_ids(view.offsets)
-    place = torch.arange(len(rows)) - view.offsets[:-1][rows]
-    mix = view.tokens("token_ids").to(torch.int64) * 2654435761 + place * 40503 + seed * 7919
-    mix = mix + view.row("group")[rows] * 104729 + view.row("member")[rows] * 1299709
-    for shift in (16, 13, 16):
-        mix = (mix ^ (mix >> shift)) * 73244475 % (1 << 31)
-    noise: Tensor = mix.to(torch.float64) / (1 << 31)
-    return noise
 
 
 # The KL penalty
@@ -373,32 +348,6 @@ def kl_kind(cfg: KlConfig) -> str:
     itself and which PPO uses there (Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155), and k3
     in the loss (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
     return cfg.kind or ("k1" if cfg.where == "reward" else "k3")
-
-
-def check_kl(cfg: KlConfig) -> None:
-    """Raise ConfigError for a penalty that would not do what its settings say."""
-    if cfg.target is not None and cfg.coef == 0:
-        raise ConfigError("algorithm.kl.target adapts algorithm.kl.coef, which must be above 0 at the start")
-    kind = kl_kind(cfg)
-    if cfg.where == "reward" and kind.endswith("+"):
-        raise ConfigError(
-            f'algorithm.kl.kind = "{kind}" changes a gradient, and where = "reward" has none; use "{kind[:-1]}", or '
-            'where = "loss"'
-        )
-    idle = not kind.endswith("+") and "idle_gradient" in KL.entry(kind).traits
-    if cfg.coef > 0 and cfg.where == "loss" and idle:
-        raise ConfigError(
-            f'algorithm.kl.kind = "{kind}" in the loss has a gradient of mean 0 (that of log pi), so it does not '
-            f'restrain the policy; use {KL.that_are("idle_gradient", False)}, "{kind}+", or where = "reward"'
-        )
-
-
-def episode_sums(column: torch.Tensor, view: Ragged) -> torch.Tensor:
-    """Sum of a token column over all rows of an episode, on each of its rows: [T] -> [N]."""
-    episode = torch.from_numpy(view.episode)
-    total = torch.zeros(int(episode.max()) + 1 if len(episode) else 0, dtype=torch.float64)
-    total.index_add_(0, episode[row_ids(view.offsets)], column.double())
-    return total[episode].to(column.dtype)
 
 
 def adapted_kl_coef(coef: float, measured: float, episodes: int, cfg: KlConfig) -> float:

@@ -133,12 +133,6 @@ class BaseEngine(ABC):
         False, on all ranks): weights and optimizer stay as they are.
         """
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients that wait for a step; between a `last` backward pass and the next one."""
-        for _, parameter in self.named_weights():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
     def set_rate(self, factor: float) -> None:
         """Set every learning rate to `factor` times its base."""
         assert self.optimizers is not None

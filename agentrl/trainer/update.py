@@ -1,12 +1,13 @@
-"""The policy update on a worker: minibatches, micro-batches, losses with global denominators, optimizer steps.
+"""An update on a worker: losses of micro-batches with global denominators, optimizer steps, and what they measure.
 
-Metrics of an update, the loss of added episodes, the update, and a forward pass over all rows."""
+`Actor.update` is the flow. `Pack`, `Steps` and `Meter` also serve the critic and supervised steps: a micro-batch, optimizer steps
+that are only taken if everything in them is finite, and sums of a micro-batch's numbers."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +21,7 @@ from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sam
 from agentrl.data.schedule import FRESH, ORIGIN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, check_output
-from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
+from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, kl_estimate
 from agentrl.trainer.attention import packed_rows, packed_trees
 from agentrl.trainer.language_model import Micro
 from agentrl.trainer.minibatch import (
@@ -28,12 +29,8 @@ from agentrl.trainer.minibatch import (
     TERMS,
     Term,
     Visits,
-    check_kl,
-    counts_of,
     kl_kind,
-    minibatches,
     named_rows,
-    norm_length,
 )
 from agentrl.trainer.train_engine import BaseEngine, CardUsage
 from agentrl.utils.errors import ConfigError, NonFiniteError
@@ -106,150 +103,9 @@ def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators,
     }
 
 
-# Added episodes
-
-
-@dataclass(frozen=True, slots=True)
-class Added:
-    """Rows that were added to an optimizer step. `counts`: the denominators of this update's own rows; `added`: of the others,
-    by origin; `terms`: their loss."""
-
-    algorithm: AlgorithmConfig
-    counts: Denominators
-    added: dict[int, Denominators]
-    terms: tuple[Term, ...]
-
-    def loss(self, kinds: Tensor, given: LossInput, tokens: Tensor, episode_tokens: Tensor) -> Tensor:
-        """This micro-batch's share. `kinds` [M]: the origin of each sampled token's row; `tokens` [M]: its weighted policy loss;
-        `episode_tokens` [N]: trained tokens of each row's episode."""
-        total = given.logprobs.new_zeros(())
-        for origin, counts in self.added.items():
-            term, mine = self.terms[origin - 1], kinds == origin
-            if term.supervised:
-                unlikely = torch.where(mine, -given.logprobs, torch.zeros_like(given.logprobs))
-                share = unlikely.sum() / max(counts.tokens, 1.0)
-            else:
-                # Own rows that a correction rejects altogether would leave nothing to count by.
-                whole = self.counts if self.counts.tokens else counts
-                share = aggregate(tokens, given.mask & mine, given.offsets, self.algorithm.aggregate, whole, episode_tokens)
-            total = total + term.coef * share
-        return total
-
-    def measure(self, kinds: Tensor, given: LossInput, out: LossOutput, meter: Meter) -> None:
-        """Sums over the added tokens of a micro-batch: all ranks add the same names."""
-        now = given.logprobs.detach()
-        for origin in self.added:
-            term, mine = self.terms[origin - 1], kinds == origin
-            if term.supervised:
-                meter.add(term.name + ADDED, mine)
-                meter.add(f"{term.name}/nll", -now, mine)
-                continue
-            apart = torch.where(mine, now - given.behaviour_logprobs, torch.zeros_like(now))
-            counted = given.mask & mine
-            meter.add(term.name + ADDED, counted)
-            meter.top(f"{term.name}/log_ratio_max", apart.abs())
-            for name, values in {"kl_behaviour": -apart, **out.metrics}.items():
-                meter.add(f"{term.name}/{name}", values, counted)
-
-
-# The policy update on a worker: minibatches -> micro-batches -> losses with global denominators -> optimizer steps.
-#
-# `update_policy` is the entry point; `_Job.loss` is the loss of one micro-batch. `Pack` and `Steps` below, and `Meter`, are also
-# used by the critic and by supervised steps: a micro-batch, optimizer steps that are only taken if everything in them is finite,
-# and sums of a micro-batch's numbers.
+# The loss of the policy
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """Settings of an update apart from batch and algorithm: the rollout's temperature, token cap, seed, step, and the
-    coefficient of the KL term in the loss."""
-
-    temperature: float
-    micro_tokens: int
-    seed: int
-    step: int
-    kl_coef: float = 0.0
-
-
-def update_policy(
-    engine: BaseEngine, view: Ragged, algorithm: AlgorithmConfig, settings: UpdateSettings, visits: Visits | None = None
-) -> dict[str, float]:
-    """All optimizer steps of one training step; every rank calls it with its own rows.
-
-    Needs the columns that `cut_update` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled), advantages,
-    minibatch, episode_tokens, if the config asks for them old_logprobs (of the proximal policy), weights, picked and
-    ref_logprobs, and the batch-wide counts; if rows were added, origin and the batch-wide added. A minibatch without remaining
-    rows still takes its optimizer step, with a gradient of zero. `visits` gets the ratios of the first epoch. Returns metrics,
-    the same on every rank. Raises NonFiniteError if the weights are not finite afterwards.
-    """
-    loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
-    parts, counts = minibatches(view), counts_of(view)
-    added: tuple[dict[int, Denominators], ...] | None = view.batch["added"] if "added" in view else None
-    micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
-    meter, steps = Meter(), Steps(engine, view, f"update {settings.step}")
-    engine.expert_load()  # of what was computed before
-    for epoch in range(algorithm.epochs):
-        for number in visit_order(len(parts), epoch, settings.seed, settings.step):
-            seen = visits if epoch == 0 else None
-            more = None if added is None else Added(algorithm, counts[number], added[number], view.batch[TERMS])
-            job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, not steps.norms, seen, more)
-            steps.take(number, micros[number], job.loss)
-    steps.check()
-    if not steps.norms:
-        return {"tokens_trained": 0.0, "minibatches": 0.0}
-    found = measured_means(engine, meter, counts)
-    # `loss` and `grad_norm` are means over the optimizer steps.
-    return {**found, **steps.metrics(), "loss": found["loss"] / len(steps.norms), "minibatches": float(len(counts))}
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """Gradients that wait for an optimizer step: the denominators that they have, and whether every loss was finite."""
-
-    counts: Denominators
-    sound: bool
-
-
-def add_gradients(
-    engine: BaseEngine,
-    view: Ragged,
-    algorithm: AlgorithmConfig,
-    settings: UpdateSettings,
-    part: int,
-    waiting: Gradients | None,
-    first: bool,
-) -> tuple[dict[str, float], Gradients]:
-    """The gradients of minibatch `part`, and no optimizer step; every rank calls it with its own rows, which have the columns
-    that `update_policy` needs. `first`: the weights are those of the last publish.
-
-    With gradients `waiting`, the sum becomes that of the one batch that joins the calls: means over n1 and n2 tokens (or
-    episodes) as one over n1 + n2. So earlier gradients are scaled by n1 / (n1 + n2), and the new loss is divided by n1 + n2.
-    """
-    loss, own = policy_loss(algorithm.loss.name, algorithm.loss.args), counts_of(view)[part]
-    micros = plan_micro_batches(view, [minibatches(view)[part]], settings.micro_tokens, engine)[0]
-    meter, steps = Meter(), Steps(engine, view, f"update {settings.step}")
-    engine.expert_load()  # of what was computed before
-    counts, share = own, 1.0
-    if waiting is not None:
-        counts = Denominators(waiting.counts.tokens + own.tokens, waiting.counts.episodes + own.episodes, own.length)
-        whole = max(_mean_denominator(counts, algorithm), 1.0)
-        engine.scale_gradients(max(_mean_denominator(waiting.counts, algorithm), 1.0) / whole)
-        share = max(_mean_denominator(own, algorithm), 1.0) / whole
-    job = _Job(engine, view, algorithm, loss, counts, settings, meter, first)
-    broken = steps.backward(micros, job.loss)
-    if broken:
-        steps.log_skipped(part, "the loss is not finite in a micro-batch", broken)
-    sound = steps.sound(broken) and (waiting is None or waiting.sound)
-    metrics = measured_means(engine, meter, (own,))
-    # Of these rows by themselves, whatever waited before them.
-    return {**metrics, "loss": metrics["loss"] / share}, Gradients(counts, sound)
-
-
-def _mean_denominator(counts: Denominators, algorithm: AlgorithmConfig) -> float:
-    """Denominator of the mean of `algorithm.aggregate`."""
-    return counts.tokens if algorithm.aggregate == "token_mean" else counts.episodes
 
 
 def visit_order(count: int, epoch: int, seed: int, step: int) -> list[int]:
@@ -262,24 +118,28 @@ def visit_order(count: int, epoch: int, seed: int, step: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Job:
-    """The losses of one optimizer step's micro-batches."""
+class MicroLoss:
+    """The losses of one optimizer step's micro-batches.
+
+    `counts`: the denominators of this update's own rows; `added`: of rows that hooks added, by origin, if there are any. `first`:
+    the weights are those of the last publish. `visits` gets the log ratios of the rows, if it is a list."""
 
     engine: BaseEngine
     view: Ragged
     algorithm: AlgorithmConfig
     policy: Callable[[LossInput], LossOutput]
-    counts: Denominators
-    settings: UpdateSettings
+    temperature: float
+    kl_coef: float
     meter: Meter
+    counts: Denominators
     first: bool
+    added: Mapping[int, Denominators] | None = None
     visits: Visits | None = None
-    added: Added | None = None
 
     def loss(self, rows: list[int]) -> Tensor:
         """This micro-batch's share of the step's loss."""
-        piece = Pack(self.view, rows, self.engine.device, replay=True)
-        logprobs, entropy = self.engine.logprobs(piece.micro, self.settings.temperature, True)
+        piece, meter = Pack(self.view, rows, self.engine.device, replay=True), self.meter
+        logprobs, entropy = self.engine.logprobs(piece.micro, self.temperature, True)
         weights = piece.column("weights") if "weights" in self.view else torch.ones_like(logprobs)
         given = LossInput(
             logprobs,
@@ -297,42 +157,59 @@ class _Job:
         if self.algorithm.entropy_bonus:
             tokens = tokens - self.algorithm.entropy_bonus * entropy
         kinds = None if self.added is None else spread(piece.row(ORIGIN), given.offsets, len(given.mask))
-        fresh = None if kinds is None else kinds == FRESH  # played for this update
-        mask, lengths = given.mask if fresh is None else given.mask & fresh, piece.row("episode_tokens")
+        fresh = torch.ones_like(given.mask) if kinds is None else kinds == FRESH  # played for this update
+        mask, lengths = given.mask & fresh, piece.row("episode_tokens")
         if "ref_logprobs" in self.view:  # the KL is measured whenever there is a reference
             kl = self.algorithm.kl
             apart = kl_estimate(kl_kind(kl), logprobs, piece.column("ref_logprobs"))
-            self.meter.add("kl_reference", apart, mask)
+            meter.add("kl_reference", apart, mask)
             if kl.where == "loss":
-                tokens = tokens + self.settings.kl_coef * apart
+                tokens = tokens + self.kl_coef * apart
         total = aggregate(tokens, mask, given.offsets, self.algorithm.aggregate, self.counts, lengths)
-        if self.added is not None and kinds is not None:
-            total = total + self.added.loss(kinds, given, policy, lengths)
-            self.added.measure(kinds, given, out, self.meter)
-        self._measure(piece, given, out, entropy, total, fresh)
+        if kinds is not None:
+            total = total + self._added_loss(kinds, given, out, policy, lengths)
+        # What it measures.
+        now, behaviour = logprobs.detach(), given.behaviour_logprobs
+        meter.add("loss", total)
+        meter.add("plain_tokens", torch.tensor(float(piece.tokens)))
+        meter.add("computed_tokens", torch.tensor(float(piece.computed)))
+        meter.add(SAMPLED, fresh)
+        meter.add(TRAINED, mask)
+        meter.add("entropy", entropy, mask)
+        meter.add("kl_behaviour", behaviour - now, fresh)
+        for name, values in out.metrics.items():
+            meter.add(name, values, mask)
+        if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
+            meter.add(FIRST, fresh)
+            meter.add("mismatch_kl", kl_estimate("k3", now, behaviour), fresh)
+            meter.top("mismatch_max", torch.where(fresh, (now - behaviour).abs(), 0.0))
         if self.visits is not None and rows:
-            self.visits.append((piece.row(SOURCE), piece.compact, (given.logprobs - given.behaviour_logprobs).detach()))
+            self.visits.append((piece.row(SOURCE), piece.compact, now - behaviour))
         return total
 
-    def _measure(
-        self, piece: Pack, given: LossInput, out: LossOutput, entropy: Tensor, total: Tensor, fresh: Tensor | None
-    ) -> None:
-        """`fresh` [M]: which tokens are of this update's own rows; None: all."""
-        every = torch.ones_like(given.mask) if fresh is None else fresh
-        mask, now = given.mask & every, given.logprobs.detach()
-        self.meter.add("loss", total)
-        for name, count in (("plain_tokens", piece.tokens), ("computed_tokens", piece.computed)):
-            self.meter.add(name, torch.tensor(float(count)))
-        self.meter.add(SAMPLED, every)
-        self.meter.add(TRAINED, mask)
-        self.meter.add("entropy", entropy, mask)
-        self.meter.add("kl_behaviour", given.behaviour_logprobs - now, every)
-        for name, values in out.metrics.items():
-            self.meter.add(name, values, mask)
-        if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
-            self.meter.add(FIRST, every)
-            self.meter.add("mismatch_kl", kl_estimate("k3", now, given.behaviour_logprobs), every)
-            self.meter.top("mismatch_max", torch.where(every, (now - given.behaviour_logprobs).abs(), 0.0))
+    def _added_loss(self, kinds: Tensor, given: LossInput, out: LossOutput, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """The share of the added rows, each origin by its term. `kinds` [M]: the origin of each token's row; `tokens` [M]: its
+        weighted policy loss; `lengths` [N]: trained tokens of each row's episode. All ranks measure under the same names."""
+        total, now = given.logprobs.new_zeros(()), given.logprobs.detach()
+        for origin, counts in (self.added or {}).items():
+            term: Term = self.view.batch[TERMS][origin - 1]
+            mine = kinds == origin
+            counted = mine if term.supervised else given.mask & mine
+            self.meter.add(term.name + ADDED, counted)
+            if term.supervised:
+                unlikely = torch.where(mine, -given.logprobs, torch.zeros_like(given.logprobs))
+                share = unlikely.sum() / max(counts.tokens, 1.0)
+                self.meter.add(f"{term.name}/nll", -now, mine)
+            else:
+                # Own rows that a correction rejects altogether would leave nothing to count by.
+                whole = self.counts if self.counts.tokens else counts
+                share = aggregate(tokens, counted, given.offsets, self.algorithm.aggregate, whole, lengths)
+                apart = torch.where(mine, now - given.behaviour_logprobs, torch.zeros_like(now))
+                self.meter.top(f"{term.name}/log_ratio_max", apart.abs())
+                for name, values in {"kl_behaviour": -apart, **out.metrics}.items():
+                    self.meter.add(f"{term.name}/{name}", values, counted)
+            total = total + term.coef * share
+        return total
 
 
 def mismatch(view: Ragged) -> dict[str, float]:
@@ -362,8 +239,25 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
                 f'algorithm.correction "{weighs.name}" and algorithm.loss "{loss.name}" both weight tokens by '
                 f"proximal / behavior, so this weight would be applied twice; use {others}, or another loss"
             )
-    check_kl(algorithm.kl)
-    norm_length(algorithm)
+    if algorithm.aggregate == "seq_mean_token_sum_norm" and algorithm.length_norm is None:
+        raise ConfigError('algorithm.aggregate = "seq_mean_token_sum_norm" needs algorithm.length_norm, a number of tokens')
+    penalty, kind = algorithm.kl, kl_kind(algorithm.kl)
+    if penalty.target is not None and penalty.coef == 0:
+        raise ConfigError("algorithm.kl.target adapts algorithm.kl.coef, which must be above 0 at the start")
+    if penalty.where == "reward" and kind.endswith("+"):
+        raise ConfigError(
+            f'algorithm.kl.kind = "{kind}" changes a gradient, and where = "reward" has none; use "{kind[:-1]}", or '
+            'where = "loss"'
+        )
+    idle = not kind.endswith("+") and "idle_gradient" in KL.entry(kind).traits
+    if penalty.coef > 0 and penalty.where == "loss" and idle:
+        raise ConfigError(
+            f'algorithm.kl.kind = "{kind}" in the loss has a gradient of mean 0 (that of log pi), so it does not '
+            f'restrain the policy; use {KL.that_are("idle_gradient", False)}, "{kind}+", or where = "reward"'
+        )
+
+
+# Micro-batches and optimizer steps
 
 
 class Pack:
@@ -416,12 +310,6 @@ class Pack:
         values: Tensor = self.flat[name]
         return on_device(values, self.device)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Inverse of `column`: [M] -> [T] on the host, 0 where not sampled."""
-        out = torch.zeros(len(self.mask), dtype=torch.float32)
-        out[self.mask] = values.detach().float().cpu()
-        return out
-
 
 class Steps:
     """The optimizer steps of one update: `norms` holds the gradient norm of each before clipping, `skipped` counts
@@ -440,21 +328,19 @@ class Steps:
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
         """Backward passes over the micro-batches (row numbers) of minibatch `number`, and its optimizer step."""
-        broken = self.backward(micros, loss)
-        sound = self.sound(broken)
+        sound = self.backward(number, micros, loss)
         norm = self._engine.step(sound)
         self.norms.append(norm)
         if sound and math.isfinite(norm):
             self._taken.append(norm)
             return
         self.skipped += 1
-        if broken:
-            self.log_skipped(number, "the loss is not finite in a micro-batch", broken)
-        elif sound:
-            self.log_skipped(number, f"the gradient norm is {norm}", micros)
+        if sound:
+            self._log_skipped(number, f"the gradient norm is {norm}", micros)
 
-    def backward(self, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> list[list[int]]:
-        """Add the gradients of the micro-batches; returns those of this rank whose loss is not finite."""
+    def backward(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> bool:
+        """Add the gradients of the micro-batches of minibatch `number`. Returns True if the losses of all ranks were finite: all
+        must decide the same, as a rank that stepped alone would have other weights than the rest from then on."""
         finite: list[Tensor] = []
         for index, rows in enumerate(micros):
             share = loss(rows)
@@ -462,14 +348,11 @@ class Steps:
             # Also with a loss that is not finite: a rank that left out a backward pass would hang the others' collectives.
             self._engine.backward(share, last=index == len(micros) - 1)
         self._usage.add(micros)
-        return [rows for rows, fine in zip(micros, finite, strict=True) if not fine]
-
-    def sound(self, broken: list[list[int]]) -> bool:
-        """Return True if the losses of all ranks were finite: all must decide the same, as a rank that stepped alone would have
-        other weights than the rest from then on."""
+        if broken := [rows for rows, fine in zip(micros, finite, strict=True) if not fine]:
+            self._log_skipped(number, "the loss is not finite in a micro-batch", broken)
         return not float(self._engine.reduce(torch.tensor([float(len(broken))]), "max"))
 
-    def log_skipped(self, number: int, what: str, micros: list[list[int]]) -> None:
+    def _log_skipped(self, number: int, what: str, micros: list[list[int]]) -> None:
         rows = named_rows(self._view, [row for micro in micros for row in micro])
         log.error("%s: optimizer step %d is skipped: %s; its rows: %s", self._where, number, what, rows)
 
@@ -509,7 +392,9 @@ def forward_columns(
         # Also for a dummy without rows: the pass takes part in the collectives of ranks that have some, and writes nothing.
         packed = Pack(view, rows, engine.device, replay)
         for name, values in zip(names, forward(packed.micro), strict=True):
-            unpack(view, rows, packed.spread(values), out[name])
+            tokens = torch.zeros(len(packed.mask))
+            tokens[packed.mask] = values.float().cpu()
+            unpack(view, rows, tokens, out[name])
     return build({name: nested_tensor(values, view.offsets) for name, values in out.items()}, len(view))
 
 

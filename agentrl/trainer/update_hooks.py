@@ -74,12 +74,6 @@ UPDATE_HOOKS: Registry[Callable[[Any, TrainConfig], UpdateHook]] = Registry("alg
 SECTIONS = ("distillation", "experience", "demonstrations")
 
 
-def hooks_of(config: TrainConfig) -> dict[str, UpdateHook]:
-    """The hooks of a run, by section. Raises ConfigError for one that is not installed."""
-    sections = {name: getattr(config.algorithm, name) for name in SECTIONS}
-    return {name: UPDATE_HOOKS.entry(name).make(one, config) for name, one in sections.items() if one is not None}
-
-
 def join_rows(view: Ragged, added: Sequence[tuple[Term, TensorDict]], sharing: Mode) -> Ragged:
     """The rows of an update, and behind them those that are added, with the columns that the actor reads.
 

@@ -9,7 +9,6 @@ import torch
 
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.base import AdvantageInput, Denominators, LossInput, aggregate
-from agentrl.trainer.algorithms.losses import Selection, selection_of
 from agentrl.utils.errors import ConfigError
 
 
@@ -59,11 +58,7 @@ def test_dr_grpo_divides_by_episodes_and_a_constant_length() -> None:
     assert share.item() == pytest.approx(7 / (2 * 7.0))
 
 
-def test_what_a_loss_selects_of_a_batch() -> None:
-    assert selection_of("ppo_clip", {}) is None
-    assert selection_of("kl_cov", {"share": 0.5}) == Selection(0.5)
-    assert selection_of("clip_cov", {}) == Selection(2e-4, 1.0, 5.0)  # the paper's
-    assert selection_of("kl_cov", {}) == Selection(2e-3)
+def test_a_loss_that_picks_tokens_refuses_a_batch_without_them() -> None:
     zero = torch.zeros(1)
     with pytest.raises(ConfigError, match="picked"):
         policy_loss("kl_cov", {})(LossInput(zero, zero, zero, zero + 1, zero == 0, torch.tensor([0, 1])))

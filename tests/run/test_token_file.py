@@ -99,9 +99,9 @@ def test_with_a_critic_each_token_has_its_own_advantage(tiny: str) -> None:
     seen: dict[str, Any] = {}
     real = learner._learn
 
-    async def learn(batch: Any, whole: Any, step: int) -> dict[str, float]:
-        seen["advantages"] = batch["advantages"].values()[batch["sampled"].values()].numpy().copy()
-        return await real(batch, whole, step)
+    async def learn(view: Any, *given: Any) -> dict[str, float]:
+        seen["advantages"] = view.tokens("advantages")[view.tokens("sampled")].numpy().copy()
+        return await real(view, *given)
 
     learner._learn = learn
     asyncio.run(learner.step(collate(found), 0, True))

@@ -156,9 +156,6 @@ def test_clear_errors(tiny: str, tmp_path: Path) -> None:
         start(tiny, schedule="cosine")
     with pytest.raises(WorkerError, match="begin_sft"):
         train_batch(start(tiny), Actor.sft_steps, make_batch(4), 1)
-    with pytest.raises(ConfigError, match="proximal"):
-        wrong = AlgorithmConfig(loss=Choice(name="decoupled_ppo"))
-        train_batch(start(tiny), Actor.update, make_batch(4), wrong)
 
 
 def test_a_rank_computes_in_as_many_threads_as_it_is_given_or_as_is_said_or_in_one(

@@ -16,9 +16,8 @@ from agentrl.config.schema import (
 )
 from agentrl.data.rows import Ragged, collate, nested_tensor
 from agentrl.trainer.actor import Actor
-from agentrl.trainer.algorithms.losses import Selection
 from agentrl.trainer.learner import Learner, check_learner
-from agentrl.trainer.minibatch import adapted_kl_coef, token_noise, with_selection
+from agentrl.trainer.minibatch import adapted_kl_coef, with_selection
 from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.roles import Critic
 from agentrl.utils.errors import ConfigError
@@ -130,6 +129,7 @@ def test_every_choice_reaches_the_update(tiny: str) -> None:
         ({"algorithm": AlgorithmConfig(correction=Choice(name="masked"))}, "recompute"),
         ({"algorithm": AlgorithmConfig(advantage=Choice(name="multi_reward"))}, "terms"),
         ({"algorithm": AlgorithmConfig(loss=Choice(name="ppo_clop"))}, "ppo_clip"),
+        ({"algorithm": AlgorithmConfig(loss=Choice(name="decoupled_ppo"))}, "needs algorithm.proximal"),
     ],
 )
 def test_combinations_that_mean_nothing(sections: dict[str, Any], message: str) -> None:
@@ -174,8 +174,8 @@ def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatc
     batch["weights"] = nested_tensor(torch.from_numpy(weights).float(), batch["sampled"].offsets())
     logprobs, advantages = (batch[name].values().double().numpy() for name in ("logprobs", "advantages"))
     parts, view = [np.arange(0, 12, 2), np.arange(1, 12, 2)], Ragged.of(batch)
-    largest = with_selection(view, parts, Selection(0.1), seed=0).tokens("picked").numpy()
-    within = with_selection(view, parts, Selection(0.1, -0.05, 0.05), seed=0).tokens("picked").numpy()
+    choices = Choice(name="kl_cov", args={"share": 0.1}), Choice(name="clip_cov", args={"share": 0.1, "low": -0.05, "high": 0.05})
+    largest, within = (with_selection(view, parts, loss, seed=0).tokens("picked").numpy() for loss in choices)
     for rows in parts:
         mine = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
         mine = mine[weights[mine] > 0]
@@ -187,22 +187,22 @@ def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatc
     assert not (largest | within)[~(weights > 0)].any()
 
 
-@pytest.mark.parametrize("selection", [Selection(0.25), Selection(0.25, 0.0, 99.0)])
-def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, selection: Selection) -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [Choice(name="kl_cov", args={"share": 0.25}), Choice(name="clip_cov", args={"share": 0.25, "low": 0.0, "high": 99.0})],
+)
+def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, loss: Choice) -> None:
     from agentrl.data.rows import select
 
     batch = make_batch(12)
     batch["old_logprobs"] = batch["logprobs"].clone()
     order = list(range(11, -1, -1))
     found = [
-        with_selection(Ragged.of(given), [np.arange(12)], selection, seed=1).row("picked")
-        for given in (batch, select(batch, order))
+        with_selection(Ragged.of(given), [np.arange(12)], loss, seed=1).row("picked") for given in (batch, select(batch, order))
     ]
     for row in range(12):
         assert torch.equal(found[0][row], found[1][order[row]])
     assert int(found[0].values().sum()) == int(0.25 * int(batch["sampled"].values().sum()))
-    noise = token_noise(Ragged.of(batch), 0)
-    assert noise.min() >= 0 and noise.max() < 1 and noise.mean() == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_role_with_a_pool_is_started_there_and_the_others_beside_the_actor(tiny: str) -> None:

@@ -4,9 +4,9 @@ Pure functions; each registration declares the inputs that its loss needs in add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -188,16 +188,6 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Coefficient = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Selection of a minibatch's tokens: `share` of all tokens, at random among those whose covariance is in (low, high), or
-    (if `low` is None) those with the largest covariance."""
-
-    share: float
-    low: float | None = None
-    high: float | None = None
-
-
 @POLICY_LOSSES.register("clip_cov", needs={"picked"})
 def clip_cov(
     batch: LossInput,
@@ -226,14 +216,6 @@ def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 
     picked = _picked_mask(batch)
     penalty = torch.where(picked, coefficient * delta.abs(), torch.zeros_like(delta))
     return LossOutput(-batch.advantages * ratio + penalty, {"ratio": ratio.detach(), "picked": picked.float()})
-
-
-def selection_of(name: str, args: Mapping[str, Any]) -> Selection | None:
-    """Selection of tokens that the loss of that name and arguments needs, or None."""
-    if "picked" not in POLICY_LOSSES.entry(name).needs:
-        return None
-    given = POLICY_LOSSES.arguments(name, args)
-    return Selection(given["share"], given.get("low"), given.get("high"))
 
 
 def _picked_mask(batch: LossInput) -> torch.Tensor:

@@ -18,7 +18,6 @@ from agentrl.data.schedule import FRESH, ORIGIN, cut_minibatches
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.run.checks import RunStart
-from agentrl.trainer.algorithms.losses import selection_of
 from agentrl.trainer.learner import Learner, check_learner
 from agentrl.trainer.minibatch import Term, with_selection
 from agentrl.trainer.update_hooks import join_rows
@@ -380,7 +379,7 @@ def test_an_update_that_teaches_nothing_by_itself_is_still_compared_with_the_eng
 def test_tokens_are_picked_among_an_updates_own(tiny: str, loss: str) -> None:
     """The same as without kept episodes, whose high covariances would be picked first and move the means."""
     args = {"low": -9.0, "high": 9.0} if loss == "clip_cov" else {}
-    selection = selection_of(loss, {"share": 0.2, **args})
+    choice = Choice(name=loss, args={"share": 0.2, **args})
     fresh = Ragged.of(played(tiny, 2, 20))
     noise = torch.randn(int(fresh.offsets[-1]), generator=torch.Generator().manual_seed(0))
     fresh = fresh.with_tokens(advantages=noise * fresh.tokens("sampled"))
@@ -391,7 +390,7 @@ def test_tokens_are_picked_among_an_updates_own(tiny: str, loss: str) -> None:
     assert kept is not None
     picked = []
     for view in (fresh, join_rows(fresh, [(store.term, kept)], "off")):
-        picked.append(with_selection(view, [np.arange(len(view))], selection, 7).tokens("picked"))
+        picked.append(with_selection(view, [np.arange(len(view))], choice, 7).tokens("picked"))
     assert int(picked[0].sum()) > 5
     assert torch.equal(picked[1][: len(picked[0])], picked[0]) and not picked[1][len(picked[0]) :].any()
 
