@@ -78,16 +78,6 @@ def row_blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Blo
     return tuple(row_block(starts[rows], stops[rows], device) for rows in similar((stops - starts).tolist()))
 
 
-def suffix_blocks(spans: Tensor, device: torch.device | None = None) -> list[Block]:
-    """The spans of a SharedPack grouped by prefix: a span without a prefix is a block of its own."""
-    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for first, last, start, stop in spans.tolist():
-        groups.setdefault((first, last) if last > first else (start, start), []).append((start, stop))
-    place = device or torch.device("cpu")
-    cut = {prefix: torch.tensor(suffixes) for prefix, suffixes in groups.items()}
-    return [row_block(suffixes[:, 0], suffixes[:, 1], place, prefix) for prefix, suffixes in cut.items()]
-
-
 def similar(lengths: list[int]) -> list[list[int]]:
     """Rows grouped, in order of length, into blocks with little padding."""
     # Longest first: a block is then as wide as its first row, so each further row's padding is known when it is considered.
@@ -111,40 +101,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -
     seen = first if form.window is None else max(first, last - form.window + 1)
     # An exact block of all tokens has them in their order.
     whole = block.exact and len(q) == len(block.gather)
-
-    def cells(tensor: Tensor) -> Tensor:
-        own = tensor.view(block.rows, block.width, *tensor.shape[1:]) if whole else block.pad(tensor)
-        return own.transpose(1, 2)
-
-    def with_prefix(tensor: Tensor) -> Tensor:
-        prefix = tensor[seen:last].transpose(0, 1)[None].expand(block.rows, -1, -1, -1)
-        return torch.cat([prefix, cells(tensor)], dim=2) if first < last else cells(tensor)
-
-    query, key, value = cells(q), with_prefix(k), with_prefix(v)
-    if form.plain_up_to(last - first + block.width):
-        out = fused_attention(query, key, value, scale=form.scale, attn_mask=block.mask, is_causal=block.mask is None)
-    else:
-        out = exact_attention(query, key, value, form)
-    return block.unpad(out.transpose(1, 2))
-
-
-def attend_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], form: AttentionForm) -> Tensor:
-    """A copy of `out` [T, H, E] with the attention of these blocks' tokens written in their places."""
-    parts = [attend(q, k, v, block, form) for block in blocks]
-    # One index_copy for all blocks: each call allocates a whole new `out`.
-    return out.index_copy(0, torch.cat([block.tokens for block in blocks]), torch.cat(parts))
-
-
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """torch's attention of `query` [n, H, W, D], `key` [n, G, K, D] and `value` [n, G, K, E]: [n, H, W, E]."""
+    query, key, value = (
+        (tensor.view(block.rows, block.width, *tensor.shape[1:]) if whole else block.pad(tensor)).transpose(1, 2)
+        for tensor in (q, k, v)
+    )
+    if first < last:
+        before = (tensor[seen:last].transpose(0, 1)[None].expand(block.rows, -1, -1, -1) for tensor in (k, v))
+        key, value = (torch.cat(pair, dim=2) for pair in zip(before, (key, value), strict=True))
+    if not form.plain_up_to(last - first + block.width):
+        return block.unpad(exact_attention(query, key, value, form).transpose(1, 2))
     heads, wide = query.shape[1], value.shape[-1]
-    # Of the kernels behind this call only the one for half precision on GPUs, and that without a mask, reads each key head once
-    # for its whole group of query heads; all others would fall back to the slow one that keeps every score.
-    grouped = query.is_cuda and query.dtype != torch.float32 and options.get("attn_mask") is None and heads != key.shape[1]
+    # Of torch's kernels only the one for half precision on GPUs, and that without a mask, reads each key head once for its whole
+    # group of query heads; all others would fall back to the slow one that keeps every score.
+    grouped = query.is_cuda and query.dtype != torch.float32 and block.mask is None and heads != key.shape[1]
     if heads != key.shape[1] and not grouped:
         key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
-    query, key, value = same_width(query, key, value)
-    return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)[..., :wide]
+    options: dict[str, Any] = {"scale": form.scale, "attn_mask": block.mask, "is_causal": block.mask is None}
+    out = F.scaled_dot_product_attention(*same_width(query, key, value), enable_gqa=grouped, **options)
+    return block.unpad(out[..., :wide].transpose(1, 2))
 
 
 def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,8 +158,14 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, 
         out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=form.scale, window_size=(back, 0), **grouped)
         assert isinstance(out, Tensor)
         return out[..., :wide]
+    # The two passes as the operators that `varlen_attn` is made of, which alone give and take lse.
+    rows: dict[str, Any] = {"cu_seq_q": cu, "cu_seq_k": cu, "max_q": longest, "max_k": longest}
+    seen: dict[str, Any] = {"is_causal": back == -1, "scale": form.scale, "window_size": [back, 0]}
+    state = torch.zeros(2, dtype=torch.uint64, device=cu.device)  # of a dropout that there is not
+    forward = partial(torch.ops.torch_attn._varlen_attn, **rows, **seen, **grouped)
+    backward = partial(torch.ops.torch_attn._varlen_attn_backward, **rows, **seen, rng_state=state)
     call: Callable[..., Tensor] = WithSinks.apply
-    return call(q, k, v, form.sinks, _kernel(cu, longest, form.scale, back, grouped))[..., :wide]
+    return call(q, k, v, form.sinks, forward, backward)[..., :wide]
 
 
 @cache
@@ -196,49 +176,33 @@ def varlen_takes_groups() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel's two passes: (q, k, v) -> out [T, H, D] and the lse of the scores, float32 [H, T]; and (gradient of out, q, k, v,
-    out, lse) -> the gradients of q, k and v."""
-
-    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
 class WithSinks(torch.autograd.Function):
     """Attention whose softmax has a sink s a head: out' = out e^(lse - lse'), lse' = log(e^lse + e^s).
+
+    `passes`: a kernel's two, (q, k, v) -> out [T, H, D], the lse of the scores, float32 [H, T], and whatever else; and (gradient
+    of out, q, k, v, out, lse) -> the gradients of q, k and v.
 
     A kernel's backward pass takes p = e^(score - lse) and do . o from what it is given, so that with out' and lse' in their
     place it computes the gradients of attention with sinks. Those of the sinks are - sum of e^(s - lse') (do . o').
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Tensor:
-        plain, lse = kernel.forward(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *passes: Callable[..., Any]) -> Tensor:
+        plain, lse = passes[0](q, k, v)[:2]
         total = torch.logaddexp(lse, sinks.float()[:, None])
         out = (plain * torch.exp(lse - total).t().unsqueeze(-1)).to(plain.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, total)
-        ctx.kernel = kernel
+        ctx.back = passes[1]
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, total = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, total)
+        dq, dk, dv = ctx.back(grad, q, k, v, out, total)
         drop = (grad.float() * out.float()).sum(-1).t()
         d_sinks = -(torch.exp(sinks.float()[:, None] - total) * drop).sum(1)
-        return dq, dk, dv, d_sinks.to(sinks.dtype), None
-
-
-def _kernel(cu: Tensor, longest: int, scale: float, back: int, grouped: dict[str, Any]) -> Kernel:
-    """The two passes of torch's kernel as the operators that `varlen_attn` is made of, which alone give and take lse."""
-    rows: dict[str, Any] = {"cu_seq_q": cu, "cu_seq_k": cu, "max_q": longest, "max_k": longest}
-    seen: dict[str, Any] = {"is_causal": back == -1, "scale": scale, "window_size": [back, 0]}
-    state = torch.zeros(2, dtype=torch.uint64, device=cu.device)  # of a dropout that there is not
-    forward = partial(torch.ops.torch_attn._varlen_attn, **rows, **seen, **grouped)
-    backward = partial(torch.ops.torch_attn._varlen_attn_backward, **rows, **seen, rng_state=state)
-    return Kernel(lambda q, k, v: forward(q, k, v)[:2], backward)
+        return dq, dk, dv, d_sinks.to(sinks.dtype), None, None
 
 
 # Shared prefixes
@@ -254,19 +218,6 @@ class Spans:
 
     blocks: tuple[Block, ...]
     after: tuple[tuple[int, int, int, int], ...]
-
-
-def runs_after(spans: Tensor) -> tuple[tuple[int, int, int, int], ...]:
-    """Of `spans` int64 [S, 4] (SharedPack), the suffixes, those that follow each other behind one prefix as one run."""
-    runs: list[tuple[int, int, int, int]] = []
-    for first, last, start, stop in spans.tolist():
-        if first == last:
-            continue
-        if runs and runs[-1][:2] == (first, last) and runs[-1][3] == start:
-            runs[-1] = (first, last, runs[-1][2], stop)
-        else:
-            runs.append((first, last, start, stop))
-    return tuple(runs)
 
 
 class SharedAttention(torch.autograd.Function):
@@ -391,22 +342,18 @@ def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSeq
     alone = spans[:, 0] == spans[:, 1]
     blocks = row_blocks(spans[alone, 2], spans[alone, 3], device)
     ends = on_device(torch.cat([spans.new_zeros(1), spans[:, 3]]).to(torch.int32), device)
-    parts = None
-    if device.type == "cpu":
-        parts = Spans(row_blocks(spans[:, 2], spans[:, 3], device), runs_after(spans))
-    suffixes = tuple(suffix_blocks(spans[~alone], device))
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the suffixes by prefix
+    runs: list[tuple[int, int, int, int]] = []  # those that follow each other behind one prefix as one
+    for first, last, start, stop in spans[~alone].tolist():
+        groups.setdefault((first, last), []).append((start, stop))
+        if runs and runs[-1][:2] == (first, last) and runs[-1][3] == start:
+            runs[-1] = (first, last, runs[-1][2], stop)
+        else:
+            runs.append((first, last, start, stop))
+    cut = {prefix: torch.tensor(rows) for prefix, rows in groups.items()}
+    suffixes = tuple(row_block(rows[:, 0], rows[:, 1], device, prefix) for prefix, rows in cut.items())
+    parts = Spans(row_blocks(spans[:, 2], spans[:, 3], device), tuple(runs)) if device.type == "cpu" else None
     return PackedSequences(ends, longest, blocks, suffixes=suffixes, spans=spans, parts=parts)
-
-
-def pad_sequences(packed: PackedSequences, missing: int) -> PackedSequences:
-    """The layout with one more row, of `missing` tokens, which no other row sees."""
-    if packed.spans is not None:
-        end = int(packed.spans[-1, 3])
-        pad = packed.spans.new_tensor([[end, end, end, end + missing]])
-        spans = torch.cat([packed.spans, pad]) if missing else packed.spans
-        return packed_trees(spans, packed.longest, packed.cu_seqlens.device)
-    offsets = packed.cu_seqlens.to(torch.int64)
-    return packed_rows(torch.cat([offsets, offsets[-1:] + missing]) if missing else offsets)
 
 
 def packed_attention(
@@ -474,8 +421,12 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
         return call(*same_width(q, k, v), packed.parts, form.scale)[..., :wide]
     out = q.new_zeros(*q.shape[:2], wide)
     for block in packed.blocks:
-        out = attend_into(out, q, k, v, [block], form)
-    return attend_into(out, q, k, v, packed.suffixes, form) if packed.suffixes else out
+        out = out.index_copy(0, block.tokens, attend(q, k, v, block, form))
+    if not packed.suffixes:
+        return out
+    # One index_copy for all suffixes: each call allocates a whole new `out`.
+    parts = [attend(q, k, v, block, form) for block in packed.suffixes]
+    return out.index_copy(0, torch.cat([block.tokens for block in packed.suffixes]), torch.cat(parts))
 
 
 def register_packed_attention() -> None:
@@ -577,21 +528,17 @@ def mixer_blocks(packed: PackedSequences) -> list[Block]:
     """The rows in blocks of similar length: those without a prefix before them, and the suffixes, each behind its prefix."""
     if packed.spans is None:
         return list(packed.blocks)
-    device = packed.cu_seqlens.device
+    device, found = packed.cu_seqlens.device, list(packed.blocks)
     spans = packed.spans[packed.spans[:, 0] != packed.spans[:, 1]].cpu()
-    lengths = (spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]).tolist()
-    return [*packed.blocks, *(_behind(spans[rows], device) for rows in similar(lengths))]
-
-
-def _behind(spans: Tensor, device: torch.device) -> Block:
-    """A block of suffixes, each behind its prefix, whose cells with results are those of the suffixes."""
-    first, last, start, stop = (spans[:, place, None] for place in range(4))
-    prefix, ends = last - first, last - first + stop - start
-    steps = torch.arange(int(ends.max()))[None]
-    at = torch.where(steps < prefix, first + steps, start + torch.minimum(steps, ends - 1) - prefix).reshape(-1)
-    cells = ((steps >= prefix) & (steps < ends)).reshape(-1).nonzero().squeeze(1)
-    gather, used, tokens = (on_device(part, device) for part in (at, cells, at[cells]))
-    return Block(len(spans), steps.shape[1], gather, used, tokens, False)
+    for rows in similar((spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]).tolist()):
+        first, last, start, stop = (spans[rows][:, place, None] for place in range(4))
+        prefix, ends = last - first, last - first + stop - start
+        steps = torch.arange(int(ends.max()))[None]
+        at = torch.where(steps < prefix, first + steps, start + torch.minimum(steps, ends - 1) - prefix).reshape(-1)
+        cells = ((steps >= prefix) & (steps < ends)).reshape(-1).nonzero().squeeze(1)  # those with results: the suffixes'
+        gather, used, tokens = (on_device(part, device) for part in (at, cells, at[cells]))
+        found.append(Block(len(rows), steps.shape[1], gather, used, tokens, False))
+    return found
 
 
 class _Gathered(torch.autograd.Function):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from agentrl.data.expert_routing import free
 from agentrl.render.modality import Inputs, Rows
-from agentrl.trainer.attention import PackedSequences, pad_sequences
-from agentrl.trainer.parallel import Ulysses, accepted_arguments, compute_divided, laid_out
+from agentrl.trainer.attention import PackedSequences, packed_rows, packed_trees
+from agentrl.trainer.parallel import Ulysses, compute_divided, laid_out, parameters_of
 from agentrl.utils.errors import ModelError
 
 # Log probabilities
@@ -409,7 +409,11 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
         positions, given = position_ids[None], {"input_ids": ids[None]}
         if micro.inputs is not None:
             model, positions, given = micro.inputs(model)
-        out = model(**given, use_cache=False, **accepted_arguments(model, positions))
+        # Of the arguments that say where its rows are, those that its forward takes; attention learns it from the layout.
+        takes, rest = parameters_of(model.__class__)
+        places = {"position_ids": positions, "attention_mask": None}
+        places = {name: value for name, value in places.items() if rest or name in takes}
+        out = model(**given, use_cache=False, **places)
     return out.last_hidden_state[0], first
 
 
@@ -424,13 +428,20 @@ def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[in
 def share_tokens(micro: Micro, group: Ulysses) -> Micro:
     """The micro-batch for a group of ranks that share its tokens: padded to a multiple of the group's size by an
     additional row, which no other row sees."""
-    missing = -len(micro.input_ids) % group.size
+    missing, packed = -len(micro.input_ids) % group.size, micro.packed
     pad = micro.input_ids.new_zeros(missing)
+    if missing and packed.spans is not None:
+        end = int(packed.spans[-1, 3])
+        spans = torch.cat([packed.spans, packed.spans.new_tensor([[end, end, end, end + missing]])])
+        packed = packed_trees(spans, packed.longest, packed.cu_seqlens.device)
+    elif missing:
+        offsets = packed.cu_seqlens.to(torch.int64)
+        packed = packed_rows(torch.cat([offsets, offsets[-1:] + missing]))
     return replace(
         micro,
         input_ids=torch.cat([micro.input_ids, pad]),
         position_ids=torch.cat([micro.position_ids, torch.arange(missing, device=pad.device)]),
-        packed=replace(pad_sequences(micro.packed, missing), ulysses=group),
+        packed=replace(packed, ulysses=group),
         experts=None if micro.experts is None else torch.cat([micro.experts, free(micro.experts, missing)]),
     )
 

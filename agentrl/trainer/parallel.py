@@ -25,11 +25,8 @@ from agentrl.utils.registry import Registry
 # The layout of rows
 
 _LAYOUT: ContextVar[Any] = ContextVar("layout", default=None)
-
-
-def layout() -> Any:
-    """The layout (PackedSequences) of the pass that is under way in this thread; None outside of `laid_out`."""
-    return _LAYOUT.get()
+layout: Callable[[], Any] = _LAYOUT.get
+"""The layout (PackedSequences) of the pass that is under way in this thread; None outside of `laid_out`."""
 
 
 @contextmanager
@@ -48,15 +45,8 @@ def same_when_recomputed() -> tuple[AbstractContextManager[None], AbstractContex
     return nullcontext(), laid_out(layout())
 
 
-def accepted_arguments(backbone: Any, position_ids: Any) -> dict[str, Any]:
-    """Of the arguments that tell a model where its rows are, those that its forward takes; attention learns it from `layout`."""
-    takes, rest = _parameters(backbone.__class__)
-    found = {"position_ids": position_ids, "attention_mask": None}
-    return {name: value for name, value in found.items() if rest or name in takes}
-
-
 @cache
-def _parameters(kind: Any) -> tuple[frozenset[str], bool]:
+def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
     """The names of a forward's parameters, and whether it takes others too."""
     found = inspect.signature(kind.forward).parameters
     return frozenset(found), any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())

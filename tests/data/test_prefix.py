@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.rows import Ragged, build, nested_tensor, pack
 from agentrl.data.schedule import Tree, find_trees, share, token_ratio, with_trees
-from agentrl.engines.exact_attention import AttentionForm
-from agentrl.trainer.attention import attend_into, suffix_blocks
+from agentrl.trainer.attention import PACKED, packed_attention, packed_trees, register_packed_attention
 from tests.conftest import examples
 
 SHORT = 2
@@ -86,7 +87,9 @@ def test_attention_equals_the_dense_mask(rows):
     size = len(made.token_ids)
     query = torch.randn(size, 4, 8, generator=generator)
     key, value = (torch.randn(size, 2, 8, generator=generator) for _ in range(2))
-    out = attend_into(torch.zeros_like(query), query, key, value, suffix_blocks(made.spans), AttentionForm(8**-0.5))
+    packed = replace(packed_trees(made.spans, size, torch.device("cpu")), parts=None)  # by blocks, as on a GPU
+    given = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    out = packed_attention(torch.nn.Identity(), *given, None, packed=packed, scaling=8**-0.5)[0][0]
     full = [tensor.repeat_interleave(2, 1).transpose(0, 1) for tensor in (key, value)]
     dense = F.scaled_dot_product_attention(query.transpose(0, 1), *full, attn_mask=visible(made.spans))
     assert torch.allclose(out, dense.transpose(0, 1), atol=1e-5)
@@ -105,15 +108,9 @@ def test_what_could_be_shared_counts_tokens():
 
 @pytest.mark.slow
 def test_logprobs_and_gradients_of_a_transformers_model_are_those_of_plain_packing():
-    from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    def shared(module, query, key, value, attention_mask, *, layout, scaling=None, **_):
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return attend_into(torch.zeros_like(q), q, k, v, layout, AttentionForm(scaling))[None], None
-
-    AttentionInterface.register("test_shared_prefix", shared)
-    AttentionMaskInterface.register("test_shared_prefix", lambda *_, **__: None)
+    register_packed_attention()
     config = Qwen3Config(
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
@@ -144,11 +141,12 @@ def test_logprobs_and_gradients_of_a_transformers_model_are_those_of_plain_packi
             attention_mask=mask, use_cache=False,
         ).logits[0]
     )  # fmt: skip
-    model.set_attn_implementation("test_shared_prefix")
+    model.set_attn_implementation(PACKED)
+    packed = replace(packed_trees(made.spans, 97, torch.device("cpu")), parts=None)
     got, own = step(
         model(
             input_ids=made.token_ids[None], position_ids=made.position_ids[None],
-            use_cache=False, layout=suffix_blocks(made.spans),
+            use_cache=False, packed=packed,
         ).logits[0][made.at]
     )  # fmt: skip
     assert (got - expected).abs().max() < 1e-5

@@ -69,7 +69,7 @@ def test_attention_is_that_of_each_row_alone(device: torch.device, way: str, nam
     if form.sinks is not None:
         given.append(torch.randn(8, dtype=HALF, device=device, requires_grad=True))
     packed = attention.packed_rows(torch.tensor([0, *lengths]).cumsum(0), device)
-    function = attention._attend_varlen if way == "varlen" else attention._blockwise
+    function = attention._attention if way == "varlen" else attention._blockwise
     push = torch.randn(sum(lengths), 8, wide, dtype=HALF, device=device)
 
     def formed(tensors: list[Tensor]) -> AttentionForm:

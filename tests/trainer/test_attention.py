@@ -13,7 +13,6 @@ from agentrl.engines.embedded.kv_cache import register_slot_attention
 from agentrl.engines.exact_attention import AttentionForm, exact_attention
 from agentrl.trainer.attention import (
     PACKED,
-    Kernel,
     WithSinks,
     packed_attention,
     packed_rows,
@@ -228,7 +227,7 @@ def test_a_kernel_without_sinks_computes_them_by_its_sums() -> None:
         grads = back(*heads_first(*tensors[:5]), tensors[5][None], 0.0, True, scale=0.4)
         return tuple(grad[0].transpose(0, 1) for grad in grads)
 
-    found = WithSinks.apply(*given, Kernel(forward, backward))
+    found = WithSinks.apply(*given, forward, backward)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     expected = by_hand(exact[0], exact[1], exact[2], AttentionForm(0.4), exact[3], 0)
     push = torch.randn(expected.shape)

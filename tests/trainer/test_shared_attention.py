@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from agentrl.trainer.attention import SharedAttention, packed_trees, runs_after
+from agentrl.trainer.attention import SharedAttention, packed_trees
 
 SPANS = torch.tensor([[0, 0, 0, 30], [0, 30, 30, 41], [0, 30, 41, 60], [60, 60, 60, 70], [70, 70, 70, 75], [70, 75, 75, 76]])
 
@@ -18,6 +18,7 @@ def test_results_and_gradients_are_those_of_one_softmax(dtype: torch.dtype, most
     upstream = torch.randn(76, 2, 16, dtype=dtype)
     layout = packed_trees(SPANS, 49, torch.device("cpu"))
     assert layout.parts is not None
+    assert layout.parts.after == ((0, 30, 30, 60), (70, 75, 75, 76)), "suffixes that follow each other are one run"
     found = SharedAttention.apply(given[0], given[1], given[2], layout.parts, None)
     found.backward(upstream)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
@@ -33,7 +34,3 @@ def test_results_and_gradients_are_those_of_one_softmax(dtype: torch.dtype, most
     for mine, theirs in pairs:
         assert mine is not None and theirs is not None
         assert float((mine.detach().double() - theirs.detach()).abs().max()) < most
-
-
-def test_suffixes_that_follow_each_other_are_one_run() -> None:
-    assert runs_after(SPANS) == ((0, 30, 30, 60), (70, 75, 75, 76))

@@ -16,7 +16,7 @@ from agentrl.contrib.families import Sample, cut, keep_layers, kinds_needed, sma
 from agentrl.trainer import attention as mixers
 from agentrl.trainer import families as choice
 from agentrl.trainer import language_model as logprobs
-from agentrl.trainer.attention import Block
+from agentrl.trainer.attention import Block, PackedSequences, row_blocks
 from agentrl.trainer.families import Measured, packing_of, with_packing
 from agentrl.trainer.language_model import layers_of
 from agentrl.trainer.parallel import layout
@@ -80,13 +80,13 @@ def test_a_leak_is_found_named_and_avoided_by_one_row_a_pass(tmp_path: Path, mon
 def test_a_prefix_that_leaks_only_when_it_is_shared_turns_sharing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A suffix of which the mixers do not see the prefix."""
 
-    def forgetful(spans: torch.Tensor, device: torch.device) -> Block:
-        spans = spans.clone()
-        spans[:, 1] = spans[:, 0]
-        return behind(spans, device)
+    def forgetful(packed: PackedSequences) -> list[Block]:
+        if packed.spans is None:
+            return list(packed.blocks)
+        behind = packed.spans[packed.spans[:, 0] != packed.spans[:, 1]]
+        return [*packed.blocks, *row_blocks(behind[:, 2], behind[:, 3], torch.device("cpu"))]
 
-    behind = mixers._behind
-    monkeypatch.setattr(mixers, "_behind", forgetful)
+    monkeypatch.setattr(mixers, "mixer_blocks", forgetful)
     found = packing_of(run_of("lfm2", tmp_path))
     assert (found.way, found.shares) == ("packed", False)
     assert float(found.reason.split("off by ")[1]) > 0.1
