@@ -138,7 +138,21 @@ class Checkpoints:
         aside = self._aside(step)
         try:
             seal(aside, step, score)
-            self._publish(aside, self.root / f"step_{step:06d}")
+            # A folder cannot be replaced atomically. An old one is moved away first, so that `recover_interrupted` can bring it
+            # back if the process is killed between the two renames.
+            target = self.root / f"step_{step:06d}"
+            old = target.with_name(f"{_OLD}{target.name}")
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                target.rename(old)
+            try:
+                aside.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+            sync_folder(self.root)
         except OSError as error:
             self.give_up(step, error)
         self._prune()
@@ -237,23 +251,6 @@ class Checkpoints:
         """(score, step) of the whole checkpoints that have a score, the best first."""
         found = [(read_manifest(path).get("score"), step) for step, path in self._steps() if is_whole(path)]
         return sorted(((score, step) for score, step in found if score is not None), reverse=True)
-
-    def _publish(self, aside: Path, target: Path) -> None:
-        if target.exists():
-            # A folder cannot be replaced atomically. The old one is only moved away, so that `lost` can bring it back if
-            # the process is killed between the two renames.
-            old = target.with_name(f"{_OLD}{target.name}")
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-            try:
-                aside.rename(target)
-            except OSError:
-                old.rename(target)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            aside.rename(target)
-        sync_folder(self.root)
 
     def _prune(self) -> None:
         whole_ones = [(step, path) for step, path in sorted(self._steps(), reverse=True) if is_whole(path)]

@@ -54,11 +54,6 @@ class Activations:
     logits: int
     chunk: int
 
-    @property
-    def thin_bytes(self) -> int:
-        """Memory of the saved activations if each layer is computed again in the backward pass."""
-        return self.saved - self.layers + self.inputs
-
     def working(self, checkpoints: bool) -> int:
         """Peak of temporary memory on top of saved activations: a chunk of logits, or the gradients of a layer's results (two of
         the largest at once), with checkpointing plus those results."""
@@ -77,9 +72,13 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
         marks.append(kept.total)
 
     handles = [h for layer in layers for h in (layer.register_forward_pre_hook(mark), layer.register_forward_hook(mark))]
+    # One row of these tokens.
+    positions = torch.zeros(tokens, dtype=torch.int64, device="meta")
+    packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, ())
+    micro = Micro(positions, positions, packed, positions, positions, positions[:1])
     try:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor), _CountedProducts():
-            _forward(module, tokens)
+            module(micro, 1.0, True) if isinstance(module, PolicyModule) else module(micro)
     finally:
         for handle in handles:
             handle.remove()
@@ -115,14 +114,6 @@ class _Kept:
         return tensor
 
 
-def _forward(module: nn.Module, tokens: int) -> None:
-    """A pass over one row of `tokens` tokens, all of them wanted, on the meta device."""
-    positions = torch.zeros(tokens, dtype=torch.int64, device="meta")
-    packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, ())
-    micro = Micro(positions, positions, packed, positions, positions, positions[:1])
-    module(micro, 1.0, True) if isinstance(module, PolicyModule) else module(micro)
-
-
 class _CountedAttention(torch.autograd.Function):
     """Keeps what the kernels keep, and computes nothing."""
 
@@ -149,24 +140,6 @@ class _CountedProducts(TorchFunctionMode):
         if func in (torch.nn.functional.grouped_mm, torch._grouped_mm):
             return _CountedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
-
-
-def counted_attention(grouped: bool) -> str:
-    """Make the attention that is only counted known to transformers; its name. `grouped`: the kernel reads a key head once for
-    all query heads of its group; else keys and values are repeated for each of them."""
-    from transformers import AttentionInterface
-
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
-        """[1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as packed_attention."""
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if not grouped and len(query[0]) != len(key[0]):
-            k, v = (tensor.repeat_interleave(len(query[0]) // len(key[0]), dim=1) for tensor in (k, v))
-        out: Tensor = _CountedAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
-        return out[None], None
-
-    # Without a mask function of that name transformers makes no mask; it would have to look at positions, which are not there.
-    AttentionInterface.register(COUNTED, attend)
-    return COUNTED
 
 
 MASTER = 4
@@ -205,23 +178,45 @@ class RoleMemory:
 
 
 def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, grouped: bool = True) -> nn.Module:
-    """The role's module on the meta device; `path` instead of `model.path` if given. `grouped`: as for `counted_attention`.
+    """The role's module on the meta device, with an attention that is only counted; `path` instead of `model.path` if given.
+    `grouped`: its kernel reads a key head once for all query heads of its group; else keys and values are repeated for each.
 
     Raises ModelError, DependencyError."""
+    from transformers import AttentionInterface
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+        """[1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as packed_attention."""
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if not grouped and len(query[0]) != len(key[0]):
+            k, v = (tensor.repeat_interleave(len(query[0]) // len(key[0]), dim=1) for tensor in (k, v))
+        out: Tensor = _CountedAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return out[None], None
+
+    # Without a mask function of that name transformers makes no mask; it would have to look at positions, which are not there.
+    AttentionInterface.register(COUNTED, attend)
     with torch.device("meta"):
         source = cfg if path is None else cfg.model_copy(update={"path": path, "init": None})
-        model = meta_model(source, classifier=role == "score", attn_implementation=counted_attention(grouped))
+        model = meta_model(source, classifier=role == "score", attn_implementation=COUNTED)
         if cfg.lora is not None and role != "score":
             inject(model, cfg.lora)
         return MODULES[role](model).train()
+
+
+Held = dict[int, Share]
+"""What a rank holds of each parameter, by its id."""
 
 
 def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
     """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `optims`: its
     optimizers, used one after the other, so the largest counts; empty for a role that does not learn. Raises ModelError if the
     model's forward pass cannot be counted."""
-    held, trained = shares_of(module, cfg, ranks), bool(optims)
-    parameters = list(module.parameters())
+    model: Any = module.hf
+    parameters, split, trained = list(module.parameters()), dict[int, Share](), bool(optims)
+    if cfg.tensor_parallel * cfg.expert_parallel > 1:
+        inside = dict(model.named_parameters())
+        split = {id(inside[name]): share for name, share in split_code().shares(model, cfg, ranks).items()}
+    alone = ranks // cfg.replicas // cfg.tensor_parallel  # what is outside the model is sharded by FSDP2 alone
+    held: Held = {id(p): split.get(id(p)) or Share(tuple(p.shape), 0, alone) for p in parameters}
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad] if trained else []
     learning = [p for _, p in named]
     # As FsdpEngine decides: checkpointing by the model without adapters, sharded gradients by what is trained.
@@ -244,7 +239,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
         found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype))
     except RuntimeError as error:
         raise ModelError(f"the activations of {type(module).__name__} cannot be counted: {error}") from error
-    kept = found.thin_bytes if checkpoints else found.saved
+    kept = found.saved - found.layers + found.inputs if checkpoints else found.saved
     return RoleMemory(
         **own,
         gradients=sharded if shards_gradients else whole,
@@ -260,21 +255,6 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
 def numbers(parameters: Iterable[nn.Parameter]) -> int:
     """Number of the parameters' elements."""
     return sum(parameter.numel() for parameter in parameters)
-
-
-Held = dict[int, Share]
-"""What a rank holds of each parameter, by its id."""
-
-
-def shares_of(module: nn.Module, cfg: ModelConfig, ranks: int) -> Held:
-    """Each rank's share of each parameter of a role's module; parameters outside the model are sharded by FSDP2 alone."""
-    held: Held = {}
-    if cfg.tensor_parallel * cfg.expert_parallel > 1:
-        model: Any = module.hf
-        named = dict(model.named_parameters())
-        held = {id(named[name]): share for name, share in split_code().shares(model, cfg, ranks).items()}
-    alone = ranks // cfg.replicas // cfg.tensor_parallel
-    return {id(p): held.get(id(p)) or Share(tuple(p.shape), 0, alone) for p in module.parameters()}
 
 
 def _gathered_bytes(module: nn.Module, cfg: ModelConfig, held: Held, trained: bool) -> int:
@@ -307,12 +287,10 @@ def token_bytes(module: nn.Module, dtype: str) -> int:
         return 0
     heads = getattr(text, "num_key_value_heads", None) or queries
     heads = max(heads) if isinstance(heads, list) else heads  # of each layer
-
-    def size(*names: str) -> int:
-        return sum(getattr(text, name, None) or 0 for name in names)
-
-    latent = size("qk_nope_head_dim", "qk_rope_head_dim")
-    widest = max(size("head_dim"), size("global_head_dim"), size("v_head_dim"), latent) or text.hidden_size // queries
+    # The parts that a key, or a value, consists of, as families name them; latent attention has keys of two.
+    kinds = ("head_dim",), ("global_head_dim",), ("v_head_dim",), ("qk_nope_head_dim", "qk_rope_head_dim")
+    widths = (sum(getattr(text, name, None) or 0 for name in names) for names in kinds)
+    widest = max(widths) or text.hidden_size // queries
     return 2 * int(text.num_hidden_layers) * int(heads) * int(widest) * width(dtype)
 
 

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from agentrl.config.load import load_config
-from agentrl.config.schema import DataConfig, LoraSection, ModelConfig
+from agentrl.config.schema import ModelConfig
 from agentrl.engines.weights.base import Adapter
 from agentrl.engines.weights.parameters import Conversion, Saving, loading_conversions, write_adapter
 from agentrl.render.chatml import set_chat_template
@@ -38,19 +37,9 @@ from agentrl.utils.terminal import quiet_libraries
 
 log = logging.getLogger(__name__)
 
+Places = dict[str, tuple[nn.Module, str]]
+"""By name, where a model has a tensor: module and attribute. Modules stay the same objects when adapters or FSDP wrap them."""
 LOADED = "_is_hf_initialized"  # transformers' mark of a tensor or module that its weight initialization leaves alone
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleTensor:
-    """Location of a tensor of a transformers model. Modules stay the same objects when adapters or FSDP wrap them."""
-
-    module: nn.Module
-    leaf: str
-
-    def tensor(self) -> Tensor:
-        found: Tensor = getattr(self.module, self.leaf)
-        return found
 
 
 class Loader:
@@ -62,11 +51,11 @@ class Loader:
         if quantized is not None:
             raise ModelError(f"{path}: its weights are quantized; training needs plain ones (bfloat16, float16 or float32)")
         self._path, self._model = path, model
-        self._tensors: dict[str, ModuleTensor] = {}
+        self._tensors: Places = {}
         self._groups: dict[str, int] = {}  # names of tied tensors have the same number
         for name, tensor in model.state_dict(keep_vars=True).items():
             owner, _, leaf = name.rpartition(".")
-            self._tensors[name] = ModuleTensor(model.get_submodule(owner), leaf)
+            self._tensors[name] = model.get_submodule(owner), leaf
             self._groups[name] = id(tensor)
 
     @torch.no_grad()
@@ -89,13 +78,13 @@ class Loader:
                 setattr(part, name, buffer.to(device))
 
     @torch.no_grad()
-    def read_into(self, tensors: dict[str, ModuleTensor]) -> None:
+    def read_into(self, tensors: Places) -> None:
         """Read the values of the model's tensors into those of another one, given by the names that they have in this model.
 
         Raises ModelError as `fill` does.
         """
         self._tensors = tensors
-        self._read({id(entry.module) for entry in tensors.values()})
+        self._read({id(module) for module, _ in tensors.values()})
 
     def _read(self, held: set[int]) -> None:
         try:
@@ -110,17 +99,17 @@ class Loader:
             for conversion in conversions:
                 filled.update(self._fill_one(conversion, files, held))
         groups = {self._groups[name] for name in filled}
-        wanted = [name for name, entry in self._tensors.items() if id(entry.module) in held]
+        wanted = [name for name, (module, _) in self._tensors.items() if id(module) in held]
         missing = [name for name in wanted if self._groups[name] not in groups]
         if missing:
             raise ModelError(f"{self._path}: the checkpoint has no weights for {missing[0]} ({len(missing)} missing)")
 
     def _fill_one(self, conversion: Conversion, files: WeightFiles, held: set[int]) -> Iterable[str]:
         """Read a conversion's results into the model's tensors; their names."""
-        entry = self._tensors[conversion.name]
-        if id(entry.module) not in held:
+        module, leaf = self._tensors[conversion.name]
+        if id(module) not in held:
             return [conversion.name]
-        target = entry.tensor()
+        target: Tensor = getattr(module, leaf)
         if conversion.converter is None:
             [source] = conversion.names()
             self._check_shape(conversion.name, files.header(source).shape, target)
@@ -136,13 +125,13 @@ class Loader:
             return [conversion.name]
         made = conversion.make(files.read, self._model)
         for name, tensor in made.items():
-            other = self._tensors[name].tensor()
+            other: Tensor = getattr(*self._tensors[name])
             self._check_shape(name, tuple(tensor.shape), other)
             self._put(name, tensor[region_of(other) or ...])
         return list(made)
 
     def _put(self, name: str, source: Tensor) -> None:
-        tensor = self._tensors[name].tensor()
+        tensor: Tensor = getattr(*self._tensors[name])
         target = local(tensor)
         if source.shape != target.shape:
             raise ModelError(f"{self._path}: {name}: a part has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
@@ -285,36 +274,31 @@ def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, ada
     if chosen is None:
         raise CheckpointError(f"{folder}: the run has no checkpoint yet")
     config = load_config(folder / "config.toml")
-    with _while_there(chosen):
-        check_intact(chosen)
-        _write(folder, chosen, target, config.model, config.data, adapter)
-    return int(chosen.name.rpartition("_")[2])
-
-
-def _write(folder: Path, chosen: Path, target: Path, model: ModelConfig, data: DataConfig | None, adapter: bool) -> None:
-    source = start_model(folder, model)
+    model, data, source = config.model, config.data, start_model(folder, config.model)
     if adapter and model.lora is None:
         raise ModelError(f"{folder}: the run trained all weights and has no adapter (model.lora); export the model: no --adapter")
-    trust, template = model.trust_remote_code, model.chat_template
-    tensors = saved_weights(chosen / "actor", model.lora)
-    with full_disk_said(target, "repeat the command"), made_or_removed(target):
-        if adapter and (lora := model.lora) is not None:
-            trained = adapter_of(*saved_model(chosen / "actor"))
-            write_adapter(target, Adapter(lora.rank, lora.alpha, trained), source)
-            if template is not None:  # else the base model's own serves it
-                load_tokenizer(source, trust, template).save_pretrained(target)
-            return
-        scores = data is not None and data.loss == "reward"
-        about = load_model_config(source, trust)
-        save_model(source, about, tensors, torch.float32, target, trust=trust, classifier=scores, chat_template=template)
-
-
-@contextmanager
-def _while_there(chosen: Path) -> Iterator[None]:
-    """A run that goes on removes its older checkpoints; what then cannot be read is not damaged."""
     try:
-        yield
+        check_intact(chosen)
+        held, full = saved_model(chosen / "actor")
+        with full_disk_said(target, "repeat the command"), made_or_removed(target):
+            if adapter and (lora := model.lora) is not None:
+                write_adapter(target, Adapter(lora.rank, lora.alpha, adapter_of(held, full)), source)
+                if model.chat_template is not None:  # else the base model's own serves it
+                    load_tokenizer(source, model.trust_remote_code, model.chat_template).save_pretrained(target)
+            else:
+                plain = ((name, full(name)) for name in held)
+                save_model(
+                    source,
+                    load_model_config(source, model.trust_remote_code),
+                    plain if model.lora is None else merge_adapters(held, full, model.lora),
+                    torch.float32,
+                    target,
+                    trust=model.trust_remote_code,
+                    classifier=data is not None and data.loss == "reward",
+                    chat_template=model.chat_template,
+                )
     except (CheckpointError, OSError):
+        # A run that goes on removes its older checkpoints; what then cannot be read is not damaged.
         if chosen.is_dir():
             time.sleep(REMOVING)
         if chosen.is_dir():
@@ -322,6 +306,7 @@ def _while_there(chosen: Path) -> Iterator[None]:
         raise CheckpointGoneError(
             f"{chosen}: it was removed while it was read, by the run, which keeps the newest checkpoint.keep of them"
         ) from None
+    return int(chosen.name.rpartition("_")[2])
 
 
 @contextmanager
@@ -338,12 +323,6 @@ def saved_model(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:
     """`saved_tensors` of the model alone, by Hugging Face name."""
     names, read = saved_tensors(folder)
     return [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)], lambda name: read(MODEL + name)
-
-
-def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str, Tensor]]:
-    """The full weights in a folder that `save_state` wrote, read one at a time; adapters merged. Raises CheckpointError."""
-    held, full = saved_model(folder)
-    return merge_adapters(held, full, lora) if lora is not None else ((name, full(name)) for name in held)
 
 
 def start_model(folder: Path, model: ModelConfig) -> str:

@@ -77,15 +77,22 @@ def metadata_of(content: bytes) -> Metadata:
         row = _of(_Unpickler(io.BytesIO(content)).load(), "Metadata")
         tensors: dict[str, STORAGE_TYPES] = {
             _check_type(str, name): _tensor(name, entry)
-            for name, entry in _check_type(dict, row.get("state_dict_metadata")).items()
+            for name, entry in _check_type(dict, row.state.get("state_dict_metadata")).items()
         }
         stored = {}
-        for key, entry in _check_type(dict, row.get("storage_data")).items():
+        for key, entry in _check_type(dict, row.state.get("storage_data")).items():
             at = _of(key, "MetadataIndex")
-            offset, index = at.get("offset"), at.get("index")
+            offset, index = at.state.get("offset"), at.state.get("index")
             offset, index = None if offset is None else _size(offset), None if index is None else _whole(index)
-            stored[MetadataIndex(_check_type(str, at.get("fqn")), offset, index)] = _storage_info(entry)
-        version = row.get("version")
+            info = _of(entry, "_StorageInfo")
+            path = _check_type(str, info.state.get("relative_path"))
+            if not path or PurePath(path).name != path or path.startswith("."):
+                raise ValueError(f"{path!r} is no file of this folder")
+            if info.state.get("transform_descriptors"):
+                raise ValueError(f"{path}: stored in another form (transforms)")
+            place = _StorageInfo(path, _whole(info.state.get("offset")), _whole(info.state.get("length")))
+            stored[MetadataIndex(_check_type(str, at.state.get("fqn")), offset, index)] = place
+        version = row.state.get("version")
         return Metadata(tensors, storage_data=stored, version=version if isinstance(version, str) else None)
     except pickle.UnpicklingError as problem:
         raise ValueError(f".metadata: {problem}") from None
@@ -102,9 +109,6 @@ class _Record:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.state.get(name, default)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -133,28 +137,18 @@ class _Unpickler(pickle.Unpickler):
 
 def _tensor(name: str, made: Any) -> TensorStorageMetadata:
     row = _of(made, "TensorStorageMetadata")
-    dtype = _of(row.get("properties"), "TensorProperties").state[0]
+    dtype = _of(row.state.get("properties"), "TensorProperties").state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: no dtype")
-    size, chunks = _size(row.get("size")), []
-    for chunk in (_of(part, "ChunkStorageMetadata") for part in _check_type(list, row.get("chunks"))):
-        offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+    size, chunks = _size(row.state.get("size")), []
+    for chunk in (_of(part, "ChunkStorageMetadata") for part in _check_type(list, row.state.get("chunks"))):
+        offsets, sizes = _size(chunk.state.get("offsets")), _size(chunk.state.get("sizes"))
         if not len(offsets) == len(sizes) == len(size) or any(
             at + n > whole for at, n, whole in zip(offsets, sizes, size, strict=True)
         ):
             raise ValueError(f"{name}: a part of it lies outside of it")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-
-
-def _storage_info(made: Any) -> _StorageInfo:
-    row = _of(made, "_StorageInfo")
-    path = _check_type(str, row.get("relative_path"))
-    if not path or PurePath(path).name != path or path.startswith("."):
-        raise ValueError(f"{path!r} is no file of this folder")
-    if row.get("transform_descriptors"):
-        raise ValueError(f"{path}: stored in another form (transforms)")
-    return _StorageInfo(path, _whole(row.get("offset")), _whole(row.get("length")))
 
 
 def _of(value: Any, name: str) -> _Record:

@@ -49,7 +49,11 @@ class WeightFiles:
         self._held: dict[str, Any] = {}  # a slice object of safetensors, or a tensor mapped by torch
         for file in weight_files(path, named, fetch):
             try:
-                self._held.update(self._tensors(file))
+                if file.suffix == ".safetensors":
+                    handle = self._open.enter_context(safe_open(str(file), framework="pt"))
+                    self._held |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # it is no mapping
+                else:  # weights_only: a pickle from elsewhere could run code. mmap: no tensor is read.
+                    self._held |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             except (SafetensorError, OSError, ValueError, RuntimeError) as problem:
                 raise ModelError(
                     f"{file.name} ({file.stat().st_size} bytes) is damaged or cut off: "
@@ -77,14 +81,6 @@ class WeightFiles:
         """A tensor, or a region of it (one slice a dimension), in the type that the file has. A view of the mapped file."""
         found: Tensor = self._held[name][region or ...]
         return found
-
-    def _tensors(self, file: Path) -> dict[str, Any]:
-        if file.suffix == ".safetensors":
-            handle = self._open.enter_context(safe_open(str(file), framework="pt"))
-            return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # the handle is not a mapping
-        # weights_only: a pickle from elsewhere could run code. mmap: no tensor is read.
-        held: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return held
 
 
 def weight_files(path: str, named: str | None = None, fetch: bool = True) -> list[Path]:
@@ -169,8 +165,22 @@ class WeightWriter:
         self._files = ExitStack()
         self._split = split_torch_state_dict_into_shards(self._expected, max_shard_size=max_bytes)
         try:
-            for file, group in self._split.filename_to_tensors.items():
-                self._start(self._aside(file), group)
+            for part, group in self._split.filename_to_tensors.items():
+                # The largest elements first, so that each tensor begins at a multiple of its element's size; as safetensors does.
+                header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+                starts, end = {}, 0
+                for name in sorted(group, key=lambda name: (-self._expected[name].element_size(), name)):
+                    tensor = self._expected[name]
+                    starts[name], end = end, end + tensor.nbytes
+                    offsets = [starts[name], end]
+                    header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+                text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+                # Spaces up to a multiple of 8, so that the tensors begin aligned in a mapped file; the format allows them.
+                text += b" " * (-len(text) % 8)
+                self._files.enter_context(naming(self._aside(part)))
+                file = self._files.enter_context(self._aside(part).open("wb"))
+                file.write(len(text).to_bytes(8, "little") + text)
+                self._positions.update({name: (file, 8 + len(text) + start) for name, start in starts.items()})
         except BaseException:
             self._end(publish=False)
             raise
@@ -201,43 +211,25 @@ class WeightWriter:
         """Close the files, which flushes them, and give them their names, or remove them."""
         try:
             self._files.close()
-            if publish:
-                self._publish()
+            if not publish:
+                return
+            for old in self._folder.glob("model*.safetensors*"):
+                if old.name in (SINGLE, INDEX) or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", old.name):
+                    old.unlink()  # of an earlier export: a reader would prefer it, or take both
+            for name in self._split.filename_to_tensors:
+                self._aside(name).replace(self._folder / name)
+            if self._split.is_sharded:
+                total = {"total_parameters": sum(tensor.numel() for tensor in self._expected.values()), **self._split.metadata}
+                # The index last: files that it does not name yet are not a model to any reader.
+                index = {"metadata": total, "weight_map": dict(sorted(self._split.tensor_to_filename.items()))}
+                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+                (self._folder / INDEX).write_text(text, encoding="utf-8")
         finally:
             for name in self._split.filename_to_tensors:
                 self._aside(name).unlink(missing_ok=True)
 
     def _aside(self, name: str) -> Path:
         return self._folder / f".{name}.writing"
-
-    def _start(self, path: Path, group: list[str]) -> None:
-        # The largest elements first, so that each tensor begins at a multiple of its element's size; as safetensors does.
-        names = sorted(group, key=lambda name: (-self._expected[name].element_size(), name))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        starts, end = {}, 0
-        for name in names:
-            tensor = self._expected[name]
-            starts[name], end = end, end + tensor.nbytes
-            header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        # Spaces up to a multiple of 8, so that the tensors begin aligned in a mapped file; the format allows them.
-        text += b" " * (-len(text) % 8)
-        self._files.enter_context(naming(path))
-        file = self._files.enter_context(path.open("wb"))
-        file.write(len(text).to_bytes(8, "little") + text)
-        self._positions.update({name: (file, 8 + len(text) + start) for name, start in starts.items()})
-
-    def _publish(self) -> None:
-        for old in self._folder.glob("model*.safetensors*"):
-            if old.name in (SINGLE, INDEX) or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", old.name):
-                old.unlink()  # of an earlier export: a reader would prefer it, or take both
-        for name in self._split.filename_to_tensors:
-            self._aside(name).replace(self._folder / name)
-        if self._split.is_sharded:
-            total = {"total_parameters": sum(tensor.numel() for tensor in self._expected.values()), **self._split.metadata}
-            # The index last: files that it does not name yet are not a model to any reader.
-            index = {"metadata": total, "weight_map": dict(sorted(self._split.tensor_to_filename.items()))}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 # What files hold and lack
@@ -324,11 +316,10 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
             wrong.append(f"{conversion.name} (its parts do not fit together: {str(problem).splitlines()[0]})")
             continue
         filled.update(id(wanted[name]) for name in made)
-        wrong += [
-            f"{name} ({_sizes(made[name].shape)} in its files, {_sizes(wanted[name].shape)} by config.json)"
-            for name in made
-            if made[name].shape != wanted[name].shape
-        ]
+        for name, tensor in made.items():
+            if tensor.shape != wanted[name].shape:
+                own_size, due = ("x".join(map(str, part.shape)) or "a number" for part in (tensor, wanted[name]))
+                wrong.append(f"{name} ({own_size} in its files, {due} by config.json)")
     own = {id(tensor): name for name, tensor in reversed(wanted.items())}  # a tied tensor by the first of its names
     missing = [name for name, tensor in wanted.items() if id(tensor) not in filled and own[id(tensor)] == name]
     left_out, strange = _sort_tensors(model, unknown)
@@ -371,7 +362,3 @@ def name_first(names: list[str]) -> str:
     """The first of them, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _sizes(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape)) or "a number"

@@ -182,16 +182,16 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_damaged_and_the_next
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that goes on and keeps one checkpoint: its model is exported and pushed all the same."""
-    whole = export.saved_weights
+    whole = export.saved_model
 
-    def removes(folder: Path, *given: Any) -> Any:
-        found = whole(folder, *given)
+    def removes(folder: Path) -> Any:
+        found = whole(folder)
         if folder.parent.name == "step_000002":
             shutil.rmtree(folder.parent)
         return found
 
     kept = tmp_path / "kept"
-    monkeypatch.setattr(export, "saved_weights", removes)
+    monkeypatch.setattr(export, "saved_model", removes)
     shutil.copytree(run_folder / "checkpoints/step_000002", kept)
     with pytest.raises(CheckpointError, match=r"step_000002: it was removed while it was read, by the run"):
         export_run(run_folder, tmp_path / "second", 2)

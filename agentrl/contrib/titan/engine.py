@@ -15,7 +15,7 @@ from agentrl.trainer.attention import register_packed_attention
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.language_model import Role
 from agentrl.trainer.memory import by_size
-from agentrl.trainer.model_folder import Loader, ModuleTensor, materialize
+from agentrl.trainer.model_folder import Loader, materialize
 from agentrl.trainer.optim import Offloaded
 from agentrl.trainer.pretrained import empty_model, load_model_config
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, Layout, compute_dtype
@@ -115,7 +115,7 @@ class TitanEngine(FsdpEngine):
         self.routing = Routing(routers, self.layout.ulysses) if len(routers) else None
         self._load(loader)
         self.module.train()
-        self.optimizers, self._offloaded = None, Offloaded()
+        self.optimizers, self._offloaded, self.buffers = None, Offloaded(), dict(self.module.named_buffers())
         self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
 
     @classmethod
@@ -143,7 +143,7 @@ class TitanEngine(FsdpEngine):
         entries = {}
         for name in self.module.state_dict():
             owner, _, leaf = name.rpartition(".")
-            entries[self.hf_name(name)] = ModuleTensor(self.module.get_submodule(owner), leaf)
+            entries[self.hf_name(name)] = self.module.get_submodule(owner), leaf
         loader.read_into(entries)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
