@@ -81,7 +81,8 @@ class WeightSource:
 
     def attached(self) -> None:
         """Called when all receivers have attached."""
-        self._channel().attached()
+        assert self._sender is not None
+        self._sender.attached()
 
     def send(self, first: bool) -> Bucket | None:
         """The next bucket; None at the end. `first` starts a new stream, whatever the state of the previous one."""
@@ -89,9 +90,11 @@ class WeightSource:
             self._stream = None  # dropping the generator in it reshards its current layer
             held = self._engine.tensors()
             self._stream = Stream(held if self._saving is None else self._saving.tensors(held))
+        if self._sender is None:
+            raise ConfigError("no route for weights is open: call open_route first")
         if self._stream is None:
             return None
-        bucket = self._channel().send(self._stream)
+        bucket = self._sender.send(self._stream)
         # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
         if self._stream.next is None and bucket is None:
             self._stream = None
@@ -103,11 +106,6 @@ class WeightSource:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-
-    def _channel(self) -> Sender:
-        if self._sender is None:
-            raise ConfigError("no route for weights is open: call open_route first")
-        return self._sender
 
 
 # Supervised steps
@@ -364,15 +362,19 @@ class Actor(TrainedRole):
         if this machine cannot serve the route."""
         # Asked each time, and not taken from the group's rendezvous: the engine's processes may be on other nodes than the
         # group, and on nodes that joined the cluster later.
-        return self._weights().open(route, cfg, receivers, reachable_address(), saved)
+        if self._source is None:
+            self._source = WeightSource(self._ready(), self.rank)
+        return self._source.open(route, cfg, receivers, reachable_address(), saved)
 
     def route_attached(self) -> None:
         """Called when all receivers have attached to what `open_route` offered."""
-        self._weights().attached()
+        assert self._source is not None
+        self._source.attached()
 
     def next_bucket(self, first: bool) -> Bucket | None:
         """Send the next bucket of weights, or the `first` one of a new publish; None after the last."""
-        return self._weights().send(first)
+        assert self._source is not None
+        return self._source.send(first)
 
     def close_route(self) -> None:
         """Free the channel; idempotent."""
@@ -389,8 +391,3 @@ class Actor(TrainedRole):
     def export_hf(self, folder: str) -> None:
         """Write a folder that plain transformers and vLLM can load."""
         self._ready().export(Path(folder))
-
-    def _weights(self) -> WeightSource:
-        if self._source is None:
-            self._source = WeightSource(self._ready(), self.rank)
-        return self._source

@@ -73,7 +73,9 @@ def with_advantages(
         check_output(f"advantage {getattr(estimator, '__name__', 'given')!r}", out, AdvantageOutput, "advantages", given.mask)
     else:
         out = estimate_advantages(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
-    view, metrics = view.with_tokens(advantages=out.advantages), metrics | out.metrics(mask)
+    if len(found := out.advantages[mask].double()):  # from an A of exactly 0 nothing is learned
+        metrics |= {"advantage_abs": float(found.abs().mean()), "advantage_zero": float((found == 0).double().mean())}
+    view = view.with_tokens(advantages=out.advantages)
     return view if out.returns is None else view.with_tokens(returns=out.returns), metrics
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +35,6 @@ from agentrl.trainer.layers import (
     compiled_head,
     inject,
     merge_adapters,
-    without_adapters,
 )
 from agentrl.trainer.memory import RoleMemory, by_size, count
 from agentrl.trainer.model_folder import Loader, save_model
@@ -137,9 +135,7 @@ class FsdpEngine(BaseEngine):
             self._shard()
         loader.fill(self.module, self.device, torch.device("cpu") if cfg.offload == "always" and self.sharded else None)
         self.module.train()
-        self.optimizers = None
-        self._offloaded = Offloaded()
-
+        self.optimizers, self._offloaded, self.buffers = None, Offloaded(), dict(self.module.named_buffers())
         self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
 
     def _shard(self) -> None:
@@ -236,14 +232,10 @@ class FsdpEngine(BaseEngine):
 
     def approach(self, other: BaseEngine, weight: float) -> None:
         assert isinstance(other, FsdpEngine)
-        for mine, theirs in zip(self._own_shards(), other._own_shards(), strict=True):
-            mine.lerp_(theirs, weight)
-
-    def _own_shards(self) -> list[Tensor]:
-        """This rank's part of every parameter, in place."""
-        for part in self._parts():
+        for part in (*self._parts(), *other._parts()):
             part.reshard()  # a forward pass without backward may have left it unsharded: a copy, of which the shards know nothing
-        return [local(parameter).detach() for parameter in self.module.parameters()]
+        for mine, theirs in zip(self.module.parameters(), other.module.parameters(), strict=True):
+            local(mine).detach().lerp_(local(theirs).detach(), weight)
 
     def finite(self) -> bool:
         # One NaN or infinity anywhere shows in the norm, and no mask as long as the weights is made.
@@ -268,17 +260,24 @@ class FsdpEngine(BaseEngine):
             yield self.hf_name(name), self._cast(name, full)
 
     def resident(self) -> list[Tensor]:
-        if self._gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
+        gathers = self.sharded and dist.get_world_size() > 1
+        if gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
             return []
         return [local(tensor) for _, tensor in self.named_weights() if tensor.dtype == self.compute_dtype]
 
-    @property
-    def _gathers(self) -> bool:
-        """True if other ranks have parts of the weights."""
-        return self.sharded and dist.get_world_size() > 1
+    @contextmanager
+    def frozen_base(self) -> Iterator[None]:
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
-    def frozen_base(self) -> AbstractContextManager[None]:
-        return without_adapters(self.module)
+        layers = [layer for layer in self.module.modules() if isinstance(layer, BaseTunerLayer)]
+        # Not by peft's `enable_adapters`, which also switches `requires_grad` of parameters that are sharded and trained.
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
 
     @classmethod
     def check(cls, cfg: ModelConfig, ranks: int) -> None:
@@ -319,9 +318,10 @@ class FsdpEngine(BaseEngine):
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
+        gathers = self.sharded and dist.get_world_size() > 1  # other ranks have parts of the weights
         seen: set[str] = set()
         parts: list[tuple[str, Any]] = [(n, part) for n, part in self.module.named_modules() if isinstance(part, FSDPModule)]
-        for prefix, part in parts if self._gathers else []:
+        for prefix, part in parts if gathers else []:
             part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
             part.unshard()
             try:
@@ -337,7 +337,7 @@ class FsdpEngine(BaseEngine):
         # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
         for name, tensor in self.module.state_dict().items():
             if name not in seen and not self._left_out(name):
-                yield name, full_tensor(tensor) if self._gathers else local(tensor)
+                yield name, full_tensor(tensor) if gathers else local(tensor)
 
     def _left_out(self, name: str) -> bool:
         return self.tied and name == f"{PREFIX}lm_head.weight"
@@ -363,7 +363,12 @@ class FsdpEngine(BaseEngine):
         return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
 
     def export(self, folder: Path) -> None:
-        tensors = self._one_by_one()
+        # As `tensors`, but gathered one by one: slower, and never more than one is unsharded.
+        self.onload()
+        held = self.module.state_dict()
+        found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if not self._left_out(name))
+        weights = found if self.cfg.lora is None else self._weights_with_adapters()
+        tensors = ((self.hf_name(name), self._cast(name, full)) for name, full in weights)
         try:
             if not self.sharded or dist.get_rank() == 0:
                 model: dict[str, Any] = {"trust": self.cfg.trust_remote_code, "chat_template": self.cfg.chat_template}
@@ -372,25 +377,10 @@ class FsdpEngine(BaseEngine):
             for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
                 pass
 
-    def _one_by_one(self) -> Iterator[tuple[str, Tensor]]:
-        """As `tensors`, but gathered tensor by tensor: slower, and never more than one tensor is unsharded."""
-        self.onload()
-        if self.cfg.lora is not None:
-            found = self._weights_with_adapters()
-        else:
-            held = self.module.state_dict()
-            found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if not self._left_out(name))
-        for name, full in found:
-            yield self.hf_name(name), self._cast(name, full)
-
-    @cached_property
-    def _buffers(self) -> set[str]:
-        return {name for name, _ in self.module.named_buffers()}
-
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """A weight in the type of the computation. A buffer keeps its own, in which the model computes with it: a router's bias
         in bfloat16 would choose other experts."""
-        plain = name in self._buffers or not tensor.is_floating_point()
+        plain = name in self.buffers or not tensor.is_floating_point()
         return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
 
 

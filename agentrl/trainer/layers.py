@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,22 +60,6 @@ def inject(model: Any, cfg: LoraSection) -> None:
         model.config = own
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
-
-
-@contextmanager
-def without_adapters(model: Any) -> Iterator[None]:
-    """In this context the model computes as its frozen base. For forward passes without gradient."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
-    # Not by peft's `enable_adapters`, which also switches `requires_grad` of parameters that are sharded and have an optimizer.
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
 
 
 def adapter_of(held: Iterable[str], full: Callable[[str], Tensor]) -> dict[str, Tensor]:

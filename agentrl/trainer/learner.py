@@ -42,10 +42,9 @@ from agentrl.trainer.roles import (
     RewardModel,
     SavedRole,
     check_moving,
-    last_rows,
     with_scores,
 )
-from agentrl.trainer.train_engine import mesh_of, rests, separate_reference, shares_prefixes
+from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
 from agentrl.trainer.update import check_algorithm, mismatch
 from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, join_rows
 from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError
@@ -169,7 +168,7 @@ class Learner:
         self.algorithm, self._own = config.settled_algorithm(), own_advantages(config.envs)
         self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
-        self.sharing = mode if shares_prefixes(config.model) else "off"
+        self.sharing = mode if "prefix_sharing" in TRAIN_ENGINES.entry(config.model.engine).traits else "off"
         self._skipped, self._name = 0, uuid4().hex
         self.tokens: TrainedTokens | None = None
         self.hooks = {
@@ -311,8 +310,8 @@ class Learner:
         metrics: dict[str, float] = {}
         if self.reward_models is not None and self.config.reward_model is not None:
             scores = (await self.reward_models.arun(RewardModel.compute_scores, view.batch))["score"]
-            view = await in_thread("batch", with_scores, view, scores, self.config.reward_model.weight)
-            metrics["reward_model/score"] = float(scores[last_rows(view)].mean())
+            view, mean = await in_thread("batch", with_scores, view, scores, self.config.reward_model.weight)
+            metrics["reward_model/score"] = mean
             await self._rest("reward_model", self.reward_models)
         if self.algorithm.proximal == "recompute":
             now = await self.actors.arun(Actor.compute_logprob, view.batch, temperature)

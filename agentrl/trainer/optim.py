@@ -99,12 +99,6 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def make_optimizers(named: Named, cfg: OptimConfig) -> Optimizers:
-    """The optimizers of `cfg.name`; `cfg.lr` is set (trainer/optim.py). Raises DependencyError if a package is missing."""
-    check_installed(cfg.name, "optim.name")
-    return MAKERS[cfg.name](named, cfg)
-
-
 def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
     """AdamW over all parameters, without weight decay for vectors (norms, biases)."""
     # fused: one pass over the memory; single operations would make temporary tensors as large as the weights.
@@ -145,7 +139,7 @@ def muon(named: Named, cfg: OptimConfig) -> Optimizers:
     return Optimizers(parts, named)
 
 
-MAKERS: dict[str, Callable[[Named, OptimConfig], Optimizers]] = {
+OPTIMIZERS: dict[str, Callable[[Named, OptimConfig], Optimizers]] = {
     "adamw": adamw,
     "adamw_8bit": adamw_8bit,
     "muon": muon,
@@ -178,12 +172,6 @@ def in_blocks(parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         parts = math.prod(parameter.device_mesh.size(at) for at, place in enumerate(parameter.placements) if place == last)
     return parameter.shape[-1] % (parts * BLOCK) == 0
-
-
-def check_installed(name: str, key: str) -> None:
-    """Raise DependencyError if the package of an optimizer is missing."""
-    if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        raise DependencyError(f"{key} = \"adamw_8bit\": torchao is not installed: pip install 'agentrl[torchao]'")
 
 
 def _decay_groups(named: Named, cfg: OptimConfig) -> list[dict[str, Any]]:
@@ -302,8 +290,8 @@ def check_optims(config: TrainConfig) -> None:
     for section, key in (("optim", "optim.name"), ("sft", "sft.optimizer")):
         if section in found and found[section].name != "muon":
             check_unread(section, getattr(config, section), ("matrix_lr",), f'{key} = "muon"')
-        if section in found:
-            check_installed(found[section].name, key)
+        if section in found and found[section].name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            raise DependencyError(f"{key} = \"adamw_8bit\": torchao is not installed: pip install 'agentrl[torchao]'")
 
 
 # Offloading
@@ -326,8 +314,9 @@ class Offloaded:
             if (known := self._held.get(key)) is None:
                 known = storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             going[key] = known
-            going[key][1].copy_(_bytes(storage), non_blocking=True)
-        _wait()
+            known[1].untyped_storage().copy_(storage, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         for storage, _ in going.values():
             storage.resize_(0)
         # Those of last time only if they are still away: the copy of a tensor that is gone would stay forever.
@@ -341,8 +330,9 @@ class Offloaded:
             return
         for storage, host in self._held.values():
             storage.resize_(host.numel())
-            _bytes(storage).copy_(host, non_blocking=True)
-        _wait()
+            storage.copy_(host.untyped_storage(), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.away = False
 
     def where(self, tensor: Tensor) -> Tensor:
@@ -365,12 +355,3 @@ def free_cached() -> None:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be sharded."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -89,23 +89,20 @@ class Publisher:
         config names does not), EngineError if the engine refuses the weights."""
         await self._target.pause()
         try:
-            await self._yield_cached()
+            if self._colocated:  # the memory of the update's activations is free, but only within the actors' processes
+                await self._actors.arun(Actor.free_cached)
             await self._target.wake("weights")
             if self._offload:
                 await self._actors.arun(Actor.onload)
             await self._replace(version)
             if self._offload:  # before the engine allocates its cache in the same memory
                 await self._actors.arun(Actor.offload)
-            await self._yield_cached()
+            if self._colocated:
+                await self._actors.arun(Actor.free_cached)
             await self._target.wake("cache")
         finally:
             # Also after a failure: an engine that runs refuses requests and says why, one that stays paused lets episodes wait.
             await self._target.resume()
-
-    async def _yield_cached(self) -> None:
-        """Before a colocated engine allocates: the memory of the update's activations is free, but only within its process."""
-        if self._colocated:
-            await self._actors.arun(Actor.free_cached)
 
     async def prove(self) -> None:
         """Open the route that `send` will use, so that one that cannot work is refused before anything is trained. Raises

@@ -332,25 +332,20 @@ def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
     return build({"score": out}, len(view))
 
 
-def last_rows(view: Ragged) -> torch.Tensor:
-    """The last row of each episode, int64, in the order of the episodes' numbers."""
-    episode = torch.from_numpy(view.episode)
-    count = int(episode.max()) + 1 if len(episode) else 0
-    indices = torch.arange(len(episode))
-    return torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, indices, reduce="amax", include_self=False)
-
-
-def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> Ragged:
-    """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token.
+def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> tuple[Ragged, float]:
+    """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token; also returns the
+    mean score.
 
     `scores` [N] are per row; an episode of several rows gets the score of its last row. An episode that sampled
     nothing gets no token reward.
     """
     episode = torch.from_numpy(view.episode)
-    last = last_rows(view)
+    count, rows = int(episode.max()) + 1 if len(episode) else 0, torch.arange(len(episode))
+    last = torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, rows, reduce="amax", include_self=False)
     added = weight * scores[last].to(torch.float32)
     indices = view.tokens("sampled").nonzero().squeeze(1)
-    spot = torch.full((len(last),), -1).scatter_reduce(0, episode[row_ids(view.offsets)][indices], indices, reduce="amax")
+    spot = torch.full((count,), -1).scatter_reduce(0, episode[row_ids(view.offsets)][indices], indices, reduce="amax")
     tokens = view.tokens("rewards").clone()
     tokens.index_add_(0, spot[spot >= 0], added[spot >= 0])
-    return view.with_rows(reward=view.row("reward") + added[episode]).with_tokens(rewards=tokens)
+    changed = view.with_rows(reward=view.row("reward") + added[episode]).with_tokens(rewards=tokens)
+    return changed, float(scores[last].mean())

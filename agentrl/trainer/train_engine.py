@@ -25,7 +25,7 @@ from agentrl.data.schedule import trees_of
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.language_model import Micro, PolicyModule, Role
 from agentrl.trainer.memory import RoleMemory
-from agentrl.trainer.optim import Named, Optimizers, make_optimizers
+from agentrl.trainer.optim import OPTIMIZERS, Named, Optimizers
 from agentrl.trainer.parallel import Ulysses
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Registry
@@ -116,9 +116,9 @@ class BaseEngine(ABC):
         `backward` their `grad` is the summed gradient. A tied output embedding appears once, under the input's name."""
 
     def use_optimizer(self, cfg: OptimConfig) -> None:
-        """A fresh optimizer `cfg.name` over `named`, in place of the one that there was; `cfg.lr` is set (trainer/optim.py)."""
+        """A fresh optimizer `cfg.name` over the weights, in place of one that there was; `cfg.lr` is set (trainer/optim.py)."""
         self.optimizers = None  # its memory goes before another's is taken
-        self.optimizers = make_optimizers(self.named_weights(), cfg)
+        self.optimizers = OPTIMIZERS[cfg.name](self.named_weights(), cfg)
 
     def freeze(self) -> None:
         """Make it a model that is only asked: no parameter has a gradient from now on."""
@@ -294,11 +294,6 @@ def check_train_engine(config: TrainConfig) -> None:
             raise ConfigError(f"{key} = {path}, which is computed as the policy is ([model]): {problem}") from problem
 
 
-def shares_prefixes(cfg: ModelConfig) -> bool:
-    """Return True if the training engine computes a prefix that rows share once."""
-    return "prefix_sharing" in TRAIN_ENGINES.entry(cfg.engine).traits
-
-
 def check_on_host(cfg: ModelConfig) -> None:
     """Raise ConfigError for keys that free a GPU's memory, of a role that has no GPU."""
     if cfg.offload != "never":
@@ -406,10 +401,6 @@ class CardUsage:
 # The layout of ranks
 
 
-HOST = ("cpu",)
-"""Devices whose memory is the host's."""
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """`fsdp`: the mesh that parameters are sharded over (its last axis; if there are two, the first replicates). `tp`, `experts`:
@@ -427,7 +418,7 @@ class Layout:
         """The layout for a config. Raises ConfigError if its keys do not divide the ranks, or free a GPU's memory where there
         is no GPU."""
         check_divides(cfg, world)
-        if device.type in HOST:
+        if device.type == "cpu":
             check_on_host(cfg)
         if not dist.is_initialized():
             return cls()

@@ -126,7 +126,7 @@ def test_a_run_whose_roles_give_their_memory_back_has_the_numbers_of_one_whose_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Critic, reference, a colocated engine; then resumed from the last checkpoint but one, which was written from the host."""
-    monkeypatch.setattr(layout, "HOST", ())  # on a CPU nothing is gained by it, and nothing else differs
+    monkeypatch.setattr(layout, "check_on_host", lambda cfg: None)  # on a CPU nothing is gained, and nothing else differs
     monkeypatch.setattr(sizes, "check_on_host", lambda model: None)
     roles = ['algorithm.advantage={name="gae"}', "critic.lr=1e-3", "algorithm.kl.coef=0.1", "checkpoint.every=1", "steps=2"]
 

@@ -174,7 +174,7 @@ class TrainEngineContract:
         if "offload" not in traits:
             pytest.skip("this engine does not offload")
         monkeypatch.setattr(
-            agentrl.trainer.train_engine, "HOST", ()
+            agentrl.trainer.train_engine, "check_on_host", lambda cfg: None
         )  # on a CPU nothing is gained by it, and nothing else differs
         engine, again = made(offload="idle"), made()
         for one in (engine, again):

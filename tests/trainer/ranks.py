@@ -295,7 +295,7 @@ def reduced(tiny: str, out: Path) -> Body:
 
 def waiting(tiny: str, context: WorkerContext, engine: str, away: bool) -> tuple[Any, dict[str, torch.Tensor], list[int]]:
     """Two updates of a rank that gives its memory back after each, or keeps it: metrics, weights, bytes that were left."""
-    agentrl.trainer.train_engine.HOST, left, rows = (), [], []
+    agentrl.trainer.train_engine.check_on_host, left, rows = lambda cfg: None, [], []
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(tiny, ModelConfig(engine=engine, offload="idle"), toy_optim())
     for _ in range(2):

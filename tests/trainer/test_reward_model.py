@@ -46,7 +46,7 @@ def test_an_episode_of_two_ledgers_takes_its_last_score_once() -> None:
     episodes = trajectories(3)
     episodes[1].ledgers.append(episodes[2].ledgers[0])
     batch = collate(episodes[:2], groups=[0, 0])
-    out = with_scores(Ragged.of(batch), torch.tensor([1.0, 5.0, 7.0]), weight=0.5).batch
+    out = with_scores(Ragged.of(batch), torch.tensor([1.0, 5.0, 7.0]), weight=0.5)[0].batch
     assert torch.allclose(out["reward"] - batch["reward"], torch.tensor([0.5, 3.5, 3.5]))
     added = [float((out["rewards"][i] - batch["rewards"][i]).sum()) for i in range(3)]
     assert added == pytest.approx([0.5, 0.0, 3.5])

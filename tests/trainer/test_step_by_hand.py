@@ -219,5 +219,5 @@ def test_a_score_lies_on_the_last_sampled_token_of_the_episode() -> None:
     first.append_context([9], 0)
     second.append_context([5, 6, 7], 1)
     batch = collate([Trajectory("made-up", Task("t", 0), member=0, ledgers=[first, second], reward=0.0)])
-    out = with_scores(Ragged.of(batch), torch.tensor([1.0, 3.0]), 2.0)
-    assert out.tokens("rewards").tolist() == [0, 0, 0, 6, 0, 0, 0, 0] and out.row("reward").tolist() == [6, 6]
+    out, mean = with_scores(Ragged.of(batch), torch.tensor([1.0, 3.0]), 2.0)
+    assert out.tokens("rewards").tolist() == [0, 0, 0, 6, 0, 0, 0, 0] and out.row("reward").tolist() == [6, 6] and mean == 3

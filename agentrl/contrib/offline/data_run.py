@@ -36,7 +36,7 @@ from agentrl.trainer.families import packing_of
 from agentrl.trainer.learner import check_learner
 from agentrl.trainer.optim import optims_of
 from agentrl.trainer.roles import SavedRole
-from agentrl.trainer.train_engine import TRAIN_ENGINES, check_train_engine, shares_prefixes
+from agentrl.trainer.train_engine import TRAIN_ENGINES, check_train_engine
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.terminal import quiet_libraries
@@ -280,7 +280,7 @@ class DataRunKind:
                 steps = data.epochs * store.steps(data.batch)
                 await group.arun(init, path, config.model, optims_of(config)["optim"], steps)
             sharing: Mode = "off"
-            if data.loss != "reward" and shares_prefixes(config.model):
+            if data.loss != "reward" and "prefix_sharing" in TRAIN_ENGINES.entry(config.model.engine).traits:
                 sharing = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
             objective = kind(data, store, group, sharing)
             checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)

@@ -73,7 +73,7 @@ def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) ->
 
     std is unbiased and eps 1e-6; the paper specifies neither.
     """
-    return of_episodes(batch, lambda e: e.standardize(eps))
+    return of_episodes(batch, lambda e: standardize_in_groups(e.reward, e.group, e.groups, eps))
 
 
 @ADVANTAGES.register("dr_grpo", needs={"group"})
@@ -108,7 +108,7 @@ def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -
     """
 
     def rule(e: Episodes) -> Tensor:
-        teaching = max(int((e.std() > 0).sum()), 1)  # B - M
+        teaching = max(int((deviation(e.reward, e.group, e.groups) > 0).sum()), 1)  # B - M
         return e.center() * len(e.reward) / teaching / f_norm
 
     return of_episodes(batch, rule)
@@ -329,7 +329,7 @@ def turn_returns(
     the episode; mean and unbiased std over the turns with the same index in the group. A turn that no other
     member reached gets 0."""
     turns = turns_of(batch)
-    returns = turns.returns(gamma)
+    returns = discounted_sums(turns.reward, turns.offsets, gamma)  # from turn to turn, over all ledgers of the episode
     advantages = normalize_by_key(returns, torch.stack([turns.group, turns.index], dim=1), divide)
     dtype = batch.reward.dtype
     return AdvantageOutput(turns.put(advantages, dtype), turns.put(returns, dtype))
@@ -357,9 +357,10 @@ def gigpo(
         raise ConfigError('algorithm.advantage "gigpo" needs the states of turns (column `anchors`)')
     turns = turns_of(batch)
     keys = torch.stack([turns.group, batch.anchors[turns.first].to(torch.int64)], 1)
-    steps = turns.put(normalize_by_key(turns.returns(gamma), keys, divide, EPS), batch.reward.dtype)
+    returns = discounted_sums(turns.reward, turns.offsets, gamma)
+    steps = turns.put(normalize_by_key(returns, keys, divide, EPS), batch.reward.dtype)
 
     def rule(e: Episodes) -> Tensor:
-        return e.standardize(EPS) if divide else e.center()
+        return standardize_in_groups(e.reward, e.group, e.groups, EPS) if divide else e.center()
 
     return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets) + weight * steps)

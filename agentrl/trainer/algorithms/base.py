@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from agentrl.data.rows import credit, discounted_sums, row_counts, row_ids, row_sum, sampled_offsets, spread
+from agentrl.data.rows import credit, row_counts, row_ids, row_sum, sampled_offsets, spread
 from agentrl.utils.errors import ConfigError
 
 Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
@@ -75,14 +75,6 @@ class AdvantageOutput:
 
     advantages: Tensor
     returns: Tensor | None = None
-
-    def metrics(self, mask: Tensor) -> dict[str, float]:
-        """Over the sampled tokens (`mask` [T]): `advantage_abs`, the mean of |A|, and `advantage_zero`, the share of those with
-        an A of exactly 0, from which nothing is learned. Empty without sampled tokens."""
-        found = self.advantages[mask].double()
-        if not len(found):
-            return {}
-        return {"advantage_abs": float(found.abs().mean()), "advantage_zero": float((found == 0).double().mean())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +218,6 @@ class Episodes:
         """Rewards minus their group's (weighted) mean, [U]."""
         return center_in_groups(self.reward, self.group, self.groups, weights)
 
-    def standardize(self, eps: float) -> Tensor:
-        """(reward - mean) / (std + eps) within each group, [U]."""
-        return standardize_in_groups(self.reward, self.group, self.groups, eps)
-
-    def std(self) -> Tensor:
-        """Unbiased standard deviation of the rewards in the group of each episode, [U]; 0 in a group of one."""
-        return deviation(self.reward, self.group, self.groups)
-
     def size(self) -> Tensor:
         """Scored episodes in the group of each episode, float64 [U]."""
         return group_total(torch.ones_like(self.reward), self.group, self.groups)[self.group]
@@ -340,10 +324,6 @@ class Turns:
     offsets: Tensor
     segment: Tensor
     tokens: EpisodeTokens
-
-    def returns(self, gamma: float) -> Tensor:
-        """Reward-to-go from turn to turn, over all ledgers of the episode, float64 [S]."""
-        return discounted_sums(self.reward, self.offsets, gamma)
 
     def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A turn's value on each of its sampled tokens: [S] -> [T], 0 elsewhere."""

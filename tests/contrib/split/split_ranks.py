@@ -120,12 +120,12 @@ def updated(path: str, case: Case, context: WorkerContext) -> tuple[Actor, dict[
 def moved(actor: Actor) -> bool:
     """Whether all weights are the same after the memory was given back and taken again, and none of it was left meanwhile."""
     before = weights_on(actor)
-    agentrl.trainer.train_engine.HOST, kept = (), agentrl.trainer.train_engine.HOST
+    kept, agentrl.trainer.train_engine.check_on_host = agentrl.trainer.train_engine.check_on_host, lambda cfg: None
     actor.offload()
     engine: Any = actor._made_engine()
     left = sum(p.to_local().untyped_storage().nbytes() for p in engine.module.parameters())
     actor.onload()
-    agentrl.trainer.train_engine.HOST = kept
+    agentrl.trainer.train_engine.check_on_host = kept
     after = weights_on(actor)
     return left == 0 and all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
