@@ -12,12 +12,12 @@ from torch import Tensor
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.cluster.worker import Broadcast, Strategy
+from agentrl.cluster.worker import Broadcast, Mesh, Strategy, WorkerContext
 from agentrl.config.schema import WeightsConfig
 from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, WeightTarget, open_receiver
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Engine
-from agentrl.trainer.actor import Actor, WeightSource
+from agentrl.trainer.actor import Actor
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import ConfigError
 
@@ -25,7 +25,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class Held:
-    """What a weight source asks of a trained model: its tensors in order, and the bytes of the largest."""
+    """What a publish asks of a trained model: its tensors in order, and the bytes of the largest."""
 
     def __init__(self, *parts: Tensors) -> None:
         self._named: list[Named] = [pair for part in parts for pair in part.items()]
@@ -39,6 +39,8 @@ class Held:
     def resident(self) -> list[Tensor]:
         return []
 
+    def onload(self) -> None: ...
+
     def saving(self) -> None:
         """They are sent as they are."""
         return None
@@ -51,7 +53,14 @@ class Holder(Actor):
 
     def hold(self, held: Held) -> None:
         """What to publish from now on."""
-        self._source = WeightSource(held, self.rank)  # type: ignore[arg-type]
+        self._engine = held  # type: ignore[assignment]
+
+
+def holder(held: Any, rank: int) -> Holder:
+    """One rank of those that publish."""
+    made = Holder(WorkerContext("holders", rank, Mesh.of(None, rank + 1)))
+    made.hold(held)
+    return made
 
 
 async def publish(engine: Engine, version: int, *parts: Tensors, bucket_mib: float = 1.0) -> None:

@@ -1,6 +1,4 @@
-"""The actor: the role that holds the policy's weights and trains them.
-
-Its end of a publish, supervised steps, and the role."""
+"""The actor: the role that holds the policy's weights and trains them; and supervised steps."""
 
 from __future__ import annotations
 
@@ -49,64 +47,6 @@ from agentrl.utils.processor import own_threads
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-# The trainer's end of a publish
-
-
-class WeightSource:
-    """Streams an engine's weights over one route; all ranks call the same methods in the same order."""
-
-    def __init__(self, engine: BaseEngine, rank: int) -> None:
-        self._engine, self._rank = engine, rank
-        self._sender: Sender | None = None
-        self._stream: Stream | None = None
-        self._saving: Saving | None = None
-
-    def open(self, route: str, cfg: WeightsConfig, receivers: int, host: str, saved: bool = False) -> Offer:
-        """Create the channel; an earlier one is closed. `host`: the address at which the engine's machines reach this rank.
-        `saved`: tensors are sent as checkpoints have them, not as the model's modules do.
-
-        Raises ConfigError if this machine cannot serve the route."""
-        self.close()
-        largest = self._engine.largest()
-        self._saving = self._engine.saving() if saved else None
-        if self._saving is not None:
-            largest = self._saving.largest()
-        sender = make_sender(route, cfg, largest, receivers, host)
-        lent = self._engine.resident()
-        # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
-        self._sender = sender if self._rank == 0 or sender.every_rank else Silent(sender)
-        self._sender.lend(lent)
-        return self._sender.open()
-
-    def attached(self) -> None:
-        """Called when all receivers have attached."""
-        assert self._sender is not None
-        self._sender.attached()
-
-    def send(self, first: bool) -> Bucket | None:
-        """The next bucket; None at the end. `first` starts a new stream, whatever the state of the previous one."""
-        if first:
-            self._stream = None  # dropping the generator in it reshards its current layer
-            held = self._engine.tensors()
-            self._stream = Stream(held if self._saving is None else self._saving.tensors(held))
-        if self._sender is None:
-            raise ConfigError("no route for weights is open: call open_route first")
-        if self._stream is None:
-            return None
-        bucket = self._sender.send(self._stream)
-        # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
-        if self._stream.next is None and bucket is None:
-            self._stream = None
-        return bucket
-
-    def close(self) -> None:
-        """Free the channel; idempotent."""
-        self._stream = None
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
-
 
 # Supervised steps
 
@@ -179,7 +119,9 @@ class Actor(TrainedRole):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._source: WeightSource | None = None
+        self._sender: Sender | None = None
+        self._stream: Stream | None = None
+        self._recipe: Saving | None = None
         self._sft: SftConfig | None = None
         self._sft_done = 0
         self._waiting: Gradients | None = None
@@ -358,28 +300,48 @@ class Actor(TrainedRole):
     # -- weights for others ---------------------------------------------------------------------------
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
-        """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError
-        if this machine cannot serve the route."""
-        # Asked each time, and not taken from the group's rendezvous: the engine's processes may be on other nodes than the
-        # group, and on nodes that joined the cluster later.
-        if self._source is None:
-            self._source = WeightSource(self._ready(), self.rank)
-        return self._source.open(route, cfg, receivers, reachable_address(), saved)
+        """Create a channel for weights to `receivers` processes; an earlier one is closed. `saved`: tensors are sent as
+        checkpoints have them, not as the model's modules do. Raises ConfigError if this machine cannot serve the route."""
+        self.close_route()
+        engine = self._ready()
+        self._recipe = engine.saving() if saved else None
+        largest = engine.largest() if self._recipe is None else self._recipe.largest()
+        # The address is asked for each time, and not taken from the group's rendezvous: the engine's processes may be on other
+        # nodes than the group, and on nodes that joined the cluster later.
+        sender = make_sender(route, cfg, largest, receivers, reachable_address())
+        # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
+        self._sender = sender if self.rank == 0 or sender.every_rank else Silent(sender)
+        self._sender.lend(engine.resident())
+        return self._sender.open()
 
     def route_attached(self) -> None:
         """Called when all receivers have attached to what `open_route` offered."""
-        assert self._source is not None
-        self._source.attached()
+        assert self._sender is not None
+        self._sender.attached()
 
     def next_bucket(self, first: bool) -> Bucket | None:
-        """Send the next bucket of weights, or the `first` one of a new publish; None after the last."""
-        assert self._source is not None
-        return self._source.send(first)
+        """Send the next bucket of weights; None after the last. `first` starts a new stream, whatever the state of the previous
+        one. All ranks call it together."""
+        if self._sender is None:
+            raise ConfigError("no route for weights is open: call open_route first")
+        if first:
+            self._stream = None  # dropping the generator in it reshards its current layer
+            held = self._made_engine().tensors()
+            self._stream = Stream(held if self._recipe is None else self._recipe.tensors(held))
+        if self._stream is None:
+            return None
+        bucket = self._sender.send(self._stream)
+        # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
+        if self._stream.next is None and bucket is None:
+            self._stream = None
+        return bucket
 
     def close_route(self) -> None:
         """Free the channel; idempotent."""
-        if self._source is not None:
-            self._source.close()
+        self._stream = None
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def export_adapter(self) -> Adapter:
         """Only the low-rank adapter, on the host. Raises ConfigError without `model.lora`."""

@@ -30,7 +30,6 @@ from agentrl.trainer.language_model import (
     share_tokens,
 )
 from agentrl.trainer.layers import (
-    adapter_of,
     compile_layers,
     compiled_head,
     inject,
@@ -299,8 +298,11 @@ class FsdpEngine(BaseEngine):
         return count(module, cfg, ranks, tokens, optims)
 
     def adapter(self) -> dict[str, Tensor]:
-        held = {name.removeprefix(PREFIX): tensor for name, tensor in self.module.state_dict().items()}
-        return adapter_of(held, lambda name: full_tensor(held[name]).detach().to("cpu", copy=True))
+        return {
+            name.removeprefix(PREFIX).replace(".default.", "."): full_tensor(tensor).detach().to("cpu", copy=True)
+            for name, tensor in self.module.state_dict().items()
+            if ".lora_" in name
+        }
 
     def largest(self) -> int:
         # A DTensor's numel is that of the whole tensor, which is what one bucket has to hold.

@@ -26,8 +26,8 @@ from agentrl.engines.weights import host_routes as shared
 from agentrl.engines.weights.base import ROUTES, SLOTS, Named, Sender, Silent, Stream
 from agentrl.trainer import actor as source
 from agentrl.trainer import publish
-from agentrl.trainer.actor import WeightSource
 from agentrl.utils.errors import ConfigError
+from tests.publishing import Held, holder
 
 WEIGHTS: list[Named] = [
     (f"layers.{i}.weight", torch.randn(rows, 3, generator=torch.Generator().manual_seed(i)).bfloat16())
@@ -158,11 +158,10 @@ def test_ranks_other_than_0_fill_their_own_buckets_for_ipc_alone(
 ) -> None:
     made = ipc.IpcSender(ROOM, 1) if route == "ipc" else shared.SharedSender(ROOM, 1)
     monkeypatch.setattr(source, "make_sender", lambda *args: made)
-    engine: Any = SimpleNamespace(largest=lambda: 1, resident=list, tensors=lambda: iter(WEIGHTS))
-    rank = WeightSource(engine, 1)
-    rank.open(route, WeightsConfig(), 1, "127.0.0.1")
+    rank = holder(Held(dict(WEIGHTS)), 1)
+    rank.open_route(route, WeightsConfig(), 1)
     assert type(rank._sender) is kind
-    rank.close()
+    rank.close_route()
 
 
 def test_vllms_engine_loads_what_comes_by_handle(engines: None, cards: Cards) -> None:

@@ -14,7 +14,7 @@ from agentrl.engines.weights.parameters import Saving, expected_parameters
 from agentrl.rollout.engine import Sampling
 from agentrl.trainer.fsdp import FsdpEngine
 from tests import moe
-from tests.publishing import publish
+from tests.publishing import holder, publish
 
 NAMES = {  # one expert's weight, as the family's checkpoints name it; None: they have all of a layer in one tensor
     "qwen3_moe": "model.layers.1.mlp.experts.7.gate_proj.weight",
@@ -91,21 +91,20 @@ def test_every_family_can_be_exported(tmp_path: Path) -> None:
 
 async def test_a_target_says_which_names_it_loads(tmp_path: Path) -> None:
     from agentrl.engines.vllm.vllm_engine import VllmEngine
-    from agentrl.trainer.actor import WeightSource
 
     path = moe.build("qwen3_moe", tmp_path)
-    source = WeightSource(FsdpEngine(path, ModelConfig(), 1.0), 0)
+    source = holder(FsdpEngine(path, ModelConfig(), 1.0), 0)
     names = {}
     for saved in (EmbeddedEngine.loads_saved, VllmEngine.loads_saved):
-        offer = source.open("memory", WeightsConfig(bucket_mib=0.25), 1, "localhost", saved)
-        source.attached()
+        offer = source.open_route("memory", WeightsConfig(bucket_mib=0.25), 1, saved)
+        source.route_attached()
         names[saved], first = set(), True
-        while (bucket := source.send(first)) is not None:
+        while (bucket := source.next_bucket(first)) is not None:
             names[saved] |= {entry.name for entry in bucket.entries}
             first = False
         # the bucket is as large as asked for, as no expert is larger; all experts of a layer together are
         assert offer.slot_bytes == 256 << 10
-    source.close()
+    source.close_route()
     assert names[False] == set(expected_parameters(path).shapes)
     assert names[True] == set(expected_parameters(path, saved=True).shapes)
     assert len(names[True]) - len(names[False]) == 2 * (3 * moe.EXPERTS - 2)

@@ -43,10 +43,10 @@ from agentrl.engines.weights.base import (
     tensor_in,
 )
 from agentrl.rollout.engine import Engine
-from agentrl.trainer.actor import Actor, WeightSource
+from agentrl.trainer.actor import Actor
 from agentrl.trainer.publish import Publisher, check_takes_weights, check_weights
 from agentrl.utils.errors import ConfigError, EngineError
-from tests.publishing import weights_of
+from tests.publishing import Held, holder, weights_of
 from tests.weights.publish_parts import gap, ledger_of, trained
 
 SMALL = 0.01
@@ -159,30 +159,23 @@ async def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> 
     await engine.close()
 
 
-class Gathers:
-    """What a source asks of an engine; every start of the stream is a collective that all ranks must enter."""
+class Gathers(Held):
+    """Every start of the stream is a collective that all ranks must enter."""
 
-    def __init__(self) -> None:
-        self.started = 0
-
-    def largest(self) -> int:
-        return 32
-
-    def resident(self) -> list[torch.Tensor]:
-        return []
+    started = 0
 
     def tensors(self) -> Iterator[Named]:
         self.started += 1
-        return iter([(f"w{i}", torch.zeros(8)) for i in range(5)])
+        return super().tensors()
 
 
 def test_ranks_start_a_stream_together_and_once() -> None:
     started = []
     for rank in (0, 1):
-        engine = Gathers()
-        source = WeightSource(engine, rank)  # type: ignore[arg-type]
-        source.open("memory", WeightsConfig(bucket_mib=0.00001), 1, "127.0.0.1")
-        sent = [source.send(call == 0) for call in range(6)]  # the driver asks until rank 0 has no more
+        engine = Gathers({f"w{i}": torch.zeros(8) for i in range(5)})
+        source = holder(engine, rank)
+        source.open_route("memory", WeightsConfig(bucket_mib=0.00001), 1)
+        sent = [source.next_bucket(call == 0) for call in range(6)]  # the driver asks until rank 0 has no more
         assert [bucket is not None for bucket in sent] == ([True] * 5 + [False] if rank == 0 else [False] * 6)
         started.append(engine.started)
     assert started == [1, 1]

@@ -12,8 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agentrl.data.rows import discounted_sums, following, on_mask, whiten_masked, zscores
+from agentrl.data.rows import discounted_sums, following, on_mask, spread, whiten_masked, zscores
 from agentrl.trainer.algorithms.base import (
+    EPS,
     AdvantageInput,
     AdvantageOutput,
     Episodes,
@@ -22,7 +23,6 @@ from agentrl.trainer.algorithms.base import (
     group_total,
     normalize_by_key,
     row_advantages,
-    scored_mask,
     standardize_in_groups,
     turns_of,
 )
@@ -138,8 +138,8 @@ def max_variance(batch: AdvantageInput, *, k: Annotated[int, Field(ge=2)] = 4) -
         out, order, n = torch.zeros_like(rewards), torch.sort(rewards, stable=True).indices, len(rewards)
         least = min(k, n)
         ends = torch.stack([torch.cat([order[:i], order[n - least + i :]]) for i in range(least + 1)])
-        spread = rewards[ends].double().var(1, correction=0)
-        kept = ends[int((spread >= (1 - 1e-9) * spread.max()).nonzero()[0])]  # rounding decides between no equal ones
+        variance = rewards[ends].double().var(1, correction=0)
+        kept = ends[int((variance >= (1 - 1e-9) * variance.max()).nonzero()[0])]  # rounding decides between no equal ones
         out[kept] = n / least * standardize_in_groups(rewards[kept], torch.zeros_like(kept), 1, 1e-6)
         return out
 
@@ -258,7 +258,8 @@ def reinforce_pp_baseline(batch: AdvantageInput) -> AdvantageOutput:
     A group of equal rewards is exactly 0 before whitening; whitening then shifts it, like all tokens, by the mean over tokens.
     """
     rows = row_advantages(batch, Episodes.center)
-    return AdvantageOutput(whiten_masked(on_mask(rows, batch.mask, batch.offsets), scored_mask(batch)))
+    scored = batch.mask & spread(~torch.isnan(batch.reward), batch.offsets)
+    return AdvantageOutput(whiten_masked(on_mask(rows, batch.mask, batch.offsets), scored))
 
 
 # Critics
@@ -335,9 +336,6 @@ def turn_returns(
     return AdvantageOutput(turns.put(advantages, dtype), turns.put(returns, dtype))
 
 
-EPS = 1e-6
-
-
 @ADVANTAGES.register("gigpo", needs={"group", "anchors"})
 def gigpo(
     batch: AdvantageInput,
@@ -358,7 +356,7 @@ def gigpo(
     turns = turns_of(batch)
     keys = torch.stack([turns.group, batch.anchors[turns.first].to(torch.int64)], 1)
     returns = discounted_sums(turns.reward, turns.offsets, gamma)
-    steps = turns.put(normalize_by_key(returns, keys, divide, EPS), batch.reward.dtype)
+    steps = turns.put(normalize_by_key(returns, keys, divide), batch.reward.dtype)
 
     def rule(e: Episodes) -> Tensor:
         return standardize_in_groups(e.reward, e.group, e.groups, EPS) if divide else e.center()

@@ -290,13 +290,8 @@ def episode_tokens(batch: AdvantageInput) -> EpisodeTokens:
     # bincount sums in floating point: float64 is exact up to 2^53 tokens.
     stops = torch.bincount(episode, weights=batch.offsets.diff().double()).to(torch.int64).cumsum(0)
     offsets = torch.cat([stops.new_zeros(1), stops])
-    mask = scored_mask(batch)[order]
+    mask = (batch.mask & spread(~torch.isnan(batch.reward), batch.offsets))[order]
     return EpisodeTokens(order, mask, offsets, sampled_offsets(mask, offsets))
-
-
-def scored_mask(batch: AdvantageInput) -> Tensor:
-    """True on the sampled tokens of scored episodes, bool [T]."""
-    return batch.mask & spread(~torch.isnan(batch.reward), batch.offsets)
 
 
 def _keys(batch: AdvantageInput) -> Tensor:
@@ -356,14 +351,17 @@ def turns_of(batch: AdvantageInput) -> Turns:
     return Turns(group, turns[fresh], reward, first, offsets, segment, tokens)
 
 
-def normalize_by_key(values: Tensor, keys: Tensor, divide: bool, eps: float = 1e-6) -> Tensor:
-    """Values [S] minus the mean of those with the same key, with `divide` in unbiased standard deviations, float64.
+EPS = 1e-6
+
+
+def normalize_by_key(values: Tensor, keys: Tensor, divide: bool) -> Tensor:
+    """Values [S] minus the mean of those with the same key, with `divide` over their unbiased std + EPS, float64.
 
     `keys` int64 [S, K]. A value that is the only one of its key, or equal to all others, becomes exactly 0.
     """
     _, group = torch.unique(keys, dim=0, return_inverse=True)
     size = int(group.max()) + 1 if len(group) else 0
-    return standardize_in_groups(values, group, size, eps) if divide else center_in_groups(values, group, size)
+    return standardize_in_groups(values, group, size, EPS) if divide else center_in_groups(values, group, size)
 
 
 # States
