@@ -63,13 +63,21 @@ class Activations:
 def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Activations:
     """Of a forward pass over `tokens` tokens, all of whose logprobs or values are wanted. `module` is on the meta device and
     its attention is `COUNTED`. Raises what the model raises if it cannot run there."""
-    # Before `_Kept` looks: this gives the parameters other storages.
+    # First, as this gives the parameters other storages.
     module = module.to(dtype)
-    layers, marks = layers_of(module), [0]
-    kept = _Kept(module.parameters())
+    layers, marks, kept = layers_of(module), [0], list[int]()  # bytes of the storages that autograd keeps, each once
+    seen: dict[int, Any] = {p.untyped_storage()._cdata: None for p in module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # By storage, since a view that is kept keeps all of it.
+        if storage._cdata not in seen:
+            seen[storage._cdata] = storage  # held, so that no other takes its place in memory
+            kept.append(storage.nbytes())
+        return tensor
 
     def mark(*_: Any) -> None:
-        marks.append(kept.total)
+        marks.append(sum(kept))
 
     handles = [h for layer in layers for h in (layer.register_forward_pre_hook(mark), layer.register_forward_hook(mark))]
     # One row of these tokens.
@@ -77,7 +85,7 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
     packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, ())
     micro = Micro(positions, positions, packed, positions, positions, positions[:1])
     try:
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor), _CountedProducts():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _CountedProducts():
             module(micro, 1.0, True) if isinstance(module, PolicyModule) else module(micro)
     finally:
         for handle in handles:
@@ -94,24 +102,7 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
         cells = min(CHUNK, tokens) * len(weight)
         logits = cells * (4 * 4 + width) + (weight.numel() * (4 + width) if weight.requires_grad else 0)
         chunk = cells * (2 * 4 + width)
-    return Activations(kept.total, sum(sizes), max(sizes), kept.largest, inputs, logits, chunk)
-
-
-class _Kept:
-    """Bytes of the storages that autograd keeps, each once, without those of parameters."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._seen: dict[int, Any] = {p.untyped_storage()._cdata: None for p in parameters}
-        self.total = self.largest = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        # By storage, since a view that is kept keeps all of it.
-        if storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage  # held, so that no other takes its place in memory
-            self.total += storage.nbytes()
-            self.largest = max(self.largest, storage.nbytes())
-        return tensor
+    return Activations(sum(kept), sum(sizes), max(sizes), max(kept, default=0), inputs, logits, chunk)
 
 
 class _CountedAttention(torch.autograd.Function):

@@ -39,18 +39,18 @@ class Header:
     shape: tuple[int, ...]
 
 
-class WeightFiles:
+class WeightFiles(ExitStack):
     """The weights of a model folder or hub name, mapped and not read: a tensor's bytes come from the page cache, which all
     processes of a node share. Use it in a `with` block; what `read` returns must be copied within it."""
 
     def __init__(self, path: str, named: str | None = None, fetch: bool = True) -> None:
         """Arguments and errors as for `weight_files`; also raises ModelError for a file that is damaged."""
-        self._open = ExitStack()
+        super().__init__()
         self._held: dict[str, Any] = {}  # a slice object of safetensors, or a tensor mapped by torch
         for file in weight_files(path, named, fetch):
             try:
                 if file.suffix == ".safetensors":
-                    handle = self._open.enter_context(safe_open(str(file), framework="pt"))
+                    handle = self.enter_context(safe_open(str(file), framework="pt"))
                     self._held |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # it is no mapping
                 else:  # weights_only: a pickle from elsewhere could run code. mmap: no tensor is read.
                     self._held |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -59,14 +59,7 @@ class WeightFiles:
                     f"{file.name} ({file.stat().st_size} bytes) is damaged or cut off: "
                     f"{str(problem).strip().splitlines()[0]}; fetch it again"
                 ) from problem
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Before the files are closed that they point into.
-        self._held.clear()
-        self._open.close()
+        self.callback(self._held.clear)  # before the files are closed that they point into
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
