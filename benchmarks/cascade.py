@@ -59,7 +59,8 @@ def measure(groups: int, prompt: int, own: int, queries: int) -> tuple[int, floa
     mask = span.mask(AttentionForm(0.2), torch.float32)
     kv = pool.kv[:, 0]
     plain = seconds(lambda: attention._decode(query, span.read_cache(kv), mask, 0.2))
-    once = seconds(lambda: attention._decode_cascade(span, shared, query, kv, mask, 0.2))
+    own_mask = mask[..., shared.length :]
+    once = seconds(lambda: shared.attend(query, kv, span.read_cache(kv, shared.length), own_mask, 0.2))
     return (rows - groups) * shared.length * shape.token_bytes, 1e6 * plain, 1e6 * once
 
 

@@ -121,7 +121,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, fo
     rows, heads, width, _ = query.shape
     out = query.new_empty(rows, heads, width, value.shape[-1])
     parts = _by_key_head(query, key), _by_key_head(out, key)
-    step = max(1, _cells(query) // (rows * heads * key.shape[2]))
+    cells = GPU_CELLS if query.is_cuda else CELLS
+    step = max(1, cells // (rows * heads * key.shape[2]))
     for first in range(0, width, step):
         piece = slice(first, first + step)
         z, _ = _cap_scores(_times(parts[0][:, :, :, piece], key.transpose(-1, -2)).mul_(form.scale), form.cap)
@@ -189,7 +190,9 @@ def _pieces(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Piece]:
     keys = key.shape[2]
     before = keys - width
     # With a window, as long as it: a longer piece has more scores that no query sees, a shorter one more calls.
-    most = max(1, _cells(query) // (rows * heads * min(keys, 2 * window if window else keys)))
+    # Small pieces stay in a core's cache; a GPU needs large ones, as each product of them is one more launch.
+    cells = GPU_CELLS if query.is_cuda else CELLS
+    most = max(1, cells // (rows * heads * min(keys, 2 * window if window else keys)))
     step = min(most, max(window, 64)) if window else most
     for first in range(0, width, step):
         last = min(first + step, width)
@@ -201,11 +204,6 @@ def _pieces(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Piece]:
         if window:
             hidden |= seen <= at - window  # as transformers' sliding_window_overlay: the query itself and w - 1 keys before it
         yield slice(first, last), slice(low, high), hidden
-
-
-def _cells(query: Tensor) -> int:
-    # Small pieces stay in a core's cache; a GPU needs large ones, as each product of them is one more launch.
-    return GPU_CELLS if query.is_cuda else CELLS
 
 
 def _piece_scores(query: Tensor, key: Tensor, piece: _Piece, form: AttentionForm) -> tuple[Tensor, Tensor | None]:

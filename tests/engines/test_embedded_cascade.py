@@ -65,7 +65,7 @@ def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pyt
     query, scale = torch.randn(4, 4, 8), 0.3
     mask = span.mask(AttentionForm(scale), torch.float32)
     by_row = span.by_row(query)
-    shared = span.flat(attention._decode_cascade(span, span.cascade, by_row, pool.kv[:, 0], mask, scale))
+    shared = span.flat(span.cascade.attend(by_row, pool.kv[:, 0], span.read_cache(pool.kv[:, 0], 32), mask[..., 32:], scale))
     alone = span.flat(attention._decode(by_row, span.read_cache(pool.kv[:, 0]), mask, scale))
     wanted = torch.stack([by_hand(query[i], pool.kv[:, 0], row.slot, len(row.tokens), scale) for i, row in enumerate(rows)])
     assert torch.allclose(shared.double(), wanted, atol=1e-6) and torch.allclose(alone.double(), wanted, atol=1e-6)
@@ -76,9 +76,9 @@ def test_several_groups_of_unequal_size() -> None:
     torch.manual_seed(1)
     groups, place = [[4, 0, 2], [3]], [1, 0, 2, 3, 0]
     made = cascade.Cascade(16, [7, 5], torch.tensor([4, 0, 2, 3, 3, 3]), torch.tensor(place))
-    query, kv, own = torch.randn(5, 2, 3, 8), torch.randn(2, 9, 2, 40, 8), torch.randn(2, 5, 2, 6, 8)
+    query, kv, own = torch.randn(5, 6, 1, 8), torch.randn(2, 9, 2, 40, 8), torch.randn(2, 5, 2, 6, 8)
     mask = torch.zeros(5, 1, 1, 6).masked_fill_(torch.arange(6) > torch.tensor([5, 0, 3, 1, 0])[:, None, None, None], -math.inf)
-    found = made.attend(query, made.leading(kv), own, mask, 0.5)
+    found = made.attend(query, kv, own, mask, 0.5)
     for group, slot in zip(groups, (7, 5), strict=True):
         for row in group:
             whole = torch.cat([kv[:, slot, :, :16], own[:, row]], 2)[:, None]
@@ -105,8 +105,8 @@ async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -
     """Three groups of four episodes of two turns, the second of which begins with a rewritten history for every other episode;
     and how many layers' steps shared a prompt."""
     monkeypatch.setattr(cascade, "WORTH", worth)
-    count, plain = [0], attention._decode_cascade
-    monkeypatch.setattr(attention, "_decode_cascade", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])
+    count, plain = [0], cascade.Cascade.attend
+    monkeypatch.setattr(cascade.Cascade, "attend", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])
     engine = EmbeddedEngine(folder, device="cpu", max_slots=32)
     await engine.start()
 
@@ -124,7 +124,7 @@ async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -
         return list(await asyncio.gather(*(episode(number) for number in range(12)))), count[0]
     finally:
         await engine.close()
-        monkeypatch.setattr(attention, "_decode_cascade", plain)
+        monkeypatch.setattr(cascade.Cascade, "attend", plain)
 
 
 async def test_an_engine_samples_the_same_tokens_with_the_same_logprobs(

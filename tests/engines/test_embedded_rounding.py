@@ -71,7 +71,7 @@ async def test_a_sleep_gives_the_memory_back_to_other_processes(tmp_path, monkey
     pools = engine._batcher.slots.pools
     sequence = engine._batcher.slots.new("a", list(range(40)))
     assert sequence.pool.kv.nbytes > 0
-    sequence.pool.give(sequence.slot)
+    sequence.pool.free.append(sequence.slot)
     held = []
     weights = list(engine._model.module.parameters())
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.append(sum(x.nbytes for x in (*weights, *(p.kv for p in pools)))))

@@ -11,18 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
 
 from agentrl.data.token_ledger import images_in
-from agentrl.engines.embedded.embedded_model import EmbeddedModel, kind_of
+from agentrl.engines.embedded.embedded_model import EmbeddedModel, RecomputedModel
 from agentrl.engines.embedded.kv_cache import Slots, cache_limit
 from agentrl.engines.embedded.scheduler import Batcher, Drawn, Request
 from agentrl.engines.token_text import Words, check_request
 from agentrl.engines.weights.base import Adapter, Bucket, Offer, Receiver, WakeStage, WeightTarget, open_receiver
+from agentrl.engines.weights.parameters import Arrivals, apply_adapter
+from agentrl.render.modality import modality_in
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
-from agentrl.utils.errors import EngineError, ResourceError
+from agentrl.utils.errors import EngineError, ModelError, ResourceError
 from agentrl.utils.processor import own_threads, threads_for
 from agentrl.utils.threads import in_thread
 
@@ -87,7 +90,13 @@ class EmbeddedEngine(Engine, WeightTarget):
     async def start(self) -> None:
         """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
         own_threads(self._threads)  # the probe below is tiny
-        kind = kind_of(self._path, self._cache, self._trust)
+        kind: type[EmbeddedModel] = EmbeddedModel if self._cache else RecomputedModel
+        if (modality := modality_in(self._path, self._trust)) is not None:
+            if self._cache:
+                raise ModelError(
+                    f"{self._path} takes images, and the embedded engine's cache has none: engine_args = {{ cache = false }}"
+                )
+            kind = resolve_name(modality.embedded_model)
         model = kind(self._path, self._dtype, self._device, self._trust, self._router_replay)
         weights, token = sum(p.nbytes for p in model.module.parameters()), model.shape.token_bytes
         limit = cache_limit(self._kv_cache_mib, self._room, weights, token, self._max_context or 1)
@@ -110,17 +119,20 @@ class EmbeddedEngine(Engine, WeightTarget):
         return self._words.refusal(sampling)
 
     async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
-        _, model = self._ready()
+        _, model = self._running_parts()
         check_request(token_ids, sampling, self._context, model.vocab)
         prompt = model.prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
-        budget = min(sampling.max_tokens, self._context - len(prompt))
+        # The request's own random stream, from the system's entropy without a seed. Philox is counter-based with the seed as its
+        # key, so the streams of different seeds do not overlap.
+        seed, budget = sampling.seed, min(sampling.max_tokens, self._context - len(prompt))
+        stream = np.random.default_rng() if seed is None else np.random.Generator(np.random.Philox(key=seed % 2**128))
         request = Request(
             key=request_key,
             tokens=prompt,
             prompt=len(prompt),
             sampling=sampling,
-            uniforms=_stream(sampling.seed).random(budget),
+            uniforms=stream.random(budget),
             done=asyncio.get_running_loop().create_future(),
             told=told,
             stops=self._words.stops(sampling),
@@ -129,7 +141,11 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._under_way[request_key] = request
         try:
             async with self._turn:
-                batcher, _ = self._ready()
+                batcher, _ = self._running_parts()
+                # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
+                # moment has done nothing wrong. `_run` fails it if they do not all arrive.
+                if self._unfit is not None and not self._arriving:
+                    raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
                 batcher.waiting.append(request)
             self._wake.set()
             return await request.done
@@ -177,7 +193,8 @@ class EmbeddedEngine(Engine, WeightTarget):
                 batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
                 if not batcher.busy:
                     model.drop_images()
-            weights, arrivals = model.begin_write()
+            model.base.clear()
+            weights, arrivals = model.module.state_dict(), Arrivals(model.expected)
 
             def load(receiver: Receiver, bucket: Bucket) -> None:
                 for name, tensor in receiver.receive(bucket):
@@ -200,7 +217,7 @@ class EmbeddedEngine(Engine, WeightTarget):
     async def adapt(self, version: int, adapter: Adapter) -> None:
         batcher, model = self._running_parts(awake=True)
         async with self._turn:
-            model.adapt(adapter)
+            apply_adapter(dict(model.module.named_parameters()), model.base, adapter)
             batcher.reset()
             batcher.version = version
 
@@ -210,13 +227,19 @@ class EmbeddedEngine(Engine, WeightTarget):
             if batcher.busy:
                 raise EngineError("the engine cannot sleep while requests are under way")
             batcher.reset(free_memory=True)
-            model.unload()
+            model.base.clear()
+            for parameter in model.module.parameters():
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
+            # Else what is freed is free for this process alone: a trainer in another one would not get it. Does nothing without
+            # CUDA.
+            torch.cuda.empty_cache()
             self._asleep, self._unfit = True, "the engine sleeps"
 
     async def wake(self, stage: WakeStage) -> None:
         _, model = self._running_parts()
         if stage == "weights" and self._asleep:
-            model.allocate()
+            for name, parameter in model.module.named_parameters():
+                parameter.data = torch.empty(model.expected.shapes[name], dtype=parameter.dtype, device=self._device)
             self._asleep, self._unfit = False, "the engine woke up and has no weights yet"
         # The cache grows as requests come, so its stage has nothing to do here.
 
@@ -296,19 +319,3 @@ class EmbeddedEngine(Engine, WeightTarget):
         if awake and self._asleep:
             raise EngineError("the engine is asleep; wake its weights before a publish")
         return self._batcher, self._model
-
-    def _ready(self) -> tuple[Batcher, EmbeddedModel]:
-        parts = self._running_parts()
-        # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
-        # moment has done nothing wrong. `_run` fails it if they do not all arrive.
-        if self._unfit is not None and not self._arriving:
-            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
-        return parts
-
-
-def _stream(seed: int | None) -> np.random.Generator:
-    """The request's own random stream; seeded from the system's entropy if the request has no seed."""
-    if seed is None:
-        return np.random.default_rng()
-    # Philox is counter-based with the seed as its key, so the streams of different seeds do not overlap.
-    return np.random.Generator(np.random.Philox(key=seed % 2**128))

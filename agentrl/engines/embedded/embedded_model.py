@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy.typing as npt
@@ -19,9 +18,8 @@ from agentrl.data.expert_routing import router_code
 from agentrl.data.images import Image
 from agentrl.engines.embedded import kv_cache as attention
 from agentrl.engines.embedded.kv_cache import KvShape, Slots, Span
-from agentrl.engines.weights.base import Adapter
-from agentrl.engines.weights.parameters import Arrivals, apply_adapter, expected_parameters
-from agentrl.render.modality import auto_class, modality_in
+from agentrl.engines.weights.parameters import expected_parameters
+from agentrl.render.modality import auto_class
 from agentrl.utils.errors import EngineError, ModelError
 
 # With cache slots
@@ -50,9 +48,10 @@ class EmbeddedModel:
         noted."""
         self.device = device
         self.module = load(path, getattr(torch, dtype), device, trust)
-        self._expected = expected_parameters(path, trust=trust)
-        self.vocab, self.positions = self._expected.vocab, self._expected.positions
-        self._base: dict[str, Tensor] = {}
+        self.expected = expected_parameters(path, trust=trust)
+        self.vocab, self.positions = self.expected.vocab, self.expected.positions
+        self.base: dict[str, Tensor] = {}
+        """Weights of the layers that an adapter has changed, without it."""
         self._watch = router_code().watch(self.module) if router_replay else None
         try:
             self._check(getattr(torch, dtype))
@@ -92,30 +91,6 @@ class EmbeddedModel:
     def drop_images(self) -> None:
         """Nothing that is kept has images any more."""
         return None
-
-    def begin_write(self) -> tuple[dict[str, Tensor], Arrivals]:
-        """The weights by name, to be written in place as they arrive, and the check of that."""
-        self._base.clear()
-        return self.module.state_dict(), Arrivals(self._expected)
-
-    def unload(self) -> None:
-        """Free the parameters' memory, and on a GPU whatever this process has freed before."""
-        self._base.clear()
-        for parameter in self.module.parameters():
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
-        # Without it, the memory is free for this process alone: a trainer in another one would not get it. Does nothing without
-        # CUDA.
-        torch.cuda.empty_cache()
-
-    def allocate(self) -> None:
-        """Allocate the parameters' memory again, uninitialized."""
-        for name, parameter in self.module.named_parameters():
-            parameter.data = torch.empty(self._expected.shapes[name], dtype=parameter.dtype, device=self.device)
-
-    def adapt(self, adapter: Adapter) -> None:
-        """Apply a low-rank adapter to the weights as last written, replacing the previous adapter. Raises EngineError
-        if it does not fit; nothing is changed then."""
-        apply_adapter(dict(self.module.named_parameters()), self._base, adapter)
 
     @torch.inference_mode()
     def _check(self, dtype: torch.dtype) -> None:
@@ -225,14 +200,3 @@ class RecomputedModel(EmbeddedModel):
         """Float32 logits [V] after the ids [T]."""
         logits: Tensor = self.module(input_ids=ids[None], use_cache=False).logits[0, -1]
         return logits.float()
-
-
-def kind_of(path: str, cache: bool, trust: bool) -> type[EmbeddedModel]:
-    """The class that runs a model. Raises ModelError without one for it."""
-    modality = modality_in(path, trust)
-    if modality is None:
-        return EmbeddedModel if cache else RecomputedModel
-    if cache:
-        raise ModelError(f"{path} takes images, and the embedded engine's cache has none: engine_args = {{ cache = false }}")
-    found: type[EmbeddedModel] = resolve_name(modality.embedded_model)
-    return found

@@ -70,7 +70,7 @@ class Pool:
         self.capacity = capacity
         self.slot_bytes = capacity * shape.token_bytes
         self.kv = self._zeros(0)
-        self._free: list[int] = []
+        self.free: list[int] = []
         self._copies = self._zeros(0).flatten()
         self.cascade: tuple[list[list[int]], list[int], Any] = [], [], None
         """Of the last decode step: its rows' tokens, their slots, and how they share their prompts (a Cascade or None)."""
@@ -79,13 +79,9 @@ class Pool:
     def slots(self) -> int:
         return self.kv.shape[2]
 
-    @property
-    def used_slots(self) -> int:
-        return self.slots - len(self._free)
-
     def grow(self, budget_bytes: int) -> bool:
         """Ensure a free slot: double the slots, or add as many as the budget allows. False if it allows none."""
-        if self._free:
+        if self.free:
             return True
         # Doubling keeps copies rare; from 64 slots on growth is linear, so that a pool does not take memory it may never use.
         more = min(max(1, min(self.slots, 64)), budget_bytes // self.slot_bytes)
@@ -97,7 +93,7 @@ class Pool:
             old, self.kv = old.cpu(), self._zeros(0)
         self.kv = self._zeros(slots)
         self.kv[:, :, : old.shape[2]] = old
-        self._free = list(range(old.shape[2], self.slots))
+        self.free = list(range(old.shape[2], self.slots))
         return True
 
     def gather(self, kv: Tensor, slots: list[int]) -> Tensor:
@@ -112,19 +108,16 @@ class Pool:
 
     def take(self) -> int:
         """The lowest free slot; call `grow` first. Taking low ones first keeps a decode step's view dense."""
-        slot = min(self._free)
-        self._free.remove(slot)
+        slot = min(self.free)
+        self.free.remove(slot)
         return slot
-
-    def give(self, slot: int) -> None:
-        self._free.append(slot)
 
     def clear(self, free_memory: bool = True) -> None:
         """Free every slot, and their memory, unless the next sequences need it at once."""
         if free_memory:
             self.kv = self._zeros(0)
             self._copies = self.kv.flatten()
-        self._free = list(range(self.slots))
+        self.free = list(range(self.slots))
 
     def _zeros(self, slots: int) -> Tensor:
         # Zeros rather than uninitialized memory: masked positions still enter a product, and 0 x NaN is NaN.
@@ -159,19 +152,8 @@ class Slots:
         old, left, length = sequence.pool, sequence.slot, sequence.computed
         sequence.pool, sequence.slot = pool, pool.take()
         pool.kv[:, :, sequence.slot, :, :length] = old.kv[:, :, left, :, :length]
-        old.give(left)
+        old.free.append(left)
         return True
-
-    def share(self, source: CachedSequence, target: CachedSequence, length: int) -> None:
-        """Copy the cache of the first `length` tokens, which both sequences have in common."""
-        # A copy, no shared pages: decoding reads a slot's keys in place, as one block of memory.
-        target.pool.kv[:, :, target.slot, :, :length] = source.pool.kv[:, :, source.slot, :, :length]
-        target.computed, target.experts = length, source.experts[:length]
-
-    def reset(self, wipe: bool) -> None:
-        """Forget everything; existing sequences become invalid. `wipe`: free the memory, or the values may not be finite."""
-        for pool in self.pools:
-            pool.clear(free_memory=wipe)
 
     def _room(self, length: int) -> Pool | None:
         """The smallest pool with a free slot of that length; None if memory allows none."""
@@ -181,7 +163,7 @@ class Slots:
             return fitting[0]
         # Unused pools keep their memory, and it counts against the limit until it is freed here.
         for pool in self.pools:
-            if pool.slots and not pool.used_slots:
+            if 0 < pool.slots == len(pool.free):
                 left += pool.slots * pool.slot_bytes
                 pool.clear()
         return next((pool for pool in fitting if pool.grow(left)), None)
@@ -189,7 +171,7 @@ class Slots:
     @property
     def used_share(self) -> float:
         """The share of the memory limit that slots in use take."""
-        return sum(pool.used_slots * pool.slot_bytes for pool in self.pools) / self._limit
+        return sum((pool.slots - len(pool.free)) * pool.slot_bytes for pool in self.pools) / self._limit
 
 
 def cache_limit(given_mib: int | None, room: int | None, weights: int, token: int, length: int) -> int:
@@ -225,7 +207,7 @@ class PrefixIndex:
     """Maps a block's hash to the sequence that holds (or is about to compute) the tokens up to that block."""
 
     def __init__(self) -> None:
-        self._holders: dict[int, CachedSequence] = {}
+        self.holders: dict[int, CachedSequence] = {}
 
     def find(self, tokens: list[int]) -> tuple[CachedSequence | None, int, list[int]]:
         """The holder of the longest known prefix of `tokens[:-1]`, that prefix's length in tokens (a
@@ -237,17 +219,12 @@ class PrefixIndex:
             chain = hash((chain, *tokens[start : start + BLOCK]))
             blocks.append(chain)
         for number in range(len(blocks), 0, -1):
-            holder = self._holders.get(blocks[number - 1])
+            holder = self.holders.get(blocks[number - 1])
             length = number * BLOCK
             # Hashes may collide, and a wrong hit would attend to another prompt's cache.
             if holder is not None and holder.tokens[:length] == tokens[:length]:
                 return holder, length, blocks
         return None, 0, blocks
-
-    def add(self, sequence: CachedSequence, blocks: list[int]) -> None:
-        sequence.blocks = blocks
-        for block in blocks:
-            self._holders.setdefault(block, sequence)
 
     def grow(self, sequence: CachedSequence, kept: int) -> None:
         """An episode goes on with another prompt, of whose tokens the first `kept` are those that it had: its turns may be the
@@ -261,7 +238,7 @@ class PrefixIndex:
         for start in range((len(sequence.blocks) + len(sequence.later)) * BLOCK, len(sequence.tokens) - BLOCK, BLOCK):
             chain = hash((chain, *sequence.tokens[start : start + BLOCK]))
             sequence.later.append(chain)
-            self._holders.setdefault(chain, sequence)
+            self.holders.setdefault(chain, sequence)
 
     def remove(self, sequence: CachedSequence) -> None:
         self._forget(sequence, [*sequence.blocks, *sequence.later])
@@ -269,8 +246,8 @@ class PrefixIndex:
 
     def _forget(self, sequence: CachedSequence, blocks: list[int]) -> None:
         for block in blocks:
-            if self._holders.get(block) is sequence:
-                del self._holders[block]
+            if self.holders.get(block) is sequence:
+                del self.holders[block]
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
@@ -310,28 +287,28 @@ class Cascade:
     members: Tensor | None
     place: Tensor
 
-    def leading(self, kv: Tensor) -> Tensor:
-        """[2, groups, heads, length, dim] of a layer's [2, slots, heads, capacity, dim]."""
-        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece.
-        return torch.stack([kv[:, slot, :, : self.length] for slot in self.leaders], 1)
-
-    def attend(self, query: Tensor, shared: Tensor, own: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """`query` [rows, kv heads, queries, dim]; `shared` as in `leading`; `own` [2, rows, kv heads, keys, dim]: of the tokens
-        after these, which `mask` [rows, 1, 1, keys] is for. Returns the shape of `query`."""
-        rows, heads, queries, dim = query.shape
+    def attend(self, query: Tensor, kv: Tensor, own: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """`query` [rows, heads, 1, dim]; `kv` [2, slots, kv heads, capacity, dim]: a layer's cache; `own` [2, rows, kv heads,
+        keys, dim]: of the tokens after the shared ones, which `mask` [rows, 1, 1, keys] is for. Returns the shape of `query`."""
+        rows, kv_heads, dim = len(query), kv.shape[2], query.shape[-1]
         length, keys = self.length, own.shape[3]
+        by_head = query.reshape(rows, kv_heads, -1, dim)
+        queries = by_head.shape[2]
+        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece.
+        shared = torch.stack([kv[:, slot, :, :length] for slot in self.leaders], 1)
         key, value = (part.reshape(-1, length, dim) for part in shared)
         own_key, own_value = (part.reshape(-1, keys, dim) for part in own)
-        bias = mask.expand(-1, heads, -1, -1).reshape(-1, 1, keys)
-        scores = query.new_empty(rows, heads, queries, length + keys)
-        by_group = torch.bmm(self._together(query * scale), key.transpose(1, 2))
-        scores[..., :length] = self._apart(by_group, query.shape)
-        scores[..., length:] = torch.baddbmm(bias, query.reshape(-1, queries, dim), own_key.transpose(1, 2), alpha=scale).view(
-            rows, heads, queries, keys
+        bias = mask.expand(-1, kv_heads, -1, -1).reshape(-1, 1, keys)
+        scores = query.new_empty(rows, kv_heads, queries, length + keys)
+        by_group = torch.bmm(self._together(by_head * scale), key.transpose(1, 2))
+        scores[..., :length] = self._apart(by_group, by_head.shape)
+        scores[..., length:] = torch.baddbmm(bias, by_head.reshape(-1, queries, dim), own_key.transpose(1, 2), alpha=scale).view(
+            rows, kv_heads, queries, keys
         )
         weights = torch.softmax(scores, dim=-1)
-        out = torch.bmm(weights.view(-1, queries, length + keys)[..., length:], own_value).view(query.shape)
-        return out.add_(self._apart(torch.bmm(self._together(weights[..., :length]), value), query.shape))
+        out = torch.bmm(weights.view(-1, queries, length + keys)[..., length:], own_value).view(by_head.shape)
+        out.add_(self._apart(torch.bmm(self._together(weights[..., :length]), value), by_head.shape))
+        return out.reshape(query.shape)
 
     def _together(self, rows: Tensor) -> Tensor:
         """[rows, heads, queries, n] -> [groups x heads, members x queries, n]."""
@@ -515,21 +492,19 @@ def attend(
         if not plain:
             keys, values = (part[..., :width] for part, width in zip(span.read_cache(kv), widths, strict=True))
             out = masked_attention(rows, keys, values, mask, form)
+        elif span.width > 1 and rows.device.type != "cpu":
+            out = _by_key_head(rows, span.read_cache(kv), mask, form.scale)
         elif span.width > 1:
-            out = _prefill(rows, span.read_cache(kv), mask, form.scale)
+            keys, values = span.read_cache(kv)
+            grouped = rows.shape[1] != keys.shape[1]
+            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=form.scale, enable_gqa=grouped)
         elif span.cascade is not None and form.window is None and form.chunk is None:
-            out = _decode_cascade(span, span.cascade, rows, kv, mask, form.scale)
+            length = span.cascade.length
+            out = span.cascade.attend(rows, kv, span.read_cache(kv, length), mask[..., length:], form.scale)
         else:
             out = _decode(rows, span.read_cache(kv), mask, form.scale)
         outputs.append(span.flat(out))
     return torch.cat(outputs).unsqueeze(0), None
-
-
-def _decode_cascade(span: Span, cascade: Cascade, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """As `_decode`, from a layer's whole cache."""
-    own = span.read_cache(kv, cascade.length)
-    by_head = query.reshape(len(query), kv.shape[2], -1, query.shape[-1])
-    return cascade.attend(by_head, cascade.leading(kv), own, mask[..., cascade.length :], scale).reshape(query.shape)
 
 
 def _decode(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -548,16 +523,8 @@ def _decode(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
     return out.reshape(query.shape)
 
 
-def _prefill(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Masked attention of `query` [rows, heads, width, dim]."""
-    if query.device.type != "cpu":
-        return _by_key_head(query, kv, mask, scale)
-    grouped = query.shape[1] != kv.shape[2]
-    return F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask, scale=scale, enable_gqa=grouped)
-
-
 def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """As `_prefill`, for GPUs: the heads that share a key head are positions of it."""
+    """Masked attention of `query` [rows, heads, width, dim] on GPUs: heads that share a key head are positions of it."""
     # No fused kernel of a GPU takes a mask together with grouped heads. The fallback repeats keys and values for each head, in
     # float32, and keeps all scores: 50 rows of 8,000 tokens would take tens of GB.
     rows, heads, width, dim = query.shape

@@ -250,7 +250,8 @@ class Batcher:
         self.running = []
         self.idle.clear()
         self._index = PrefixIndex()
-        self.slots.reset(wipe=self._poisoned or free_memory)
+        for pool in self.slots.pools:  # memory that is not wiped may hold numbers that are not finite
+            pool.clear(free_memory=self._poisoned or free_memory)
         self._poisoned = False
 
     def drop(self, request: Request, keep: bool = False) -> None:
@@ -317,8 +318,12 @@ class Batcher:
                     return None, False
                 source = None
         if source is not None:
-            self.slots.share(source, sequence, length)
-        self._index.add(sequence, blocks)
+            # A copy, no shared pages: decoding reads a slot's keys in place, as one block of memory.
+            sequence.pool.kv[:, :, sequence.slot, :, :length] = source.pool.kv[:, :, source.slot, :, :length]
+            sequence.computed, sequence.experts = length, source.experts[:length]
+        sequence.blocks = blocks
+        for block in blocks:
+            self._index.holders.setdefault(block, sequence)
         return sequence, False
 
     def _schedule(self) -> Iterator[tuple[Request, Sequence, int]]:
@@ -358,7 +363,7 @@ class Batcher:
 
     def _release(self, sequence: Sequence) -> None:
         self._index.remove(sequence)
-        sequence.pool.give(sequence.slot)
+        sequence.pool.free.append(sequence.slot)
 
     def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """A token for each request, and its log probability."""
