@@ -1,7 +1,6 @@
-"""Arguments, reasoning and nulls in calls that other people's files and programs write.
+"""Arguments, reasoning and results of calls that other people's files and programs write.
 
-The rest of their forms is read by agentrl/contrib/toolkit/chat_forms.py. A null is an absent key, but for `default` and `const`,
-and in arguments where the tool's schema takes null."""
+The rest of their forms is read by agentrl/contrib/toolkit/chat_forms.py."""
 
 from __future__ import annotations
 
@@ -81,38 +80,6 @@ def thought_of(part: Any) -> str:
     return ""
 
 
-def without_padding(arguments: dict[str, Any], schema: Any, *, table: bool = False) -> dict[str, Any]:
-    """Arguments without the nulls that only say that a table has the column: a null stays where the schema takes it, and of a
-    `table`, or next to others that it does not take, only where it is required too."""
-    left: list[str] = []
-    found: dict[str, Any] = _settle_schema(arguments, schema, schema, table, left)
-    if left and not table:
-        found = _settle_schema(arguments, schema, schema, True, left)
-    return found
-
-
-def _settle_schema(value: Any, node: Any, root: Any, table: bool, left: list[str]) -> Any:
-    if isinstance(value, list):
-        items = [part["items"] for part in schema_parts(node, root) if isinstance(part.get("items"), Mapping)]
-        return [_settle_schema(item, items[0] if items else {}, root, table, left) for item in value]
-    if not isinstance(value, dict):
-        return value
-    parts = schema_parts(node, root)
-    properties = {name: inner for part in parts for name, inner in (part.get("properties") or {}).items()}
-    required = {name for part in parts for name in part.get("required") or ()}
-    others = next((part["additionalProperties"] for part in parts if "additionalProperties" in part), not properties)
-    found: dict[str, Any] = {}
-    for name, item in value.items():
-        inner = properties.get(name, others)
-        if item is not None:
-            found[name] = _settle_schema(item, inner, root, table, left)
-        elif not takes_null(inner, root):
-            left.append(name)
-        elif not table or name in required:
-            found[name] = None
-    return found
-
-
 def schema_parts(node: Any, root: Any) -> list[Mapping[str, Any]]:
     """A schema, its alternatives and references, each once, so that circles end."""
     found = list[Mapping[str, Any]]()
@@ -122,23 +89,6 @@ def schema_parts(node: Any, root: Any) -> list[Mapping[str, Any]]:
             rest += [inner for word in ALTERNATIVES for inner in part.get(word) or ()]
             rest += [resolve_reference(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
     return found
-
-
-def takes_null(node: Any, root: Any, depth: int = 0) -> bool:
-    """Return True if null fits a schema, by what it says of types. `root`: of its references."""
-    if isinstance(node, bool) or not isinstance(node, Mapping) or depth > 16 or node.get("nullable") is True:
-        return bool(node)
-    kinds = node.get("type", "null")
-    if "null" not in (kinds if isinstance(kinds, list) else [kinds]):
-        return False
-    if ("const" in node and node["const"] is not None) or None not in node.get("enum", [None]):
-        return False
-    if isinstance(node.get("$ref"), str) and not takes_null(resolve_reference(node["$ref"], root), root, depth + 1):
-        return False
-    if not all(takes_null(part, root, depth + 1) for part in node.get("allOf", ())):
-        return False
-    either = (node[word] for word in ("anyOf", "oneOf") if word in node)
-    return all(any(takes_null(part, root, depth + 1) for part in parts) for parts in either)
 
 
 def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: bool = True) -> tuple[Message, ...]:

@@ -101,11 +101,20 @@ class Image:
         return base64.b64decode(self.data)
 
     def picture(self) -> Picture:
-        """Decode its pixels as RGB: transparent ones become white, a photo is turned upright.
+        """Decode its pixels as RGB, as a page shows them: transparent ones become white, a photo is turned upright.
 
         Raises ImageError if it was not made from these bytes by `read`.
         """
-        return _to_rgb(_turn_upright(_open_picture(self.bytes())))
+        picture = _turn_upright(_open_picture(self.bytes()))
+        # Pillow alone would cut grays of 16 bits off at 255, so that all is white, and show the color under transparent pixels,
+        # which is black behind a plot's black lines.
+        if picture.mode.startswith("I"):
+            return picture.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
+        if not picture.has_transparency_data:
+            return picture.convert("RGB")
+        white = _pillow().new("RGBA", picture.size, "white")
+        found: Picture = _pillow().alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+        return found
 
 
 def by_digest(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
@@ -166,18 +175,6 @@ def _turn_upright(picture: Picture) -> Picture:
         raise
     except Exception:  # whatever broken Exif data raises: a page shows such a picture too, as it is stored
         return picture
-
-
-def _to_rgb(picture: Picture) -> Picture:
-    """The picture as RGB, as a page shows it. Pillow alone would cut grays of 16 bits off at 255, so that all is white, and show
-    the color under transparent pixels, which is black behind a plot's black lines."""
-    if picture.mode.startswith("I"):
-        return picture.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    white = _pillow().new("RGBA", picture.size, "white")
-    found: Picture = _pillow().alpha_composite(white, picture.convert("RGBA")).convert("RGB")
-    return found
 
 
 def _check_size(picture: Picture) -> None:

@@ -51,7 +51,7 @@ class Ragged:
 
     @classmethod
     def of(cls, batch: TensorDict) -> Ragged:
-        column = ragged_column(batch)
+        column = next((value for value in batch.values() if is_ragged(value)), None)
         offsets = torch.arange(len(batch) + 1) if column is None else offsets_of(column)
         return cls(batch, offsets, offsets.diff().numpy())
 
@@ -125,19 +125,9 @@ def offsets_of(column: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def ragged_column(batch: TensorDict) -> torch.Tensor | None:
-    """The first ragged column (the one whose offsets are the batch's), or None."""
-    return next((value for value in batch.values() if is_ragged(value)), None)
-
-
 def lengths(batch: TensorDict) -> torch.Tensor:
     """Tokens of each row, int64 [N]; ones if the batch has no ragged column."""
     return Ragged.of(batch).offsets.diff()
-
-
-def row_index(rows: Rows) -> np.ndarray:
-    """Row numbers as int64 [K]."""
-    return np.asarray(rows, dtype=np.int64).reshape(-1)
 
 
 def token_runs(rows: np.ndarray, offsets: np.ndarray) -> list[tuple[int, int]]:
@@ -155,7 +145,7 @@ def select(batch: TensorDict, rows: Rows) -> TensorDict:
 
     Zero rows are legal and keep every column with its dtype. Raises IndexError for a row out of range.
     """
-    index = row_index(rows)
+    index = np.asarray(rows, dtype=np.int64)
     if len(index) and (index.min() < 0 or index.max() >= len(batch)):
         raise IndexError(f"rows {int(index.min())}..{int(index.max())} requested from a batch of {len(batch)} rows")
     return deserialize(serialize(batch), index)
@@ -226,8 +216,8 @@ def pack(view: Ragged, rows: Rows) -> TensorDict:
     With no rows the result is a dummy: T = N = 1, `sampled` False and zeros elsewhere, because a
     model cannot take zero tokens, and every rank must run the same number of micro-batches.
     """
-    index = row_index(rows)
-    if ragged_column(view.batch) is None:
+    index = np.asarray(rows, dtype=np.int64)
+    if not any(map(is_ragged, view.batch.values())):
         raise ValueError("pack needs a batch with at least one ragged column")
     counts = torch.from_numpy(view.lengths[index]) if len(index) else torch.ones(1, dtype=torch.int64)
     ends = torch.cumsum(counts, 0)
@@ -290,21 +280,6 @@ class SerializedBatch:
     dtypes: dict[str, torch.dtype]
 
 
-def _to_numpy(value: torch.Tensor) -> np.ndarray:
-    value = value.detach()
-    if value.dtype == torch.bfloat16:  # numpy has no bfloat16: its bits travel as int16
-        value = value.contiguous().view(torch.int16)
-    return value.cpu().numpy()
-
-
-def _to_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over `array`, whose memory may be read-only: the caller copies before anyone writes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
-
-
 def serialize(batch: TensorDict) -> SerializedBatch:
     """The serialized form of a CPU batch, without copying its tensors.
 
@@ -312,19 +287,20 @@ def serialize(batch: TensorDict) -> SerializedBatch:
     """
     from tensordict import NonTensorData, NonTensorStack
 
-    column = ragged_column(batch)
-    offsets = None if column is None else offsets_of(column)
-    serialized = SerializedBatch(len(batch), None if offsets is None else offsets.cpu().numpy(), {}, {}, {}, {}, {})
+    serialized, offsets = SerializedBatch(len(batch), None, {}, {}, {}, {}, {}), None
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
             serialized.dtypes[key] = value.dtype
-        if is_ragged(value):
-            # Only one offsets array travels; a column with others would arrive cut in the wrong places, without an error.
-            if offsets is not None and not torch.equal(offsets_of(value), offsets):
-                raise ValueError(f"ragged column {key!r} has other row lengths than the first one")
-            serialized.ragged[key] = _to_numpy(value.values())
-        elif isinstance(value, torch.Tensor):
-            serialized.dense[key] = _to_numpy(value)
+            flat = (value.values() if value.is_nested else value).detach()
+            if value.is_nested:
+                # Only one offsets array travels; a column with others would arrive cut in the wrong places, without an error.
+                offsets = offsets_of(value) if offsets is None else offsets
+                if not torch.equal(offsets_of(value), offsets):
+                    raise ValueError(f"ragged column {key!r} has other row lengths than the first one")
+                serialized.offsets = offsets.cpu().numpy()
+            if value.dtype == torch.bfloat16:  # numpy has no bfloat16: its bits travel as int16
+                flat = flat.contiguous().view(torch.int16)
+            (serialized.ragged if value.is_nested else serialized.dense)[key] = flat.cpu().numpy()
         elif isinstance(value, NonTensorStack):
             serialized.items[key] = value.tolist()
         elif isinstance(value, NonTensorData):
@@ -336,17 +312,21 @@ def serialize(batch: TensorDict) -> SerializedBatch:
 
 def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
     """The rows `rows` (all by default) as a batch in fresh storage."""
-    index = np.arange(serialized.rows, dtype=np.int64) if rows is None else row_index(rows)
+    index = np.arange(serialized.rows) if rows is None else np.asarray(rows, dtype=np.int64)
     out: dict[str, Any] = {}
+    with warnings.catch_warnings():  # the arrays may be read-only; rows of them are copied below, before anyone writes
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensors = {key: torch.from_numpy(array) for key, array in (serialized.ragged | serialized.dense).items()}
+    for key, tensor in tensors.items():
+        tensors[key] = tensor.view(torch.bfloat16) if serialized.dtypes[key] == torch.bfloat16 else tensor
     if serialized.offsets is not None:
         runs = token_runs(index, serialized.offsets)
         fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(np.diff(serialized.offsets)[index]), 0, out=fresh[1:])
-        for key, values in serialized.ragged.items():
-            column = _to_torch(values, serialized.dtypes[key])
-            out[key] = nested_tensor(torch.cat([column[start:stop] for start, stop in runs]), fresh)
-    for key, values in serialized.dense.items():
-        out[key] = _to_torch(values, serialized.dtypes[key])[torch.from_numpy(index)]
+        for key in serialized.ragged:
+            out[key] = nested_tensor(torch.cat([tensors[key][start:stop] for start, stop in runs]), fresh)
+    for key in serialized.dense:
+        out[key] = tensors[key][torch.from_numpy(index)]
     for key, items in serialized.items.items():
         out[key] = items_column([items[i] for i in index.tolist()])
     for key, value in serialized.wide.items():
@@ -496,7 +476,15 @@ def collate(
         if trajectory.reward is None and not allow_unscored:
             raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
         reward = float("nan") if trajectory.reward is None else trajectory.reward
-        spots = _spots(trajectory)
+        # Its rewards as (ledger, token, amount): those of turns and the rest of the episode's where `reward_spots` puts them.
+        # Ledgers without turns (transcripts) carry the whole on the last sampled token; without one, nothing can carry a reward.
+        spots: list[Spot] = []
+        if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
+            turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
+            spots = reward_spots(trajectory, terminal_reward(reward, turns), turns)
+        elif played := [at for at, ledger in enumerate(trajectory.ledgers) if ledger.sampled_tokens]:
+            last = int(np.flatnonzero(trajectory.ledgers[played[-1]].sampled)[-1])
+            spots = [(played[-1], last, reward)]
         for place, ledger in enumerate(trajectory.ledgers):
             if len(ledger) == 0:
                 continue
@@ -524,23 +512,6 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
     return numbers
 
 
-def _spots(trajectory: Trajectory) -> list[Spot]:
-    """The tokens that carry `trajectory.reward`, as (ledger, token, amount).
-
-    The turns' rewards, and the rest of the episode's, go where `reward_spots` puts them. Ledgers without turns
-    (transcripts) carry the whole reward on the last sampled token. A trajectory that sampled
-    nothing has no token to carry a reward. If it is unscored, the rest is NaN.
-    """
-    total = float("nan") if trajectory.reward is None else trajectory.reward
-    if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
-        turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
-        return reward_spots(trajectory, terminal_reward(total, turns), turns)
-    last = max((at for at, ledger in enumerate(trajectory.ledgers) if ledger.sampled_tokens), default=None)
-    if last is None:
-        return []
-    return [(last, int(np.flatnonzero(trajectory.ledgers[last].sampled)[-1]), total)]
-
-
 def _batch(
     ledgers: Sequence[TokenLedger],
     rewards: Sequence[Sequence[tuple[int, float]]],
@@ -564,11 +535,22 @@ def _batch(
         for start, spots in zip(starts, rewards, strict=True):
             for token, amount in spots:
                 flat_rewards[start + token] = np.float64(amount)
-    experts = _experts(ledgers, starts, total)
+    # Experts of all tokens, [T, routers, k], if a ledger has any.
+    kinds = {(ledger.experts.shape[1:], ledger.experts.dtype.name) for ledger in ledgers if ledger.experts is not None}
+    if len(kinds) > 1:
+        raise ValueError(f"ledgers with experts of several models in one batch: {sorted(kinds)}")
+    routed: dict[str, torch.Tensor] = {}
+    for shape, kind in kinds:
+        out = free(torch.empty(0, *shape, dtype=getattr(torch, kind)), total)
+        chosen = out.numpy()
+        for start, ledger in zip(starts, ledgers, strict=True):
+            if ledger.experts is not None:
+                chosen[start : start + len(ledger.experts)] = ledger.experts
+        routed["experts"] = nested_tensor(out, offsets)
     pictured = any(ledger.images for ledger in ledgers)
     return build(
         {
-            **({} if experts is None else {"experts": nested_tensor(experts, offsets)}),
+            **routed,
             **({IMAGES: items_column([ledger.images for ledger in ledgers])} if pictured else {}),
             "token_ids": column("token_ids", torch.int32),
             "sampled": column("sampled", torch.bool),
@@ -584,20 +566,3 @@ def _batch(
         },
         len(ledgers),
     )
-
-
-def _experts(ledgers: Sequence[TokenLedger], starts: Sequence[int], total: int) -> torch.Tensor | None:
-    """The experts of all ledgers' tokens, [T, routers, k]; None if no ledger has any. Raises ValueError if they are of several
-    models."""
-    kinds = {(ledger.experts.shape[1:], ledger.experts.dtype.name) for ledger in ledgers if ledger.experts is not None}
-    if not kinds:
-        return None
-    if len(kinds) > 1:
-        raise ValueError(f"ledgers with experts of several models in one batch: {sorted(kinds)}")
-    [(shape, kind)] = kinds
-    out = free(torch.empty(0, *shape, dtype=getattr(torch, kind)), total)
-    flat = out.numpy()
-    for start, ledger in zip(starts, ledgers, strict=True):
-        if ledger.experts is not None:
-            flat[start : start + len(ledger.experts)] = ledger.experts
-    return out

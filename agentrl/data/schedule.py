@@ -12,7 +12,7 @@ import torch
 
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.packing import check_cap, group_units, micro_batches, partition, unit_sums
-from agentrl.data.rows import Ragged, Rows, row_index
+from agentrl.data.rows import Ragged, Rows
 
 # Prefix sharing: members of a group that begin with the same tokens compute those tokens once.
 #
@@ -60,7 +60,7 @@ def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]
     the longest common one, but leaves every member at least one token of its own. Every row is in exactly
     one tree.
     """
-    index = row_index(rows)
+    index = np.asarray(rows, dtype=np.int64)
     tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
     group = view.numbers("group")
     buckets: dict[Any, list[int]] = {}
@@ -110,7 +110,7 @@ def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, 
 
 def share(view: Ragged, rows: Rows, trees: Sequence[Tree]) -> SharedPack:
     """The shared layout of the rows `rows` of a batch (at least one row; see SharedPack)."""
-    index = row_index(rows)
+    index = np.asarray(rows, dtype=np.int64)
     tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
     counts = view.lengths[index]
     plain = np.concatenate(([0], np.cumsum(counts)))
@@ -411,7 +411,7 @@ def trees_of(view: Ragged, rows: Rows) -> list[Tree]:
     """On a worker: the trees of a micro-batch, read from its columns; empty if none of its rows share a prefix."""
     if "prefix" not in view:
         return []
-    index = row_index(rows)
+    index = np.asarray(rows, dtype=np.int64)
     prefix, together = view.numbers("prefix")[index], view.numbers("together")[index]
     trees: dict[int, list[int]] = {}
     for place, number in enumerate(together.tolist()):

@@ -50,19 +50,6 @@ MAX_TURN = int(np.iinfo(np.int16).max)
 """The last turn that a ledger can count: `turns` is int16."""
 
 
-def check_finite(logprobs: npt.NDArray[np.float32], what: str) -> None:
-    # Looked at as float32, the way it is stored: -1e39 is a number to Python and becomes -inf here.
-    if not np.isfinite(logprobs).all():
-        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-        raise ValueError(f"the log probability of {what} {at} of {len(logprobs)} is {logprobs[at]}, not a finite number")
-
-
-def turn_number(turn: int) -> int:
-    if not 0 <= turn <= MAX_TURN:
-        raise ValueError(f"turn {turn}: a ledger counts turns from 0 to {MAX_TURN}")
-    return turn
-
-
 def numbers(values: Sequence[float], kind: type[np.generic]) -> npt.NDArray[Any]:
     """Numbers as int32 or float32. Raises ValueError if a value is not such a number."""
     if isinstance(values, np.ndarray):
@@ -78,27 +65,6 @@ def numbers(values: Sequence[float], kind: type[np.generic]) -> npt.NDArray[Any]
     except struct.error as fault:
         raise ValueError(f"a column of {np.dtype(kind)}: {fault}") from None
     return out
-
-
-def equal(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
-    return one is other if one is None or other is None else np.array_equal(one, other)
-
-
-def unpack_columns(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """The columns of a `packed` ledger. Raises ValueError if parts differ in length, OverflowError for a huge span."""
-    token_ids = _decode_array(row["token_ids"], "<i4")
-    # The shape is said, because an empty list would become a table without columns.
-    spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
-    if spans[:, 0].sum() != len(token_ids):  # before they are written out: a damaged digit would take all memory
-        raise ValueError(f"ledger columns differ in length: {spans[:, 0].sum()} tokens in spans, {len(token_ids)} token_ids")
-    turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
-    sampled = versions >= 0
-    found = _decode_array(row["logprobs"], "<f4")
-    if len(found) != int(sampled.sum()):
-        raise ValueError(f"ledger columns differ in length: {int(sampled.sum())} sampled tokens, {len(found)} logprobs")
-    logprobs = np.zeros(len(sampled), dtype=np.float32)
-    logprobs[sampled] = found
-    return {"token_ids": token_ids, "sampled": sampled, "logprobs": logprobs, "versions": versions, "turns": turns}
 
 
 def packed_experts(experts: npt.NDArray[Any] | None) -> dict[str, Any]:
@@ -180,7 +146,8 @@ class TokenLedger:
         return (
             isinstance(other, TokenLedger)
             and all(np.array_equal(getattr(self, one), getattr(other, one), equal_nan=one == "logprobs") for one in KINDS)
-            and equal(self.experts, other.experts)
+            and (self.experts is None) == (other.experts is None)
+            and (self.experts is None or other.experts is None or np.array_equal(self.experts, other.experts))
             and self.images == other.images
         )
 
@@ -225,7 +192,7 @@ class TokenLedger:
         Raises ValueError if an id does not fit int32, or `turn` is negative or above `MAX_TURN`.
         """
         ids = numbers(token_ids, np.int32)
-        given = {"token_ids": ids, "sampled": False, "logprobs": 0.0, "versions": -1, "turns": turn_number(turn)}
+        given = {"token_ids": ids, "sampled": False, "logprobs": 0.0, "versions": -1, "turns": turn}
         self._append(len(ids), given)
         self.images += images_in(token_ids)
 
@@ -246,13 +213,20 @@ class TokenLedger:
         weights = np.repeat(numbers(versions[:1], np.int32), n) if same else numbers(versions, np.int32)
         if n and int(weights.min()) < 0:
             raise ValueError("a sampled token needs the version (>= 0) of the weights that sampled it")
-        check_finite(found, "sampled token")
         ids = numbers(token_ids, np.int32)
-        given = {"token_ids": ids, "sampled": True, "logprobs": found, "versions": weights, "turns": turn_number(turn)}
+        given = {"token_ids": ids, "sampled": True, "logprobs": found, "versions": weights, "turns": turn}
         self._append(n, given)
 
     def _append(self, count: int, given: Mapping[str, Any]) -> None:
         """Add `count` tokens; per column, `given` has an array or one value for all of them."""
+        turn = given["turns"]
+        if not isinstance(turn, np.ndarray) and not 0 <= turn <= MAX_TURN:
+            raise ValueError(f"turn {turn}: a ledger counts turns from 0 to {MAX_TURN}")
+        # Looked at as float32, the way it is stored: -1e39 is a number to Python and becomes -inf here.
+        logprobs = given["logprobs"]
+        if not np.isfinite(logprobs).all():
+            at, what = int(np.flatnonzero(~np.isfinite(logprobs))[0]), "sampled token" if given["sampled"] is True else "token"
+            raise ValueError(f"the log probability of {what} {at} of {count} is {logprobs[at]}, not a finite number")
         begin, end = self._length, self._length + count
         # The first append is often a whole prompt and gets no spare room; growing by a quarter keeps later appends cheap
         # on average while at most a fifth of the memory is unused.
@@ -343,16 +317,30 @@ class TokenLedger:
     @classmethod
     def from_json(cls, row: Mapping[str, Any], images: Mapping[str, Image] | None = None) -> TokenLedger:
         """Inverse of `to_json` and of `packed`; `images`: those of the trajectory by digest. Raises ValueError if the columns do
-        not fit together, KeyError for an image that is not there."""
+        not fit together, OverflowError for a huge span, KeyError for an image that is not there."""
         ledger = cls()
-        found = unpack_columns(row) if "spans" in row else {name: numbers(row[name], kind) for name, kind in KINDS.items()}
+        if "spans" in row:  # packed
+            token_ids = _decode_array(row["token_ids"], "<i4")
+            # The shape is said, because an empty list would become a table without columns.
+            spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
+            total = spans[:, 0].sum()
+            if total != len(token_ids):  # before they are written out: a damaged digit would take all memory
+                raise ValueError(f"ledger columns differ in length: {total} tokens in spans, {len(token_ids)} token_ids")
+            turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
+            sampled, given = versions >= 0, _decode_array(row["logprobs"], "<f4")
+            if len(given) != int(sampled.sum()):
+                raise ValueError(f"ledger columns differ in length: {sampled.sum()} sampled tokens, {len(given)} logprobs")
+            logprobs = np.zeros(len(sampled), dtype=np.float32)
+            logprobs[sampled] = given
+            found = {"token_ids": token_ids, "sampled": sampled, "logprobs": logprobs, "versions": versions, "turns": turns}
+        else:
+            found = {name: numbers(row[name], kind) for name, kind in KINDS.items()}
         lengths = {name: len(column) for name, column in found.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"ledger columns differ in length: {lengths}")
         # Some code reads one column, some the other: if they differed, a token would be trained that no weights sampled.
         if not np.array_equal(found["sampled"], found["versions"] >= 0):
             raise ValueError("ledger columns disagree on the sampled tokens: `sampled` must be set exactly where `versions` >= 0")
-        check_finite(found["logprobs"], "token")
         ledger._append(lengths["token_ids"], found)
         if "experts" in row:
             experts = _decode_array(row["experts"], row["experts_type"]).reshape(row["experts_shape"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import random
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
 from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeVar
@@ -15,10 +16,10 @@ import gymnasium
 
 from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.call_options import Problem
-from agentrl.env.copying import Snapshot, copy_parts
+from agentrl.env.copying import ENVIRONMENT, Snapshot, copy_parts
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, error_text
-from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource, tool_methods
+from agentrl.env.toolbox import Toolbox, Waiting, error_text
+from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource
 from agentrl.env.users import User, UserModel
 from agentrl.utils.errors import EnvError, HookError, TaskDataError, answer_problem, did_you_mean, is_alien, place_of, raised_text
 from agentrl.utils.parsing import json_form
@@ -61,23 +62,6 @@ def draw(
         if content_split(fingerprint(content)) == split:
             return content
     raise TaskDataError(f"none of {tries} generated tasks belongs to split {split!r}: too few different tasks")
-
-
-# Held-out splits by task family: a family of tasks is held out whole, or not at all.
-#
-# Tasks of one family (a category, a domain, a template that only names differ in) are near to each other, so that a random
-# split of tasks measures memory as well as skill.
-
-
-def held_out_families(names: Iterable[str]) -> frozenset[str]:
-    """The families that are held out, by a hash of each one's name: those that `content_split` names, an eighth on average,
-    and at least an eighth (rounded down) and one of several: those with the least hashes. Never all, and not a single one. A
-    family that is held out by its hash alone stays so whatever families are added."""
-    known = sorted(set(names), key=lambda name: (blake2b(name.encode(), digest_size=4).digest(), name))
-    if len(known) < 2:
-        return frozenset()
-    by_hash = sum(content_split(name) == "heldout" for name in known)  # the first so many: the order is that of its hash
-    return frozenset(known[: min(max(by_hash, len(known) // 8, 1), len(known) - 1)])
 
 
 # The default teacher
@@ -286,26 +270,11 @@ class ToolSide(EnvHooks):
 
     toolbox: Toolbox
     user_toolbox: Toolbox
-    _class_tools: ClassVar[tuple[dict[str, Tool], dict[str, Tool]]]
-
-    def _init_toolboxes(self, count_tokens: CountTokens) -> None:
-        """Begin with the class's own tools, read once: methods in order of definition, then `tools`."""
-        cls = type(self)
-        if "_class_tools" not in cls.__dict__:
-            found: list[Tool | Callable[..., Any]] = [*tool_methods(cls), *cls.tools]
-            own = [item for item in found if isinstance(item, Tool) and item.options.by == "user"]
-            tables = (Toolbox(item for item in found if item not in own), Toolbox(own))
-            cls._class_tools = {item.name: item for item in tables[0]}, {item.name: item for item in tables[1]}
-        offered, users = cls._class_tools
-        self.toolbox = Toolbox.shared(offered, self, count_tokens)
-        self.user_toolbox = Toolbox.shared(users, self, count_tokens)
-        if self.max_output is not None:
-            self.limit_output(self.max_output)
-        self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
-        self._sources: tuple[ToolSource, ...] = ()
-        self._sessions: list[ToolSession] = []
-        self._set_makers: tuple[Callable[[], ToolSet], ...] = ()
-        self._sets: dict[str, ToolSet] = {}
+    _class_tools: ClassVar[list[Mapping[str, Tool]]]
+    _sources: tuple[ToolSource, ...] = ()
+    _sessions: list[ToolSession]
+    _set_makers: tuple[Callable[[], ToolSet], ...] = ()
+    _sets: dict[str, ToolSet]
 
     @property
     def queued(self) -> str:
@@ -385,7 +354,8 @@ class Forkable(ToolSide):
             raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
         for name in set(self._unshared_parts()) - set(snapshot.parts):
             del self.__dict__[name]
-        self.__dict__.update(snapshot.thaw(self))
+        # A copy each time: one snapshot may begin several episodes.
+        self.__dict__.update(copy.deepcopy(snapshot.parts, {id(ENVIRONMENT): self}))
 
     def fork(self) -> Self:
         """A second environment in the same state; from here on neither affects the other.

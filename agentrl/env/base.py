@@ -9,16 +9,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.env.authoring import EnvHooks, Forkable, check_answer
+from agentrl.env.call_options import MAX_OUTPUT
 from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
-from agentrl.env.toolbox import CountTokens, estimate_tokens
+from agentrl.env.toolbox import CountTokens, Toolbox, estimate_tokens
+from agentrl.env.tools import Tool, tool_methods
 from agentrl.env.users import GOLD, AsksModel, Parting, RecordedUser, User, heard, make_call, next_step, note
 from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError, fault_text, place_of
 from agentrl.utils.event_loop import LateError, within
@@ -69,36 +70,40 @@ class ScorerLike(Protocol):
 
 
 class OwnReward:
-    """A scorer by the class's own spec, which is read and compiled when the first episode ends.
+    """A scorer by the own spec of an environment's class, which is read and compiled when the first episode ends."""
 
-    `env`: the class; `build`: a new environment of the same parameters, for specs that replay gold calls.
-    """
-
-    def __init__(self, env: type[Any], build: Callable[[], ReplayEnv]) -> None:
+    def __init__(self, env: ToolEnv) -> None:
         self._env = env
-        self._build = build
+        self._scorer: Scorer | None = None
 
     async def ascore(self, trajectory: Trajectory, /) -> Score:
         """The score of an episode. Raises CatalogError if the spec is not there, RewardSpecError for a bad one."""
-        return await self._scorer.ascore(trajectory)
-
-    @cached_property
-    def _scorer(self) -> Scorer:
+        if self._scorer is not None:
+            return await self._scorer.ascore(trajectory)
         from agentrl.config.schema import RewardConfig  # here: the reward language is not needed to build an environment
         from agentrl.reward import compile_spec, load_spec, make_context
         from agentrl.reward.compile import given_spec
 
-        name = str(own_reward(self._env))
-        spec = given_spec(name) if is_given(name) else load_spec(self._path(name))
-        return compile_spec(spec, context=make_context(RewardConfig(), replay_env=lambda task: self._build()))
+        kind = type(self._env)
+        name, path = str(own_reward(kind)), None
+        if not is_given(name):
+            # Next to the file of the class that names the spec, or on a shelf.
+            owner = next(base for base in kind.__mro__ if "reward" in vars(base))
+            with suppress(OSError, TypeError):  # a class that was typed in has no file
+                beside = Path(inspect.getfile(owner)).parent / name
+                path = beside if beside.is_file() else None
+            path = path or find_file(name, "rewards", ".json", "reward spec")
+        spec = given_spec(name) if path is None else load_spec(path)
+        self._scorer = compile_spec(spec, context=make_context(RewardConfig(), replay_env=self.replay_env))
+        return await self._scorer.ascore(trajectory)
 
-    def _path(self, name: str) -> Path:
-        """Next to the file of the class that names the spec, or on a shelf."""
-        owner = next(base for base in self._env.__mro__ if "reward" in vars(base))
-        with suppress(OSError, TypeError):  # a class that was typed in has no file
-            if (beside := Path(inspect.getfile(owner)).parent / name).is_file():
-                return beside
-        return find_file(name, "rewards", ".json", "reward spec")
+    def replay_env(self, task: Task) -> ReplayEnv:
+        """A new environment of the same parameters, for specs that replay gold calls."""
+        args, kwargs = self._env._built_with
+        other = type(self._env)(*args, **kwargs)
+        other.scorer = None
+        other.limit_output(self._env.toolbox.max_output)  # what its tools answer is compared with what they answered here
+        return other
 
 
 # The environment
@@ -152,11 +157,24 @@ class ToolEnv(Forkable):
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"render_mode {render_mode!r}; expected one of {self.metadata['render_modes']}")
         self.split = split
-        self.scorer = self._own_reward() if scorer == "own" else scorer
+        own = None if self.reward is None else OwnReward(self)
+        self.scorer: ScorerLike | None = own if scorer == "own" else scorer
         self.render_mode = render_mode
         self.initial_seed: int | None = None
         self.user: User | None = None
-        self._init_toolboxes(count_tokens)
+        # The class's own tools are read once: methods in order of definition, then `tools`.
+        cls = type(self)
+        if "_class_tools" not in cls.__dict__:
+            found: list[Tool | Callable[..., Any]] = [*tool_methods(cls), *cls.tools]
+            users = [item for item in found if isinstance(item, Tool) and item.options.by == "user"]
+            offered = [item for item in found if item not in users]
+            cls._class_tools = [Toolbox(items).table for items in (offered, users)]
+        most = MAX_OUTPUT if self.max_output is None else self.max_output
+        self.toolbox, self.user_toolbox = (
+            Toolbox(table, owner=self, count_tokens=count_tokens, max_output=most) for table in cls._class_tools
+        )
+        self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
+        self._sessions, self._sets = [], {}
         self._record: Trajectory | None = None
         self._task: Task | None = None
         self._open = False
@@ -187,7 +205,7 @@ class ToolEnv(Forkable):
         record, made = self._record, 0
         if self.user is None or record is None:
             raise EnvError(f"{self.id}: there is no user to ask (set self.user in setup)")
-        for step in count(next_step(record)):
+        while True:
             answer = await self.user.reply(heard(record, before))
             if isinstance(answer, Parting):
                 record.parting = answer.text
@@ -205,10 +223,10 @@ class ToolEnv(Forkable):
                 raise UserLimitError(
                     f"the user made {made} calls in one answer, without a word (user_call_limit = {self.user_call_limit})"
                 )
+            step = next_step(record)
             for place, call in enumerate(answer.tool_calls):  # one after the other, in its order
                 await make_call(record, self.user_toolbox, call, step, "" if place else answer.content)
                 self._note_new_tools()
-        raise AssertionError("a count has no end")
 
     def finish(self) -> None:
         """Called by a tool or hook: by the task's own rules, this turn is the episode's last."""
@@ -282,7 +300,17 @@ class ToolEnv(Forkable):
         options = options or {}
         check_options(options)
         await self.aclose()
-        task = self._next_task(seed, options)
+        # The task that the caller gives, that of the seed, or the next one of this environment's own random numbers.
+        if seed is None and self._np_random is None:
+            seed = self.initial_seed
+        if seed is not None:
+            super().reset(seed=seed)
+        if "task" in options:
+            if not isinstance(task := options["task"], Task):
+                raise ValueError(f"reset option 'task' must be a Task, got {type(task).__name__}")
+        else:
+            chosen = int(self.np_random.integers(2**62) if seed is None else seed)  # True is 1
+            task = self.make_task(chosen, str(options.get("split", self.split)))
         self._record = Trajectory(env_id=self.id, task=task, seed=task.seed)
         task = self._task = task.copied()  # a hook or tool may change it, and tasks are shared by episodes and scored
         # Open before `setup`, so that a setup that fails is torn down as well.
@@ -357,7 +385,7 @@ class ToolEnv(Forkable):
         UserLimitError."""
         record = self._running("a turn")
         async with self._failing(UserLimitError):
-            replies = await self._replies(turn.message)
+            replies: Observation | None = await self._hook("user_reply", turn.message)
         record.messages.extend(replies or [])
         return replies
 
@@ -431,11 +459,6 @@ class ToolEnv(Forkable):
         """Play an episode's rounds once more, for rewards: see `agentrl.reward.replays.ReplayEnv`."""
         run_sync(play_again(self, record, rounds, found, gold))
 
-    @property
-    def last_results(self) -> Sequence[ToolResult]:
-        """The results of the last turn's calls."""
-        return self._record.turns[-1].results if self._record is not None and self._record.turns else ()
-
     # -- inside ------------------------------------------------------------------------------------
 
     def _running(self, what: str) -> Trajectory:
@@ -443,28 +466,6 @@ class ToolEnv(Forkable):
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: {what} without a running episode; call reset first")
         return self._record
-
-    def _own_reward(self) -> ScorerLike | None:
-        def fresh() -> ToolEnv:
-            args, kwargs = self._built_with
-            other = type(self)(*args, **kwargs)
-            other.scorer = None
-            other.limit_output(self.toolbox.max_output)  # what its tools answer is compared with what they answered here
-            return other
-
-        return None if self.reward is None else OwnReward(type(self), fresh)
-
-    def _next_task(self, seed: int | None, options: Mapping[str, Any]) -> Task:
-        if seed is None and self._np_random is None:
-            seed = self.initial_seed
-        if seed is not None:
-            super().reset(seed=seed)
-        if "task" in options:
-            if not isinstance(options["task"], Task):
-                raise ValueError(f"reset option 'task' must be a Task, got {type(options['task']).__name__}")
-            return options["task"]
-        chosen = int(self.np_random.integers(2**62) if seed is None else seed)  # True is 1
-        return self.make_task(chosen, str(options.get("split", self.split)))
 
     async def _opening(self, task: Task) -> Observation:
         opening = self.prompt(task)
@@ -478,18 +479,16 @@ class ToolEnv(Forkable):
         check_answer(self.id, EnvHooks.prompt, type(self).prompt, found)
         return list(found)
 
-    async def _replies(self, message: Message) -> Observation | None:
-        replies: Observation | None = await self._hook("user_reply", message)
-        check_answer(self.id, ToolEnv.user_reply, type(self).user_reply, replies)
-        return replies
-
     async def _hook(self, hook: str, *args: Any) -> Any:
-        """Await a hook. Raises EnvError, which names it, if it is not async."""
+        """Await a hook. Raises EnvError, which names it, if it is not async, and HookError for a user's reply of another form."""
         begun = getattr(self, hook)(*args)
         if not inspect.isawaitable(begun):
             place = place_of(getattr(type(self), hook))
             raise EnvError(f"{self.id}: {hook} is not async. Write `async def {hook}` ({place})")
-        return await begun
+        answer = await begun
+        if hook == "user_reply":
+            check_answer(self.id, ToolEnv.user_reply, type(self).user_reply, answer)
+        return answer
 
     async def _tear_down(self) -> None:
         async def free() -> None:
@@ -511,7 +510,7 @@ class ToolEnv(Forkable):
             turn.results = await self.toolbox.call_all(turn.message.tool_calls)
             self._note_new_tools()
             return [result.message for result in turn.results], self._ended
-        replies = await self._replies(turn.message)
+        replies: Observation | None = await self._hook("user_reply", turn.message)
         return replies or [], self._ended or replies is None
 
     def _note_new_tools(self) -> None:

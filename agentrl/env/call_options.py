@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from jsonschema import ValidationError
-
 from agentrl.data.trajectory import Blame, Json
 from agentrl.utils.errors import ToolSchemaError, did_you_mean
 from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, first_fault
@@ -50,17 +48,51 @@ def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
         raise ToolSchemaError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
 
 
+_TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool}
+
+
 @lru_cache(maxsize=4096)
 def _compiled_check(text: str) -> Check:
     parameters = json.loads(text)
     validator = checked_validator(parameters)
-    simple = _simple(parameters)
+    # For a flat schema of plain strings, integers and booleans valid arguments, the common case, are recognized without the
+    # general validator, which is slow. If there are other arguments, it decides, since the schema may allow them.
+    properties, required = parameters.get("properties", {}), set(parameters.get("required", ()))
+    kinds = {
+        name: _TYPES[schema["type"]]
+        for name, schema in properties.items()
+        if isinstance(schema, dict) and not set(schema) - {"type", "description", "default"}
+        if isinstance(schema.get("type"), str) and schema["type"] in _TYPES
+    }
+    flat = parameters.get("type") == "object" and not set(parameters) - {"type", "properties", "required", "additionalProperties"}
+    simple = flat and len(kinds) == len(properties) and required <= kinds.keys()
 
     def check(arguments: Json) -> Problem | None:
-        if simple is not None and _fits(simple, arguments):
-            return None
+        if simple and isinstance(arguments, dict) and required.issubset(arguments):
+            for name, value in arguments.items():
+                if type(value) is not kinds.get(name):  # not isinstance: true is not an integer in JSON Schema
+                    break
+            else:
+                return None
         error = first_fault(validator, arguments)
-        return None if error is None else _problem(error, parameters)
+        if error is None:
+            return None
+        place = ".".join(str(part) for part in error.absolute_path)
+        prefix = f"{place}: " if place else ""
+        instance: Json = error.instance
+        wanted: Json = error.validator_value
+        schema: Json = error.schema
+        if error.validator == "required":
+            missing = next(name for name in wanted if name not in instance)
+            return Problem("missing_argument", f"{prefix}missing argument {missing!r}")
+        if error.validator == "additionalProperties":
+            known = list(schema.get("properties", {}))
+            extra = min(set(instance) - set(known))
+            return Problem("unexpected_argument", f"{prefix}no argument {extra!r}; {nearest(extra, known)}")
+        if error.validator == "type":
+            expected = " or ".join(wanted) if isinstance(wanted, list) else wanted
+            return Problem("wrong_type", f"{prefix}expected {expected}, got {_short(instance)}")
+        return Problem("invalid_argument", f"{prefix}{_clip(error.message)}")
 
     return check
 
@@ -107,66 +139,6 @@ def as_object(function: Callable[..., Any], hidden: Sequence[str] = ()) -> Check
     return check
 
 
-_TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool}
-
-
-def _simple(parameters: Mapping[str, Json]) -> dict[str, tuple[type, bool]] | None:
-    """For a flat schema of plain strings, integers and booleans: name -> (type, required).
-
-    For such a schema valid arguments, the common case, are recognized without the general validator, which is slow.
-    """
-    known = {"type", "properties", "required", "additionalProperties"}
-    if set(parameters) - known or parameters.get("type") != "object":
-        return None
-    required, properties = parameters.get("required", ()), parameters.get("properties", {})
-    if set(required) - set(properties):
-        return None
-    flat: dict[str, tuple[type, bool]] = {}
-    for name, schema in properties.items():
-        if not isinstance(schema, dict) or set(schema) - {"type", "description", "default"}:
-            return None
-        if not isinstance(schema.get("type"), str) or schema["type"] not in _TYPES:
-            return None
-        flat[name] = (_TYPES[schema["type"]], name in required)
-    return flat
-
-
-def _fits(flat: Mapping[str, tuple[type, bool]], arguments: Json) -> bool:
-    if not isinstance(arguments, dict):
-        return False
-    present = 0
-    for name, (kind, required) in flat.items():
-        if name in arguments:
-            if type(arguments[name]) is not kind:  # not isinstance: true is not an integer in JSON Schema
-                return False
-            present += 1
-        elif required:
-            return False
-    # If there are others, the general validator decides, since the schema may allow them.
-    return present == len(arguments)
-
-
-def _problem(error: ValidationError, parameters: Mapping[str, Json]) -> Problem:
-    place = ".".join(str(part) for part in error.absolute_path)
-    prefix = f"{place}: " if place else ""
-    if error.validator == "required":
-        required: Json = error.validator_value
-        present: Json = error.instance
-        missing = [name for name in required if name not in present]
-        return Problem("missing_argument", f"{prefix}missing argument {missing[0]!r}")
-    if error.validator == "additionalProperties":
-        schema: Json = error.schema
-        instance: Json = error.instance
-        known = list(schema.get("properties", {}))
-        extra = sorted(set(instance) - set(known))
-        return Problem("unexpected_argument", f"{prefix}no argument {extra[0]!r}; {nearest(extra[0], known)}")
-    if error.validator == "type":
-        expected: Json = error.validator_value
-        expected = " or ".join(expected) if isinstance(expected, list) else expected
-        return Problem("wrong_type", f"{prefix}expected {expected}, got {_short(error.instance)}")
-    return Problem("invalid_argument", f"{prefix}{_clip(error.message)}")
-
-
 def nearest(name: str, known: list[str]) -> str:
     """A hint for a misspelled name: the nearest known one, or all of them."""
     return did_you_mean(name, known, f"known: {', '.join(known[:20])}" if known else "none are known")
@@ -191,7 +163,7 @@ Strictness = Literal["strict", "lenient", "off"]
 MAX_OUTPUT = 2048
 """Tokens of an answer, where neither the tool nor its environment says."""
 
-_FIELD = re.compile(r"\{(\w+)\}")
+FIELD = re.compile(r"\{(\w+)\}")
 _FIELDS = ("message", "json", "error", "tool")
 
 
@@ -246,7 +218,7 @@ class Options:
             raise ValueError(f'check = {self.check!r}; expected "strict", "lenient" or "off"')
         if self.on_error not in (None, *get_args(OnTimeout)):
             raise ValueError(f'on_error = {self.on_error!r}; expected "stop" or "answer"')
-        for name in _FIELD.findall(self.error or ""):
+        for name in FIELD.findall(self.error or ""):
             if name not in _FIELDS:
                 known = ", ".join(f"{{{field}}}" for field in _FIELDS)
                 raise ValueError(f"error: {{{name}}} stands for nothing; {did_you_mean(name, _FIELDS, f'known: {known}')}")
@@ -258,17 +230,5 @@ class Options:
             return False
         return self.late == "policy" or (self.late is None and self.on_timeout == "answer")
 
-    @property
-    def answers_errors(self) -> bool:
-        """True if the policy reads of what the function raises, whatever it is."""
-        return self.on_error == "answer" or (self.on_error is None and self.check != "strict")
-
 
 DEFAULT = Options()
-
-
-def form_error(form: str, tool: str, problem: Problem) -> str:
-    """The text of `Options.error` for a problem."""
-    message = json.dumps(problem.message, ensure_ascii=False)
-    values = {"message": problem.message, "json": message, "error": problem.kind, "tool": tool}
-    return _FIELD.sub(lambda field: values[field[1]], form)

@@ -520,9 +520,6 @@ def make_scorer(
     return compile_spec(spec, context=context, timeout=timeout)
 
 
-# Gymnasium registration
-
-
 def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEnv:
     """An environment that scores its own episodes (Gymnasium's face): by `reward`, or by its own spec.
 
@@ -534,20 +531,3 @@ def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEn
     if not extra and (reward is not None or entry.reward is not None):
         extra = {"scorer": make_scorer(find_spec(ref, reward), RewardConfig(), ref)}
     return ref.build(**extra)
-
-
-def register_gymnasium() -> list[str]:
-    """Register every environment with Gymnasium, under its id and (without a namespace) its bare name.
-
-    Returns the names registered now; those that are already there are left alone. `import agentrl.env.gym`
-    does this, so that `gymnasium.make("agentrl.env.gym:KeyValue-v0")` works.
-    """
-    from gymnasium.envs.registration import register, registry
-
-    added: list[str] = []
-    for entry in list_envs():
-        for name in dict.fromkeys((entry.id, entry.id.rpartition("/")[2])):
-            if name not in registry:
-                register(id=name, entry_point="agentrl.env.catalog:make_env", kwargs={"env_id": entry.id})
-                added.append(name)
-    return added

@@ -15,13 +15,15 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 from gymnasium.utils.env_checker import check_env
 
-from agentrl.data.trajectory import Json, Message, Task, ToolCall, Trajectory
+from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, Trajectory
 from agentrl.env.base import ToolEnv
 from agentrl.env.check_tools import (
     CheckFailed,
@@ -29,12 +31,13 @@ from agentrl.env.check_tools import (
     Script,
     Skipped,
     Subject,
-    check_crash,
+    check_fault,
     check_fuzz,
-    check_hang,
     check_teardown,
+    crash,
     describe,
     echo,
+    hang,
     idle,
     play,
     refuse,
@@ -43,6 +46,7 @@ from agentrl.env.check_tools import (
 )
 from agentrl.env.official import Benchmark, Played, played_of
 from agentrl.env.spaces import Action, sample_arguments
+from agentrl.reward import Scorer
 from agentrl.utils.errors import AgentrlError, fault_text
 
 # Reset and step
@@ -60,7 +64,7 @@ def check_contract(subject: Subject) -> str:
     if ours:
         raise CheckFailed(f"Gymnasium warns: {short_repr(ours[0])}")
     tools = 0
-    for seed in subject.seeds():
+    for seed in range(subject.tasks):
         observation, info = env.reset(seed=seed)
         tools, where = max(tools, len(env.toolbox)), describe(env.task)
         if not isinstance(observation, list) or not all(isinstance(item, Message) for item in observation):
@@ -80,8 +84,20 @@ def check_contract(subject: Subject) -> str:
 def check_seeds(subject: Subject) -> str:
     """With the same seed and the same turns, two instances must agree in every message and in the final state."""
     digests = set()
-    for seed in subject.seeds():
-        one, two = (_transcript(subject, seed) for _ in range(2))
+    for seed in range(subject.tasks):
+        texts: list[str] = []
+        for _ in range(2):
+            env = subject.build()
+            env.reset(seed=seed)
+            play(env, subject.turns(env, seed))
+            record = env.trajectory
+            env.close()
+            # Results are compared without value and duration: the time that a call took differs between runs.
+            for turn in record.turns:
+                turn.results = [replace(result, value=None, seconds=0.0, images=()) for result in turn.results]
+            row = record.to_json()
+            texts.append(json.dumps({key: row[key] for key in ("task", "messages", "turns", "tools", "state")}, sort_keys=True))
+        one, two = texts
         if one != two:
             at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
             near = slice(max(0, at - 40), at + 40)
@@ -90,20 +106,6 @@ def check_seeds(subject: Subject) -> str:
     if len(digests) == 1 and subject.tasks > 1:
         raise CheckFailed(f"all {subject.tasks} seeds gave the same episode")
     return f"{subject.tasks} seeds twice each, {len(digests)} different episodes"
-
-
-def _transcript(subject: Subject, seed: int) -> str:
-    env = subject.build()
-    env.reset(seed=seed)
-    play(env, subject.turns(env, seed))
-    record = env.trajectory
-    env.close()
-    # Results are compared without value and duration: the time that a call took differs between runs.
-    for turn_record in record.turns:
-        for index, result in enumerate(turn_record.results):
-            turn_record.results[index] = type(result)(result.call_id, result.name, result.content, None, result.error)
-    row = record.to_json()
-    return json.dumps({key: row[key] for key in ("task", "messages", "turns", "tools", "state")}, sort_keys=True)
 
 
 _PROBE = """
@@ -149,7 +151,7 @@ def check_splits(subject: Subject) -> str:
     env = subject.build()
     seen: dict[str, str] = {}
     for split in env.splits:
-        for seed in subject.seeds(subject.tasks * 8):
+        for seed in range(subject.tasks * 8):
             task = env.make_task(seed, split)
             if task.split != split:
                 raise CheckFailed(f"make_task({seed}, {split!r}) gave a task of split {task.split!r}")
@@ -242,17 +244,27 @@ def check_leaks(subject: Subject) -> str:
     env = subject.build()
     marked = 0
     prompts: list[tuple[str, str]] = []
-    for seed in subject.seeds():
+    for seed in range(subject.tasks):
         opened, _ = env.reset(seed=seed)
         task = env.task
-        shown = _shown_text(subject, env, task, seed)
+        shown = _shown_text(env, task, seed)
         # What the task's data and the tools' schemas say anyway (a tool's name in gold calls) is no secret; of the
         # record, since the toolbox of an episode that is over has lost what its setup added.
         known = json.dumps([dict(task.data), env.trajectory.tools], ensure_ascii=False, default=str)
         for place, text in _long_texts(task.gold):
             if text in shown and text not in known:
                 raise CheckFailed(f"{describe(task)}: gold{place} {short_repr(text)} is shown to the policy")
-        marked += _canary(subject, env, task, seed)
+        # Once more with a marker in place of each string of the gold. An environment may need meaningful gold (a simulated
+        # user's goal, say) and refuse that; the other tests still apply.
+        try:
+            shown = _shown_text(env, replace(task, gold=_mark(task.gold)), seed)
+        except (AgentrlError, ValueError, TypeError, KeyError, AttributeError):
+            env.close()
+        else:
+            marked += 1
+            if MARK in shown:
+                seen = short_repr(shown[max(0, shown.index(MARK) - 60) : shown.index(MARK) + 40])
+                raise CheckFailed(f"{describe(task)}: gold is shown to the policy: {seen}")
         if isinstance(task.gold.get("answer"), str | int | float):
             prompts.append((str(task.gold["answer"]), " ".join(m.content for m in opened)))
     env.close()
@@ -262,11 +274,11 @@ def check_leaks(subject: Subject) -> str:
     return f"{subject.tasks} tasks, {marked} of them with canaries in the gold, none seen"
 
 
-def _shown_text(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
+def _shown_text(env: ToolEnv, task: Task, seed: int) -> str:
     """Everything that a policy sees in an episode in which it tries every tool once, as text."""
     observation, info = env.reset(seed=seed, options={"task": task})
     seen: list[Any] = [[m.content for m in observation], info, env.toolbox.schemas()]
-    rng = subject.rng(seed)
+    rng = np.random.default_rng(seed)
     for item in list(env.toolbox):
         call = ToolCall(item.name, sample_arguments(item.signature.parameters, rng))
         observation, _, over, _, info = env.step(Message("assistant", tool_calls=(call,)))
@@ -274,20 +286,6 @@ def _shown_text(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
         if over:
             break
     return json.dumps(seen, ensure_ascii=False, default=str)
-
-
-def _canary(subject: Subject, env: ToolEnv, task: Task, seed: int) -> int:
-    """Play the task with every string of its gold replaced by a marker; 1 if the environment accepts such gold."""
-    try:
-        shown = _shown_text(subject, env, replace(task, gold=_mark(task.gold)), seed)
-    except (AgentrlError, ValueError, TypeError, KeyError, AttributeError):
-        # An environment may need meaningful gold (a simulated user's goal, say); the other tests still apply.
-        env.close()
-        return 0
-    if MARK in shown:
-        at = shown.index(MARK)
-        raise CheckFailed(f"{describe(task)}: gold is shown to the policy: {short_repr(shown[max(0, at - 60) : at + 40])}")
-    return 1
 
 
 def _mark(value: Json) -> Any:
@@ -334,7 +332,9 @@ def check_gold(subject: Subject) -> str:
                     f"{describe(env.task)}: gold scored {subject.score(env).value} and is not a success{_refused_calls(env)}"
                 )
             played += 1
-    return f"gold succeeded on {played} tasks{subject.not_judged()}"
+    # The leaves of the spec that would call a model.
+    judged = subject.scorer.judged if isinstance(subject.scorer, Scorer) else []
+    return f"gold succeeded on {played} tasks" + (f"; not judged: {', '.join(judged)}" if judged else "")
 
 
 def _refused_calls(env: ToolEnv) -> str:
@@ -374,7 +374,7 @@ def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> 
         found = Floor(name)
         for seed in tasks:
             env.reset(seed=seed, options={"split": split})
-            turns = script(env, subject.rng(seed))
+            turns = script(env, np.random.default_rng(seed))
             for turn in [*turns, *turns[-1:] * 20]:  # a simulated user may ask back
                 if any(env.step(turn)[2:4]):
                     break
@@ -432,7 +432,7 @@ def check_order(subject: Subject) -> str:
     if not env.order_free:
         raise Skipped("the class does not declare order_free")
     tried = 0
-    for seed in subject.seeds():
+    for seed in range(subject.tasks):
         env.reset(seed=seed)
         gold = subject.gold(env)
         if sum(len(turn.tool_calls) for turn in gold) < 2:
@@ -472,8 +472,8 @@ CHECKS: dict[str, Check] = {
     "fuzzed calls": check_fuzz,
     "instances apart": check_instances,
     "fork": check_fork,
-    "hang": check_hang,
-    "crash": check_crash,
+    "hang": partial(check_fault, fault=hang, expected=StopReason.TOOL_TIMEOUT),
+    "crash": partial(check_fault, fault=crash, expected=StopReason.ENV_ERROR),
     "teardown": check_teardown,
     "no gold shown": check_leaks,
 }

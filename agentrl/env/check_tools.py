@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +71,6 @@ class Subject:
             raise CheckFailed(f"--all-tasks: split {split!r} has no end of tasks; use --tasks N")
         return range(count)
 
-    def seeds(self, count: int | None = None) -> range:
-        return range(count or self.tasks)
-
     def few_seeds(self) -> range:
         """For checks that play a task several times."""
         return range(min(self.tasks, max(2, self.tasks // 2)))
@@ -104,14 +102,6 @@ class Subject:
             return self.score(env).success is True
         judged = (self.scorer.assuming(lambda _: True), self.scorer.assuming(lambda _: False))
         return any(one.score(env.trajectory).success is True for one in judged)
-
-    def not_judged(self) -> str:
-        """For evidence: the leaves of the spec that would call a model."""
-        judged = self.scorer.judged if isinstance(self.scorer, Scorer) else []
-        return f"; not judged: {', '.join(judged)}" if judged else ""
-
-    def rng(self, seed: int) -> np.random.Generator:
-        return np.random.default_rng(seed)
 
 
 def play(env: ToolEnv, turns: Sequence[Action]) -> None:
@@ -196,13 +186,17 @@ def check_fuzz(subject: Subject) -> str:
     if not names:
         raise Skipped("the environment has no tools")
     refused = 0
-    gold = _gold_calls(env)
+    gold: dict[str, list[dict[str, Json]]] = {}  # by tool, the arguments of its calls in the gold solution
     for place, name in enumerate(names):
-        rng, before = subject.rng(len(name)), place * subject.fuzz
+        rng, before = np.random.default_rng(len(name)), place * subject.fuzz
         for number in range(subject.fuzz):
-            if before + number and (before + number) % RESET_EVERY == 0:
-                env.reset(seed=number // RESET_EVERY)
-                gold = _gold_calls(env)
+            if (before + number) % RESET_EVERY == 0:
+                if before + number:
+                    env.reset(seed=number // RESET_EVERY)
+                gold = {}
+                with suppress(NotImplementedError):
+                    for call in (call for turn in env.gold_turns(env.task) for call in turn.tool_calls):
+                        gold.setdefault(call.name, []).append(call.arguments or {})
             if name not in env.toolbox:
                 continue
             tool = env.toolbox[name]
@@ -255,18 +249,6 @@ def _words(env: ToolEnv) -> list[str]:
     return list(found)
 
 
-def _gold_calls(env: ToolEnv) -> dict[str, list[dict[str, Json]]]:
-    """Tool -> arguments of its calls in the gold solution."""
-    try:
-        turns = env.gold_turns(env.task)
-    except NotImplementedError:
-        return {}
-    made: dict[str, list[dict[str, Json]]] = {}
-    for call in (call for turn in turns for call in turn.tool_calls):
-        made.setdefault(call.name, []).append(call.arguments or {})
-    return made
-
-
 def _vary_call(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int) -> Json:
     """A third of the calls unchanged, a third with one change, a third with an odd value."""
     kind = number % 3
@@ -290,25 +272,16 @@ def _vary_call(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: 
 # Tools that hang or crash
 
 
-async def _hang(**arguments: Any) -> None:
+async def hang(**arguments: Any) -> None:
     await asyncio.sleep(3600)
 
 
-async def _crash(**arguments: Any) -> None:
+async def crash(**arguments: Any) -> None:
     raise RuntimeError("planted by agentrl env check")
 
 
-def check_hang(subject: Subject) -> str:
-    """Replace each tool in turn by one that never answers."""
-    return _each(subject, _hang, StopReason.TOOL_TIMEOUT)
-
-
-def check_crash(subject: Subject) -> str:
-    """Replace each tool in turn by one that raises."""
-    return _each(subject, _crash, StopReason.ENV_ERROR)
-
-
-def _each(subject: Subject, function: Any, expected: StopReason) -> str:
+def check_fault(subject: Subject, fault: Callable[..., Any], expected: StopReason) -> str:
+    """Replace each tool in turn by one that never answers, or that raises."""
     env = subject.build()
     env.reset(seed=0)
     names = env.toolbox.names[:1] if subject.light else env.toolbox.names
@@ -317,7 +290,7 @@ def _each(subject: Subject, function: Any, expected: StopReason) -> str:
     for name in names:
         if not env.is_open:  # a fault has ended the episode
             env.reset(seed=0)
-        _plant_faults(env, name, function, expected)
+        _plant_faults(env, name, fault, expected)
     return f"{len(names)} tools: the episode ends with {expected.value}, unscored"
 
 
@@ -367,7 +340,7 @@ def check_teardown(subject: Subject) -> str:
             env.reset(seed=1)
         elif case == "a fault":
             try:
-                _plant_faults(env, env.toolbox.names[0], _crash, StopReason.ENV_ERROR)
+                _plant_faults(env, env.toolbox.names[0], crash, StopReason.ENV_ERROR)
             except CheckFailed:
                 env.close()
         else:
@@ -380,7 +353,7 @@ def check_teardown(subject: Subject) -> str:
 async def _cancel(env: ToolEnv) -> None:
     original = env.toolbox[env.toolbox.names[0]]
     parameters = original.schema["function"]["parameters"]
-    env.toolbox.replace(Tool.from_schema(original.name, "", parameters, _hang, Options(check="off")))
+    env.toolbox.replace(Tool.from_schema(original.name, "", parameters, hang, Options(check="off")))
     turn = asyncio.ensure_future(env.astep(_call(original)))
     await asyncio.sleep(0.01)
     turn.cancel()

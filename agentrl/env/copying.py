@@ -22,27 +22,22 @@ class Snapshot:
     owner: str
     parts: dict[str, Any]
 
-    def thaw(self, target: object) -> dict[str, Any]:
-        """A fresh copy of the attributes for `target`."""
-        # A copy each time: one snapshot may begin several episodes.
-        return copy.deepcopy(self.parts, {id(_OWNER): target})
-
 
 class _Owner:
     """Placeholder for the environment inside a snapshot, so that a snapshot contains no environment."""
 
 
-_OWNER = _Owner()
+ENVIRONMENT = _Owner()
 
 
 def copy_parts(source: Any, target: object, names: Iterable[str]) -> dict[str, Any]:
     """Deep copies of some attributes of `source`, with references to `source` redirected to `target`.
 
-    If `target` is `source` itself, the references become a placeholder that `Snapshot.thaw` replaces.
+    If `target` is `source` itself, the references become a placeholder (`ENVIRONMENT`), which `ToolEnv.restore` replaces.
     Raises TypeError, naming the attribute, if one cannot be copied.
     """
     # Seeding deepcopy's memo makes references to the environment end at `target` instead of copying it.
-    memo: dict[int, Any] = {id(source): _OWNER if target is source else target}
+    memo: dict[int, Any] = {id(source): ENVIRONMENT if target is source else target}
     parts: dict[str, Any] = {}
     for name in names:
         try:
@@ -74,7 +69,7 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
             results, over = [await env.auser_call(turn)], env.has_finished
         else:
             observation, _, terminated, truncated, _ = await env.astep(turn)
-            results, over = env.unwrapped.last_results, terminated or truncated
+            results, over = env.unwrapped._record.turns[-1].results, terminated or truncated
             answers += [message.content for message in observation if message.role == "tool"]
         if gold and (refused := next((result for result in results if result.error is not None), None)):
             raise UnscorableError(

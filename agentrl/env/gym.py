@@ -1,8 +1,14 @@
 """Importing this registers every environment with Gymnasium: `gymnasium.make("agentrl.env.gym:KeyValue-v0")`.
 
-Gymnasium imports the module before the colon. `import agentrl` itself registers nothing.
+Each is there under its id and (without a namespace) its bare name; a name that is taken is left alone. Gymnasium imports the
+module before the colon. `import agentrl` itself registers nothing.
 """
 
-from agentrl.env.catalog import register_gymnasium
+from gymnasium.envs.registration import register, registry
 
-register_gymnasium()
+from agentrl.env.catalog import list_envs
+
+for _entry in list_envs():
+    for _name in dict.fromkeys((_entry.id, _entry.id.rpartition("/")[2])):
+        if _name not in registry:
+            register(id=_name, entry_point="agentrl.env.catalog:make_env", kwargs={"env_id": _entry.id})

@@ -134,10 +134,6 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
     kind = schema.get("type", "object" if "properties" in schema else "integer")
     if isinstance(kind, list):
         kind = kind[int(rng.integers(len(kind)))]
-    return _of_type(str(kind), schema, rng, root, depth)
-
-
-def _of_type(kind: str, schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> Any:
     if kind == "null":
         return None
     if kind == "boolean":
@@ -145,27 +141,23 @@ def _of_type(kind: str, schema: Mapping[str, Json], rng: np.random.Generator, ro
     if kind in ("integer", "number"):
         return _number(kind, schema, rng)
     if kind == "string":
-        if "pattern" in schema and (made := _text_for_pattern(schema, rng)) is not None:
-            return made
-        low = int(schema.get("minLength", 1))
-        length = int(rng.integers(low, max(low, min(int(schema.get("maxLength", low + 8)), low + 8)) + 1))
-        return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(0, 26, size=length))
-    if kind == "array":
-        return _array(schema, rng, root, depth)
-    return _object(schema, rng, root, depth)
+        return _string(schema, rng)
+    return _array(schema, rng, root, depth) if kind == "array" else _object(schema, rng, root, depth)
 
 
-def _text_for_pattern(schema: Mapping[str, Json], rng: np.random.Generator) -> str | None:
-    """A text that fits the pattern and the lengths; None if no attempt produced one."""
+def _string(schema: Mapping[str, Json], rng: np.random.Generator) -> str:
+    """A text that fits the pattern and the lengths; one of letters if no attempt produced one, or if there is no pattern."""
     low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
-    for _ in range(_TRIES):
+    for _ in range(_TRIES if "pattern" in schema else 0):
         try:
             made = sample_pattern(str(schema["pattern"]), rng)
         except (Unsupported, re.error):
-            return None
+            break
         if low <= len(made) and (high is None or len(made) <= int(high)):
             return made
-    return None
+    low = int(schema.get("minLength", 1))
+    length = int(rng.integers(low, max(low, min(int(schema.get("maxLength", low + 8)), low + 8)) + 1))
+    return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(0, 26, size=length))
 
 
 def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> int | float:
@@ -239,9 +231,6 @@ class MessagesSpace(gymnasium.Space[Observation]):
     """Every list of messages."""
 
     is_np_flattenable = False  # type: ignore[assignment]
-
-    def __init__(self, seed: int | np.random.Generator | None = None) -> None:
-        super().__init__(None, None, seed)
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, list) and all(isinstance(item, Message) for item in x)

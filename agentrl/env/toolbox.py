@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.data.images import MOST_IMAGES, Image
 from agentrl.data.trajectory import Json, ToolCall, ToolResult
-from agentrl.env.call_options import MAX_OUTPUT, Problem, form_error, nearest
+from agentrl.env.call_options import FIELD, MAX_OUTPUT, Problem, nearest
 from agentrl.env.tools import Tool
 from agentrl.env.tools import tool as make_tool
 from agentrl.utils.child_process import Child
@@ -33,24 +33,6 @@ from agentrl.utils.spans import span
 from agentrl.utils.threads import by_size, size_of
 
 # Images in an answer
-
-
-def extract_images(name: str, answer: Any) -> tuple[Any, tuple[Image, ...]]:
-    """The answer with lines in the places of its images, and the images. A list of texts and images is text, line by line.
-
-    Raises EnvError for a Pillow picture that is too large, which is an error in the tool.
-    """
-    found: list[Image | None] = []
-    put = _put(name, answer, found)
-    if not found:
-        return answer, ()
-    texts = isinstance(put, list) and all(isinstance(item, str) for item in put)
-    return "\n".join(put) if texts else put, tuple(image for image in found if image is not None)
-
-
-def with_lines(text: str, images: Sequence[Image]) -> str:
-    """A text that was cut, with the lines that the cut took from it after its end: no image is left out silently."""
-    return "\n".join([text, *dict.fromkeys(image.line for image in images if image.line not in text)])
 
 
 def _put(name: str, item: Any, found: list[Image | None]) -> Any:
@@ -92,15 +74,26 @@ def shape_result(name: str, answer: Any, budget: int, count: CountTokens) -> tup
     """A tool's result, as JSON and as the text within its budget that the model reads; its images, with lines in both."""
     value, images = to_json(name, answer)
     text = fit(to_text(value), budget, count)
-    return value, with_lines(text, images) if images else text, images
+    # The lines that the cut took go after its end: no image is left out silently.
+    lost = dict.fromkeys(image.line for image in images if image.line not in text)
+    return value, "\n".join([text, *lost]), images
 
 
 def to_json(name: str, answer: Any) -> tuple[Json, tuple[Image, ...]]:
-    """The answer as JSON (`parsing.in_json`), and its images. Raises EnvError if a tool returned something that has no JSON form,
-    or whose own methods raise, which is an error in the tool."""
+    """The answer as JSON (`parsing.in_json`) with lines in the places of its images, and these. A list of texts and images is
+    text, line by line.
+
+    Raises EnvError if a tool returned something that has no JSON form, or whose own methods raise, or a Pillow picture that is
+    too large: errors in the tool."""
+    found: list[Image | None] = []
     try:
         with as_value_error():
-            value, images = extract_images(name, answer)
+            value = _put(name, answer, found)
+        if not found:
+            value = answer
+        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+            value = "\n".join(value)
+        images = tuple(image for image in found if image is not None)
         # Not float, which may be NaN or infinite: JSON has neither.
         return (value if value is None or type(value) in (str, bool) else in_json(value)), images
     except ValueError as problem:
@@ -186,40 +179,33 @@ class Toolbox:
 
     def __init__(
         self,
-        tools: Iterable[Tool | Callable[..., Any]] = (),
+        tools: Iterable[Tool | Callable[..., Any]] | Mapping[str, Tool] = (),
         *,
         owner: object | None = None,
         hidden: Mapping[str, Any] = _NOTHING,
         count_tokens: CountTokens = estimate_tokens,
         max_output: int = MAX_OUTPUT,
     ) -> None:
-        """`hidden`: values of Hidden parameters by name. `owner` may have a method `error_text` (see `ToolEnv`). Raises TypeError
-        for an invalid or duplicate tool."""
-        self.table: Mapping[str, Tool] = {}
+        """`tools`: in order, or a table that many episodes share, which is never changed. `hidden`: values of Hidden parameters
+        by name. `owner` may have a method `error_text` (see `ToolEnv`). Raises TypeError for an invalid or duplicate tool."""
+        self.table: Mapping[str, Tool] = tools if isinstance(tools, Mapping) else {}
         self._owner = owner
         self._count = count_tokens
         self.waiting: list[Waiting] = []
         self.hidden = hidden
         self.max_output = max_output
         self.unlisted: Mapping[str, Tool] = {}
-        for item in tools:
+        for item in () if isinstance(tools, Mapping) else tools:
             self.add(item)
-
-    @classmethod
-    def shared(cls, tools: Mapping[str, Tool], owner: object, count_tokens: CountTokens) -> Toolbox:
-        """A toolbox over an existing table that many episodes share; the table itself is never changed."""
-        box = cls(owner=owner, count_tokens=count_tokens)
-        box.table = tools
-        return box
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Toolbox:
         """The same tools, bound to the copy of the owner."""
         tools = self.table
         if any(item.bound for item in tools.values()):
             tools = {name: copy.deepcopy(item, memo) for name, item in tools.items()}
-        box = Toolbox.shared(tools, memo.get(id(self._owner), self._owner), self._count)
-        box.hidden = copy.deepcopy(dict(self.hidden), memo)  # they may be parts of the episode
-        box.max_output = self.max_output
+        hidden = copy.deepcopy(dict(self.hidden), memo)  # they may be parts of the episode
+        owner, count = memo.get(id(self._owner), self._owner), self._count
+        box = Toolbox(tools, owner=owner, hidden=hidden, count_tokens=count, max_output=self.max_output)
         box.unlisted = copy.deepcopy(self.unlisted, memo) if any(t.bound for t in self.unlisted.values()) else self.unlisted
         return box
 
@@ -312,7 +298,7 @@ class Toolbox:
         results: list[ToolResult] = []
         batch: list[ToolCall] = []
         for call in calls:
-            item = self._find(call.name)
+            item = self.table.get(call.name) or self.unlisted.get(call.name)
             if item is None or item.options.parallel:
                 batch.append(call)
                 continue
@@ -334,13 +320,10 @@ class Toolbox:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _find(self, name: str) -> Tool | None:
-        return self.table.get(name) or self.unlisted.get(name)
-
     def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Problem:
         if call.arguments is None:
             return Problem("malformed_call", call.error or "the call is not valid JSON")
-        item = self._find(call.name)
+        item = self.table.get(call.name) or self.unlisted.get(call.name)
         if item is None:
             return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self.table))}")
         try:
@@ -386,10 +369,12 @@ class Toolbox:
     def refusal(self, call: ToolCall, problem: Problem) -> str:
         """Text that the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the
         keys "error" and "message". The message is cut to the tool's budget."""
-        item = self._find(call.name)
+        item = self.table.get(call.name) or self.unlisted.get(call.name)
         cut = replace(problem, message=fit(problem.message, self._budget(item), self._count))
         if item is not None and item.options.error is not None:
-            return form_error(item.options.error, item.name, cut)
+            message = json.dumps(cut.message, ensure_ascii=False)
+            values = {"message": cut.message, "json": message, "error": cut.kind, "tool": item.name}
+            return FIELD.sub(lambda field: values[field[1]], item.options.error)
         own: Callable[[ToolCall, Problem], str] | None = getattr(self._owner, "error_text", None)
         return error_text(cut.kind, cut.message) if own is None else own(call, cut)
 
@@ -406,6 +391,7 @@ async def _invoke_tool(item: Tool, owner: object | None, values: Mapping[str, An
         str(fault)  # which may raise as well, then here
         raise
     except Exception as fault:
-        if not item.options.answers_errors:
+        options = item.options
+        if options.on_error == "stop" or (options.on_error is None and options.check == "strict"):
             raise
         raise ToolError(str(fault)) from fault

@@ -83,30 +83,23 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
             hidden.append(parameter.name)
             continue
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-        # The alias is the argument's name; the field's own name (see _model) is never visible.
+        # The alias is the argument's name; the field's own name (see below) is never visible.
         info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
         fields[parameter.name] = (hint, info)
-    model = _model(function, fields)
-    try:
-        schema = plain_schema(model.model_json_schema(by_alias=True))
-    except (PydanticUserError, TypeError) as problem:
-        raise ToolSchemaError(f"tool {function.__name__}: no JSON Schema for its parameters: {problem}") from problem
-    return Signature(summary, schema, tuple(hidden), _converter(model, fields), _loose_converter(fields))
-
-
-def _model(function: Callable[..., Any], fields: Mapping[str, Any]) -> type[BaseModel]:
     # The prefix keeps names such as `schema`, `copy` or `_x` out of pydantic's way.
     renamed: dict[str, Any] = {f"{_PREFIX}{name}": field for name, field in fields.items()}
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
     try:
-        return create_model(f"{function.__name__}_arguments", __config__=config, **renamed)
-    except (PydanticSchemaGenerationError, PydanticUserError) as problem:
+        model = create_model(f"{function.__name__}_arguments", __config__=config, **renamed)
+        schema = plain_schema(model.model_json_schema(by_alias=True))
+    except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as problem:
         raise ToolSchemaError(f"tool {function.__name__}: no JSON form for its parameters: {problem}") from problem
     except SchemaError as problem:  # a pattern or a bound
         said, of = str(problem), re.search(rf'Field "{_PREFIX}(\w+)"', str(problem))
         place = f"parameter {of[1]!r}" if of else "its parameters"
         why = re.sub(r"^\s*(\w*Error|error): ", "", said.splitlines()[-1])
         raise ToolSchemaError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
+    return Signature(summary, schema, tuple(hidden), _converter(model, fields), _loose_converter(fields))
 
 
 def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:

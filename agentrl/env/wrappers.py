@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -159,22 +158,8 @@ class TurnLimit(ToolWrapper):
 # Other wrappers
 
 
-class _ChangesTools(ToolWrapper):
-    """Base class of wrappers that change the tools of every episode, right after its reset."""
-
-    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
-        observation, info = await self.env.areset(seed=seed, options=options)
-        self._change_tools()
-        # The record was made with the environment's own tools, and a spec checks calls against what it says.
-        self.trajectory.tools = self.toolbox.schemas()
-        return observation, info
-
-    @abstractmethod
-    def _change_tools(self) -> None: ...
-
-
 @WRAPPERS.register("tool_subset")
-class ToolSubset(_ChangesTools):
+class ToolSubset(ToolWrapper):
     """Only some of the environment's tools."""
 
     def __init__(self, env: ToolEnv, names: Sequence[str] | Set[str]) -> None:
@@ -182,16 +167,20 @@ class ToolSubset(_ChangesTools):
         super().__init__(env)
         self.names = frozenset(names)
 
-    def _change_tools(self) -> None:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
+        result = await self.env.areset(seed=seed, options=options)
         for name in sorted(self.names):
             if name not in self.toolbox:
                 hint = nearest(name, list(self.toolbox.names))
                 raise ConfigError(f"ToolSubset: {self.id} has no tool {name!r}; {hint}")
         self.toolbox.table = {k: v for k, v in self.toolbox.table.items() if k in self.names}
+        # The record was made with the environment's own tools, and a spec checks calls against what it says.
+        self.trajectory.tools = self.toolbox.schemas()
+        return result
 
 
 @WRAPPERS.register("tool_faults", traits={"chance_faults"})
-class ToolFaults(_ChangesTools):
+class ToolFaults(ToolWrapper):
     """A share of the calls fails with an error message, without running the tool.
 
     Which calls fail depends only on `seed`, the task, the turn and the arguments, so that a replay has the
@@ -207,10 +196,12 @@ class ToolFaults(_ChangesTools):
             raise ValueError(f"ToolFaults: rate = {rate}; expected a share from 0 to 1")
         self.rate, self.seed, self.message = rate, seed, message
 
-    def _change_tools(self) -> None:
+    async def areset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> ResetResult:
+        result = await self.env.areset(seed=seed, options=options)
         for item in list(self.toolbox):
             base = (item.function, item.name, item.options, item.method, item.signature)
             self.toolbox.replace(_Flaky(*base, item=item, rate=self.rate, seed=self.seed, message=self.message))
+        return result
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any, Self, cast, get_args
 
 from agentrl.config.schema import McpServerConfig
 from agentrl.contrib.mcp.client import McpSource
+from agentrl.contrib.toolkit.taskdata import CALL_SCHEMA, TaskSet, load_tasks
 from agentrl.data.trajectory import Blame, Json, StopReason
 from agentrl.env import Message, Snapshot, Task, Tool, ToolCall, ToolEnv
 from agentrl.env.spaces import run_sync
-from agentrl.env.taskdata import CALL_SCHEMA, TaskSet, load_tasks
 from agentrl.env.toolbox import as_text
 from agentrl.utils.errors import ConfigError, EnvError, ToolError
 from agentrl.utils.event_loop import within

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.contrib.toolkit.chat_forms import declaration
+from agentrl.contrib.toolkit.taskdata import TaskSet, load_tasks
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Options, Task, Tool, ToolCall, ToolEnv
-from agentrl.env.taskdata import TaskSet, load_tasks
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.search_path import function_named
 

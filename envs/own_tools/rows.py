@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.contrib.offline.layouts import Chat, messages_of
-from agentrl.contrib.toolkit.chat_forms import declaration
-from agentrl.data.chat_forms import FormError, pair_results, parse_field, without_padding
+from agentrl.contrib.toolkit.chat_forms import declaration, without_padding
+from agentrl.contrib.toolkit.taskdata import CALL_SCHEMA, Row
+from agentrl.data.chat_forms import FormError, pair_results, parse_field
 from agentrl.data.trajectory import Json, Message
 from agentrl.env.call_options import Check, compile_validator
-from agentrl.env.taskdata import CALL_SCHEMA, Row
 from agentrl.utils.errors import BadRowError, ConfigError, TaskDataError, did_you_mean
 
 ANSWER: dict[str, Json] = {

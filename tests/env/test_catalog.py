@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import subprocess
@@ -18,7 +19,6 @@ from agentrl.env.catalog import (
     find_reward,
     find_tools,
     list_envs,
-    register_gymnasium,
 )
 from agentrl.utils.errors import CatalogError
 from agentrl.utils.search_path import shelves
@@ -175,14 +175,18 @@ def test_entry_points_of_other_packages(here: Path, tmp_path: Path) -> None:
 def test_gymnasium_make_by_module_and_by_id(here: Path) -> None:
     import gymnasium
 
+    import agentrl.env.gym
+
     for name in ("agentrl.env.gym:KeyValue-v0", "agentrl.env.gym:agentrl/KeyValue-v0"):
         env = gymnasium.make(name, scorer=None, calls=2)
         assert env.unwrapped.id == "agentrl/KeyValue-v0"
         assert env.spec is not None and env.spec.to_json()
         env.reset(seed=0)
-    register_gymnasium()
+    importlib.reload(agentrl.env.gym)  # the shelf has an environment more now
+    made = gymnasium.registry["My/Hello-v0"]
     assert gymnasium.make("My/Hello-v0", scorer=None).reset(seed=0)[0][0].content == "hello"
-    assert register_gymnasium() == []
+    importlib.reload(agentrl.env.gym)
+    assert gymnasium.registry["My/Hello-v0"] is made
     gymnasium.registry.pop("My/Hello-v0")
     gymnasium.registry.pop("Hello-v0")
 

@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter
 from agentrl.env import Tool
 from agentrl.env.call_options import compile_validator
 from agentrl.env.spaces import Unsupported, sample_arguments, sample_pattern, sample_value
-from agentrl.env.taskdata import load_tasks
+from agentrl.contrib.toolkit.taskdata import load_tasks
 from agentrl.render.tool_calls import object_rules, typed_value
 from agentrl.utils.errors import TaskDataError
 from agentrl.utils.schemas import with_nulls

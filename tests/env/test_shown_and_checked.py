@@ -130,7 +130,7 @@ def test_the_limit_of_a_config_goes_before_the_class_and_reaches_a_server_and_a_
         Asked.of({"id": "key_value", "max_output": "x"})
     env = Scored()
     env.toolbox.max_output = 64
-    twin: Any = env.scorer._build()  # type: ignore[union-attr]
+    twin: Any = env.scorer.replay_env(env.make_task(0, "train"))  # type: ignore[union-attr]
     assert twin.toolbox.max_output == 64
 
 

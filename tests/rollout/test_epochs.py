@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agentrl.config import Choice, RolloutConfig
+from agentrl.contrib.toolkit.taskdata import load_tasks
 from agentrl.data.trajectory import Group
 from agentrl.env.catalog import EnvRef
-from agentrl.env.taskdata import load_tasks
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.collector import Collector

@@ -20,7 +20,7 @@ from agentrl.contrib.offline.text_calls import (
     tagged_results,
     thoughts,
 )
-from agentrl.contrib.toolkit.chat_forms import Declaration, calls_of, declarations, is_thought, result_of
+from agentrl.contrib.toolkit.chat_forms import Declaration, calls_of, declarations, is_thought, result_of, without_padding
 from agentrl.data.chat_forms import (
     REASONING,
     FormError,
@@ -29,7 +29,6 @@ from agentrl.data.chat_forms import (
     parse_field,
     reasoning_of,
     thought_of,
-    without_padding,
 )
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.utils.errors import BadRowError

@@ -18,9 +18,9 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
+from agentrl.contrib.toolkit.taskdata import held_out_families
 from agentrl.data.trajectory import Json, Task
 from agentrl.env.address import DRIVER_SOURCES, SOURCES, module_folder
-from agentrl.env.authoring import held_out_families
 from agentrl.env.official import WHOLE, Benchmark
 from agentrl.utils.errors import ConfigError, TaskDataError, did_you_mean
 from agentrl.utils.files import atomic_write, file_sha256

@@ -19,7 +19,7 @@ ENV = """
 from pathlib import Path
 
 from agentrl.env import Message, ToolEnv
-from agentrl.env.taskdata import load_tasks
+from agentrl.contrib.toolkit.taskdata import load_tasks
 
 
 class Sheet(ToolEnv):

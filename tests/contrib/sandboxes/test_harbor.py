@@ -14,9 +14,9 @@ from agentrl.contrib.sandboxes.bubblewrap import BubblewrapSandbox
 from agentrl.contrib.sandboxes.contract import SANDBOXES
 from agentrl.contrib.sandboxes.local import LocalSandbox
 from agentrl.contrib.suites.suite import read_record
+from agentrl.contrib.toolkit.taskdata import held_out_families
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
-from agentrl.env.authoring import held_out_families
 from agentrl.env.catalog import find_env, make_env
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject

@@ -11,8 +11,9 @@ import pytest
 from agentrl.cli.main import build_parser
 from agentrl.cluster.ray_cluster import shipped_env
 from agentrl.contrib.suites.suite import SuiteEnv, SuiteTask, by_split, read_record, record_file
+from agentrl.contrib.toolkit.taskdata import held_out_families
 from agentrl.env.address import DRIVER_SOURCES
-from agentrl.env.authoring import content_split, held_out_families
+from agentrl.env.authoring import content_split
 from agentrl.env.catalog import EnvRef, find_env
 from agentrl.run.digests import suite_env
 from agentrl.utils.errors import CatalogError, ConfigError, TaskDataError, UserError

@@ -12,8 +12,8 @@ from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchang
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.contrib.offline.layouts import openai_chat, preference
 from agentrl.contrib.offline.prepare import render_chat
-from agentrl.contrib.toolkit.chat_forms import calls_of, declaration, declarations, from_annotation
-from agentrl.data.chat_forms import FormError, without_padding
+from agentrl.contrib.toolkit.chat_forms import calls_of, declaration, declarations, from_annotation, without_padding
+from agentrl.data.chat_forms import FormError
 from agentrl.data.trajectory import Message
 from agentrl.env import tool
 from agentrl.env.catalog import make_env

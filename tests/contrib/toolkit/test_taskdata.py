@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.contrib.toolkit.taskdata import ROW_SCHEMA, TaskSet, held_out_families, load_tasks
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.env.authoring import held_out_families
-from agentrl.env.taskdata import ROW_SCHEMA, TaskSet, load_tasks
 from agentrl.utils.errors import TaskDataError
 from tests.conftest import examples
 
@@ -209,7 +208,7 @@ def test_an_environment_over_a_file(tmp_path: Path) -> None:
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 2**60))
 @settings(max_examples=examples(100), deadline=None)
 def test_every_seed_has_a_task(weights: list[float], seed: int) -> None:
-    from agentrl.env.taskdata import Row
+    from agentrl.contrib.toolkit.taskdata import Row
 
     rows = [Row("x", str(n), "train", weight, {}, {}) for n, weight in enumerate(weights)]
     assert TaskSet("x", {"train": rows}).task(seed, "train").id in {r.id for r in rows}

@@ -8,16 +8,16 @@ import bisect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.chat_forms import without_padding
+from agentrl.contrib.toolkit.chat_forms import without_padding
 from agentrl.data.trajectory import Json, Task
-from agentrl.env.authoring import content_split, held_out_families, task_rng
+from agentrl.env.authoring import content_split, task_rng
 from agentrl.env.call_options import nearest
 from agentrl.utils.errors import DependencyError, TaskDataError, fault_text
 from agentrl.utils.files import decode_text
@@ -289,3 +289,20 @@ def _check_apart(rows: Sequence[Row]) -> None:
         same = by_content.setdefault(content, row)
         if same.split != row.split:
             raise TaskDataError(f"{row.where}: field data: this {row.split} task is also a {same.split} task ({same.where})")
+
+
+# Held-out splits by task family: a family of tasks is held out whole, or not at all.
+#
+# Tasks of one family (a category, a domain, a template that only names differ in) are near to each other, so that a random
+# split of tasks measures memory as well as skill.
+
+
+def held_out_families(names: Iterable[str]) -> frozenset[str]:
+    """The families that are held out, by a hash of each one's name: those that `content_split` names, an eighth on average,
+    and at least an eighth (rounded down) and one of several: those with the least hashes. Never all, and not a single one. A
+    family that is held out by its hash alone stays so whatever families are added."""
+    known = sorted(set(names), key=lambda name: (blake2b(name.encode(), digest_size=4).digest(), name))
+    if len(known) < 2:
+        return frozenset()
+    by_hash = sum(content_split(name) == "heldout" for name in known)  # the first so many: the order is that of its hash
+    return frozenset(known[: min(max(by_hash, len(known) // 8, 1), len(known) - 1)])
