@@ -8,14 +8,14 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from agentrl.data.trajectory import Json, Message
+from agentrl.data.trajectory import Message
 from agentrl.utils.errors import ModelError, RenderError
 from agentrl.utils.threads import LONG_TEXT, by_size
 
@@ -42,7 +42,17 @@ def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, To
     spec["added_tokens"] = [entry for entry in spec["added_tokens"] if entry["content"] not in control]
     # They are made for whole texts: each piece would get a begin token, or be cut.
     spec["post_processor"] = spec["truncation"] = spec["padding"] = None
-    spec["model"]["vocab"] = _unspellable(spec["model"], control)
+    # Control tokens get names that no text contains: a unigram model matches a piece anywhere in a text. (In a BPE model a piece
+    # that no merge produces matches only as a whole word.)
+    model, secret = spec["model"], secrets.token_hex(16)
+    vocab = model.get("vocab")
+    if isinstance(vocab, list):
+        model["vocab"] = [[f"{secret}{i}" if piece in control else piece, score] for i, (piece, score) in enumerate(vocab)]
+    elif isinstance(vocab, dict):
+        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
+        # Pieces that a merge uses keep their names: the tokenizers library refuses merges of unknown pieces.
+        hidden = control - {piece for pair in pairs for piece in (*pair, "".join(pair))} - {model.get("unk_token")}
+        model["vocab"] = {f"{secret}{number}" if piece in hidden else piece: number for piece, number in vocab.items()}
     made: dict[str, Tokenizer] = {}  # a large vocabulary takes a second to build, so equal places share one
     result: dict[Place, Tokenizer] = {}
     for place in Place:
@@ -52,22 +62,6 @@ def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, To
             made[key] = Tokenizer.from_str(json.dumps({**spec, **parts}))
         result[place] = made[key]
     return result
-
-
-def _unspellable(model: dict[str, Any], control: frozenset[str]) -> Any:
-    """The model's vocabulary with control tokens renamed to strings that no text contains: a unigram model matches
-    a piece anywhere in a text. (In a BPE model a piece that no merge produces matches only as a whole word.)"""
-    vocab = model.get("vocab")
-    secret = secrets.token_hex(16)
-    if isinstance(vocab, list):
-        return [[f"{secret}{i}" if piece in control else piece, score] for i, (piece, score) in enumerate(vocab)]
-    if not isinstance(vocab, dict):
-        return vocab
-    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
-    # Pieces that a merge uses keep their names: the tokenizers library refuses merges of unknown pieces.
-    kept = {piece for pair in pairs for piece in (*pair, "".join(pair))} | {model.get("unk_token")}
-    hidden = control - kept
-    return {f"{secret}{number}" if piece in hidden else piece: number for piece, number in vocab.items()}
 
 
 def _at_place(part: Any, place: Place) -> Any:
@@ -121,7 +115,7 @@ class Codec:
             for entry in entries.values()
             if entry.special or (entry.content in template and not entry.content.isspace())
         )
-        self._special = {entry.content for entry in entries.values() if entry.special}
+        self.special = {entry.content for entry in entries.values() if entry.special}
         self._strip_after = {entry.content for entry in entries.values() if entry.rstrip}
         self._strip_before = {entry.content for entry in entries.values() if entry.lstrip}
         # The unknown token is what ordinary text may become, and it ends no turn.
@@ -157,37 +151,24 @@ class Codec:
         text = "".join(run)
         return ids + self._ordinary(text.lstrip() if strip else text, after)
 
-    def place_after(self, text: str) -> Place:
-        """The place of a piece that comes after `text`, which the template wrote."""
-        if not text:
-            return Place.START
-        return Place.TOKEN if any(text.endswith(token) for token in self.added) else Place.TEXT
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, with control tokens by name; an id that the tokenizer does not have is a replacement character."""
-        text, known = "", []
-        for number in ids:
+        text, known = "", list[int]()
+        for number in (*ids, None):
             # Ids are u32 there: others raise an OverflowError, and what was sampled must always be readable.
-            if 0 <= number < 2**32 and self._full.id_to_token(number) is not None:
+            if number is not None and 0 <= number < 2**32 and self._full.id_to_token(number) is not None:
                 known.append(number)
-            else:
-                text += self._decode(known) + REPLACEMENT
-                known = []
-        return text + self._decode(known)
-
-    def mark(self, text: str) -> str:
-        """Form of special tokens in a grammar: special tokens by number, since no text matches them."""
-        return f"<[{self.added[text]}]>" if text in self._special else json.dumps(text)
+                continue
+            if len(known) >= LONG_TEXT:  # of a batch, as in `_encode`: other threads run meanwhile
+                text += str(self._full.decode_batch([known], skip_special_tokens=False)[0])
+            elif known:
+                text += str(self._full.decode(known, skip_special_tokens=False))
+            text, known = text if number is None else text + REPLACEMENT, []
+        return text
 
     def piece(self, number: int) -> str:
         """The name of an id in the vocabulary; empty if the tokenizer does not have it."""
         return (self._full.id_to_token(number) or "") if 0 <= number < 2**32 else ""
-
-    def _decode(self, ids: list[int]) -> str:
-        # As in `_encode`: of a batch, other threads run meanwhile.
-        if len(ids) >= LONG_TEXT:
-            return str(self._full.decode_batch([ids], skip_special_tokens=False)[0])
-        return str(self._full.decode(ids, skip_special_tokens=False)) if ids else ""
 
     def _ordinary(self, text: str, after: Place) -> list[int]:
         if not text:
@@ -210,133 +191,6 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
         return ids
     of_batch: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return of_batch
-
-
-# A turn's text while it is sampled: as much of it as is settled, whatever comes next. A character of which only some bytes were
-# sampled, white space that may end the turn, and what may begin a tool call are held until more is known. Calls are read from
-# whole turns only, so nothing after the first one is told before the turn is over.
-
-_LONGEST_CHARACTER = 32  # ids, with those of a joined emoji
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-
-
-class TurnReader:
-    """Reads a turn's ids in order. This one settles nothing before the turn is over, which is right for any renderer."""
-
-    def read(self, token_ids: Sequence[int]) -> str:
-        """Text that the next ids add to the result of `parse` at the beginning of the turn's content, however it goes on."""
-        return ""
-
-
-class SettledText:
-    """The text of ids that come one after the other, in pieces that together are the text of all."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self._told: list[int] = []  # the ids of the last piece, without which the next ones may decode otherwise
-        self._new: list[int] = []
-        self._tried = 0
-
-    def read(self, token_ids: Sequence[int]) -> str:
-        """The next piece; empty while a character is incomplete."""
-        self._new += token_ids
-        # Bytes that stand for themselves are read together: those before may still turn out to be no characters.
-        if not self._new or _BYTE.fullmatch(self._codec.piece(self._new[-1])):
-            return ""
-        # Ids that never make a whole character are tried again only once they are twice as many.
-        if len(self._new) < 2 * self._tried:
-            return ""
-        before, text = self._codec.decode(self._told), self._codec.decode([*self._told, *self._new])
-        if text.endswith(REPLACEMENT) or not text.startswith(before):
-            self._tried = len(self._new) if len(self._new) > _LONGEST_CHARACTER else 0
-            return ""
-        self._told, self._new, self._tried = self._new, [], 0
-        return text[len(before) :]
-
-
-class ProseReader(TurnReader):
-    """For turns in which an optional reasoning between marks comes first, and calls begin with one of some marks."""
-
-    def __init__(
-        self,
-        codec: Codec,
-        frame: tuple[str, str],
-        ends: Sequence[str],
-        *,
-        last: Sequence[int] = (),
-        thinking: bool = False,
-        thinks: Callable[[Sequence[int]], bool] = lambda ids: True,
-    ) -> None:
-        """`frame`: the marks around a reasoning; `ends`: texts from which on nothing is settled (of calls, stop strings).
-        `last`: ids after which nothing is. `thinking`: the turn begins within the reasoning. `thinks`: whether the mark of a
-        reasoning that is in the text of these ids is one, and no text that only looks like it."""
-        self._text = SettledText(codec)
-        self._open, self._close = frame
-        self._ends, self._last = [end for end in ends if end], frozenset(last)
-        self._thinks = thinks
-        self._ids: list[int] = []
-        self._pending = ""
-        self._state: Literal["beginning", "thinking", "prose", "silent"] = "thinking" if thinking else "beginning"
-        self._said = False
-        self._blanks: list[str] = []
-        self._blank_ends = any(letter.isspace() for end in self._ends for letter in end)
-
-    def read(self, token_ids: Sequence[int]) -> str:
-        over = next((place for place, number in enumerate(token_ids) if number in self._last), None)
-        told = self._next(token_ids[:over])
-        if over is not None:
-            self._state = "silent"
-        return told
-
-    def _next(self, token_ids: Sequence[int]) -> str:
-        if self._state == "silent":
-            return ""
-        if self._state != "prose":
-            self._ids += token_ids
-        piece = self._text.read(token_ids)
-        may_wait = not self._blank_ends and (not self._pending or self._pending.isspace())
-        if piece.isspace() and self._state == "prose" and may_wait:
-            self._blanks.append(piece)  # put together once: each read would look through all of them again
-            return ""
-        self._pending += "".join(self._blanks) + piece
-        self._blanks.clear()
-        if self._state == "beginning":
-            self._pending = head = self._pending.lstrip()
-            if not head or (len(head) < len(self._open) and self._open.startswith(head)):
-                return ""
-            if not head.startswith(self._open):
-                self._state = "prose"
-            else:
-                self._pending, self._state = head.removeprefix(self._open), "thinking" if self._thinks(self._ids) else "silent"
-        if self._state == "thinking":
-            before, mark, self._pending = self._pending.partition(self._close)
-            if not mark:
-                self._pending = before[-len(self._close) :]
-                return ""
-            self._state = "prose" if self._thinks(self._ids) else "silent"
-        return self._prose() if self._state == "prose" else ""
-
-    def _prose(self) -> str:
-        if not self._said:
-            self._pending = self._pending.lstrip()
-        found = [at for end in self._ends if (at := self._pending.find(end)) >= 0]
-        if found:
-            self._state = "silent"
-            return self._pending[: min(found)].rstrip()
-        # What is blank may be stripped, and what begins like an end may become one.
-        cut = min((_partial(self._pending, end) for end in self._ends), default=len(self._pending))
-        told = self._pending[:cut].rstrip()
-        self._pending = self._pending[len(told) :]
-        self._said = self._said or bool(told)
-        return told
-
-
-def _partial(text: str, end: str) -> int:
-    """Start of the longest beginning of `end` that `text` ends with."""
-    for length in range(min(len(end) - 1, len(text)), 0, -1):
-        if text.endswith(end[:length]):
-            return len(text) - length
-    return len(text)
 
 
 # The renderer contract
@@ -374,6 +228,13 @@ class Renderer(ABC):
 
     tools_need_system = False
     """Whether tools are shown only in prompts that begin with a system message."""
+    syntax: str = ""
+    """Name of the syntax of its calls (render/syntaxes.py), or another one. If it is empty, turns have none of these three:"""
+    codec: Codec
+    frame: Marks = THINK
+    """The marks around the reasoning of a turn."""
+    in_reasoning: bool = False
+    """Whether a turn begins within the reasoning, without its opening mark."""
 
     @property
     @abstractmethod
@@ -417,9 +278,9 @@ class Renderer(ABC):
         """
         return True
 
-    def reader(self, stops: Sequence[str] = ()) -> TurnReader:
-        """Reads one turn while it is sampled, which one of the texts `stops` may end."""
-        return TurnReader()
+    def spells_nothing(self, token_ids: Sequence[int]) -> bool:
+        """Return True unless text in sampled ids only looks like the control tokens by which `parse` divides a turn."""
+        return True
 
     async def astart(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """`start`, without holding up the event loop: long texts are rendered in a thread."""
@@ -432,19 +293,6 @@ class Renderer(ABC):
     async def aparse(self, token_ids: Sequence[int], finish: str) -> Message:
         """`parse`, likewise."""
         return await by_size(CHARACTERS_PER_TOKEN * len(token_ids), self.parse, token_ids, finish)
-
-    def grammar(
-        self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
-    ) -> str:
-        """The grammar (`Sampling.grammar`) of a turn that is JSON which fits `schema`, if that is not None, or calls of
-        `tools`: one, or one or more if `several`; `reasons`: after a reasoning, if it likes. Raises RenderError if none is known
-        for this renderer's turns."""
-        raise RenderError(f"{type(self).__name__} knows no grammar of its turns")
-
-    @property
-    def call_end(self) -> str:
-        """The text that ends a call; empty if the syntax has none."""
-        return ""
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
         """The renderer for an episode that offers these tools (function schemas). It differs only if the

@@ -7,17 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.data.trajectory import Json, Message
-from agentrl.render.base import THINK, Codec, Markup, Place, ProseReader, Renderer, TurnReader
+from agentrl.data.trajectory import Message
+from agentrl.render.base import THINK, Codec, Markup, Place, Renderer
 from agentrl.render.tool_calls import (
     CLOSE,
     OPEN,
-    hermes_rules,
-    json_rules,
     name_cut,
     parse_tool_calls,
     render_tool_calls,
-    turn_grammar,
 )
 from agentrl.utils.errors import ConfigError, ModelError, RenderError, did_you_mean
 from agentrl.utils.files import read_text
@@ -103,13 +100,15 @@ _CLOSE_TURN = Markup(f"{END}\n")
 class ChatML(Renderer):
     """Renders the format above, with the same tokens as `apply_chat_template` of `CHATML_TEMPLATE`."""
 
+    syntax = "hermes"
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ModelError if the tokenizer lacks a ChatML control token."""
-        self._codec = Codec(tokenizer)
+        self.codec = Codec(tokenizer)
         for token in (START, END):
-            if token not in self._codec.added:
+            if token not in self.codec.added:
                 raise ModelError(f"ChatML needs the added token {token!r}, which the tokenizer does not have")
-        self._end = self._codec.added[END]
+        self._end = self.codec.added[END]
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -125,42 +124,27 @@ class ChatML(Renderer):
                 listing += f" {tool['function']['name']}({', '.join(names)})"
             first = [message.content for message in messages[:1] if message.role == "system"]
             messages = [Message("system", "\n".join([*filter(None, first), listing])), *messages[len(first) :]]
-        return self._codec.encode(*_turns(messages), _OPEN_TURN, after=Place.START)
+        return self.codec.encode(*_turns(messages), _OPEN_TURN, after=Place.START)
 
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         if any(message.role == "assistant" for message in messages):
             raise RenderError("an assistant turn is sampled, never appended as a message")
         # A turn cut by a budget has no end token in its sampled ids, so the suffix supplies it.
         close = Markup("\n") if finish == "stop" else _CLOSE_TURN
-        return self._codec.encode(close, *_turns(messages), _OPEN_TURN)
+        return self.codec.encode(close, *_turns(messages), _OPEN_TURN)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         # A cut turn may end in any token, which is then part of its text.
         ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] == self._end else token_ids
-        reasoning, text = THINK.split(self._codec.decode(ids))
+        reasoning, text = THINK.split(self.codec.decode(ids))
         content, calls = parse_tool_calls(text)
         return Message("assistant", content, name_cut(calls) if finish == "length" else calls, reasoning=reasoning)
-
-    def reader(self, stops: Sequence[str] = ()) -> TurnReader:
-        return ProseReader(self._codec, (THINK.open, THINK.close), (OPEN, *stops), last=self.stop_token_ids)
-
-    def grammar(
-        self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
-    ) -> str:
-        mark = self._codec.mark
-        rules = [json_rules(schema)] if schema is not None else []
-        rules += [hermes_rules(tools, several, mark)] if tools else []
-        return turn_grammar(rules, THINK, mark, thinking=False, reasons=reasons)
-
-    @property
-    def call_end(self) -> str:
-        return CLOSE
 
     def assistant(self, message: Message) -> list[int]:
         if message.role != "assistant":
             raise RenderError(f"expected an assistant's message, got one of role {message.role!r}")
         # Without the newline after END, as a policy samples it: `extend` adds that one.
-        return self._codec.encode(*_body(message), Markup(END), after=Place.TEXT)
+        return self.codec.encode(*_body(message), Markup(END), after=Place.TEXT)
 
 
 def _turns(messages: Sequence[Message]) -> list[str]:

@@ -65,16 +65,22 @@ def choice_of(answer: Any) -> Any:
 def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
     """Text of an answer, or of its refusal, the reasoning before it, and its calls, whose ids are their numbers in it."""
     # Late: who asks no API needs no parser.
-    from agentrl.render.tool_calls import call_of_api
+    from agentrl.render.tool_calls import call_from_json, malformed_call, whole_json
 
-    calls = tuple(call_of_api(item, place) for place, item in enumerate(message.tool_calls or ()))
+    calls: list[ToolCall] = []
+    for place, item in enumerate(message.tool_calls or ()):
+        call_id, text, name = f"call_{place}", item.function.arguments or "{}", item.function.name
+        try:
+            calls.append(call_from_json({"name": name, "arguments": whole_json(text)}, call_id, text))
+        except ValueError as problem:
+            calls.append(malformed_call(call_id, text, f"not valid JSON: {problem}", name or ""))
     row = message.model_dump(exclude_none=True)
     row = {**(row.get("provider_specific_fields") or {}), **row}
     reasoning = next((row[name] for name in _REASONING if isinstance(row.get(name), str)), None)
     if reasoning is None:
         blocks = [str(block["thinking"]) for block in row.get("thinking_blocks") or () if block.get("thinking")]
         reasoning = "\n".join(blocks) or None
-    return message.content or row.get("refusal") or "", reasoning, calls
+    return message.content or row.get("refusal") or "", reasoning, tuple(calls)
 
 
 def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str, Json]:

@@ -12,17 +12,13 @@ from agentrl.render.tool_calls import (
     CLOSE,
     MOST_CALLS,
     OPEN,
-    ForTools,
     Parsed,
-    Parser,
     Syntax,
     blocks,
     broken_call,
     broken_end,
     call_from_json,
     closed_blocks,
-    hermes_rules,
-    llama_rules,
     malformed_call,
     parse_tool_calls,
     render_tool_calls,
@@ -45,8 +41,26 @@ def parse_deepseek(text: str) -> Parsed:
     fence of ```json, each call for itself; the tokens around all calls are dropped."""
 
     def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
+        begin = start + len(_BEGIN)
+        following = text.find(_BEGIN, begin)
+        limit = following if following >= 0 else len(text)
         try:
-            name, value, end = _body(text, start + len(_BEGIN))
+            separator = text.find(_SEP, begin, limit)
+            if separator < 0:
+                raise ValueError(f"expected {_SEP}")
+            name, begin = text[begin:separator].strip(), separator + len(_SEP)
+            line = text.find("\n", begin, limit)
+            fenced = line >= 0 and text.startswith(_FENCE, line)
+            if fenced:
+                name, begin = text[begin:line].strip(), line + len(_FENCE)
+            try:
+                value, end = strict_json(text, begin)
+            except ValueError as problem:
+                raise ValueError(f"not valid JSON: {problem}") from None
+            end = skip_blanks(text, end)
+            if fenced and not text.startswith(_FENCE_END, end):
+                raise ValueError("expected ``` after the arguments")
+            end = skip_blanks(text, end + len(_FENCE_END)) if fenced else end
             if not text.startswith(_END, end):
                 raise ValueError(f"expected {_END} after the arguments")
         except ValueError as problem:
@@ -56,29 +70,6 @@ def parse_deepseek(text: str) -> Parsed:
 
     prose, calls = blocks(text, _BEGIN, _END, read)
     return (_AROUND.sub("", prose).strip() if calls else prose), calls
-
-
-def _body(text: str, start: int) -> tuple[str, Json, int]:
-    """Name, arguments and the position after them. Raises ValueError."""
-    following = text.find(_BEGIN, start)
-    separator = text.find(_SEP, start, following if following >= 0 else len(text))
-    if separator < 0:
-        raise ValueError(f"expected {_SEP}")
-    name, begin = text[start:separator].strip(), separator + len(_SEP)
-    line = text.find("\n", begin, following if following >= 0 else len(text))
-    fenced = line >= 0 and text.startswith(_FENCE, line)
-    if fenced:
-        name, begin = text[begin:line].strip(), line + len(_FENCE)
-    try:
-        value, end = strict_json(text, begin)
-    except ValueError as problem:
-        raise ValueError(f"not valid JSON: {problem}") from None
-    end = skip_blanks(text, end)
-    if fenced:
-        if not text.startswith(_FENCE_END, end):
-            raise ValueError("expected ``` after the arguments")
-        end = skip_blanks(text, end + len(_FENCE_END))
-    return name, value, end
 
 
 DEEPSEEK = Syntax("deepseek", parse_deepseek, seen=lambda call: _BEGIN in call)
@@ -215,13 +206,17 @@ def parse_listed(text: str) -> Parsed:
     def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
         body = text.index(">", start) + 1
         try:
-            value, end = strict_json(text, body)
-        except ValueError as problem:
-            return _broken_list(text, start, body, call_id, f"not valid JSON: {problem}")
-        closing = _LIST_ENDS.match(text, end)
+            try:
+                value, end = strict_json(text, body)
+            except ValueError as problem:
+                raise ValueError(f"not valid JSON: {problem}") from None
+            closing = _LIST_ENDS.match(text, end)
+            if closing is None and _BEGINS_JSON.match(text, end):
+                raise ValueError("another call behind the list; write all of them in one list")
+        except ValueError as problem:  # its end is unknown: at the closing tag, before the next opening one, or with the turn
+            stop, _ = broken_end(text, body, _OPEN, _CLOSE)
+            return [malformed_call(call_id, text[start:stop], str(problem))], stop
         stop = closing.end() if closing else end
-        if closing is None and _BEGINS_JSON.match(text, end):
-            return _broken_list(text, start, body, call_id, "another call behind the list; write all of them in one list")
         raw, first = text[start:stop], int(call_id.removeprefix("call_"))
         items = value if isinstance(value, list) else [value]
         if not items:
@@ -229,12 +224,6 @@ def parse_listed(text: str) -> Parsed:
         return [call_from_json(item, f"call_{first + i}", raw) for i, item in enumerate(items)], stop
 
     return blocks(text, _BEGINS, _CLOSE, read)
-
-
-def _broken_list(text: str, start: int, body: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
-    """A broken list's end is unknown: at its closing tag, before the next opening one, or with the turn."""
-    stop, _ = broken_end(text, body, _OPEN, _CLOSE)
-    return [malformed_call(call_id, text[start:stop], error)], stop
 
 
 def _write(calls: Sequence[ToolCall]) -> str:
@@ -309,7 +298,6 @@ LLAMA_JSON = Syntax(
     parse_llama_json,
     seen=lambda call: '"name"' in call and '"parameters"' in call,
     write=lambda calls: "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}, ensure_ascii=False) for c in calls),
-    grammar=llama_rules,
 )
 
 
@@ -365,7 +353,6 @@ HERMES = Syntax(
     write=render_tool_calls,
     opens=(OPEN, CLOSE),
     close=CLOSE,
-    grammar=hermes_rules,
 )
 
 # In the order in which they are recognized: those that contain another one's marks come before it.
@@ -376,14 +363,3 @@ SYNTAXES: dict[str, Syntax] = {
         PYTHONIC,
     )
 }  # fmt: skip
-PARSERS: dict[str, Parser | ForTools] = {name: syntax.parser for name, syntax in SYNTAXES.items()}
-
-
-def syntax_of(rendered_call: str) -> Syntax | None:
-    """The syntax of a template, recognized from a call that it rendered; None for an unknown one."""
-    return next((syntax for syntax in SYNTAXES.values() if syntax.seen(rendered_call)), None)
-
-
-def syntax_asked(prompt: str) -> Syntax | None:
-    """The syntax that the prompt of a template asks for, if the template leaves the calls to a turn's content."""
-    return next((syntax for syntax in SYNTAXES.values() if syntax.asked(prompt)), None)

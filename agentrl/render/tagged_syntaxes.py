@@ -25,7 +25,6 @@ from agentrl.render.tool_calls import (
     check_json,
     closed_blocks,
     malformed_call,
-    number_block,
     skip_blanks,
     strict_json,
     within_most,
@@ -191,26 +190,20 @@ def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, 
         return malformed_call(call_id, raw, "expected a function name")
     schema = None if schemas is None else schemas.get(name, {})
     arguments: dict[str, Json] = {}
-    while (pair := _pair(body, position)) is not None:
-        key, value, position = pair
-        arguments[key] = argument_value(value, key, schema)
+    while body.startswith(_GLM_KEY, begin := skip_blanks(body, position)):
+        # Each find looks only at the text that it takes: an expression for the pair would look through the rest of the text for
+        # every key without a value.
+        key_end = body.find(_KEY_END, begin)
+        value = skip_blanks(body, key_end + len(_KEY_END))
+        end = body.find(_VALUE_END, value) if key_end >= 0 and body.startswith(_VALUE, value) else -1
+        if end < 0 or body.find(_GLM_KEY, value, end) >= 0:  # the value has no end of its own
+            break
+        key = body[begin + len(_GLM_KEY) : key_end].strip()
+        arguments[key] = argument_value(body[value + len(_VALUE) : end], key, schema)
+        position = end + len(_VALUE_END)
     if body[position:].strip():
         return malformed_call(call_id, raw, "expected <arg_key>KEY</arg_key> and <arg_value>value</arg_value>", name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
-
-
-def _pair(body: str, position: int) -> tuple[str, str, int] | None:
-    """Key, value and the position after the pair that begins at `position`; None without a pair. Each find looks only at the text
-    that it takes: an expression for the pair would look through the rest of the text for every key without a value."""
-    begin = skip_blanks(body, position)
-    key_end = body.find(_KEY_END, begin) if body.startswith(_GLM_KEY, begin) else -1
-    if key_end < 0:
-        return None
-    value = skip_blanks(body, key_end + len(_KEY_END))
-    end = body.find(_VALUE_END, value) if body.startswith(_VALUE, value) else -1
-    if end < 0 or body.find(_GLM_KEY, value, end) >= 0:  # the value has no end of its own
-        return None
-    return body[begin + len(_GLM_KEY) : key_end].strip(), body[value + len(_VALUE) : end], end + len(_VALUE_END)
 
 
 GLM = Syntax(
@@ -242,37 +235,38 @@ def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed
         mark = CLOSE if wrapped else _FUNCTION_END
         close = text.find(mark, start)
         stop = len(text) if close < 0 else close + len(mark)
-        body = text[start + len(OPEN) : close] if wrapped else text[start:stop]
+        body = (text[start + len(OPEN) : close] if wrapped else text[start:stop]).strip()
         if not wrapped and text.startswith(CLOSE, end := skip_blanks(text, stop)):
             stop = end + len(CLOSE)
-        return [_xml_call(body, text[start:stop], call_id, known, "" if close >= 0 else mark)], stop
+        raw, name = text[start:stop], ""
+        try:
+            head = _FUNCTION.match(body)
+            if close < 0:
+                raise ValueError(f"no {mark}")
+            if head is None or head.end() > len(body) - len(_FUNCTION_END) or not body.endswith(_FUNCTION_END):
+                raise ValueError("expected <function=NAME>...</function>")
+            if not (named := head.group(1).strip()):
+                raise ValueError("expected a function name")
+            name, inner = named, body[head.end() : len(body) - len(_FUNCTION_END)]
+            schema = None if known is None else known.get(name, {})
+            arguments: dict[str, Json] = {}
+            position = 0
+            # From one to the next, and never by a search: what stands between two parameters would be dropped without a word.
+            while (parameter := _PARAMETER.match(inner, position)) is not None:
+                key = parameter.group(1).strip()
+                end = inner.find(_PARAMETER_END, parameter.end())
+                # A value that goes on over the next parameter has lost its end, and the call would be made with a wrong argument.
+                if end < 0 or inner.find("<parameter=", parameter.end(), end) >= 0:
+                    raise ValueError(f"no {_PARAMETER_END} after the value of {key!r}")
+                arguments[key] = argument_value(inner[parameter.end() : end].removesuffix("\n"), key, schema)
+                position = end + len(_PARAMETER_END)
+            if inner[position:].strip():
+                raise ValueError("expected <parameter=KEY>value</parameter>")
+        except ValueError as problem:
+            return [malformed_call(call_id, raw, str(problem), name)], stop
+        return [ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)], stop
 
     return blocks(text, _BEGINS, CLOSE, read)
-
-
-def _xml_call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None, missing: str) -> ToolCall:
-    body = "" if missing else body.strip()
-    head = _FUNCTION.match(body)
-    if head is None or head.end() > len(body) - len(_FUNCTION_END) or not body.endswith(_FUNCTION_END):
-        return malformed_call(call_id, raw, f"no {missing}" if missing else "expected <function=NAME>...</function>")
-    name, inner = head.group(1).strip(), body[head.end() : len(body) - len(_FUNCTION_END)]
-    if not name:
-        return malformed_call(call_id, raw, "expected a function name")
-    schema = None if schemas is None else schemas.get(name, {})
-    arguments: dict[str, Json] = {}
-    position = 0
-    # From one to the next, and never by a search: what stands between two parameters would be dropped without a word.
-    while (parameter := _PARAMETER.match(inner, position)) is not None:
-        end = inner.find(_PARAMETER_END, parameter.end())
-        # A value that goes on over the next parameter has lost its end, and the call would be made with a wrong argument.
-        if end < 0 or inner.find("<parameter=", parameter.end(), end) >= 0:
-            return malformed_call(call_id, raw, f"no {_PARAMETER_END} after the value of {parameter.group(1).strip()!r}", name)
-        key = parameter.group(1).strip()
-        arguments[key] = argument_value(inner[parameter.end() : end].removesuffix("\n"), key, schema)
-        position = end + len(_PARAMETER_END)
-    if inner[position:].strip():
-        return malformed_call(call_id, raw, "expected <parameter=KEY>value</parameter>", name)
-    return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
 
 
 QWEN_XML = Syntax(
@@ -323,10 +317,13 @@ def _calls(body: str, raw: str, call_id: str) -> list[ToolCall]:
     if len(body) > _MOST:
         return [malformed_call(call_id, raw, f"calls of {len(body)} characters; at most {_MOST} are read")]
     try:
-        calls = [ToolCall(name, arguments, raw=raw) for name, arguments in _PythonReader(body).calls()]
+        calls = _PythonReader(body).calls()
     except ValueError as problem:
         return [malformed_call(call_id, raw, f"not a list of calls in Python: {problem}")]
-    return number_block(calls, call_id) if calls else [malformed_call(call_id, raw, "expected a call, got an empty list")]
+    if not calls:
+        return [malformed_call(call_id, raw, "expected a call, got an empty list")]
+    first = int(call_id.removeprefix("call_"))  # the others of the block count on from it
+    return [ToolCall(name, arguments, id=f"call_{first + i}", raw=raw) for i, (name, arguments) in enumerate(calls)]
 
 
 class _PythonReader(_Reader):
@@ -357,7 +354,13 @@ class _PythonReader(_Reader):
                 if not isinstance(more, dict):
                     raise ValueError("** is no argument, unless a dict follows")
             else:
-                more = self.argument()
+                begin, named = self.at, _PYTHON_NAME.match(self.text, self.at)
+                self.at = named.end() if named else self.at
+                if named is None or not self.take("=") or self.text.startswith("=", self.at):
+                    self.at = begin
+                    self.value(1)  # a broken value is named as such
+                    raise ValueError("an argument without a name")
+                more = {named.group(): self.value(1)}
             if twice := arguments.keys() & more.keys():
                 raise ValueError(f"the argument {min(twice)} is given twice")
             arguments |= more
@@ -366,16 +369,6 @@ class _PythonReader(_Reader):
                 break
         check_json(arguments)
         return name, arguments
-
-    def argument(self) -> dict[str, Json]:
-        begin = self.at
-        named = _PYTHON_NAME.match(self.text, self.at)
-        self.at = named.end() if named else self.at
-        if named is None or not self.take("=") or self.text.startswith("=", self.at):
-            self.at = begin
-            self.value(1)  # a broken value is named as such
-            raise ValueError("an argument without a name")
-        return {named.group(): self.value(1)}
 
     def value(self, depth: int) -> Json:
         self.count(depth)
@@ -433,8 +426,18 @@ class _PythonReader(_Reader):
         parts: list[str] = []
         while (found := _STRING.match(self.text, self.at)) is not None:
             inner = next(part for part in found.group("d3", "s3", "d", "s") if part is not None)
-            parts.append(inner if found.group("prefix") in ("r", "R") else _unescape_text(inner))
             self.at = skip_blanks(self.text, found.end())
+            if found.group("prefix") in ("r", "R") or "\\" not in inner:
+                parts.append(inner)
+                continue
+            # Line breaks and quotes stand for themselves in a policy's strings, whatever Python says.
+            quoted = re.sub(r"\\.|[\n\r\"\x00]", lambda one: _SAFE.get(one.group(), one.group()), inner, flags=re.DOTALL)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an unknown escape stays as it is, as in Python
+                try:
+                    parts.append(str(ast.literal_eval(f'"{quoted}"')))
+                except SyntaxError as problem:
+                    raise ValueError(f"a string with a broken escape: {problem.msg}") from None
         return "".join(parts)
 
     def require(self, mark: str) -> None:
@@ -444,19 +447,6 @@ class _PythonReader(_Reader):
     def unexpected_text(self, expected: str) -> ValueError:
         rest = self.text[self.at : self.at + 20]
         return ValueError(f"expected {expected}, got {rest!r}" if rest else f"expected {expected}, but the text ends")
-
-
-def _unescape_text(inner: str) -> str:
-    if "\\" not in inner:
-        return inner
-    # Line breaks and quotes stand for themselves in a policy's strings, whatever Python says.
-    quoted = re.sub(r"\\.|[\n\r\"\x00]", lambda found: _SAFE.get(found.group(), found.group()), inner, flags=re.DOTALL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an unknown escape stays as it is, as in Python
-        try:
-            return str(ast.literal_eval(f'"{quoted}"'))
-        except SyntaxError as problem:
-            raise ValueError(f"a string with a broken escape: {problem.msg}") from None
 
 
 _SAFE = {"\n": "\\n", "\r": "\\r", '"': '\\"', "\x00": "\\x00"}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from agentrl.data.images import Image, split_at_images
 from agentrl.data.token_ledger import PromptIds
 from agentrl.data.trajectory import Json, Message, ToolCall
-from agentrl.render.base import Place, ProseReader, Renderer, TurnReader
+from agentrl.render.base import Place, Renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML, advice
-from agentrl.render.syntaxes import HARMONY, SYNTAXES, harmony_parts, syntax_asked, syntax_of
+from agentrl.render.syntaxes import HARMONY, SYNTAXES, harmony_parts
 from agentrl.render.template_text import (
     ANSWER,
     CALL,
@@ -30,10 +30,10 @@ from agentrl.render.template_text import (
     Skeleton,
     TemplateText,
     TurnText,
-    shape_of,
+    rounds_of,
     skeleton,
 )
-from agentrl.render.tool_calls import ForTools, Parser, Syntax, json_rules, name_cut, turn_grammar
+from agentrl.render.tool_calls import ForTools, Parser, Syntax, name_cut
 from agentrl.utils.errors import ModelError, RenderError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ _SAID = Skeleton((QUESTION,), ((Message("assistant", "Answer one"), (Message("us
 _CALLED = Skeleton((QUESTION,), ((Message("assistant", "", (CALL,)), (ANSWER,)),))
 _SHAPES_REMEMBERED = 4096
 _TOOLS_REMEMBERED = 4096
+_PROBES: dict[str, Json] = {"integer": 12345678901, "number": 0.0625, "boolean": True, "array": [], "object": {}}
 
 
 class TemplateRenderer(Renderer):
@@ -64,6 +65,7 @@ class TemplateRenderer(Renderer):
         template rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
         self._text = TemplateText(tokenizer, day)
         self._turns = TurnText(self._text)
+        self.codec, self.frame = self._text.codec, self._text.form.frame
         self._what_to_do = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"
         self._kept: dict[tuple[Shape, bool], bool] = {}
         self._tools_offered = False
@@ -72,7 +74,7 @@ class TemplateRenderer(Renderer):
         self.syntax, self.no_tools = self._find_syntax(parser)
         known = SYNTAXES.get(self.syntax)
         self._parser = parser.parser if isinstance(parser, Syntax) else parser or (known or SYNTAXES["hermes"]).parser
-        self._parse_calls = self._bound(())
+        self._parse_calls = self._parser.bind(()) if isinstance(self._parser, ForTools) else self._parser
         # Where the list of tools stands may change what a new message does to the turns before it.
         self._tools_matter = not self.no_tools and self._appends(_SAID, True) != self._appends(_SAID, False)
         # Of a template that counts messages no short conversation says what it does to a long one.
@@ -85,7 +87,7 @@ class TemplateRenderer(Renderer):
             if parser is not None:
                 raise ModelError(problem)
             self.no_tools = f"{problem}; {self._what_to_do}"
-        self.tools_need_system = self._turns.tools_need_system
+        self.tools_need_system, self.in_reasoning = self._turns.tools_need_system, self._turns.in_reasoning
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -97,7 +99,9 @@ class TemplateRenderer(Renderer):
             return self
         # A copy, as this one serves episodes with other tools at the same time.
         bound = copy(self)
-        bound._parse_calls, bound._tools_offered = self._bound(tools), offered
+        bound._tools_offered = offered
+        if isinstance(self._parser, ForTools):
+            bound._parse_calls = self._parser.bind(tools)
         return bound
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -107,15 +111,32 @@ class TemplateRenderer(Renderer):
         if tools and self.tools_need_system and all(message.role != "system" for message in messages):
             raise RenderError("the chat template shows tools only with a system message. Begin the prompt with one")
         text = self._turns.prompt(messages, tools)
-        for function in (tool["function"] for tool in tools):
-            names = (function["name"], *_properties(function))
+        for tool in tools:
+            function = tool["function"]
+            properties = (function.get("parameters") or {}).get("properties") or {}
             # Others may be escaped.
-            if hidden := next((name for name in names if name.isidentifier() and name not in text), ""):
+            shown = [name for name in (function["name"], *properties) if name.isidentifier()]
+            if hidden := next((name for name in shown if name not in text), ""):
                 raise RenderError(
                     f"the chat template ignores tools: of {function['name']!r} it does not show {hidden!r}; {self._what_to_do}"
                 )
-        for tool in tools:
-            self._check_callable(tool)
+            key = json.dumps(tool, sort_keys=True, default=str)
+            if key in self._callable:
+                continue
+            # A call with a value of the first type that each parameter declares must be read back as it is.
+            arguments = {}
+            for name, schema in properties.items():
+                declared = schema.get("type") if isinstance(schema, Mapping) else None
+                first = declared[0] if isinstance(declared, list) and declared else declared
+                arguments[name] = _PROBES.get(str(first), "a")
+            if written := self._misread(ToolCall(function["name"], arguments, id="call_0"), tool):
+                raise RenderError(
+                    f"tool {function['name']!r}: the syntax {self.syntax!r} cannot write a call of it that is read back; it "
+                    f"writes {written[:200]!r}. Rename the tool or its arguments, or set model.tool_parser"
+                )
+            if len(self._callable) >= _TOOLS_REMEMBERED:
+                self._callable.clear()
+            self._callable.add(key)
         return self._with_images(self._text.encode(text, Place.START), messages)
 
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
@@ -168,48 +189,22 @@ class TemplateRenderer(Renderer):
         )
         return Message("assistant", show(content), shown, reasoning=show(reasoning))
 
-    def reader(self, stops: Sequence[str] = ()) -> TurnReader:
-        known, frame = SYNTAXES.get(self.syntax), self._text.form.frame
-        if known is None or not known.opens or self._parser is not known.parser:
-            return TurnReader()
-        codec = self._text.codec
-        marked = frame.open in codec.control or frame.close in codec.control
-        return ProseReader(
-            codec,
-            (frame.open, frame.close),
-            (*known.opens, *stops),
-            last=self.stop_token_ids,
-            thinking=self._turns.in_reasoning,
-            # A control token that was only spelled is text (`TemplateText.decode`).
-            thinks=self._text.spells_nothing if marked else lambda ids: True,
-        )
-
-    def grammar(
-        self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
-    ) -> str:
-        if self.syntax == HARMONY.name:
-            raise RenderError(f"turns in the syntax {HARMONY.name!r} have channels, and agentrl has no grammar for them")
-        known, frame, mark = SYNTAXES.get(self.syntax), self._text.form.frame, self._text.codec.mark
-        rules = [json_rules(schema)] if schema is not None else []
-        if tools:
-            if known is None or known.grammar is None:
-                able = ", ".join(name for name, syntax in SYNTAXES.items() if syntax.grammar is not None)
-                raise RenderError(f"no grammar is known of calls in the syntax {self.syntax!r} (one is of: {able})")
-            rules.append(known.grammar(tools, several, mark))
-        return turn_grammar(rules, frame, mark, thinking=self._turns.in_reasoning, reasons=reasons)
-
-    @property
-    def call_end(self) -> str:
-        known = SYNTAXES.get(self.syntax)
-        return known.close if known is not None else ""
+    def spells_nothing(self, token_ids: Sequence[int]) -> bool:
+        # A control token that was only spelled is text (`TemplateText.decode`).
+        marked = self.frame.open in self.codec.control or self.frame.close in self.codec.control
+        return not marked or self._text.spells_nothing(token_ids)
 
     def assistant(self, message: Message) -> list[int]:
         if message.role != "assistant":
             raise RenderError(f"expected an assistant's message, got one of role {message.role!r}")
-        return self._text.encode(self._turns.turn(message), self._text.codec.place_after(self._turns.opening))
+        codec, opening = self._text.codec, self._turns.opening
+        after = Place.START if not opening else Place.TOKEN if any(map(opening.endswith, codec.added)) else Place.TEXT
+        return self._text.encode(self._turns.turn(message), after)
 
     def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
-        key = (shape_of(earlier, begun, message, following, self._equal), self._tools_offered)
+        lead, opening = rounds_of(earlier[:begun], self._equal)
+        _, sampled = rounds_of([*earlier[begun:], message, *following], self._equal)
+        key = ((lead or ("user",), opening, sampled), self._tools_offered)
         kept = self._kept.get(key)
         if kept is None:
             if len(self._kept) >= _SHAPES_REMEMBERED:
@@ -229,11 +224,13 @@ class TemplateRenderer(Renderer):
         written = ""
         try:
             written, prompt = self._turns.learn_calls()
-            seen = syntax_of(written) if MARK in written else syntax_asked(prompt)
-            syntax = named or seen
+            # By a call that the template wrote, or, if it leaves calls to the content of a turn, by what its prompt asks for.
+            shows = MARK in written
+            fitting = (one for one in SYNTAXES.values() if (one.seen(written) if shows else one.asked(prompt)))
+            syntax = named or next(fitting, None)
             if parser is None and syntax is None:
                 raise RenderError("it does not write tool calls in a syntax that agentrl can parse")
-            if MARK not in written:
+            if not shows:
                 if syntax is None or syntax.write is None:
                     raise RenderError("it does not write tool calls")
                 self._text.change(calls_in_content=syntax)
@@ -242,11 +239,9 @@ class TemplateRenderer(Renderer):
         except (RenderError, ModelError) as problem:
             wrote = f", and writes a call and its answer as {written[:160]!r}" if written else ""
             about = f"it ends a turn with {self._turns.stop!r}{wrote}"
-            return "hermes", f"the chat template cannot be used with tools: {problem} ({about}); {self._what_to_do}"
+            name = named.name if named else "hermes" if parser is None else "custom"
+            return name, f"the chat template cannot be used with tools: {problem} ({about}); {self._what_to_do}"
         return (syntax.name if syntax is not None and (named or parser is None) else "custom"), ""
-
-    def _bound(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
-        return self._parser.bind(tools) if isinstance(self._parser, ForTools) else self._parser
 
     def _misread(self, call: ToolCall, tool: Mapping[str, Any]) -> str:
         """Text that the template writes for a call of the tool; "" if it is read back as that call."""
@@ -254,23 +249,6 @@ class TemplateRenderer(Renderer):
         found = self.with_tools([tool]).parse(ids, "stop").tool_calls
         same = [(one.name, one.arguments) for one in found] == [(call.name, call.arguments)]
         return "" if same else self._text.decode(ids)
-
-    def _check_callable(self, tool: Mapping[str, Any]) -> None:
-        """Raises RenderError if a call of the tool, as the template writes it, is not read back with its name and arguments."""
-        key = json.dumps(tool, sort_keys=True, default=str)
-        if key in self._callable:
-            return
-        function = tool["function"]
-        arguments = {name: _probe_value(schema) for name, schema in _properties(function).items()}
-        call = ToolCall(function["name"], arguments, id="call_0")
-        if written := self._misread(call, tool):
-            raise RenderError(
-                f"tool {call.name!r}: the syntax {self.syntax!r} cannot write a call of it that is read back; it writes "
-                f"{written[:200]!r}. Rename the tool or its arguments, or set model.tool_parser"
-            )
-        if len(self._callable) >= _TOOLS_REMEMBERED:
-            self._callable.clear()
-        self._callable.add(key)
 
     def _verify(self, shape: Skeleton) -> None:
         """Compare a conversation made by appending with the template's rendering of the whole. They may differ in the turn
@@ -291,17 +269,6 @@ class TemplateRenderer(Renderer):
         # Equal text is not enough: a renderer's tokens must be the ones that the model was trained on.
         if self._text.encode(whole, Place.START) != self._text.direct(whole):
             raise ModelError("the tokenizer splits text in the middle of a conversation differently than on its own")
-
-
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Json]:
-    return (function.get("parameters") or {}).get("properties") or {}
-
-
-def _probe_value(schema: Json) -> Json:
-    """A value of the first type that a parameter declares."""
-    declared = schema.get("type") if isinstance(schema, Mapping) else None
-    first = declared[0] if isinstance(declared, list) and declared else declared
-    return {"integer": 12345678901, "number": 0.0625, "boolean": True, "array": [], "object": {}}.get(str(first), "a")
 
 
 # Choose the renderer

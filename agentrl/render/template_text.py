@@ -13,8 +13,7 @@ from datetime import date, datetime, time
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
-from agentrl.data.images import Image
-from agentrl.data.images import split_at_images as shown
+from agentrl.data.images import Image, split_at_images
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render.base import THINK, Codec, Marks, Markup, Place
 from agentrl.render.chatml import advice
@@ -82,9 +81,6 @@ class Placeholders:
     end: str
     count: Callable[[Image], int]
 
-    def markup(self, tokens: int) -> Markup:
-        return Markup(self.begin + self.pad * tokens + self.end)
-
 
 class TemplateText:
     """A tokenizer's chat template and its tokens."""
@@ -131,8 +127,11 @@ class TemplateText:
         position = 0
         for match in _HIDDEN.finditer(text):
             tokens = int(match.group(1)) - _PICTURE
-            before = Markup(text[position : match.start()])
-            parts += [before, self._name(match) if self.pictures is None or tokens < 0 else self.pictures.markup(tokens)]
+            parts.append(Markup(text[position : match.start()]))
+            if (pictures := self.pictures) is None or tokens < 0:
+                parts.append(self._name(match))
+            else:
+                parts.append(Markup(pictures.begin + pictures.pad * tokens + pictures.end))
             position = match.end()
         return self.codec.encode(*parts, Markup(text[position:]), after=after)
 
@@ -183,7 +182,12 @@ class TemplateText:
         calls = [call for call in message.tool_calls if call.arguments is not None or form.malformed_as_calls]
         aside = [call.raw for call in message.tool_calls if call.arguments is None and not form.malformed_as_calls]
         blank = form.empty if message.role != "assistant" else "" if calls else form.nothing
-        content = self._place_images(message) or blank
+        if self.pictures is None or not message.images:
+            content = self.hide(message.content) or blank
+        else:  # with placeholders for the images that the model is shown
+            parts, count = split_at_images(message.content, message.images), self.pictures.count
+            content = "".join(self.hide(p) if isinstance(p, str) else f"{_HIDE}{_PICTURE + count(p)}{_SHOW}" for p in parts)
+            content = content or blank
         if aside:  # no template can render a malformed call; as text it stays exactly as sampled
             content = self.hide("\n".join([message.content, *aside]).strip())
         syntax = form.calls_in_content or (form.one_call if len(calls) > 1 else None)
@@ -212,14 +216,6 @@ class TemplateText:
         elif reasoning is not None and form.reasoning != "none":
             row[form.reasoning] = reasoning
         return row
-
-    def _place_images(self, message: Message) -> str:
-        """The content, hidden, with placeholders for the images that the model is shown."""
-        if self.pictures is None or not message.images:
-            return str(self.hide(message.content))
-        parts = shown(message.content, message.images)
-        count = self.pictures.count
-        return "".join(self.hide(p) if isinstance(p, str) else f"{_HIDE}{_PICTURE + count(p)}{_SHOW}" for p in parts)
 
 
 def _substitute(value: Any, pattern: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Any:
@@ -293,13 +289,6 @@ class Skeleton:
         return (*self.opening, *(message for turn, answers in self.rounds for message in (turn, *answers)))
 
 
-def shape_of(earlier: Sequence[Message], begun: int, message: Message, following: Sequence[Message], equal: int) -> Shape:
-    """Of a ledger that began with the first `begun` messages of `earlier`, before `message` was sampled; `equal` rounds stay."""
-    lead, opening = _rounds(earlier[:begun], equal)
-    _, sampled = _rounds([*earlier[begun:], message, *following], equal)
-    return lead or ("user",), opening, sampled
-
-
 def skeleton(shape: Shape) -> Skeleton:
     """A conversation of probes in this shape."""
     lead, opening, sampled = shape
@@ -308,7 +297,7 @@ def skeleton(shape: Shape) -> Skeleton:
     return Skeleton(tuple(began), tuple(map(_probe, sampled)))
 
 
-def _rounds(messages: Sequence[Message], equal: int) -> tuple[tuple[str, ...], _Rounds]:
+def rounds_of(messages: Sequence[Message], equal: int) -> tuple[tuple[str, ...], _Rounds]:
     """The roles before the first turn, and the rounds."""
     lead: list[str] = []
     rounds: list[tuple[_Turn, list[str]]] = []
@@ -396,14 +385,16 @@ class TurnText:
         if not self._render_text([QUESTION], ()):  # one for tools alone goes through their list, whether there is one or not
             text.change(no_list=False)
         # After a turn in a conversation, and at the end of one that nothing follows: some templates differ there.
-        self.written_stop = self._first_control([QUESTION, _ASKED, QUESTION])
+        probes = ([QUESTION, _ASKED, QUESTION], [QUESTION, _ASKED])
+        after = [text.render(probe, generate=False).partition(MARK)[2].lstrip() for probe in probes]
+        # Of each the longest one: `control` is sorted by length.
+        self.written_stop, last = (next((token for token in text.control if one.startswith(token)), "") for one in after)
         if not self.written_stop:
-            after = text.render([QUESTION, _ASKED, QUESTION], generate=False).partition(MARK)[2].lstrip()
             raise ModelError(
-                f"the chat template ends an assistant turn with {after[:40]!r}, which is not a control token, so a policy could "
-                f"not end its turn; if it should be one, add it to the tokenizer (add_special_tokens), or {text.advice}"
+                f"the chat template ends an assistant turn with {after[0][:40]!r}, which is not a control token, so a policy "
+                f"could not end its turn; if it should be one, add it to the tokenizer (add_special_tokens), or {text.advice}"
             )
-        self.stop = self._first_control([QUESTION, _ASKED]) or self.written_stop
+        self.stop = last or self.written_stop
         self.call_stop = self.stop
         self.opening, *others = {text.render([QUESTION], generate=True) for _ in range(8)}
         if others:
@@ -589,11 +580,6 @@ class TurnText:
             return self._text.render(messages, tools, generate=False)
         except RenderError:
             return ""
-
-    def _first_control(self, messages: Sequence[Message]) -> str:
-        after = self._text.render(messages, generate=False).partition(MARK)[2].lstrip()
-        # The longest one: `control` is sorted by length.
-        return next((token for token in self._text.control if after.startswith(token)), "")
 
     def _learn_reasoning(self) -> None:
         """Find the key under which the template takes reasoning, and the marks that it puts around it."""

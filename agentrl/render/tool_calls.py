@@ -13,63 +13,9 @@ from typing import Any
 
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall, kind_of_json
-from agentrl.render.base import Marks
 from agentrl.utils.network import refuse_constant
 from agentrl.utils.parsing import is_unbounded
-from agentrl.utils.schemas import found_in_time, with_nulls
-
-# Grammars of a turn
-
-Mark = Callable[[str], str]
-"""How a grammar writes a text of the template's: as the special token that it is in this vocabulary, or as text."""
-Rules = tuple[str, str]
-"""A symbol, and the rules that it needs."""
-
-
-def turn_grammar(rules: Sequence[Rules], frame: Marks, mark: Mark, *, thinking: bool, reasons: bool = True) -> str:
-    """A turn that is one of the `rules`, after an optional reasoning between the marks of `frame`, or, without `reasons`, after
-    none; if `thinking`, the turn begins within the reasoning."""
-    opening, closing = mark(frame.open), mark(frame.close)
-    body = ["SPACE: /[ \\n]+/", "turn: " + " | ".join(symbol for symbol, _ in rules), *(own for _, own in rules)]
-    if reasons:
-        # Text never holds special tokens; a mark that is text must be looked for.
-        thought = f"thought[suffix={closing}]: TEXT" if closing.startswith('"') else f"thought: TEXT {closing}"
-        start = "thought SPACE?" if thinking else f"({opening} thought SPACE?)?"
-        lines = [f"start: {start} turn", thought, "TEXT: /(?s:.*)/", *body]
-    else:
-        lines = [f"start: {f'{closing} SPACE? ' if thinking else ''}turn", *body]
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
-
-
-def json_rules(schema: Json) -> Rules:
-    """JSON that fits a schema."""
-    return "answer", f"answer: %json {json.dumps(with_nulls(schema))}"
-
-
-def hermes_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
-    """One call of these tools, or one or more, in the syntax of Hermes and Qwen."""
-    more = ' ("\\n" call)*' if several else ""
-    call = f'call: {mark("<tool_call>")} "\\n" object "\\n" {mark("</tool_call>")}'
-    return "calls", "\n".join([f"calls: call{more}", call, *object_rules(tools, "arguments")])
-
-
-def llama_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
-    """The same in the syntax of Llama 3."""
-    more = ' ("; " object)*' if several else ""
-    return "calls", "\n".join([f"calls: object{more}", *object_rules(tools, "parameters")])
-
-
-def object_rules(tools: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """The rules of `object`: a tool's name and, under `key`, arguments that fit its schema. Each schema is a rule of its own,
-    so that its references start at its own root."""
-    rules = ["object: " + " | ".join(f"object_{i}" for i in range(len(tools)))]
-    for i, tool in enumerate(tools):
-        function = tool["function"]
-        head = json.dumps(f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": ')
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
-        rules += [f'object_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(with_nulls(schema))}"]
-    return rules
-
+from agentrl.utils.schemas import found_in_time
 
 # The contract of a call syntax
 
@@ -111,7 +57,6 @@ class Syntax:
     opens: marks before which a turn's text is prose: those that begin a call, and a closing one, which without the other is a
         malformed call; none if calls may begin otherwise.
     close: what ends each call; empty if nothing does.
-    grammar: the grammar of a turn of calls of some tools (one, or one or more; render/tool_calls.py).
     """
 
     name: str
@@ -122,13 +67,6 @@ class Syntax:
     ends: tuple[str, ...] = ()
     opens: tuple[str, ...] = ()
     close: str = ""
-    grammar: Callable[[Sequence[Mapping[str, Any]], bool, Mark], Rules] | None = None
-
-
-def number_block(calls: Sequence[ToolCall], call_id: str) -> list[ToolCall]:
-    """The calls of one block with ids that count on from the block's first, `call_N`."""
-    first = int(call_id.removeprefix("call_"))
-    return [replace(call, id=f"call_{first + index}") for index, call in enumerate(calls)]
 
 
 # Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A malformed call stays in the
@@ -217,18 +155,6 @@ def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "ar
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
 
 
-def call_of_api(item: Any, index: int) -> ToolCall:
-    """A call of an API's answer in OpenAI's form, by its number in the message; with `error` set if its arguments are no JSON."""
-    text = item.function.arguments or "{}"
-    try:
-        arguments, end = strict_json(text)
-        if text[end:].strip():
-            raise ValueError("text after the object")
-    except ValueError as problem:
-        return malformed_call(f"call_{index}", text, f"not valid JSON: {problem}", item.function.name or "")
-    return call_from_json({"name": item.function.name, "arguments": arguments}, f"call_{index}", text)
-
-
 def write_call(call: ToolCall) -> dict[str, Json]:
     """A call in OpenAI's form."""
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
@@ -274,7 +200,8 @@ def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
     range of a double, and for lone surrogates, which no tokenizer can encode."""
     blank = _JSON_BLANK.match(text, start)
     try:
-        value, end = _decode_json(text, blank.end() if blank else start)
+        at = blank.end() if blank else start
+        value, end = _DECODER.raw_decode(text, at) if len(text) <= _WINDOW else _decode_long(text, at)
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
     check_json(value)
@@ -289,9 +216,7 @@ def whole_json(text: str) -> Json:
     return value
 
 
-def _decode_json(text: str, start: int) -> tuple[Json, int]:
-    if len(text) <= _WINDOW:
-        return _DECODER.raw_decode(text, start)
+def _decode_long(text: str, start: int) -> tuple[Json, int]:
     # An error counts the lines of all that comes before it, so a long text with many broken calls is read through windows.
     # One that may have been cut by the window's end is read again through one of twice the size.
     size = _WINDOW
@@ -394,7 +319,15 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
     """The argument `key` of a call, by the schema of the tool's parameters; without one (None), as JSON if it is valid
     JSON but no string, and else as text."""
     if schema is not None:
-        return typed_value(text, {"anyOf": _property_schemas(key, schema)}, schema)
+        # The schemas of the property: by name, else by pattern, else of all others.
+        parts, matched = schema_parts(schema, schema), list[Json]()
+        named = [part["properties"][key] for part in parts if key in (part.get("properties") or {})]
+        patterns = [pair for part in parts for pair in (part.get("patternProperties") or {}).items()]
+        for pattern, inner in patterns if not named else ():
+            with suppress(ValueError, TimeoutError):  # an invalid or slow pattern matches nothing
+                matched += [inner] if found_in_time(pattern, key) else []
+        others = [part["additionalProperties"] for part in parts if "additionalProperties" in part]
+        return typed_value(text, {"anyOf": named or matched or others}, schema)
     try:
         value = whole_json(text)
     except ValueError:
@@ -402,75 +335,48 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
     return text if isinstance(value, str) else value  # a quoted string stays as it was written: the quotes may be meant
 
 
-def _property_schemas(key: str, root: Mapping[str, Any]) -> list[Json]:
-    """The schemas of a property: by name, else by pattern, else of all others. An invalid or slow pattern matches nothing."""
-    parts, matched = schema_parts(root, root), list[Json]()
-    named = [part["properties"][key] for part in parts if key in (part.get("properties") or {})]
-    for pattern, inner in [pair for part in parts for pair in (part.get("patternProperties") or {}).items()] if not named else ():
-        with suppress(ValueError, TimeoutError):
-            matched += [inner] if found_in_time(pattern, key) else []
-    return named or matched or [part["additionalProperties"] for part in parts if "additionalProperties" in part]
-
-
 def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
-    """`text` as the first declared type that fits, in the order of `_READERS`; one that fits none is JSON if it can be, else
+    """`text` as the first declared type that fits, in the order of `_KINDS`; one that fits none is JSON if it can be, else
     text, which the validation of the call rejects. Without a declared type a value is text. `root`: for references."""
-    declared = _types(schema, root)
-    for kind, read in _READERS.items():
+    declared: set[str] = set()
+    parts = schema_parts(schema, root)
+    for part in parts:
+        kinds = part.get("type")
+        declared.update([kinds] if isinstance(kinds, str) else [item for item in kinds or () if isinstance(item, str)])
+        values = [*(part.get("enum") or ()), *([part["const"]] if "const" in part else ())]
+        declared.update(_NAMES[type(value)] for value in values)
+    if declared and any(part.get("nullable") is True for part in parts):
+        declared.add("null")
+    for kind in _KINDS:
         if kind in declared:
-            try:
-                return read(text)
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                return _read_as(kind, text)
     try:
         return whole_json(text) if declared else text
     except ValueError:
         return text
 
 
-def _types(schema: Json, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows, by name."""
-    found: set[str] = set()
-    parts = schema_parts(schema, root)
-    for part in parts:
-        kind = part.get("type")
-        found.update([kind] if isinstance(kind, str) else [item for item in kind or () if isinstance(item, str)])
-        values = [*(part.get("enum") or ()), *([part["const"]] if "const" in part else ())]
-        found.update(_NAMES[type(value)] for value in values)
-    return found | {"null"} if found and any(part.get("nullable") is True for part in parts) else found
-
-
-def _null(text: str) -> None:
-    if text.lower() != "null":
-        raise ValueError
-
-
-def _number(text: str) -> int | float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError
-    return int(value) if value == int(value) else value
-
-
-def _integer(text: str) -> int:
-    value = int(text)
-    if is_unbounded(value):
-        raise ValueError
-    return value
-
-
-def _boolean(text: str) -> bool:
+def _read_as(kind: str, text: str) -> Json:
+    """`text` as a value of that JSON type. Raises ValueError if it is none."""
     word = text.strip().lower()
-    if word not in ("true", "1", "false", "0"):
-        raise ValueError
-    return word in ("true", "1")
+    if kind == "null" and text.lower() == "null":
+        return None
+    if kind == "integer" and not is_unbounded(whole := int(text)):
+        return whole
+    if kind == "number" and math.isfinite(value := float(text)):
+        return int(value) if value == int(value) else value
+    if kind == "boolean" and word in ("true", "1", "false", "0"):
+        return word in ("true", "1")
+    if kind in ("object", "array"):
+        return whole_json(text)
+    if kind == "string":
+        return text
+    raise ValueError(f"no {kind}")
 
 
 # In the order in which they are tried. "string" fits everything, so it comes last.
-_READERS: dict[str, Callable[[str], Json]] = {
-    "null": _null, "integer": _integer, "number": _number, "boolean": _boolean, "object": whole_json, "array": whole_json,
-    "string": str,
-}  # fmt: skip
+_KINDS = ("null", "integer", "number", "boolean", "object", "array", "string")
 _NAMES = {
     type(None): "null", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", str: "string",
 }  # fmt: skip

@@ -17,11 +17,12 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import Field, TypeAdapter
 
+from agentrl.contrib.toolkit.taskdata import load_tasks
+from agentrl.contrib.toolkit.turns import object_rules
 from agentrl.env import Tool
 from agentrl.env.call_options import compile_validator
 from agentrl.env.spaces import Unsupported, sample_arguments, sample_pattern, sample_value
-from agentrl.contrib.toolkit.taskdata import load_tasks
-from agentrl.render.tool_calls import object_rules, typed_value
+from agentrl.render.tool_calls import typed_value
 from agentrl.utils.errors import TaskDataError
 from agentrl.utils.schemas import with_nulls
 

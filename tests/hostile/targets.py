@@ -26,13 +26,13 @@ from agentrl.config import load_config
 from agentrl.contrib.agents.protocols import Exchange, read_anthropic, read_chat, read_responses
 from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer
 from agentrl.contrib.remote_envs.sessions import Secret
+from agentrl.contrib.toolkit.turns import ProseReader
 from agentrl.contrib.view.library import overview
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.engines.chat_format import RequestError
 from agentrl.env import Tool, Toolbox
 from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
-from agentrl.render.base import ProseReader
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tool_calls import ForTools
 from agentrl.reward import compile_spec

@@ -5,7 +5,7 @@ import pytest
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.render import tagged_syntaxes as gemma
-from agentrl.render.syntaxes import PARSERS, parse_llama_json, parse_mistral
+from agentrl.render.syntaxes import SYNTAXES, parse_llama_json, parse_mistral
 from agentrl.render.tagged_syntaxes import parse_qwen_xml
 from agentrl.render.tool_calls import MOST_CALLS, ForTools
 from tests.render.render_conversations import TOOLS
@@ -17,7 +17,7 @@ XML = (
 
 
 def read(name, text):
-    parser = PARSERS[name]
+    parser = SYNTAXES[name].parser
     return (parser.bind(()) if isinstance(parser, ForTools) else parser)(text)
 
 
@@ -97,7 +97,7 @@ MANY = {
 
 @pytest.mark.parametrize("name", sorted(MANY))
 def test_a_turn_has_so_many_calls_and_what_follows_is_kept_as_one(name):
-    parser = PARSERS[name]
+    parser = SYNTAXES[name].parser
     parser = parser.bind(TOOLS) if isinstance(parser, ForTools) else parser
     part = MANY[name]
     for count, last in ((MOST_CALLS, None), (MOST_CALLS + 30, 30 * part)):
@@ -124,7 +124,7 @@ def test_a_turn_has_so_many_calls_and_what_follows_is_kept_as_one(name):
     ids=["mistral", "granite", "pythonic", "deepseek_dsml"],
 )  # fmt: skip
 def test_a_list_of_more_calls_is_cut_too(name, text):
-    _, calls = PARSERS[name](text)
+    _, calls = SYNTAXES[name].parser(text)
     assert len(calls) == MOST_CALLS + 1 and calls[-1].error == f"more than {MOST_CALLS} calls in one turn"
     assert [call.name for call in calls[:-1]] == ["f"] * MOST_CALLS and calls[-1].raw.startswith(text[:5].strip())
 
@@ -142,7 +142,7 @@ def test_a_long_turn_takes_little_memory(name, before, again, error):
     text = before + again * (1_500_000 // len(again))
     tracemalloc.start()
     try:
-        _, calls = PARSERS[name](text)
+        _, calls = SYNTAXES[name].parser(text)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -152,5 +152,5 @@ def test_a_long_turn_takes_little_memory(name, before, again, error):
 def test_values_of_gemma_are_counted_too(monkeypatch):
     monkeypatch.setattr(gemma, "MOST_VALUES", 50)
     for count, error in ((48, None), (49, "more than 50 values")):
-        [call] = PARSERS["gemma"](f"<|tool_call>call:f{{k:[{','.join(['[]'] * count)},1]}}<tool_call|>")[1]
+        [call] = SYNTAXES["gemma"].parser(f"<|tool_call>call:f{{k:[{','.join(['[]'] * count)},1]}}<tool_call|>")[1]
         assert call.error == error

@@ -9,11 +9,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from agentrl.contrib.toolkit.turns import TurnReader, grammar_of, reader_of
 from agentrl.data.chat_forms import pair_results
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Json, Message, Turn
 from agentrl.engines.chat_format import RequestError, number_calls
-from agentrl.render.base import Renderer, TurnReader
+from agentrl.render.base import Renderer
+from agentrl.render.syntaxes import SYNTAXES
 from agentrl.rollout.engine import Engine, Generation, Sampling, Told, derive
 from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError, fault_text
 from agentrl.utils.threads import in_thread
@@ -260,7 +262,7 @@ class AgentSession:
                 keys.append(f"{self.name}/{self._keys}")
                 self._keys += 1
             seeds = [self._seed_of(ask, number, choice) for choice in range(ask.choices)]
-            told = [_teller(choice, renderer.reader(ask.stop), hear) for choice in range(ask.choices)] if hear else None
+            told = [_teller(choice, reader_of(renderer, ask.stop), hear) for choice in range(ask.choices)] if hear else None
             routed = None if sampling.experts_from is None else position.routed_tokens
             asked = [replace(sampling, seed=seed, experts_from=routed) for seed in seeds]
             generations = await self._sample(position, asked, keys, told)
@@ -387,14 +389,15 @@ class AgentSession:
             key = "tool_choice" if ask.calls else ask.schema_field
             tools = [tool for tool in ask.tools if ask.only in (None, tool["function"]["name"])]
             try:
-                grammar = renderer.grammar(None if ask.calls else ask.schema, tools, not ask.single and ask.only is None)
+                grammar = grammar_of(renderer, None if ask.calls else ask.schema, tools, not ask.single and ask.only is None)
             except RenderError as problem:
                 raise RequestError(f"{key}: {problem}") from None
             sampling = await self._able(replace(sampling, grammar=grammar), key)
         elif ask.single and ask.tools:
-            if not renderer.call_end:
+            known = SYNTAXES.get(renderer.syntax)
+            if known is None or not known.close:
                 raise RequestError("parallel_tool_calls: false is not supported: nothing ends a single call of this model")
-            sampling = await self._able(replace(sampling, stop=(*ask.stop, renderer.call_end)), "parallel_tool_calls")
+            sampling = await self._able(replace(sampling, stop=(*ask.stop, known.close)), "parallel_tool_calls")
         return sampling
 
     async def _able(self, sampling: Sampling, field: str) -> Sampling:

@@ -18,6 +18,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.schema import JudgeConfig, ModelConfig, RolloutConfig
 from agentrl.contrib.judges.client import VerdictCache
 from agentrl.contrib.judges.leaf import JudgeFault, Verdict, VerdictRequest, read_verdict
+from agentrl.contrib.toolkit.turns import grammar_of
 from agentrl.data.trajectory import Json, Message
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
@@ -132,7 +133,7 @@ class EngineJudge:
         known = repr(form)
         if known not in self._grammars:
             try:
-                grammar: str | None = self._renderer.grammar(form, reasons=self._own.reasoning)
+                grammar: str | None = grammar_of(self._renderer, form, reasons=self._own.reasoning)
             except RenderError:
                 grammar = None
             kept = grammar is None or not self.engine.refusal(Sampling(max_tokens=1, grammar=grammar))

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from agentrl.contrib.toolkit.turns import ProseReader, SettledText, reader_of
 from agentrl.render import make_renderer
-from agentrl.render.base import Codec, Marks, ProseReader, SettledText
+from agentrl.render.base import Codec, Marks
 from agentrl.render.chatml import CHATML_TEMPLATE
-from agentrl.render.syntaxes import PARSERS, SYNTAXES
+from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tool_calls import ForTools
 from tests.conftest import PROOFS, examples
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_sentencepiece, build_tokenizer
@@ -76,7 +77,7 @@ def test_what_is_told_is_the_beginning_of_the_content(name, data, thinking):
         "<t",
     ]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=9)))
-    parser = PARSERS[name]
+    parser = SYNTAXES[name].parser
     parse = parser.bind(()) if isinstance(parser, ForTools) else parser
     content, _ = parse(frame.split(frame.open + text if thinking else text)[1])
     reader, told = ProseReader(Characters(), (frame.open, frame.close), [mark, *others], thinking=thinking), ""
@@ -88,6 +89,7 @@ def test_what_is_told_is_the_beginning_of_the_content(name, data, thinking):
 @settings(max_examples=examples(300) if PROOFS else 30, deadline=None)
 @given(text=TEXTS, step=st.integers(1, 4), stop=st.sampled_from(["", "a\n", "世", "<tool"]))
 @example(text=["a", " ", "\n", "a"], step=1, stop="")
+@example(text=["a", "</tool_call>", "a"], step=1, stop="")  # a malformed call, not a part of the content
 def test_a_renderer_s_reader_tells_what_it_will_parse(text, step, stop):
     tokenizer = TOKENIZERS["bytes"]
     written = "".join(text)
@@ -95,7 +97,7 @@ def test_a_renderer_s_reader_tells_what_it_will_parse(text, step, stop):
     for renderer in (make_renderer(tokenizer), make_renderer(build(CHATML_TEMPLATE + " "))):
         content = renderer.parse(ids, "length").content
         content = content.partition(stop)[0] if stop else content
-        reader, told = renderer.reader([stop] if stop else []), ""
+        reader, told = reader_of(renderer, [stop] if stop else []), ""
         for start in range(0, len(ids), step):
             told += reader.read(ids[start : start + step])
             assert content.startswith(told)
@@ -111,8 +113,8 @@ def build(template, made={}):  # noqa: B006 - one for all examples
 def test_prose_comes_with_its_tokens_and_nothing_of_a_call(tmp_path):
     renderer = make_renderer(TOKENIZERS["bytes"])
     ids = renderer.assistant(renderer.parse(CODECS["bytes"].encode("Look: ä <b>"), "length"))
-    told = [reader_told for reader in [renderer.reader()] for reader_told in (reader.read([number]) for number in ids)]
+    told = [reader_told for reader in [reader_of(renderer)] for reader_told in (reader.read([number]) for number in ids)]
     assert "".join(told) == "Look: ä <b>" and sum(map(bool, told)) > 4
-    reader = renderer.reader()
+    reader = reader_of(renderer)
     call = TOKENIZERS["bytes"]('I see. \n<tool_call>\n{"name": "get"}')["input_ids"]
     assert "".join(reader.read([number]) for number in call) == "I see."

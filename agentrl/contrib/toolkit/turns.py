@@ -1,0 +1,228 @@
+"""Turns of a renderer for those who serve them: text while it is sampled, and grammars that a turn must fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from agentrl.data.trajectory import Json
+from agentrl.render.base import REPLACEMENT, Codec, Renderer
+from agentrl.render.syntaxes import HARMONY, SYNTAXES
+from agentrl.utils.errors import RenderError
+from agentrl.utils.schemas import with_nulls
+
+# A turn's text while it is sampled: as much of it as is settled, whatever comes next. A character of which only some bytes were
+# sampled, white space that may end the turn, and what may begin a tool call are held until more is known. Calls are read from
+# whole turns only, so nothing after the first one is told before the turn is over.
+
+_LONGEST_CHARACTER = 32  # ids, with those of a joined emoji
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class TurnReader:
+    """Reads a turn's ids in order. This one settles nothing before the turn is over, which is right for any renderer."""
+
+    def read(self, token_ids: Sequence[int]) -> str:
+        """Text that the next ids add to the result of `parse` at the beginning of the turn's content, however it goes on."""
+        return ""
+
+
+class SettledText:
+    """The text of ids that come one after the other, in pieces that together are the text of all."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._told: list[int] = []  # the ids of the last piece, without which the next ones may decode otherwise
+        self._new: list[int] = []
+        self._tried = 0
+
+    def read(self, token_ids: Sequence[int]) -> str:
+        """The next piece; empty while a character is incomplete."""
+        self._new += token_ids
+        # Bytes that stand for themselves are read together: those before may still turn out to be no characters.
+        if not self._new or _BYTE.fullmatch(self._codec.piece(self._new[-1])):
+            return ""
+        # Ids that never make a whole character are tried again only once they are twice as many.
+        if len(self._new) < 2 * self._tried:
+            return ""
+        before, text = self._codec.decode(self._told), self._codec.decode([*self._told, *self._new])
+        if text.endswith(REPLACEMENT) or not text.startswith(before):
+            self._tried = len(self._new) if len(self._new) > _LONGEST_CHARACTER else 0
+            return ""
+        self._told, self._new, self._tried = self._new, [], 0
+        return text[len(before) :]
+
+
+class ProseReader(TurnReader):
+    """For turns in which an optional reasoning between marks comes first, and calls begin with one of some marks."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        frame: tuple[str, str],
+        ends: Sequence[str],
+        *,
+        last: Sequence[int] = (),
+        thinking: bool = False,
+        thinks: Callable[[Sequence[int]], bool] = lambda ids: True,
+    ) -> None:
+        """`frame`: the marks around a reasoning; `ends`: texts from which on nothing is settled (of calls, stop strings).
+        `last`: ids after which nothing is. `thinking`: the turn begins within the reasoning. `thinks`: whether the mark of a
+        reasoning that is in the text of these ids is one, and no text that only looks like it."""
+        self._text = SettledText(codec)
+        self._open, self._close = frame
+        self._ends, self._last = [end for end in ends if end], frozenset(last)
+        self._thinks = thinks
+        self._ids: list[int] = []
+        self._pending = ""
+        self._state: Literal["beginning", "thinking", "prose", "silent"] = "thinking" if thinking else "beginning"
+        self._said = False
+        self._blanks: list[str] = []
+        self._blank_ends = any(letter.isspace() for end in self._ends for letter in end)
+
+    def read(self, token_ids: Sequence[int]) -> str:
+        over = next((place for place, number in enumerate(token_ids) if number in self._last), None)
+        told = self._next(token_ids[:over])
+        if over is not None:
+            self._state = "silent"
+        return told
+
+    def _next(self, token_ids: Sequence[int]) -> str:
+        if self._state == "silent":
+            return ""
+        if self._state != "prose":
+            self._ids += token_ids
+        piece = self._text.read(token_ids)
+        may_wait = not self._blank_ends and (not self._pending or self._pending.isspace())
+        if piece.isspace() and self._state == "prose" and may_wait:
+            self._blanks.append(piece)  # put together once: each read would look through all of them again
+            return ""
+        self._pending += "".join(self._blanks) + piece
+        self._blanks.clear()
+        if self._state == "beginning":
+            self._pending = head = self._pending.lstrip()
+            if not head or (len(head) < len(self._open) and self._open.startswith(head)):
+                return ""
+            if not head.startswith(self._open):
+                self._state = "prose"
+            else:
+                self._pending, self._state = head.removeprefix(self._open), "thinking" if self._thinks(self._ids) else "silent"
+        if self._state == "thinking":
+            before, mark, self._pending = self._pending.partition(self._close)
+            if not mark:
+                self._pending = before[-len(self._close) :]
+                return ""
+            self._state = "prose" if self._thinks(self._ids) else "silent"
+        if self._state != "prose":
+            return ""
+        if not self._said:
+            self._pending = self._pending.lstrip()
+        found = [at for end in self._ends if (at := self._pending.find(end)) >= 0]
+        if found:
+            self._state = "silent"
+            return self._pending[: min(found)].rstrip()
+        # What is blank may be stripped, and what begins like an end may become one.
+        cut = min((_partial(self._pending, end) for end in self._ends), default=len(self._pending))
+        told = self._pending[:cut].rstrip()
+        self._pending = self._pending[len(told) :]
+        self._said = self._said or bool(told)
+        return told
+
+
+def _partial(text: str, end: str) -> int:
+    """Start of the longest beginning of `end` that `text` ends with."""
+    for length in range(min(len(end) - 1, len(text)), 0, -1):
+        if text.endswith(end[:length]):
+            return len(text) - length
+    return len(text)
+
+
+def reader_of(renderer: Renderer, stops: Sequence[str] = ()) -> TurnReader:
+    """A reader of one turn while it is sampled, which one of the texts `stops` may end."""
+    known = SYNTAXES.get(renderer.syntax)
+    if known is None or not known.opens:
+        return TurnReader()
+    return ProseReader(
+        renderer.codec,
+        (renderer.frame.open, renderer.frame.close),
+        (*known.opens, *stops),
+        last=renderer.stop_token_ids,
+        thinking=renderer.in_reasoning,
+        thinks=renderer.spells_nothing,
+    )
+
+
+# Grammars of a turn
+
+Mark = Callable[[str], str]
+"""How a grammar writes a text of the template's: as the special token that it is in this vocabulary, or as text."""
+Rules = tuple[str, str]
+"""A symbol, and the rules that it needs."""
+
+
+def grammar_of(
+    renderer: Renderer,
+    schema: Json = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    several: bool = True,
+    reasons: bool = True,
+) -> str:
+    """The grammar (`Sampling.grammar`) of a turn that is JSON which fits `schema`, if that is not None, or calls of `tools`: one,
+    or one or more if `several`; `reasons`: after an optional reasoning. Raises RenderError if none is known for these turns."""
+    if not renderer.syntax:
+        raise RenderError(f"{type(renderer).__name__} knows no grammar of its turns")
+    if renderer.syntax == HARMONY.name:
+        raise RenderError(f"turns in the syntax {HARMONY.name!r} have channels, and agentrl has no grammar for them")
+    codec, frame = renderer.codec, renderer.frame
+
+    def mark(text: str) -> str:
+        """Special tokens by number, since no text matches them."""
+        return f"<[{codec.added[text]}]>" if text in codec.special else json.dumps(text)
+
+    rules = [("answer", f"answer: %json {json.dumps(with_nulls(schema))}")] if schema is not None else []
+    if tools:
+        if renderer.syntax not in CALLS:
+            known = ", ".join(CALLS)
+            raise RenderError(f"no grammar is known of calls in the syntax {renderer.syntax!r} (one is of: {known})")
+        rules.append(CALLS[renderer.syntax](tools, several, mark))
+    closing = mark(frame.close)
+    body = ["SPACE: /[ \\n]+/", "turn: " + " | ".join(symbol for symbol, _ in rules), *(own for _, own in rules)]
+    if reasons:
+        # Text never holds special tokens; a mark that is text must be looked for.
+        thought = f"thought[suffix={closing}]: TEXT" if closing.startswith('"') else f"thought: TEXT {closing}"
+        start = "thought SPACE?" if renderer.in_reasoning else f"({mark(frame.open)} thought SPACE?)?"
+        lines = [f"start: {start} turn", thought, "TEXT: /(?s:.*)/", *body]
+    else:
+        lines = [f"start: {f'{closing} SPACE? ' if renderer.in_reasoning else ''}turn", *body]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
+
+
+def hermes_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
+    """One call of these tools, or one or more, in the syntax of Hermes and Qwen."""
+    more = ' ("\\n" call)*' if several else ""
+    call = f'call: {mark("<tool_call>")} "\\n" object "\\n" {mark("</tool_call>")}'
+    return "calls", "\n".join([f"calls: call{more}", call, *object_rules(tools, "arguments")])
+
+
+def llama_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
+    """The same in the syntax of Llama 3."""
+    more = ' ("; " object)*' if several else ""
+    return "calls", "\n".join([f"calls: object{more}", *object_rules(tools, "parameters")])
+
+
+CALLS: dict[str, Callable[[Sequence[Mapping[str, Any]], bool, Mark], Rules]] = {"hermes": hermes_rules, "llama_json": llama_rules}
+"""Rules of calls of some tools (one, or one or more), by the name of the syntax."""
+
+
+def object_rules(tools: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """The rules of `object`: a tool's name and, under `key`, arguments that fit its schema. Each schema is a rule of its own,
+    so that its references start at its own root."""
+    rules = ["object: " + " | ".join(f"object_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        head = json.dumps(f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": ')
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        rules += [f'object_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(with_nulls(schema))}"]
+    return rules
