@@ -28,35 +28,14 @@ def partition(costs: np.ndarray, ranks: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(tokens: np.ndarray, cap: int) -> np.ndarray:
-    """First-fit decreasing: each item, the longest first, goes into the first open bin with room.
-
-    Items of equal length are placed together: the open bins with room take as many as fit, in order.
-    """
-    order = np.argsort(-tokens, kind="stable")
-    sizes = tokens[order]
+    """First-fit decreasing: each item, the longest first, goes into the first bin with room."""
     bin_of = np.empty(len(tokens), dtype=np.int64)
-    room = np.empty(max(1, len(tokens)), dtype=np.int64)
-    opened, at = 0, 0
-    starts = np.flatnonzero(np.concatenate(([True], sizes[1:] != sizes[:-1]))) if len(sizes) else sizes
-    counts = np.diff(np.append(starts, len(sizes)))
-    for size, count in zip(sizes[starts].tolist(), counts.tolist(), strict=True):
-        slots = np.flatnonzero(room[:opened] >= size)
-        fits = room[slots] // size if size else np.full(len(slots), count)
-        # A bin takes what the bins before it left over: the same result as item by item, in one pass per distinct length.
-        taken = np.minimum(fits, np.maximum(0, count - (np.cumsum(fits) - fits)))
-        left = count - int(taken.sum())
-        if left:
-            per_bin = cap // size if size else left
-            fresh = -(-left // per_bin)
-            amounts = np.full(fresh, per_bin)
-            amounts[-1] = left - per_bin * (fresh - 1)
-            room[opened : opened + fresh] = cap
-            slots = np.concatenate((slots, np.arange(opened, opened + fresh)))
-            taken = np.concatenate((taken, amounts))
-            opened += fresh
-        room[slots] -= taken * size
-        bin_of[order[at : at + count]] = np.repeat(slots, taken)
-        at += count
+    room, opened, size = np.full(len(tokens), cap, dtype=np.int64), 0, tokens.tolist()
+    for item in np.argsort(-tokens, kind="stable").tolist():
+        first = int(np.argmax(room[: opened + 1] >= size[item]))  # of the open bins and one more
+        opened = max(opened, first + 1)
+        room[first] -= size[item]
+        bin_of[item] = first
     return bin_of
 
 
