@@ -132,7 +132,7 @@ def with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print every environment; returns the exit code."""
-    from agentrl.env.catalog import broken_files, list_envs, unnamed_classes
+    from agentrl.env.catalog import list_envs, shelf_problems
 
     entries = list_envs()
     if args.json:
@@ -147,7 +147,7 @@ def run_list(args: argparse.Namespace) -> int:
     for entry in entries:
         lacking = f"  [not installed: agentrl env install {entry.suite}]" if entry.suite and entry.lacks_source() else ""
         say(f"{entry.id:{width}}  {entry.name:{short}}  {entry.summary}{lacking}")
-    for problem in [*broken_files().values(), *unnamed_classes()]:
+    for problem in shelf_problems():
         say(f"skipped: {problem}")
     return 0
 

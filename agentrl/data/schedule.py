@@ -302,11 +302,7 @@ class RankPlan:
 
 
 def plan_ranks(
-    tokens: np.ndarray,
-    ranks: int,
-    trees: tuple[np.ndarray, np.ndarray] | None,
-    tree_cost: float,
-    keep: np.ndarray | None = None,
+    tokens: np.ndarray, ranks: int, trees: tuple[np.ndarray, np.ndarray] | None, tree_cost: float, keep: np.ndarray | None = None
 ) -> RankPlan:
     """The rank of each row, given its number of tokens, and whether the trees (numbers, prefixes) are used.
 

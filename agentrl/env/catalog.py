@@ -312,32 +312,24 @@ def find_env(name: str) -> EnvEntry:
         if name in (entry.id, entry.name):
             return entry
         known += [entry.id, entry.name]
-    broken = "".join(f"\n{problem}" for problem in [*broken_files().values(), *unnamed_classes()])
+    broken = "".join(f"\n{problem}" for problem in shelf_problems())
     raise CatalogError(f"no environment {name!r}; {nearest(name, known)} (agentrl env list shows all){broken}")
 
 
-def broken_files() -> dict[Path, str]:
-    """Files on the shelves that should declare environments but are not valid Python, with the reason."""
-    broken: dict[Path, str] = {}
-    for path in _env_files():
-        try:
-            _entries_of(path)
-        except CatalogError as problem:
-            broken[path] = str(problem)
-    return broken
-
-
-def unnamed_classes() -> list[str]:
-    """Classes on the shelves that are environments by their bases and set no id, so that no name finds them."""
+def shelf_problems() -> list[str]:
+    """What hides environments on the shelves: files that are no valid Python, and classes that are environments by their bases
+    and set no id, so that no name finds them."""
     found = []
     for path in _env_files():
-        with suppress(CatalogError, SyntaxError, ValueError):
-            if _entries_of(path):
-                continue  # a base of those beside it, perhaps
-            for node in module_of(read_text(path)).body:
-                if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("ToolEnv") for base in node.bases):
-                    fix = f'id = "my/{node.name}-v0"'
-                    found.append(f"{path}:{node.lineno}: class {node.name} has no id, so no name finds it. Write {fix} in it")
+        try:
+            nodes = [] if _entries_of(path) else module_of(read_text(path)).body  # next to others it is a base, perhaps
+        except CatalogError as problem:
+            found.append(str(problem))
+            continue
+        for node in nodes:
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("ToolEnv") for base in node.bases):
+                fix = f'id = "my/{node.name}-v0"'
+                found.append(f"{path}:{node.lineno}: class {node.name} has no id, so no name finds it. Write {fix} in it")
     return found
 
 
@@ -370,7 +362,7 @@ def _env_files() -> Iterator[Path]:
 
 def _all_entries() -> Iterator[EnvEntry]:
     for path in _env_files():
-        # One broken file must not hide the other environments; `broken_files` reports it.
+        # One broken file must not hide the other environments; `shelf_problems` reports it.
         with suppress(CatalogError):
             yield from _entries_of(path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):

@@ -42,15 +42,17 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A tool's parameters: JSON Schema for the model, and how to turn its arguments into Python values: those that fit the
-    schema (`convert`), or any (`loosely`). `declared`: what the model is shown, where others wrote it; else None."""
+    """A tool's parameters: JSON Schema for the model, the names that it never sees, and, unless JSON values are passed as they
+    are, the Python types of arguments by name (`hints`), with the model of pydantic that reads them. `declared`: what the model
+    is shown, where others wrote it; else None."""
 
     description: str
     parameters: dict[str, Json]
     hidden: tuple[str, ...]
-    convert: Callable[[Mapping[str, Json]], dict[str, Any]]
-    loosely: Callable[[Mapping[str, Json]], dict[str, Any]] = dict
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    model: type[BaseModel] | None = None
     declared: dict[str, Json] | None = None
+    adapters: dict[str, TypeAdapter[Any]] = field(default_factory=dict)
 
 
 _PREFIX = "p_"
@@ -99,45 +101,9 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         place = f"parameter {of[1]!r}" if of else "its parameters"
         why = re.sub(r"^\s*(\w*Error|error): ", "", said.splitlines()[-1])
         raise ToolSchemaError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
-    return Signature(summary, schema, tuple(hidden), _converter(model, fields), _loose_converter(fields))
-
-
-def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
-    """A converter that skips pydantic for arguments that already have their declared Python types."""
     hints = {name: hint for name, (hint, _) in fields.items()}
-    if all((hint is Any or isinstance(hint, type)) and hint in _AS_JSON for hint in hints.values()):
-        return dict
-
-    def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
-        # `type` and not isinstance: a bool must not pass for an int.
-        if all(type(arguments[name]) is hints[name] for name in arguments):
-            return dict(arguments)
-        # JSON text on purpose: pydantic then accepts enums, dates and tuples in their JSON form only.
-        value = model.model_validate_json(json.dumps(arguments))
-        # Only those that were given: for the others the function has its own defaults.
-        return {name.removeprefix(_PREFIX): getattr(value, name) for name in value.model_fields_set}
-
-    return convert
-
-
-def _loose_converter(fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
-    """A converter that leaves values as they are, unless the parameter's type is no JSON type and takes them."""
-
-    @cache
-    def adapter(name: str) -> TypeAdapter[Any]:
-        return TypeAdapter(fields[name][0])
-
-    def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
-        values = dict(arguments)
-        for name, value in arguments.items():
-            if name in fields and fields[name][0] not in _PLAIN:
-                with suppress(ValidationError):
-                    made = adapter(name).validate_json(json.dumps(value), strict=True)
-                    # 5 for a list of floats, say, stays what it is: Python would not change it either.
-                    values[name] = value if _is_json(made) else made
-        return values
-
-    return convert
+    plain = all((hint is Any or isinstance(hint, type)) and hint in _AS_JSON for hint in hints.values())
+    return Signature(summary, schema, tuple(hidden), hints, None if plain else model)
 
 
 _PLAIN = (str, int, float, bool, Any, dict, list)
@@ -301,7 +267,7 @@ class Tool:
         safe_schema(name, parameters)
         if shown := [name for name in hidden if name in parameters.get("properties", {})]:
             raise ValueError(f"tool {name}: its schema shows the policy {shown[0]!r}, which is to be hidden")
-        return cls(function, name, options, explicit=Signature(description, dict(parameters), tuple(hidden), dict))
+        return cls(function, name, options, explicit=Signature(description, dict(parameters), tuple(hidden)))
 
     @classmethod
     def from_declaration(
@@ -378,14 +344,32 @@ class Tool:
 
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any] | Problem:
         """Checked arguments as Python values; a Problem if a type refuses what its schema allows."""
+        signature, values = self.signature, dict(arguments)
+        model, hints = signature.model, signature.hints
+        if model is None or self.options.check == "off":
+            return values
+        if self.options.check == "lenient":  # as they are, unless the parameter's type is no JSON type and takes them
+            for name, value in arguments.items():
+                if name in hints and hints[name] not in _PLAIN:
+                    if name not in signature.adapters:
+                        signature.adapters[name] = TypeAdapter(hints[name])
+                    with suppress(ValidationError):
+                        made = signature.adapters[name].validate_json(json.dumps(value), strict=True)
+                        # 5 for a list of floats, say, stays what it is: Python would not change it either.
+                        values[name] = value if _is_json(made) else made
+            return values
+        # Arguments of their declared types skip pydantic. `type` and not isinstance: a bool must not pass for an int.
+        if all(type(arguments[name]) is hints[name] for name in arguments):
+            return values
         try:
-            if self.options.check == "strict":
-                return self.signature.convert(arguments)
-            return dict(arguments) if self.options.check == "off" else self.signature.loosely(arguments)
+            # JSON text on purpose: pydantic then accepts enums, dates and tuples in their JSON form only.
+            read = model.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(str(part) for part in first["loc"])
             return Problem("invalid_argument", f"{place}: {first['msg']}" if place else str(first["msg"]))
+        # Only those that were given: for the others the function has its own defaults.
+        return {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}
 
     async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
         """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import wraps
 from hashlib import blake2b
@@ -213,10 +213,8 @@ class _Flaky(Tool):
     seed: int
     message: str
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[Child | None]:
-        async with self.item.place() as child:
-            yield child
+    def place(self) -> AbstractAsyncContextManager[Child | None]:
+        return self.item.place()
 
     async def invoke(self, owner: Any, values: Mapping[str, Any], child: Child | None = None) -> Any:
         record = owner.trajectory

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.data.trajectory import Message
 from agentrl.render.base import THINK, Codec, Markup, Place, Renderer
-from agentrl.render.tool_calls import (
-    CLOSE,
-    OPEN,
-    name_cut,
-    parse_tool_calls,
-    render_tool_calls,
-)
+from agentrl.render.tool_calls import CLOSE, OPEN, name_cut, parse_tool_calls, render_tool_calls
 from agentrl.utils.errors import ConfigError, ModelError, RenderError, did_you_mean
 from agentrl.utils.files import read_text
 

@@ -91,7 +91,8 @@ class TemplateRenderer(Renderer):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return tuple(self._text.codec.added[stop] for stop in self._turns.stops)
+        stops = dict.fromkeys((self._turns.stop, self._turns.call_stop))
+        return tuple(self._text.codec.added[stop] for stop in stops)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRenderer:
         offered = bool(tools) and self._tools_matter

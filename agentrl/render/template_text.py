@@ -284,10 +284,6 @@ class Skeleton:
     opening: tuple[Message, ...]
     rounds: tuple[Round, ...]
 
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        return (*self.opening, *(message for turn, answers in self.rounds for message in (turn, *answers)))
-
 
 def skeleton(shape: Shape) -> Skeleton:
     """A conversation of probes in this shape."""
@@ -411,10 +407,6 @@ class TurnText:
         cut = opened if self.in_reasoning or inside else closed
         self.bare = self.opening[:cut] if self.in_reasoning or self.past_reasoning else self.opening
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.stop, self.call_stop)))
-
     def turn(self, message: Message) -> str:
         """The turn as a policy would sample it after the opening, with its stop token.
 
@@ -527,7 +519,8 @@ class TurnText:
 
     def whole(self, shape: Skeleton, tools: bool) -> str:
         """The conversation as the template writes it."""
-        return self._text.render(shape.messages, [TOOL] if tools else [], generate=True)
+        rounds = (message for turn, answers in shape.rounds for message in (turn, *answers))
+        return self._text.render([*shape.opening, *rounds], [TOOL] if tools else [], generate=True)
 
     def rewrites_only_the_turn(self, shape: Skeleton, whole: str) -> bool:
         """Return True if the template, which writes `whole`, leaves what comes before the one turn of `shape` and after it."""

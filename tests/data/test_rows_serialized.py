@@ -9,17 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.rows import (
-    build,
-    concat,
-    deserialize,
-    items_column,
-    lengths,
-    nested_tensor,
-    select,
-    serialize,
-    wide,
-)
+from agentrl.data.rows import build, concat, deserialize, items_column, lengths, nested_tensor, select, serialize, wide
 
 
 def every_column(sizes):

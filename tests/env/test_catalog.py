@@ -11,15 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.env.catalog import (
-    EnvRef,
-    broken_files,
-    find_config,
-    find_env,
-    find_reward,
-    find_tools,
-    list_envs,
-)
+from agentrl.env.catalog import EnvRef, find_config, find_env, find_reward, find_tools, list_envs, shelf_problems
 from agentrl.utils.errors import CatalogError
 from agentrl.utils.search_path import shelves
 
@@ -125,7 +117,8 @@ def test_a_miss_names_the_nearest(call: object, says: str) -> None:
 def test_a_broken_file_hides_nothing_else_and_is_reported(here: Path) -> None:
     (here / "envs" / "bad.py").write_text("class Bad(:\n")
     assert find_env("key_value").id == "agentrl/KeyValue-v0"
-    assert [path.name for path in broken_files()] == ["bad.py"]
+    [problem] = shelf_problems()
+    assert problem.startswith(f"{here}/envs/bad.py: not a Python file")
     with pytest.raises(CatalogError, match=r"bad\.py: not a Python file"):
         find_env("bad")
 

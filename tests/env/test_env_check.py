@@ -27,10 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 SPEC = {
     "agentrl_reward": 1,
     "name": "sum",
-    "root": {
-        "use": "number.close",
-        "args": {"expect": {"$": "/task/gold/answer"}, "where": "answer", "which": "last"},
-    },
+    "root": {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}, "where": "answer", "which": "last"}},
 }
 
 
@@ -195,11 +192,7 @@ class TellsInTool(Sum):
         return f"{self.numbers.get(key)}; {self.task.gold['note'] if key not in 'ab' else ''}"
 
 
-PAYS_FOR_STOPPING = {
-    "agentrl_reward": 1,
-    "name": "kind",
-    "root": {"op": "max", "of": [SPEC["root"], {"use": "episode.stopped"}]},
-}
+PAYS_FOR_STOPPING = {"agentrl_reward": 1, "name": "kind", "root": {"op": "max", "of": [SPEC["root"], {"use": "episode.stopped"}]}}
 
 BROKEN = [
     (BadId, "contract", "Namespace/Name-v0"),
@@ -330,10 +323,7 @@ class OneFree(Sum):
 FREE = {
     "agentrl_reward": 1,
     "name": "kind",
-    "root": {
-        "op": "max",
-        "of": [SPEC["root"], {"use": "episode.stopped", "when": {"$": "/task/gold/free", "eq": True}}],
-    },
+    "root": {"op": "max", "of": [SPEC["root"], {"use": "episode.stopped", "when": {"$": "/task/gold/free", "eq": True}}]},
 }
 
 

@@ -86,11 +86,7 @@ def test_what_cannot_be_copied_is_named() -> None:
     Strange.shared = frozenset()
 
 
-@given(
-    st.lists(st.sampled_from(["a", "b", "no"]), max_size=6),
-    st.integers(0, 6),
-    st.lists(st.text(max_size=3), max_size=4),
-)
+@given(st.lists(st.sampled_from(["a", "b", "no"]), max_size=6), st.integers(0, 6), st.lists(st.text(max_size=3), max_size=4))
 @settings(max_examples=60, deadline=None)
 def test_a_fork_equals_a_replay(script: list[str], at: int, rest: list[str]) -> None:
     """Forking after some turns and playing on gives what playing everything in a fresh one gives."""

@@ -62,11 +62,7 @@ def pay(**arguments: Json) -> Message:
     return Message("assistant", tool_calls=(ToolCall("pay", arguments, id="c0"),))
 
 
-SPEC = {
-    "agentrl_reward": 1,
-    "name": "bank",
-    "root": {"use": "state.match", "args": {"expect": {"$": "/task/gold/state"}}},
-}
+SPEC = {"agentrl_reward": 1, "name": "bank", "root": {"use": "state.match", "args": {"expect": {"$": "/task/gold/state"}}}}
 
 
 def answers(env: ToolEnv, *turns: Message) -> list[str]:

@@ -52,14 +52,7 @@ def test_an_episode_and_its_record() -> None:
     assert (observation, terminated, truncated, info["stop"]) == ([], True, False, "done")
     record = env.trajectory
     assert record.stop is StopReason.DONE and record.state == {"notes": words}
-    assert [m.role for m in record.messages] == [
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    assert [m.role for m in record.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert [turn.index for turn in record.turns] == [0, 1, 2]
     assert [c.id for _, c, r in record.calls() if r is not None] == ["call_0", "call_1"]
     assert [t["function"]["name"] for t in record.tools] == ["write", "hang", "quit"]
@@ -100,11 +93,7 @@ def test_text_actions_are_parsed_and_malformed_ones_are_answered() -> None:
 def test_parallel_calls_get_their_own_answers_in_order() -> None:
     env = Notes()
     env.reset(seed=0)
-    calls = (
-        ToolCall("write", {"text": "a"}, id="x"),
-        ToolCall("write", {"text": "no"}, id="x"),
-        ToolCall("wrote", {}),
-    )
+    calls = (ToolCall("write", {"text": "a"}, id="x"), ToolCall("write", {"text": "no"}, id="x"), ToolCall("wrote", {}))
     observation = env.step(Message("assistant", tool_calls=calls))[0]
     assert [m.tool_call_id for m in observation] == ["x", "call_1", "call_2"]
     assert [r.error for r in env.trajectory.turns[0].results] == [None, "tool_error", "unknown_tool"]
@@ -121,10 +110,7 @@ def test_a_tool_may_end_the_episode() -> None:
 
 @pytest.mark.parametrize(
     ("action", "error", "stop"),
-    [
-        (call("write", text="boom"), EnvError, StopReason.ENV_ERROR),
-        (call("hang"), ToolTimeoutError, StopReason.TOOL_TIMEOUT),
-    ],
+    [(call("write", text="boom"), EnvError, StopReason.ENV_ERROR), (call("hang"), ToolTimeoutError, StopReason.TOOL_TIMEOUT)],
 )
 def test_a_fault_is_a_typed_outcome_and_tears_down(action: Message, error: type, stop: StopReason) -> None:
     scorer = Constant(0.0)

@@ -17,13 +17,7 @@ from agentrl.env import Action, StepResult, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
-from agentrl.env.wrappers import (
-    SystemPrompt,
-    ToolFaults,
-    ToolSubset,
-    ToolWrapper,
-    TurnLimit,
-)
+from agentrl.env.wrappers import SystemPrompt, ToolFaults, ToolSubset, ToolWrapper, TurnLimit
 from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import ConfigError
 

@@ -16,11 +16,7 @@ from agentrl.render.chatml import CHAT_TEMPLATES, TURN_TOKENS
 from tests.render.render_tokenizers import build_tokenizer
 
 ROOT = Path(os.environ.get("AGENTRL_TEMPLATES") or Path(sys.prefix) / "templates")
-SOURCES = {
-    "trl": "trl/chat_templates",
-    "axolotl": "axolotl/utils/chat_templates/templates",
-    "llama.cpp": "llama.cpp",
-}
+SOURCES = {"trl": "trl/chat_templates", "axolotl": "axolotl/utils/chat_templates/templates", "llama.cpp": "llama.cpp"}
 
 
 @dataclass(frozen=True)

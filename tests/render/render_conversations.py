@@ -62,12 +62,7 @@ def tool(name, required=(), optional=()):
     }
 
 
-TOOLS = [
-    tool("get", ["key"]),
-    tool("set", ["key", "value"], ["ttl"]),
-    tool("list_keys"),
-    tool("add", ["a", "b"]),
-]
+TOOLS = [tool("get", ["key"]), tool("set", ["key", "value"], ["ttl"]), tool("list_keys"), tool("add", ["a", "b"])]
 
 
 def as_dicts(messages):

@@ -346,8 +346,7 @@ def limited(most):
 
 
 @pytest.mark.parametrize(
-    "form",
-    ["m.content|striptags", "m.content[:20000]", "m.content|truncate(5000)", "m.content.split('\n')[0]"],
+    "form", ["m.content|striptags", "m.content[:20000]", "m.content|truncate(5000)", "m.content.split('\n')[0]"]
 )
 def test_a_template_that_cuts_what_a_tool_says_is_refused_with_tools(form):
     """The policy was asked about what it could not see."""

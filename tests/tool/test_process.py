@@ -38,10 +38,7 @@ def gone(pid: int) -> bool:
 
 
 def test_a_call_runs_in_another_process_which_serves_the_next_one_too() -> None:
-    first, second = (
-        call(square, n=3).value,
-        call(square, n=-4),
-    )
+    first, second = (call(square, n=3).value, call(square, n=-4))
     again = call(square, n=5).value
     assert first[0] == 9 and first[1] != os.getpid()
     assert second.error == "tool_error" and "-4 is negative" in second.content

@@ -113,10 +113,7 @@ def test_rich_types_become_schema_without_references() -> None:
     properties = schema["properties"]
     assert properties["color"]["enum"] == ["red", "blue"]
     assert properties["mode"]["enum"] == ["fast", "slow"]
-    assert properties["where"]["properties"] == {
-        "x": {"type": "integer"},
-        "y": {"type": "integer", "default": 0},
-    }
+    assert properties["where"]["properties"] == {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}}
     assert properties["home"]["properties"]["street"]["description"] == "name of the street"
     assert properties["counts"]["additionalProperties"] == {"type": "integer"}
     assert properties["either"]["anyOf"] == [{"type": "integer"}, {"type": "string"}]

@@ -396,13 +396,7 @@ def test_outputs_as_the_model_reads_them() -> None:
 
     box = Toolbox([give])
     shown = {w: asyncio.run(box.call(ToolCall("give", {"which": w}))).content for w in answers}
-    assert shown == {
-        "text": "as is",
-        "none": "ok",
-        "number": "4",
-        "rows": '[{"name": "ä", "n": 1}]',
-        "odd": "\ufffdx",
-    }
+    assert shown == {"text": "as is", "none": "ok", "number": "4", "rows": '[{"name": "ä", "n": 1}]', "odd": "\ufffdx"}
 
 
 def test_a_result_without_json_form_is_the_tools_fault() -> None:

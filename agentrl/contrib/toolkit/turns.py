@@ -163,11 +163,7 @@ Rules = tuple[str, str]
 
 
 def grammar_of(
-    renderer: Renderer,
-    schema: Json = None,
-    tools: Sequence[Mapping[str, Any]] = (),
-    several: bool = True,
-    reasons: bool = True,
+    renderer: Renderer, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
 ) -> str:
     """The grammar (`Sampling.grammar`) of a turn that is JSON which fits `schema`, if that is not None, or calls of `tools`: one,
     or one or more if `several`; `reasons`: after an optional reasoning. Raises RenderError if none is known for these turns."""

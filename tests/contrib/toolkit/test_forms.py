@@ -307,11 +307,7 @@ def test_the_endpoint_s_protocols_put_results_into_the_order_of_their_calls() ->
     anthropic = [SAID[0], {"role": "assistant", "content": use}, {"role": "user", "content": result}]
     items = [SAID[0], *({"type": "function_call", "call_id": id, "name": "get", "arguments": "{}"} for id in "xy"),
              *({"type": "function_call_output", "call_id": id, "output": text} for id, text in ("y2", "x1"))]  # fmt: skip
-    for ask in (
-        asked(CHAT, messages=chat),
-        asked(ANTHROPIC, messages=anthropic, max_tokens=5),
-        asked(RESPONSES, input=items),
-    ):
+    for ask in (asked(CHAT, messages=chat), asked(ANTHROPIC, messages=anthropic, max_tokens=5), asked(RESPONSES, input=items)):
         assert [(one.tool_call_id, one.content, one.name) for one in ask.messages[2:]] == [("x", "1", "get"), ("y", "2", "get")]
 
 
@@ -454,9 +450,5 @@ def test_the_endpoint_reads_reasoning_in_each_protocol() -> None:
     anthropic = [SAID[0], {"role": "assistant", "content": blocks}, SAID[0]]
     items = [SAID[0], {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "since"}]},
              {"role": "assistant", "content": "yes"}, SAID[0]]  # fmt: skip
-    for ask in (
-        asked(CHAT, messages=chat),
-        asked(ANTHROPIC, messages=anthropic, max_tokens=5),
-        asked(RESPONSES, input=items),
-    ):
+    for ask in (asked(CHAT, messages=chat), asked(ANTHROPIC, messages=anthropic, max_tokens=5), asked(RESPONSES, input=items)):
         assert ask.messages[1] == Message("assistant", "yes", reasoning="since")

@@ -18,13 +18,7 @@ WORLD = load_module(PATH.parent / "world.py")
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 @pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"hops": 1, "documents": 40, "results": 2},
-        {"hops": 4, "back_share": 1.0},
-        {"hops": [5, 8], "documents": 300},
-    ],
+    "params", [{}, {"hops": 1, "documents": 40, "results": 2}, {"hops": 4, "back_share": 1.0}, {"hops": [5, 8], "documents": 300}]
 )
 def test_gold_scores_one_and_reads_every_page_it_needs(params, split):
     env = build("search", **params)

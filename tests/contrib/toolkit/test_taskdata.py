@@ -78,11 +78,7 @@ def test_whole_families_are_held_out(tmp_path: Path) -> None:
 
 
 def test_training_draws_by_weight_and_evaluation_walks(tmp_path: Path) -> None:
-    rows = [
-        row(1, split="train", weight=3.0),
-        row(2, split="train"),
-        *(row(n, split="test") for n in (3, 4, 5)),
-    ]
+    rows = [row(1, split="train", weight=3.0), row(2, split="train"), *(row(n, split="test") for n in (3, 4, 5))]
     tasks = load_tasks(write(tmp_path / "a.jsonl", rows))
     counts = Counter(tasks.task(seed, "train").id for seed in range(10, 4010))
     assert 0.7 < counts["t1"] / 4000 < 0.8
@@ -107,10 +103,7 @@ NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
         (["[1, 2]"], ":1: field (the row)"),
         ([row(1), row(2), {**row(1), "data": {"q": "other"}}], ":3: field id: 't1' is also the id of"),
         ([NAMELESS, row(2), NAMELESS], "bad.jsonl:1. Remove one, or give each an id of its own"),
-        (
-            [row(1, split="train"), {**row(1, split="test"), "id": "x"}],
-            ":2: field data: this heldout task is also",
-        ),
+        ([row(1, split="train"), {**row(1, split="test"), "id": "x"}], ":2: field data: this heldout task is also"),
         ([], "no rows"),
     ],
 )
@@ -143,11 +136,7 @@ def test_other_layouts_and_their_schema(tmp_path: Path) -> None:
 
 
 def test_places_that_hold_nothing(tmp_path: Path) -> None:
-    for path, says in (
-        (tmp_path / "no", "no such file"),
-        (tmp_path, "no file ending in"),
-        (Path(__file__), "ending in"),
-    ):
+    for path, says in ((tmp_path / "no", "no such file"), (tmp_path, "no file ending in"), (Path(__file__), "ending in")):
         with pytest.raises(TaskDataError, match=says):
             load_tasks(path)
     (tmp_path / "x.parquet").write_text("no table")
