@@ -317,8 +317,8 @@ def find_env(name: str) -> EnvEntry:
 
 
 def shelf_problems() -> list[str]:
-    """What hides environments on the shelves: files that are no valid Python, and classes that are environments by their bases
-    and set no id, so that no name finds them."""
+    """Problems that hide environments on the shelves: files that are no valid Python, and classes that are environments by their
+    bases and set no id, so that no name finds them."""
     found = []
     for path in _env_files():
         try:

@@ -358,7 +358,7 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
 
 
 def _read_as(kind: str, text: str) -> Json:
-    """`text` as a value of that JSON type. Raises ValueError if it is none."""
+    """`text` as a value of that JSON type. Raises ValueError for other texts."""
     word = text.strip().lower()
     if kind == "null" and text.lower() == "null":
         return None
