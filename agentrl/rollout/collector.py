@@ -75,13 +75,6 @@ def largest(config: RolloutConfig) -> int:
     return config.group_size + more(config.group_size, config.grow)
 
 
-def growth(group: Group, config: RolloutConfig) -> range:
-    """The numbers of the members that a group is given besides those that have all ended: none if their scores differ, none is
-    scored, or it is as large as it may be. A member's draw depends on its number alone, not on when it was begun."""
-    size = len(group.trajectories)
-    return range(size, min(size + config.group_size, largest(config)) if alike(group) else size)
-
-
 # A running group
 
 PlayMembers = Callable[["GroupRun", Sequence[int]], Awaitable[list[Trajectory]]]
@@ -230,7 +223,6 @@ class Collector:
         self.ledger.train(groups)
         for group in groups:
             self._names.pop(group.index, None)
-            self.stats.forget_trained(group)
         self.tasks.update(self.ledger.version)
 
     async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
@@ -341,12 +333,13 @@ class Collector:
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
         """Play a group; with too few scored members it is dropped, else shown, and filtered, refused, or complete."""
         group = await self._group(index, choice)
-        self.stats.count_group(group)
         self._over.pop(index, None)
         survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
         # Without the greedy episode's reward there is no baseline, so the whole group is lost.
-        lacks_baseline = any(t.reward is None for t in greedy)
-        if lacks_baseline or len(survivors) < min(self.config.min_survivors, self.config.group_size):
+        lost = any(t.reward is None for t in greedy)
+        lost = lost or len(survivors) < min(self.config.min_survivors, self.config.group_size)
+        self.stats.count_group(group, lost)
+        if lost:
             self._tasks.pop(index, None)
             faults = sorted({end_of(t) for t in [*group.trajectories, *greedy] if t.reward is None})
             self.tasks.forget(index)
@@ -358,7 +351,7 @@ class Collector:
         # Asked before the group leaves the running ones, so that `collect` raises what the filter raises.
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
-        self.stats.count_success(choice.env)
+
         # Without branches, which depend on their episode: draws of the policy that do not depend on each other.
         roots = [member for member in survivors if member.parent is None]
         self.tasks.finish(index, success_rate(roots), sum(t.sampled_tokens for t in group.trajectories))
@@ -366,7 +359,6 @@ class Collector:
             self._drop(index, GroupState.FILTERED, f"every member scored {survivors[0].reward}")
         elif refused and self._accept is not None:
             self._drop(index, GroupState.REFUSED, f"refused by {self._accept.name!r}")
-            self.stats.tell_refused(self.version, self.ledger.waiting_count)
         else:
             self.ledger.complete(group)
 
@@ -381,14 +373,18 @@ class Collector:
         while True:
             if scorer.compares:
                 await score_group(group.trajectories, scorer)
-            if not (numbers := growth(group, self.config)):
+            # Of a group whose scores do not differ more members are played; a member's draw depends on its number alone, not on
+            # when it was begun.
+            begun = len(group.trajectories)
+            numbers = range(begun, min(begun + size, largest(self.config)))
+            if not numbers or not alike(group):
                 return group
             group.trajectories += await run.members(numbers, len(numbers))
             self.stats.grown(len(numbers))
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
-        self.stats.count_drop(index, self._names.pop(index), state, reason)
+        self.stats.count_drop(index, self._names.pop(index), state, reason, self.version, self.ledger.waiting_count)
 
     # -- waiting -----------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Blame, Message, StopReason
 from agentrl.env import ToolEnv
 from agentrl.env.toolbox import Waiting
@@ -53,15 +52,6 @@ class Watch:
         finally:
             self._waits.pop(key, None)
             self.moves += 1
-
-    @contextmanager
-    def plays(self, ledgers: Sequence[TokenLedger]) -> Iterator[None]:
-        """An episode is played that fills these ledgers; if it is cancelled, their sampled tokens count as `cut`."""
-        try:
-            yield
-        except asyncio.CancelledError:
-            self.cut += sum(ledger.sampled_tokens for ledger in ledgers)
-            raise
 
     def oldest(self, most: int) -> tuple[list[tuple[str, str, float]], int]:
         """The `most` longest waits of this process: episode, what it waits for, seconds so far; and how many more there are."""

@@ -5,6 +5,7 @@ how its end is recorded), and the loop over its turns."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -244,8 +245,11 @@ async def run_episode(
     and scored. Cancellation tears the environment down and propagates. `watch` hears each wait and its end.
     """
     episode = RunningEpisode(env, policy, spec, limits, watch := watch or Watch(), hook or EpisodeHook())
-    with watch.plays(episode.ledgers):
+    try:
         return await play_and_score(episode, env, spec, limits, scorer, watch)
+    except asyncio.CancelledError:
+        watch.cut += sum(ledger.sampled_tokens for ledger in episode.ledgers)
+        raise
 
 
 class EpisodeHook:
@@ -415,14 +419,12 @@ class RunningEpisode:
             return (await writer.renderer.aparse(answer.token_ids, answer.finish)).content
         earlier = self.shown[: len(self.shown) - len(observation)]
         for fresh in (list(observation), elide_outputs(observation)):
-            fork, ids = await self._prompt(generation, message, earlier, [*fresh, instruction])
-            context = self.limits.context - len(ids) - (0 if fork else len(self.ledger))
-            room = min(tokens, context, self._budget() - len(ids))
+            self.fork, self.suffix = await self._prompt(generation, message, earlier, [*fresh, instruction])
+            room, _ = self._room(tokens)
             if room == tokens:
                 break
         if room < 1:
             return None
-        self.fork, self.suffix = fork, ids
         turn = len(self.record.turns)
         self._extend(turn)
         answer = await self._generate(room, turn, "summary")
@@ -450,14 +452,10 @@ class RunningEpisode:
     def _room(self, most: int | None = None) -> tuple[int, StopReason]:
         """The tokens that the next turn may have, by default at most as many as it may sample, and why the episode ends if there
         are too few left."""
-        episode = self._budget() - len(self.suffix)
+        episode = self.limits.max_episode_tokens - sum(len(ledger) for ledger in self.ledgers) - len(self.suffix)
         context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledger))
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
         return min(self.limits.max_turn_tokens if most is None else most, episode, context), reason
-
-    def _budget(self) -> int:
-        """The tokens left of `max_episode_tokens`."""
-        return self.limits.max_episode_tokens - sum(len(ledger) for ledger in self.ledgers)
 
     async def _generate(self, room: int, turn: int, purpose: str = "turn") -> Generation:
         """Sample a continuation of the ledger and append it."""

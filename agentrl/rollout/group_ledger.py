@@ -153,16 +153,6 @@ class GroupLedger:
         self._lowest = min((e.oldest for e in self._entries.values()), default=self.version)
         return [e.index for e in self._entries.values() if self.version - e.oldest > self.max_staleness]
 
-    def must_wait_for(self) -> list[int]:
-        """Running groups that the next update would push over the bound: they must be part of this one."""
-        return [
-            e.index
-            for e in self._entries.values()
-            # Counted from its admission, the least that `oldest` can be: its tokens may turn out newer, but by then the update
-            # would be past.
-            if e.state is GroupState.RUNNING and self.version + 1 - e.oldest > self.max_staleness
-        ]
-
     def surplus(self, chosen: Iterable[Group]) -> list[int]:
         """With spare slots: groups, running or complete, that are not chosen for the next update and that it
         pushes over the bound. Without spare slots, no group is given up before it is too old."""
@@ -176,7 +166,12 @@ class GroupLedger:
     def ready(self) -> list[Group] | None:
         """The B groups of the next update, chosen by oldest weights, then lowest index; None if there are too few,
         or if more running groups must be part of this update than there are spare slots."""
-        if self.waiting_count < self.groups_per_update or len(self.must_wait_for()) > self.spare:
+        if self.waiting_count < self.groups_per_update:
+            return None
+        # Running groups that the next update would push over the bound must be part of this one. Their age is counted from their
+        # admission: their tokens may turn out newer, but by then the update would be past.
+        running = (e for e in self._entries.values() if e.state is GroupState.RUNNING)
+        if sum(self.version + 1 - e.oldest > self.max_staleness for e in running) > self.spare:
             return None
         done = [(e.oldest, e.index) for e in self._entries.values() if e.state is GroupState.COMPLETE]
         # Oldest first: what is left over is what can wait longest.

@@ -119,8 +119,8 @@ class RolloutStats:
         else:  # the engine is at work
             self._silent = 0
 
-    def count_group(self, group: Group) -> None:
-        """A group's members have ended: what others sampled for it is thrown away."""
+    def count_group(self, group: Group, failed: bool = False) -> None:
+        """A group's members have ended: what others sampled for it is thrown away. `failed`: too few of them are scored."""
         lost = [t for t in group.trajectories if t.reward is None]
         self._played.update({"episodes_played": len(group.trajectories), "episodes_unscored": len(lost)})
         self._any_scored |= len(lost) < len(group.trajectories)
@@ -132,14 +132,12 @@ class RolloutStats:
         for member in filter(None, (*group.trajectories, group.baseline)):
             if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
                 self._count_unscored(member)
+        if not failed:
+            self._failing.pop(group.env, None)
 
     def grown(self, members: int) -> None:
         """A group got this many members more (`rollout.grow`)."""
         self._played["members_grown"] += members
-
-    def count_success(self, env: str) -> None:
-        """A group of this environment has enough scored members."""
-        self._failing.pop(env, None)
 
     def filters(self, group: Group) -> bool:
         """Return True if a group is left out since all its members have the same reward. Past the limit such groups are
@@ -147,8 +145,9 @@ class RolloutStats:
         most = math.ceil(self._config.max_filtered * self._config.groups - 1e-9)
         return self._config.filter_zero_variance and alike(group) and self._filtered < most
 
-    def count_drop(self, index: int, env: str, state: GroupState, reason: str) -> None:
-        """A group will not be trained. One that is CANCELLED counts by its tokens alone."""
+    def count_drop(self, index: int, env: str, state: GroupState, reason: str, version: int = 0, complete: int = 0) -> None:
+        """A group will not be trained. One that is CANCELLED counts by its tokens alone. `version`, `complete`: of the update
+        that is waited for, and the groups that are complete for it."""
         self._thrown[state.value] += self._kept.pop(index, 0)
         if state is GroupState.CANCELLED:
             return
@@ -161,15 +160,9 @@ class RolloutStats:
             if not self._any_scored:
                 self._dead.append(index)
         self._reasons[state] = f"group {index}: {reason}"
-
-    def forget_trained(self, group: Group) -> None:
-        """The group was trained."""
-        self._kept.pop(group.index, None)
-
-    def tell_refused(self, version: int, complete: int) -> None:
-        """Say it when the filter has refused 8, 16, 32, ... times the groups of an update. `complete`: accepted for it."""
+        # Said when the filter has refused 8, 16, 32, ... times the groups of an update.
         times = self._refused / self._most_dropped
-        if times >= 1 and math.log2(times).is_integer():
+        if state is GroupState.REFUSED and times >= 1 and math.log2(times).is_integer():
             self._say(
                 f"rollout.accept {self._accept!r} has refused {self._refused} groups for update {version}, "
                 f"{complete} of {self._config.groups} are accepted"
@@ -211,6 +204,8 @@ class RolloutStats:
             "tokens_thrown": float(self._thrown.total()),
             **{f"tokens_thrown/{why}": float(count) for why, count in sorted(self._thrown.items()) if count},
         }
+        for group in groups:  # they are trained
+            self._kept.pop(group.index, None)
         self._filtered = self._refused = self._sampled = 0
         for counts in (self._played, self._dropped, self._faults, self._thrown):
             counts.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,7 @@ from agentrl.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-Rewrite = Callable[[Sequence[Message], int, int], Awaitable[list[Message] | None]]
-"""Rewrites a conversation (messages, number of new ones at its end, number of tokens); None keeps it."""
+
 TRIES = 8
 """How many transcripts are drawn for one index until one is short enough."""
 
@@ -42,13 +41,7 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
     `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
     """
 
-    def policy() -> Teacher:
-        try:
-            return env.teacher(env.trajectory.task, random.Random(seed), **teacher)
-        except (TypeError, ValueError) as problem:
-            raise ConfigError(f"sft.teacher = {teacher}: {problem}") from problem
-
-    return await _play_transcript(env, renderer, seed, "train", policy)
+    return await _play_transcript(env, renderer, seed, "train", teacher)
 
 
 async def gold_transcript(
@@ -57,19 +50,10 @@ async def gold_transcript(
     """One episode of a task's gold solution, as `transcript`. A `context` policy with the run's `limits` rewrites its
     conversation as in an episode. Raises NotImplementedError without a gold solution, EnvError if it cannot be played."""
 
-    def teacher() -> Teacher:
-        return GoldTeacher(env.gold_turns(env.task), random.Random(seed))
-
-    if context is None or limits is None:
-        return await _play_transcript(env, renderer, seed, split, teacher)
-
-    async def rewrite(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
-        return await context.rewrite(Moment(shown, fresh, tokens, limits.max_turn_tokens, limits.context, _nobody))
-
-    return await _play_transcript(env, renderer, seed, split, teacher, rewrite)
+    return await _play_transcript(env, renderer, seed, split, None, context, limits)
 
 
-async def _nobody(instruction: Message, tokens: int) -> str | None:
+async def _ask_nobody(instruction: Message, tokens: int) -> str | None:
     """A gold solution has no summaries (the check of demonstrations refuses a context policy that asks for them)."""
     return None
 
@@ -81,11 +65,25 @@ def without_chance(ref: EnvRef) -> EnvRef:
 
 
 async def _play_transcript(
-    env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher], rewrite: Rewrite | None = None
+    env: ToolEnv,
+    renderer: Renderer,
+    seed: int,
+    split: str,
+    teacher: dict[str, Any] | None,
+    context: ContextPolicy | None = None,
+    limits: Limits | None = None,
 ) -> Trajectory:
+    """The episode of a teacher with these arguments; None: of the gold solution."""
     observation, _ = await env.areset(seed=seed, options={"split": split})
     try:
-        policy = make()
+        draw = random.Random(seed)
+        if teacher is None:
+            policy: Teacher = GoldTeacher(env.gold_turns(env.task), draw)
+        else:
+            try:
+                policy = env.teacher(env.trajectory.task, draw, **teacher)
+            except (TypeError, ValueError) as problem:
+                raise ConfigError(f"sft.teacher = {teacher}: {problem}") from problem
         ledgers, shown, begun = [TokenLedger()], list(observation), len(observation)
         renderer = renderer.with_tools(env.toolbox.schemas())
         ledgers[-1].append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
@@ -108,8 +106,10 @@ async def _play_transcript(
             shown += [message, *observation]
             more = renderer.extend("stop", observation, ids[-1]) if kept else renderer.start(shown, env.toolbox.schemas())
             tokens = len(more) + (len(ledgers[-1]) if kept else 0)
-            if rewrite is not None and (other := await rewrite(shown, len(observation), tokens)) is not None:
-                kept, shown, more = False, other, renderer.start(other, env.toolbox.schemas())
+            if context is not None and limits is not None:
+                moment = Moment(shown, len(observation), tokens, limits.max_turn_tokens, limits.context, _ask_nobody)
+                if (other := await context.rewrite(moment)) is not None:
+                    kept, shown, more = False, other, renderer.start(other, env.toolbox.schemas())
             if not kept:
                 ledgers.append(TokenLedger())
                 begun = len(shown)
@@ -156,14 +156,18 @@ class Transcripts:
         try:
             found = []
             for index in range(first, first + count):
-                found.append(await self._fitting(index))
+                found.append(await self._draw(index))
                 await asyncio.sleep(0)  # environments seldom wait for anything, and a call has tens of transcripts
             return found
         except NotImplementedError as problem:
             raise ConfigError(f"env.id: {problem}, so [sft] cannot warm a model up on it") from problem
 
-    async def _fitting(self, index: int) -> Trajectory:
+    async def _draw(self, index: int) -> Trajectory:
         lengths: list[int] = []
+        limit = (
+            f"tokens, and a row, which is never cut, may have {self.most} (the lesser of optim.micro_tokens and the model's "
+            "context): raise optim.micro_tokens, or make the tasks shorter (sft.params)"
+        )
         for draw in range(TRIES):
             seed = derive(self.seed, "sft", index, *([draw] if draw else []))
             made = await transcript(self.env.build(), self.renderer, seed, self.teacher)
@@ -171,15 +175,9 @@ class Transcripts:
                 return made
             lengths.append(made.tokens)
             if not self.skipped:  # the metric `transcripts_skipped` counts them all
-                log.warning("[sft]: transcript %d, of task %s, is left out: %s", index, made.task.id, self._too_long(made.tokens))
+                log.warning("[sft]: transcript %d, of task %s, is left out: %d %s", index, made.task.id, made.tokens, limit)
             self.skipped += 1
         raise ConfigError(
-            f"[sft]: transcript {index}, of task {made.task.id!r}: {self._too_long(lengths[-1])}; so it is with all {TRIES} "
+            f"[sft]: transcript {index}, of task {made.task.id!r}: {lengths[-1]} {limit}; so it is with all {TRIES} "
             f"tasks drawn for it (the shortest: {min(lengths)} tokens)"
-        )
-
-    def _too_long(self, tokens: int) -> str:
-        return (
-            f"{tokens} tokens, and a row, which is never cut, may have {self.most} (the lesser of optim.micro_tokens and "
-            "the model's context): raise optim.micro_tokens, or make the tasks shorter (sft.params)"
         )

@@ -109,12 +109,12 @@ def test_a_group_that_would_go_stale_is_waited_for() -> None:
     ledger = GroupLedger(1, 1)
     assert [ledger.admit(), ledger.admit(), ledger.admit()] == [0, 1, None]
     ledger.complete(group_of(1, [[0]]))
-    assert ledger.must_wait_for() == []  # group 0 may still be trained in the next update
-    ledger.train(ledger.ready())
+    ready = ledger.ready()  # group 0 may still be trained in the next update
+    assert ready is not None
+    ledger.train(ready)
     assert ledger.admit() == 2
     ledger.complete(group_of(2, [[1]]))
-    assert ledger.must_wait_for() == [0]  # born at 0: this update is the last that may train it
-    assert ledger.ready() is None
+    assert ledger.ready() is None  # group 0, born at 0, must be part of this update
 
 
 def test_the_oldest_tokens_go_first_not_the_group_that_was_admitted_first() -> None:
@@ -138,7 +138,7 @@ def test_spare_groups_of_an_asynchronous_run_are_kept_while_they_may_still_be_tr
     chosen = ledger.ready()
     assert ledger.surplus(chosen) == []
     ledger.train(chosen)
-    assert ledger.must_wait_for() == [0, 2] and ledger.ready() is None  # two, and one spare slot
+    assert ledger.ready() is None  # 0 and 2 must be part of this update, and there is one spare slot
     ledger.complete(group_of(2, [[0]]))
     assert ledger.surplus(ledger.ready()) == [0]
 
@@ -205,7 +205,7 @@ def test_selection_reads_no_tokens() -> None:
         group = group_of(index, [[0, 0]])
         group.trajectories[0].ledgers = Counted(group.trajectories[0].ledgers)
         ledger.complete(group)
-        ledger.too_old(), ledger.must_wait_for(), ledger.admit()
+        ledger.too_old(), ledger.admit()
         ready = ledger.ready()
     assert ready is not None and ledger.surplus(ready) == [] and len(ready) == size
     assert Counted.looks == size, "once a group, when it completes"

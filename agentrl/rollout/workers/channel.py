@@ -173,26 +173,22 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         start = 0
-        while (found := self._frame(start)) is not None:
-            body, start = found
+        while len(self._received) >= start + _HEAD.size:
+            (length,) = _HEAD.unpack_from(self._received, start)
+            if not self.trusted and length > STRANGER_BYTES:
+                log.error("a frame of %d bytes, where %d are allowed; the connection is closed", length, STRANGER_BYTES)
+                self.abort()
+                break
+            begin, stop = start + _HEAD.size, start + _HEAD.size + length
+            if len(self._received) < stop:
+                break
+            body, start = bytes(self._received[begin:stop]), stop
             try:
                 kind, fields = (pickle if self.trusted else json).loads(body)
                 self.on[kind](fields)
             except Exception:  # one bad frame must not end the connection of all other episodes
                 log.exception("a frame of a rollout worker's channel")
         del self._received[:start]
-
-    def _frame(self, start: int) -> tuple[bytes, int] | None:
-        """The whole frame that begins there, and where the next one begins; None if it has not arrived."""
-        if len(self._received) < start + _HEAD.size:
-            return None
-        (length,) = _HEAD.unpack_from(self._received, start)
-        if not self.trusted and length > STRANGER_BYTES:
-            log.error("a frame of %d bytes, where %d are allowed; the connection is closed", length, STRANGER_BYTES)
-            self.abort()
-            return None
-        stop = start + _HEAD.size + length
-        return None if len(self._received) < stop else (bytes(self._received[start + _HEAD.size : stop]), stop)
 
 
 class Hub:

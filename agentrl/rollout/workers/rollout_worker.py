@@ -161,14 +161,7 @@ class WorkerCore:
             beats.cancel()
         building.cancel()  # a started part may wait for an answer of the driver, which is gone
         over.cancel()
-        await self._close()
-
-    async def _begin(self, channel: Channel) -> None:
-        self._parts = await self._build(channel)
-        await self._parts.start()
-
-    async def _close(self) -> None:
-        playing = list(self._channel.serving.values())
+        playing = list(channel.serving.values())
         for task in playing:
             task.cancel()
         if playing:
@@ -176,7 +169,11 @@ class WorkerCore:
         if self._parts is not None:
             await self._parts.close()
         self._outbox.close()
-        self._channel.close()
+        channel.close()
+
+    async def _begin(self, channel: Channel) -> None:
+        self._parts = await self._build(channel)
+        await self._parts.start()
 
     def abandon(self) -> None:
         """Nothing that plays here can go on: the driver sees the end of the connection, and plays all of it elsewhere."""
@@ -209,20 +206,17 @@ class WorkerCore:
             lag = max(time.monotonic() - due, 0.0)
             blocked = self._watchdog.read()["loop/blocked_s"]
             self._send_spans()
-            self._channel.send("beat", lag=lag, blocked=blocked, watches=self._report())
+            found = []
+            for number, watched in list(self._watched.items()):
+                watch = watched.watch
+                waits, more = watch.oldest(MOST_WAITS)
+                found.append({"watch": number, "moves": watch.moves, "waits": waits, "more": more, "cut": watch.cut})
+                watch.moves = watch.cut = 0
+                if not watched.playing:  # evaluations have a watch of their own each
+                    del self._watched[number]
+            self._channel.send("beat", lag=lag, blocked=blocked, watches=found)
             due = time.monotonic() + BEAT_S
             await asyncio.sleep(BEAT_S)
-
-    def _report(self) -> list[dict[str, Any]]:
-        found = []
-        for number, watched in list(self._watched.items()):
-            watch = watched.watch
-            waits, more = watch.oldest(MOST_WAITS)
-            found.append({"watch": number, "moves": watch.moves, "waits": waits, "more": more, "cut": watch.cut})
-            watch.moves = watch.cut = 0
-            if not watched.playing:  # evaluations have a watch of their own each
-                del self._watched[number]
-        return found
 
 
 # The driver's engine

@@ -101,8 +101,9 @@ class RemoteWorker:
         """True if it takes jobs."""
         return self.settled.done() and self.gone is None and not self.draining
 
-    def attach(self, channel: Channel) -> None:
-        """Its process has come."""
+    def attach(self, channel: Channel, engine: Engine) -> None:
+        """Its process has come; it may use the driver's engine."""
+        serve_engine(channel, engine, self.name)
         self._channel, channel.peer = channel, f"rollout {self.name}"
         channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat}
         channel.on |= {"spans": self._inbox.notify, "slow": lambda fields: self.on_slow(fields["line"])}
@@ -171,10 +172,6 @@ class RemoteWorker:
                 watch.moves += told["moves"]
                 watch.cut += told["cut"]
                 watch.elsewhere[self.name] = told["waits"], told["more"], time.monotonic()
-
-    def median_turn_s(self) -> float | None:
-        """Seconds that a turn takes next to the engine's; None before there are a few episodes."""
-        return statistics.median(self.turn_s) if len(self.turn_s) >= RECENT // 8 else None
 
 
 # The pool
@@ -291,16 +288,12 @@ class WorkerPool(Player):
         # A name for each process, not for each place: what a dead one still sends must not count for its successor.
         name = f"worker {number}" if all(one.number != number for one in self._workers) else f"worker {number}+{self.respawned}"
         assert self._hub.door is not None
-        self._hub.expect(name, lambda channel: self._connect(worker, channel))
+        self._hub.expect(name, lambda channel: worker.attach(channel, self._engine))
         worker = RemoteWorker(name, number, self._seats.begin(name, self._hub.door), self._watches)
         worker.on_gone, worker.on_slow = self._gone, self._warn
         self._workers = [one for one in self._workers if one.number != number] + [worker]
         self._workers.sort(key=lambda one: one.number)
         return worker
-
-    def _connect(self, worker: RemoteWorker, channel: Channel) -> None:
-        serve_engine(channel, self._engine, worker.name)
-        worker.attach(channel)
 
     async def _wait_until_ready(self, worker: RemoteWorker) -> None:
         """Wait until it plays. Raises what kept it from that."""
@@ -388,18 +381,24 @@ class WorkerPool(Player):
     # -- jobs --------------------------------------------------------------------------------------
 
     async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+        key, task = job.spec.key, (job.env, job.spec.split, job.spec.task_seed)
+        most = self._envs[job.env].limits.max_episode_tokens
         while True:
-            placed = self._router.begin(self._demand(job), await self._able(job.spec.key, watch))
+            able = await self._able(key, watch)
+            need = Need(key, 0, 1.0, lambda: ())  # to workers that share their caches every episode is one request
+            if self._seats.caches:  # by earlier episodes: the prompt of its task, and the tokens that come after it
+                need = Need(key, self._opening, self._router.forecast(most), lambda: [task], self._opening)
+            placed = self._router.begin(need, able)
             worker, found = placed.host, list[Trajectory]()
             try:
                 found = await worker.play(job, watch)
                 break
             except GoneError:
                 self.returned += 1
-                log.warning("episode %s was on rollout %s: it is played again elsewhere", job.spec.key, worker.name)
+                log.warning("episode %s was on rollout %s: it is played again elsewhere", key, worker.name)
             finally:
                 self._router.end(placed, sum(map(self._count_computed, found)) if found else None)
-                self._router.over(job.spec.key)
+                self._router.over(key)
                 self._tell()
         watch.moves += 1
         scorer = self._envs[job.env].scorer
@@ -407,15 +406,6 @@ class WorkerPool(Player):
             keys = {spec.seed: spec.key for spec in job.specs()}
             await asyncio.gather(*(score_episode(each, scorer, keys[each.seed], watch) for each in found))
         return found
-
-    def _demand(self, job: Job) -> Need:
-        """Demands of an episode on a worker, by earlier episodes: the prompt of its task, and the tokens that come after it. To
-        workers that share their caches every episode is one request."""
-        if not self._seats.caches:
-            return Need(job.spec.key, 0, 1.0, lambda: ())
-        most = self._envs[job.env].limits.max_episode_tokens
-        task = (job.env, job.spec.split, job.spec.task_seed)
-        return Need(job.spec.key, self._opening, self._router.forecast(most), lambda: [task], self._opening)
 
     def _count_computed(self, trajectory: Trajectory) -> int:
         """The tokens of an episode after its first prompt, which notes how long such prompts are."""
@@ -449,22 +439,19 @@ class WorkerPool(Player):
             "rollout/respawns": float(self.respawned),
             "rollout/returned": float(self.returned),
         }
+        times: dict[RemoteWorker, float] = {}
         for worker in self.workers:
             begin = f"rollout/worker_{worker.number}"
             found |= {f"{begin}/episodes": float(worker.episodes), f"{begin}/turns": float(worker.turns)}
             found |= {f"{begin}/lag_ms": 1000 * worker.lag_s, f"{begin}/blocked_s": worker.blocked_s}
-            if (turn := worker.median_turn_s()) is not None:
-                found[f"{begin}/turn_ms"] = 1000 * turn
+            if len(worker.turn_s) >= RECENT // 8:
+                times[worker] = statistics.median(worker.turn_s)
+                found[f"{begin}/turn_ms"] = 1000 * times[worker]
             worker.episodes = worker.turns = 0
             worker.lag_s = worker.blocked_s = 0.0
-        self._name_slow()
-        return found
-
-    def _name_slow(self) -> None:
-        """A line for each worker that has become slow."""
-        times = {worker: turn for worker in self.workers if (turn := worker.median_turn_s()) is not None}
         if len(times) < 2:
-            return
+            return found
+        # A line for each worker that has become slow.
         slow = set()
         for worker, turn in times.items():
             usual = statistics.median(other for one, other in times.items() if one is not worker)
@@ -475,3 +462,4 @@ class WorkerPool(Player):
                 line = f"rollout {worker.name} (pid {worker.pid}) is slow: {1000 * turn:.0f} ms a turn, others {1000 * usual:.0f}"
                 self._warn(line)
         self._named = slow
+        return found
