@@ -16,7 +16,7 @@ from agentrl.utils.registry import Registry
 
 # Expected calls
 
-_NONE = frozenset[str]()
+
 _PLAIN = frozenset({str, int, float})
 _OBJECT = (dict, Mapping)  # dict first: a check against an abstract class alone costs five times as much
 ARGUMENTS = ("exact", "subset", "superset", "names", "ignore")
@@ -84,33 +84,29 @@ def gold_calls(value: Json, form: type[CallForm] = CallForm) -> list[GoldCall]:
     """Read gold calls: a list of calls as `form` reads them. Raises UnscorableError if they have another shape."""
     if not isinstance(value, (list, tuple)):
         raise UnscorableError(f"expected calls must be a list, not {brief(value, 80)!r}")
-    return [_gold_call(item, form, index) for index, item in enumerate(value)]
-
-
-def _gold_call(item: Json, form: type[CallForm], index: int) -> GoldCall:
-    read = form.read(item) if isinstance(item, _OBJECT) else None
-    if read is None:
-        raise UnscorableError(f"expected call {index} must be {form.shape}, not {brief(item, 80)!r}")
-    name, arguments, by, compare = read
-    if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
-        raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
-    if by not in (None, "assistant", "user"):
-        raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")
-    if compare is not None:
-        if not (isinstance(compare, (list, tuple)) and all(isinstance(key, str) for key in compare)):
-            raise UnscorableError(
-                f"expected call {index}: compare must be a list of arguments' names, not {brief(compare, 80)!r}"
-            )
-        compare = tuple(compare)
-    if not form.lists:
-        return GoldCall(name, arguments, _NONE, None, by, compare)
-    optional = _NONE
-    for key, allowed in arguments.items():
-        if not isinstance(allowed, (list, tuple)):
-            raise UnscorableError(f"expected call {index}: argument {key!r} must be a list of allowed values")
-        if "" in allowed:
-            optional |= {key}
-    return GoldCall(name, arguments, optional, None, by, compare)
+    found = []
+    for index, item in enumerate(value):
+        read = form.read(item) if isinstance(item, _OBJECT) else None
+        if read is None:
+            raise UnscorableError(f"expected call {index} must be {form.shape}, not {brief(item, 80)!r}")
+        name, arguments, by, compare = read
+        if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
+            raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
+        if by not in (None, "assistant", "user"):
+            raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")
+        if compare is not None:
+            if not (isinstance(compare, (list, tuple)) and all(isinstance(key, str) for key in compare)):
+                wrong = f"compare must be a list of arguments' names, not {brief(compare, 80)!r}"
+                raise UnscorableError(f"expected call {index}: {wrong}")
+            compare = tuple(compare)
+        optional = frozenset[str]()
+        for key, allowed in arguments.items() if form.lists else ():
+            if not isinstance(allowed, (list, tuple)):
+                raise UnscorableError(f"expected call {index}: argument {key!r} must be a list of allowed values")
+            if "" in allowed:
+                optional |= {key}
+        found.append(GoldCall(name, arguments, optional, None, by, compare))
+    return found
 
 
 def declared_gold(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,7 +78,12 @@ class _Builder:
         elif below is None and node["op"] != "gate" and node["op"] not in LINEAR:
             below = f"below {node['op']!r} ({pointer}) a step has no share of its own; use sum, mean or gate"
         if node["op"] == "gate":
-            return self._gate(node, mods, pointer, own, below)
+            test = self.node(node["if"], join(pointer, "if"), own, f"it decides the gate {pointer}")
+            then, otherwise = (
+                self.node(branch, place, own, below) if isinstance(branch, Mapping) else ConstantNode(place, float(branch))
+                for branch, place in ((node["then"], join(pointer, "then")), (node.get("else", 0), join(pointer, "else")))
+            )
+            return GateNode(pointer, mods, float(node.get("gte", 1.0)), (test, then, otherwise))
         children = [self.node(child, join(pointer, "of", i), own, below) for i, child in enumerate(node["of"])]
         if node["op"] == "mean":
             weights = [child.mods.weight for child in children]
@@ -111,14 +116,6 @@ class _Builder:
         # The group is what the node is compared with: its own child still sees the whole episode.
         return scope if own == "group" else own
 
-    def _gate(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str, mute: str | None) -> Node:
-        test = self.node(node["if"], join(pointer, "if"), scope, f"it decides the gate {pointer}")
-        then, otherwise = (
-            self.node(branch, place, scope, mute) if isinstance(branch, Mapping) else ConstantNode(place, float(branch))
-            for branch, place in ((node["then"], join(pointer, "then")), (node.get("else", 0), join(pointer, "else")))
-        )
-        return GateNode(pointer, mods, float(node.get("gte", 1.0)), (test, then, otherwise))
-
     def _leaf(self, node: Mapping[str, Any], mods: Mods, pointer: str, scope: str) -> Node:
         kind, args = node["use"], node.get("args", {})
         if kind in GROUP_LEAVES:
@@ -147,7 +144,9 @@ class _Builder:
             self.fail(pointer, f"{kind} asks {cls.asks!r}, which this run does not provide (in Python: Context.services)")
         # One such leaf sends the whole spec to a thread: a pass over the tree is not divided.
         self.blocking = self.blocking or leaf.blocks()
-        return LeafNode(pointer, mods, leaf, _resolver(args, cls.optional))
+        referring = [key for key, value in args.items() if any(is_ref(ref) for _, ref in references(value))]
+        readers = {key: _reader(args[key], key in cls.optional) for key in referring}
+        return LeafNode(pointer, mods, leaf, readers)
 
     def _reachable(self, value: Json, pointer: str, scope: str) -> None:
         """References to a turn or a call need the scope of a turn or a call."""
@@ -159,15 +158,6 @@ class _Builder:
                 self.fail(join(place, "$"), f"{ref['$']!r} needs scope {part!r}; this node's scope is {scope!r}")
             if at is not None and SCOPES.index(scope) < SCOPES.index(at):
                 self.fail(join(place, "at"), f"at {at!r} needs scope {at!r}; this node's scope is {scope!r}")
-
-
-def _resolver(args: Mapping[str, Any], optional: Collection[str]) -> Callable[[View], Mapping[str, Any]] | None:
-    """A function that follows the references of `args`; None without any. Those that are `optional` may lead nowhere."""
-    referring = [key for key, value in args.items() if any(is_ref(ref) for _, ref in references(value))]
-    readers = {key: _reader(args[key], key in optional) for key in referring}
-    if not readers:  # as of most leaves: their arguments need no copy for each part of an episode
-        return None
-    return lambda view: {**args, **{key: read(view) for key, read in readers.items()}}
 
 
 def _reader(value: Json, optional: bool = False) -> Callable[[View], Json]:

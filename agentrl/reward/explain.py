@@ -63,7 +63,13 @@ def _node(evidence: Mapping[str, Json], indent: str, role: str) -> Iterator[str]
     weight = f" x {evidence['weight']:g}" if "weight" in evidence else ""
     value = "skipped" if "skipped" in evidence else show_value(evidence.get("value"))
     head = f"{indent}{role}{value:>8}{weight}"
-    yield f"{head}  {evidence.get('node', '?')}{name}  {_why(evidence)}".rstrip()
+    notes = [f"{key}={_short(evidence[key])}" for key in evidence if key not in (*_HEAD, *_BELOW, "evidence")]
+    detail = evidence.get("evidence")
+    if isinstance(detail, Mapping):
+        notes.extend(f"{key}={_short(value)}" for key, value in detail.items())
+    elif detail is not None:
+        notes.append(_short(detail))
+    yield f"{head}  {evidence.get('node', '?')}{name}  {', '.join(notes)}".rstrip()
     for key in _BELOW:
         below = evidence.get(key)
         if isinstance(below, Mapping):
@@ -71,16 +77,6 @@ def _node(evidence: Mapping[str, Json], indent: str, role: str) -> Iterator[str]
         elif isinstance(below, list):
             for index, item in enumerate(below):
                 yield from _node(item, indent + "    ", f"part {index}: " if key == "parts" else "")
-
-
-def _why(evidence: Mapping[str, Json]) -> str:
-    notes = [f"{key}={_short(evidence[key])}" for key in evidence if key not in (*_HEAD, *_BELOW, "evidence")]
-    detail = evidence.get("evidence")
-    if isinstance(detail, Mapping):
-        notes.extend(f"{key}={_short(value)}" for key, value in detail.items())
-    elif detail is not None:
-        notes.append(_short(detail))
-    return ", ".join(notes)
 
 
 def _short(value: Json) -> str:
@@ -141,16 +137,15 @@ def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None],
         groups.setdefault(trajectory.task_key, []).append(row)
     changes: list[Change] = []
     for rows in groups.values():
-        ranks_a, ranks_b = _ranks([a[row] for row in rows]), _ranks([b[row] for row in rows])
-        for row, before, after in zip(rows, ranks_a, ranks_b, strict=True):
+        ranks = list[list[int | None]]()
+        for values in (a, b):
+            near = [None if (value := values[row]) is None else round(value, 9) for row in rows]  # rounding makes no difference
+            known = [value for value in near if value is not None]
+            ranks.append([None if value is None else 1 + sum(other > value for other in known) for value in near])
+        for row, before, after in zip(rows, *ranks, strict=True):
             if before != after:
                 changes.append(Change(row, trajectories[row].task.id, trajectories[row].member, a[row], b[row], before, after))
     return sorted(changes, key=lambda change: _gap(change.rank_a, change.rank_b), reverse=True)
-
-
-def _ranks(values: Sequence[float | None]) -> list[int | None]:
-    near = [None if value is None else round(value, 9) for value in values]  # what differs by rounding is a tie
-    return [None if value is None else 1 + sum(other is not None and other > value for other in near) for value in near]
 
 
 # Stored episodes

@@ -146,7 +146,22 @@ class View:
 
     def read(self, tokens: tuple[str, ...], at: str | None) -> Json | Absent:
         """The value of the reference `{"$": "/<tokens>", "at": at}` for this part, or ABSENT."""
-        value = self._root(tokens)
+        part = tokens[0]
+        value: Json | Absent = ABSENT
+        source: Any = self.trajectory
+        if part == "task":
+            source = self.trajectory.task
+        elif part == "turn":
+            source = self.turns[-1] if self.turns else None
+        elif part == "call":
+            source = self.calls[0] if self.scope == "call" else None
+        fields = _FIELDS[part]
+        if tokens[:2] == ("episode", "state"):
+            value = follow(self.trajectory.state, tokens[2:])
+        elif len(tokens) == 1:
+            value = {} if source is None else {name: read(source) for name, read in fields.items()}
+        elif source is not None and tokens[1] in fields:
+            value = follow(fields[tokens[1]](source), tokens[2:])
         if at is None or value is ABSENT:
             return value
         position = {"round": self.round, "turn": self.turns[-1].index if self.turns else -1}.get(at, self.index)
@@ -157,22 +172,6 @@ class View:
     def value_at(self, ref: Mapping[str, Json]) -> Json | Absent:
         """The value that a reference of a spec points to, or ABSENT."""
         return self.read(parse_pointer(str(ref["$"])), ref.get("at"))
-
-    def _root(self, tokens: tuple[str, ...]) -> Json | Absent:
-        part = tokens[0]
-        if tokens[:2] == ("episode", "state"):
-            return follow(self.trajectory.state, tokens[2:])
-        source: Any = self.trajectory
-        if part == "task":
-            source = self.trajectory.task
-        elif part == "turn":
-            source = self.turns[-1] if self.turns else None
-        elif part == "call":
-            source = self.calls[0] if self.scope == "call" else None
-        fields = _FIELDS[part]
-        if len(tokens) == 1:
-            return {} if source is None else {name: read(source) for name, read in fields.items()}
-        return ABSENT if source is None or tokens[1] not in fields else follow(fields[tokens[1]](source), tokens[2:])
 
 
 def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) -> View:

@@ -176,13 +176,14 @@ def lint_spec(scorer: Scorer) -> list[LintFinding]:
             message = f"{where} has no parent, so its weight has no effect"
             findings.append(LintFinding("error", "dead-weight", top.pointer, message))
         for node in walk(top):
-            findings += [*_weights(node), *_reach(node), *_mods(node)]
+            findings += [*_reach(node), *_mods(node)]
             if isinstance(node, LeafNode) and (told := node.leaf.lint()) is not None:
                 findings.append(LintFinding("warning", told[0], node.pointer, told[1]))
     return findings
 
 
-def _weights(node: Node) -> Iterator[LintFinding]:
+def _reach(node: Node) -> Iterator[LintFinding]:
+    """Children that cannot decide a node's value."""
     linear = isinstance(node, OpNode) and node.label in LINEAR
     for child in node.children:
         if linear and child.mods.weight == 0.0:
@@ -190,9 +191,6 @@ def _weights(node: Node) -> Iterator[LintFinding]:
         elif not linear and child.mods.weight != 1.0:
             message = f"{node.label!r} does not use weights (sum and mean do)"
             yield LintFinding("error", "dead-weight", child.pointer, message)
-
-
-def _reach(node: Node) -> Iterator[LintFinding]:
     if isinstance(node, GateNode):
         low, high = node.test.range()
         if high < node.gte - _EPS:

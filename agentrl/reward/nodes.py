@@ -155,7 +155,18 @@ class Node(ABC):
         if not values:
             evidence["unscored"] = f"no {self.mods.scope} to score"
             return self._finish(Result(None, evidence))
-        value, shares = _reduce_values(self.mods.reduce, values)
+        # The reduced value, and each part's contribution to it; the contributions add up to the value.
+        how, place = self.mods.reduce, len(values) - 1
+        if how in ("sum", "mean"):
+            size = len(values) if how == "mean" else 1
+            shares = [value / size for value in values]
+            value = total(shares)
+        elif how == "all":  # a failure emits 0 anywhere, and success is known only at the last part
+            value = float(all(value >= TRUE for value in values))
+            shares = [0.0] * place + [value]
+        else:
+            place = place if how == "last" else min(range(len(values)), key=lambda i: values[i])
+            value, shares = values[place], [value if i == place else 0.0 for i, value in enumerate(values)]
         if not math.isfinite(value):
             return Result(None, self._header({**evidence, "unscored": "the value is beyond all bounds"}, None))
         steps: dict[int, float] = {}
@@ -180,30 +191,14 @@ def total(values: Sequence[float]) -> float:
         return math.inf
 
 
-def _reduce_values(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
-    """The reduced value and each part's contribution to it; the contributions add up to the value."""
-    if how in ("sum", "mean"):
-        size = len(values) if how == "mean" else 1
-        shares = [value / size for value in values]
-        return total(shares), shares
-    if how == "last":
-        place = len(values) - 1
-    elif how == "min":
-        place = min(range(len(values)), key=lambda i: values[i])
-    else:  # all: a failure emits 0 anywhere, and success is known only at the last part
-        verdict = float(all(value >= TRUE for value in values))
-        return verdict, [0.0] * (len(values) - 1) + [verdict]
-    return values[place], [value if i == place else 0.0 for i, value in enumerate(values)]
-
-
 class LeafNode(Node):
-    """A leaf with its arguments; references are followed for each view."""
+    """A leaf with its arguments; references are followed for each view, by `readers`: one for each argument that has some."""
 
-    def __init__(self, pointer: str, mods: Mods, leaf: Leaf, resolve: Callable[[View], Mapping[str, Any]] | None) -> None:
+    def __init__(self, pointer: str, mods: Mods, leaf: Leaf, readers: Mapping[str, Callable[[View], Json]]) -> None:
         super().__init__(pointer, mods)
         self.leaf = leaf
         self.label = leaf.kind
-        self._resolve = resolve
+        self._readers = readers
         self.key = json.dumps([leaf.kind, leaf.args], sort_keys=True)
 
     def inner(self, view: View, frame: Frame) -> Result:
@@ -230,7 +225,9 @@ class LeafNode(Node):
 
     def args_for(self, view: View) -> Mapping[str, Any]:
         """The leaf's arguments with references followed. Raises UnscorableError for one that resolves to nothing."""
-        return self.leaf.args if self._resolve is None else self._resolve(view)
+        args = self.leaf.args
+        # Most leaves have no references: their arguments need no copy for each part of an episode.
+        return {**args, **{key: read(view) for key, read in self._readers.items()}} if self._readers else args
 
 
 class ConstantNode(Node):

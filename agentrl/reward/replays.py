@@ -74,17 +74,13 @@ class FrozenState:
 
     @property
     def digest(self) -> str:
-        """`state_hash`, computed once. Raises as it."""
+        """SHA-256 of the canonical JSON: sorted keys, integral floats as integers; computed once. Raises ValueError for NaN."""
         if not self._digest:
-            self._digest = state_hash(self.value)
+            form = _canonical(self.value)
+            text = json.dumps(form, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            # A JSON text may hold half of a surrogate pair, which plain UTF-8 refuses.
+            self._digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         return self._digest
-
-
-def state_hash(state: Json) -> str:
-    """SHA-256 of a state's canonical JSON: sorted keys, integral floats as integers. Raises ValueError for NaN."""
-    text = json.dumps(_canonical(state), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A JSON text may hold half of a surrogate pair, which plain UTF-8 refuses.
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _canonical(value: Json) -> Json:

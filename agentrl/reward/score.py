@@ -122,22 +122,17 @@ def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
     if isinstance(node, GroupNode):
         part = task_part(item["args"]["of"], node.of, flipped)
         return None if part is None else _join_parts("all", [part], {key: item[key] for key in ("when",) if key in item})
-    if isinstance(node, LeafNode) or node.label in ("all", "any"):
-        return _truth(item, node, flipped)
+    if isinstance(node, LeafNode) or node.label in ("all", "any"):  # already true or false: without scale and clip
+        if not isinstance(node, LeafNode):  # without the parts that compare members
+            of = [child for child, below in zip(item["of"], node.children, strict=True) if not _compares(below)]
+            item = {**item, "of": of}
+        if item.get("of") == [] or not _asks(node):
+            return None
+        grown = {key: value for key, value in plain(item).items() if key not in ("scale", "clip")}
+        return {**grown, "scale": [1, 0]} if flipped else grown
     if flipped:  # a combination at its lowest does not say which of its parts should be
         return None
     return _gate(item, node) if isinstance(node, GateNode) else _aggregate(item, node)
-
-
-def _truth(item: Spec, node: Node, flipped: bool) -> Grown | None:
-    """A leaf, or a node that is already true or false: without scale and clip."""
-    if not isinstance(node, LeafNode):  # without the parts that compare members
-        of = [child for child, below in zip(item["of"], node.children, strict=True) if not _compares(below)]
-        item = {**item, "of": of}
-    if item.get("of") == [] or not _asks(node):
-        return None
-    grown = {key: value for key, value in plain(item).items() if key not in ("scale", "clip")}
-    return {**grown, "scale": [1, 0]} if flipped else grown
 
 
 def _aggregate(item: Spec, node: Node) -> Grown | None:

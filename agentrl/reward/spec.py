@@ -249,7 +249,14 @@ class _Check:
         if depth > _DEEPEST:
             self.fail(pointer, f"nested more than {_DEEPEST} nodes deep")
         self._against(self._choice(node, pointer), node, pointer)
-        self._mods(node, pointer)
+        if "clip" in node and node["clip"][0] > node["clip"][1]:
+            self.fail(join(pointer, "clip"), f"the lower bound {node['clip'][0]} is above the upper bound {node['clip'][1]}")
+        if "id" in node:
+            if node["id"] in self.ids:
+                self.fail(join(pointer, "id"), f"{node['id']!r} is also the id of {self.ids[node['id']]}")
+            self.ids[node["id"]] = pointer
+        if "when" in node:
+            self._refs(node["when"], join(pointer, "when"))
         args = node.get("args", {})
         if str(node.get("use", "")).startswith("group."):  # its argument is a node and not a value, and is checked as one
             self.node(args["of"], join(pointer, "args", "of"), depth + 1)
@@ -276,16 +283,6 @@ class _Check:
             what = "leaf" if key == "use" else "combinator"
             self.fail(join(pointer, key), f"no {what} {name!r}; {_suggest(name, known)}")
         return name if key == "use" or name == "gate" else "op"
-
-    def _mods(self, node: Mapping[str, Any], pointer: str) -> None:
-        if "clip" in node and node["clip"][0] > node["clip"][1]:
-            self.fail(join(pointer, "clip"), f"the lower bound {node['clip'][0]} is above the upper bound {node['clip'][1]}")
-        if "id" in node:
-            if node["id"] in self.ids:
-                self.fail(join(pointer, "id"), f"{node['id']!r} is also the id of {self.ids[node['id']]}")
-            self.ids[node["id"]] = pointer
-        if "when" in node:
-            self._refs(node["when"], join(pointer, "when"))
 
     def _refs(self, value: Any, pointer: str) -> None:
         """Check that references name something that an episode can have."""

@@ -154,11 +154,6 @@ def as_number(value: Json) -> Fraction | None:
     return None if found is None else found.value
 
 
-def numbers_close(a: Fraction, b: Fraction, absolute: float, relative: float) -> bool:
-    """|a - b| <= max(absolute, relative * |b|), exactly."""
-    return a == b or abs(a - b) <= max(Fraction(repr(absolute)), Fraction(repr(relative)) * abs(b))
-
-
 def show_number(value: Fraction) -> str:
     """A number in decimals if it ends in a few, else as a fraction."""
     digits = Decimal(value.numerator) / Decimal(value.denominator)

@@ -8,12 +8,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from itertools import chain
 from typing import Any, ClassVar, SupportsFloat
 
 from agentrl.data.trajectory import Json, StopReason
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
-from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, numbers_close
+from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief
 from agentrl.reward.values import show_number as shown
 from agentrl.utils.errors import did_you_mean, is_from_outside, place_of, raised_text
 from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
@@ -180,8 +181,8 @@ class NumberClose(Leaf):
         said = list(numerals(text))
         which = args.get("which", "last")
         looked_at = said[-1:] if which == "last" else said
-        tolerance = float(args.get("abs", 0.0)), float(args.get("rel", 0.0))
-        hits = [numbers_close(number.value, wanted, *tolerance) for number in looked_at]
+        absolute, relative = (Fraction(repr(float(args.get(key, 0.0)))) for key in ("abs", "rel"))
+        hits = [abs(number.value - wanted) <= max(absolute, relative * abs(wanted)) for number in looked_at]
         # `all` alone would be true for a text without any number.
         right = any(hits) if which == "any" else bool(hits) and all(hits)
         return Reading(

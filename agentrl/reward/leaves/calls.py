@@ -135,7 +135,18 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
     if either == 0:
         return Reading(1.0, {"made": 0, "expected": 0})
     name = both / either
-    equal, others = (_greedy if how == "greedy" else _optimal)(made, gold, rule)
+    # Pairs of equal calls, and other pairs, of most total weight.
+    #
+    # Pairing equal calls by hash first leaves less for the cubic assignment. Some optimal assignment contains them all: if a
+    # equals b, any x and y have weight(x, b) + weight(a, y) <= weight(a, b) + weight(x, y), since 1 - Jaccard index is a metric
+    # and so is, over the arguments of a, the number of values that differ. Pairs (x, b), (a, y) can thus be exchanged for (a, b),
+    # (x, y) without loss. With a tolerance equality is not transitive, so there is no hash.
+    equal = equal_pairs(made, gold, rule) if rule.strict and how != "greedy" else []
+    others = (
+        _greedy(made, gold, rule)
+        if how == "greedy"
+        else assign.pair_rest(made, gold, equal, lambda some, rest: [[_weight(a, b, rule) for b in rest] for a in some])
+    )
     keys = len(equal) + sum(_key_score(made[i], gold[j]) for i, j in others)
     values = sum(len(gold[j].arguments) for _, j in equal) + sum(_value_score(made[i], gold[j], rule) for i, j in others)
     top = 1.0 + len(gold) + sum(len(call.arguments) for call in gold)
@@ -151,23 +162,7 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
     return Reading((name + keys + values) / top, evidence)
 
 
-Found = tuple[assign.Pairs, assign.Pairs]
-"""Pairs of equal calls, and other pairs."""
-
-
-def _optimal(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Found:
-    """Pairs of most total weight.
-
-    Pairing equal calls by hash first leaves less for the cubic assignment. Some optimal assignment contains them all: if a
-    equals b, any x and y have weight(x, b) + weight(a, y) <= weight(a, b) + weight(x, y), since 1 - Jaccard index is a metric
-    and so is, over the arguments of a, the number of values that differ. Pairs (x, b), (a, y) can thus be exchanged for (a, b),
-    (x, y) without loss. With a tolerance equality is not transitive, so there is no hash.
-    """
-    sure = equal_pairs(made, gold, rule) if rule.strict else []
-    return sure, assign.pair_rest(made, gold, sure, lambda some, others: [[_weight(a, b, rule) for b in others] for a in some])
-
-
-def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Found:
+def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> assign.Pairs:
     """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
     free = assign.by_name([call.name for call in made])
     pairs: assign.Pairs = []
@@ -183,7 +178,7 @@ def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRu
         if taken >= 0:
             pairs.append((taken, j))
             rows.remove(taken)
-    return [], pairs
+    return pairs
 
 
 def _weight(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> float:

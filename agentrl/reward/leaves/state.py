@@ -47,8 +47,22 @@ def replay(context: Context, view: View, gold: Json) -> tuple[FrozenState, Froze
         return FrozenState(view.trajectory.state), wanted
     if "made" not in view.memo:
         assert context.replay_env is not None
-        rounds = _made_rounds(view.trajectory, view.course)
-        view.memo["made"] = context.replays.play(context.replay_env, view.trajectory, rounds)
+        # The record's own rounds. An environment changes nothing of the calls that it gets.
+        record, numbers = view.trajectory, view.course.rounds
+        turns, rounds = list(record.turns), list[RoundTurns]()
+        if turns and record.stop is not StopReason.DONE:
+            # Of an episode that was cut only the last calls that got an answer: another may have used up the time, as it would
+            # again.
+            last = turns.pop()
+            known = {result.call_id for result in last.results}
+            calls = tuple(call for call in last.message.tool_calls if call.id in known)
+            if calls or not last.message.tool_calls:
+                turns.append(replace(last, message=replace(last.message, tool_calls=calls)))
+        for number in range(numbers[-1] + 1 if numbers else 0):
+            said = [turn.message for turn, place in zip(turns, numbers, strict=False) if place == number]
+            text = said.pop() if said and not said[-1].tool_calls else None
+            rounds.append(RoundTurns(said, text))
+        view.memo["made"] = context.replays.play(context.replay_env, record, rounds)
     return view.memo["made"].end(view.round).state, wanted
 
 
@@ -99,24 +113,6 @@ def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[l
         turns += [Message("assistant", text.said) for text in said.inside]
         found.append(RoundTurns(turns, None if said.end is None else Message("assistant", said.end.said)))
     return found, None
-
-
-def _made_rounds(record: Trajectory, course: EpisodeRounds) -> list[RoundTurns]:
-    """The record's own rounds. An environment changes nothing of the calls that it gets."""
-    turns = list(record.turns)
-    if turns and record.stop is not StopReason.DONE:
-        # Of an episode that was cut only the last calls that got an answer: another may have used up the time, and would again.
-        last = turns.pop()
-        known = {result.call_id for result in last.results}
-        calls = tuple(call for call in last.message.tool_calls if call.id in known)
-        if calls or not last.message.tool_calls:
-            turns.append(replace(last, message=replace(last.message, tool_calls=calls)))
-    found = []
-    for number in range(course.rounds[-1] + 1 if course.rounds else 0):
-        said = [turn.message for turn, place in zip(turns, course.rounds, strict=False) if place == number]
-        text = said.pop() if said and not said[-1].tool_calls else None
-        found.append(RoundTurns(said, text))
-    return found
 
 
 class Text(NamedTuple):
@@ -216,7 +212,14 @@ class StateMatch(Leaf):
         found, wanted = self._cut(found), _without(wanted, self.ignore) if "expect" in args else self._cut(wanted)
         if self.by == "hash":
             return _by_hash(FrozenState(found), FrozenState(wanted))
-        return self._by_fields(found, wanted, args)
+        have, need = dict(leaves_of(found)), dict(leaves_of(wanted))
+        wrong = [key for key, value in need.items() if key not in have or not same(have[key], value, self.rule)]
+        extra = [] if args.get("compare") == "superset" else [key for key in have if key not in need]
+        total, equal = len(need) + len(extra), len(need) - len(wrong)
+        value = equal / total if args.get("credit") == "partial" and total else float(not wrong and not extra)
+        each = {key[0]: {"expected": brief(need[key]), "found": brief(have.get(key))} for key in wrong[:5]}
+        places = {"wrong": brief([key[0] for key in wrong]), "extra": brief([key[0] for key in extra])}
+        return Reading(value, {"fields": total, "equal": equal, "each": each, **places})
 
     def _cut(self, state: Json) -> Json:
         """The compared part of a state."""
@@ -224,17 +227,6 @@ class StateMatch(Leaf):
         if isinstance(found, Absent):
             raise UnscorableError(f"path {self.args.get('path')!r} resolves to nothing in the state")
         return _without(found, self.ignore)
-
-    def _by_fields(self, found: Json, wanted: Json, args: Args) -> Reading:
-        have, need = dict(leaves_of(found)), dict(leaves_of(wanted))
-        wrong = [key for key, value in need.items() if key not in have or not same(have[key], value, self.rule)]
-        extra = [] if args.get("compare") == "superset" else [key for key in have if key not in need]
-        total = len(need) + len(extra)
-        equal = len(need) - len(wrong)
-        value = equal / total if args.get("credit") == "partial" and total else float(not wrong and not extra)
-        each = {key[0]: {"expected": brief(need[key]), "found": brief(have.get(key))} for key in wrong[:5]}
-        places = {"wrong": brief([key[0] for key in wrong]), "extra": brief([key[0] for key in extra])}
-        return Reading(value, {"fields": total, "equal": equal, "each": each, **places})
 
 
 def _by_hash(found: FrozenState, wanted: FrozenState) -> Reading:
@@ -372,14 +364,11 @@ class ResultsContains(Leaf):
         return "replay" in self.args
 
     def read(self, view: View, args: Args) -> Reading:
-        if "replay" in args:
-            return self._replay(view, args)
-        # Without errors, in which a tool may repeat the arguments: to ask with the expected text is not to find it.
-        made = view.made(args.get("by", "assistant"))
-        answers = [m.result.content for m in made if m.result is not None and m.result.error is None]
-        return texts_found(answers, wanted_texts(args["expect"]), args)
-
-    def _replay(self, view: View, args: Args) -> Reading:
+        if "replay" not in args:
+            # Without errors, in which a tool may repeat the arguments: to ask with the expected text is not to find it.
+            made = view.made(args.get("by", "assistant"))
+            answers = [m.result.content for m in made if m.result is not None and m.result.error is None]
+            return texts_found(answers, wanted_texts(args["expect"]), args)
         fold = NORMALIZERS[args.get("strings", "exact")]
         wanted = [fold(text) for text in gold_end(self.context, view, args["replay"]).answers]
         upto = view.turns[-1].index if view.turns else -1
