@@ -417,10 +417,6 @@ class RequestRouter(Generic[Host]):
         """The host of each remembered session."""
         return {key: home.host for key, home in self._homes.items()}
 
-    def queue(self, host: Host) -> float:
-        """Tokens that a host has still to compute, of requests that have not ended."""
-        return self._loads[host].queued if host in self._loads else 0.0
-
     def forecast(self, most: int) -> float:
         """Tokens that a request of at most `most` will probably sample: what requests did of late."""
         return float(most) if self._mean is None else min(self._mean, float(most))

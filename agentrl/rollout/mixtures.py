@@ -17,7 +17,7 @@ from agentrl.config.envs import weight_at
 from agentrl.config.schema import StartConfig, Steps
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import derive
-from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler, pick_arm, pool_seeds, uniform
+from agentrl.rollout.samplers import GroupOutcome, Learner, TaskChoice, TaskSampler, make_sampler, pick_arm, pool_seeds, uniform
 from agentrl.rollout.starts import GoldStart, StartOutcome
 from agentrl.utils.errors import ConfigError, call_method
 from agentrl.utils.registry import Registry
@@ -41,7 +41,7 @@ class EnvOutcome:
     tokens: int
 
 
-class Mixture(ABC):
+class Mixture(Learner, ABC):
     """Turns the weights of the environments into their shares of the groups.
 
     Shares depend on the weights and on observations so far. `observe` is called only at updates, with the outcomes in the
@@ -53,19 +53,8 @@ class Mixture(ABC):
         """The shares of the groups, up to a common factor. `weights` are those of the present step, each >= 0 and not all 0; an
         environment of weight 0 must have share 0."""
 
-    def observe(self, outcomes: Sequence[EnvOutcome]) -> None:  # noqa: B027 - fixed shares learn nothing
+    def observe(self, outcomes: Sequence[EnvOutcome]) -> None:
         """Learn from the groups that finished since the last update (including filtered ones), by ascending index."""
-
-    def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON; `load` is the inverse. Nothing by default."""
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - the counterpart of an empty state
-        """Inverse of `state`."""
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers for the metrics row of an update, as NAME/key. None by default."""
-        return {}
 
 
 def make_mixture(choice: Choice) -> Mixture:
@@ -240,10 +229,6 @@ class TaskSource:
             self._outcomes.append(GroupOutcome(index, choice.bucket, success))
         return success
 
-    def forget(self, index: int) -> None:
-        """A group that failed, went stale or was cancelled says nothing about its task."""
-        self.drawn.pop(index, None)
-
     def update(self) -> None:
         """At an update: the sampler learns from what finished since the last one."""
         # Sorted, because the order in which groups finish differs from run to run.
@@ -347,7 +332,7 @@ class MixedTasks:
         """A group that failed, went stale or was cancelled says nothing about its task, nor about its environment."""
         if index in self._places:
             name, place = self._places.pop(index)
-            self.sources[name].forget(place)
+            self.sources[name].drawn.pop(place, None)
 
     def update(self, step: int) -> None:
         """After update `step`: samplers and mixture learn from what finished since the last one."""

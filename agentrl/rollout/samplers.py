@@ -59,7 +59,22 @@ class GroupOutcome:
     success: float
 
 
-class TaskSampler(ABC):
+class Learner:
+    """Base of what learns from groups: its state in a checkpoint, and its numbers."""
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint, as JSON; `load` is the inverse. Nothing by default."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the metrics row of an update; those of a mixture as NAME/key. None by default."""
+        return {}
+
+
+class TaskSampler(Learner, ABC):
     """Chooses the task of each group.
 
     A choice depends on the run's seed, the group's index and the observations so far, never on a random state that advances:
@@ -72,14 +87,17 @@ class TaskSampler(ABC):
         endless), None (the default) no pool at all. The pool is given to `use` before anything is chosen or loaded."""
         return None
 
-    def use(self, seeds: Sequence[int]) -> None:  # noqa: B027 - most samplers have no pool
+    _seeds: Sequence[int] = ()
+
+    def use(self, seeds: Sequence[int]) -> None:
         """Receive the pool that `wants` asked for: seeds of different tasks of the training split."""
+        self._seeds = seeds
 
     @abstractmethod
     def choose(self, run_seed: int, index: int) -> TaskChoice:
         """The task of group `index`."""
 
-    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:  # noqa: B027 - most samplers learn nothing
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
         """Learn from the groups that finished since the last update (including filtered ones, which are an
         outcome too), by ascending index. Nothing by default."""
 
@@ -87,17 +105,6 @@ class TaskSampler(ABC):
         """Every `params` that it may ever choose, or, of more than can be tried, some with all extremes among them; each is
         checked once before a run starts."""
         return [{}]
-
-    def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON; `load` is the inverse. Nothing by default."""
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - the counterpart of an empty state
-        """Inverse of `state`."""
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers for the metrics row of an update. None by default."""
-        return {}
 
 
 def fresh_seed(run_seed: int, index: int) -> int:
@@ -204,14 +211,10 @@ class UniformSampler(TaskSampler):
     pool: Annotated[int, Field(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        self._seeds: Sequence[int] = ()
         self._begun = 0
 
     def wants(self) -> int | None:
         return self.pool
-
-    def use(self, seeds: Sequence[int]) -> None:
-        self._seeds = seeds
 
     def choose(self, run_seed: int, index: int) -> TaskChoice:
         size = len(self._seeds)
@@ -266,7 +269,6 @@ class SuccessWeightedSampler(TaskSampler):
                 "rollout.sampler 'success_weighted': set one of args.buckets (parameters of the environment, a list) and "
                 "args.pool (a number of tasks)"
             )
-        self._seeds: Sequence[int] = ()
         self._begin([arm_name(params) for params in self.buckets])
         if len(set(self._arms)) < len(self._arms):
             raise ConfigError("rollout.sampler 'success_weighted': two of args.buckets are the same")
@@ -280,7 +282,7 @@ class SuccessWeightedSampler(TaskSampler):
         return self.pool or None
 
     def use(self, seeds: Sequence[int]) -> None:
-        self._seeds = seeds
+        super().use(seeds)
         self._begin([str(seed) for seed in seeds])
 
     def choose(self, run_seed: int, index: int) -> TaskChoice:

@@ -68,9 +68,8 @@ _FASTER = "Raise rollout.turn_timeout, or give the engine less to do at once (ro
 class RolloutStats:
     """Counts episodes played, filtered, refused and dropped for the next update, and ends a run that gets nowhere.
 
-    `episodes`, `turns` and `tokens` of all attempts so far, `cancelled`: members given up because their group had enough,
-    `moved`: when an attempt last ended; `faults`: attempts that came to no score, by cause; `fault`: why the first of the
-    episodes that were played to the end has none.
+    `episodes`: attempts so far, `cancelled`: members given up because their group had enough; `faults`: attempts that came to no
+    score, by cause; `fault`: why the first of the episodes that were played to the end has none.
 
     Sampled tokens are counted as an attempt ends, of members and greedy episodes alike; of episodes that are cut off
     (`watch.cut`), those of the turns that were over. Those of an attempt that is made again, of a member that its group does not
@@ -83,10 +82,10 @@ class RolloutStats:
         """`accept`: the name of the filter that groups pass, if there is one; `say`: gets warnings."""
         self._config, self._watch, self._accept, self._say = config, watch, accept, say
         self._most_dropped = MAX_REPLACEMENTS_PER_GROUP * config.groups
-        self.episodes = self.turns = self.tokens = self.cancelled = 0
+        self.episodes = self.cancelled = 0
         self.faults: Counter[str] = Counter()
         self.fault: str | None = None
-        self.moved = time.monotonic()
+
         self._first_fault = ""
         # Since the last update:
         self._filtered = self._refused = self._sampled = 0
@@ -108,8 +107,7 @@ class RolloutStats:
         """An attempt of group `index` has ended. `again`: another one follows in its place; `runs`: the group still does. An
         attempt may end in the moment between its group being given up and being stopped."""
         tokens = trajectory.sampled_tokens
-        self.episodes, self.turns = self.episodes + 1, self.turns + len(trajectory.turns) - trajectory.branch_turn
-        self.tokens, self._sampled, self.moved = self.tokens + tokens, self._sampled + tokens, time.monotonic()
+        self.episodes, self._sampled = self.episodes + 1, self._sampled + tokens
         if again or not runs:
             self._thrown[RETRIED if runs else GroupState.CANCELLED.value] += tokens
         else:
@@ -222,7 +220,23 @@ class RolloutStats:
                 f"update {version}: the engine is too slow: the last {self._silent} attempts at an episode were given up; "
                 f"the first: {self._first_fault}. {_FASTER}"
             )
-        self._check_dropped(version, playing, several=bool(shares))
+        for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
+            by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
+            dropped, of = sum(by_env.values()), ", ".join(f"{n} of {env}" for env, n in by_env.items())
+            enough = max(MIN_DEAD_GROUPS, self._config.groups)
+            dead = state is GroupState.FAILED and not self._any_scored and len(self._dead) >= enough
+            # Not while an older one still plays: what fails at once ends before what is sound and slow.
+            if dead and min(playing, default=math.inf) > sorted(self._dead)[enough - 1]:
+                raise NothingScoredError(
+                    f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
+                    f"{f' ({of})' if shares else ''} could be scored; the first: "
+                    f"{self.fault}. Nothing can be trained: fix that, and start or resume the run"
+                )
+            if dropped > self._most_dropped:
+                raise StalledError(
+                    f"update {version}: {dropped} groups {verb} (limit {self._most_dropped})"
+                    f"{f', of them {of}' if shares else ''}; the last: {self._reasons[state]}"
+                )
         most = MOST_REFUSED * self._config.groups
         if self._accept is not None and self._refused > most and not complete:
             raise StalledError(
@@ -235,25 +249,6 @@ class RolloutStats:
                 raise StalledError(
                     f"update {version}: the last {failed} groups of environment {env!r} failed (limit {most}), "
                     f"while others did not; the last failed: {self._reasons[GroupState.FAILED]}"
-                )
-
-    def _check_dropped(self, version: int, playing: Collection[int], several: bool) -> None:
-        for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
-            by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
-            dropped, of = sum(by_env.values()), ", ".join(f"{n} of {env}" for env, n in by_env.items())
-            enough = max(MIN_DEAD_GROUPS, self._config.groups)
-            dead = state is GroupState.FAILED and not self._any_scored and len(self._dead) >= enough
-            # Not while an older one still plays: what fails at once ends before what is sound and slow.
-            if dead and min(playing, default=math.inf) > sorted(self._dead)[enough - 1]:
-                raise NothingScoredError(
-                    f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
-                    f"{f' ({of})' if several else ''} could be scored; the first: "
-                    f"{self.fault}. Nothing can be trained: fix that, and start or resume the run"
-                )
-            if dropped > self._most_dropped:
-                raise StalledError(
-                    f"update {version}: {dropped} groups {verb} (limit {self._most_dropped})"
-                    f"{f', of them {of}' if several else ''}; the last: {self._reasons[state]}"
                 )
 
     # -- checkpoints ---------------------------------------------------------------------------------

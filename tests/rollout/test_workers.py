@@ -238,31 +238,6 @@ async def test_with_no_worker_left_the_run_ends_with_a_typed_error(renderer: Ren
         await updates(make, engine, 2, during=kill, respawns=0)
 
 
-async def test_workers_come_and_leave_while_episodes_run(renderer: Renderer) -> None:
-    make, engine = envs(renderer), SeededEngine(renderer.stop_token_ids[0])
-    alone, _ = await updates(make, SeededEngine(engine.stop), 0)
-    engine.gate.clear()
-
-    async def change(pool: Any) -> None:
-        while len(engine.asked) < 6:
-            await asyncio.sleep(0.001)
-        (name,) = await pool.add()
-        assert name == "worker 1" and len(pool.workers) == 2
-        leaving = asyncio.create_task(pool.remove("worker 0"))
-        await asyncio.sleep(0.02)
-        assert not leaving.done(), "it left with episodes running"
-        engine.gate.set()
-        await leaving
-        assert [worker.name for worker in pool.workers] == ["worker 1"]
-        with pytest.raises(KeyError, match="worker 7"):
-            await pool.remove("worker 7")
-
-    found, pool = await updates(make, engine, 1, during=change)
-    assert found == alone and pool.returned == 0
-    owners = {key.partition("@")[2] for key, _ in engine.asked}
-    assert owners == {"worker 0", "worker 1"}
-
-
 async def test_services_are_asked_in_the_driver_alone(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,14 +64,10 @@ class Channel(asyncio.Protocol):
         self.on_lost: Callable[[], None] = lambda: None
         self.lost = asyncio.Event()
         self.trusted = False
+        """The other side has proven who it is: frames may be of any length and hold any values, and ask for work."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._unsent: list[bytes] = []
-
-    def trust(self) -> None:
-        """The other side has proven who it is: frames may be of any length and hold any values, and ask for work."""
-        self.trusted = True
-        self.on |= {"call": self._begin_call, "cancel": self._cancel_call, "answer": self._take_answer}
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a frame; one to a lost connection goes nowhere, since `on_lost` has been called."""
@@ -107,11 +103,30 @@ class Channel(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(error)
 
-    def _begin_call(self, fields: Fields) -> None:
+    def _receive(self, kind: str, fields: Fields) -> None:
+        """A frame of the other side."""
+        if not self.trusted or kind not in ("call", "cancel", "answer"):
+            return self.on[kind](fields)
         number = fields["id"]
-        self.serving[number] = task = asyncio.create_task(self._serve(**fields), name=f"call of {fields['what']}")
-        # Not at the end of the work, which never begins if it is cancelled in the moment in which it is asked for.
-        task.add_done_callback(partial(self._answer, number))
+        if kind == "call":
+            self.serving[number] = task = asyncio.create_task(self._serve(**fields), name=f"call of {fields['what']}")
+            # Not at the end of the work, which never begins if it is cancelled in the moment in which it is asked for.
+            return task.add_done_callback(partial(self._answer, number))
+        if kind == "cancel":
+            if number in self.serving:  # else it has just ended, and the answer is under way
+                self.serving[number].cancel()
+            return
+        answer = self._answers.get(number)
+        if answer is None or answer.done():
+            return
+        try:
+            if "fault" in fields:
+                raise fault_of(fields["fault"], self.peer)
+            if "result" not in fields:  # it was not asked to be cancelled: the other side ends
+                raise GoneError("the worker ended")
+            answer.set_result(pickle.loads(fields["result"]))
+        except Exception as problem:
+            answer.set_exception(problem)
 
     async def _serve(self, id: int, what: str, fields: bytes) -> Fields:
         try:
@@ -126,23 +141,6 @@ class Channel(asyncio.Protocol):
         """A call has ended: with its result, by a fault, or cancelled, which is answered by neither."""
         del self.serving[number]
         self.send("answer", id=number, **({} if task.cancelled() else task.result()))
-
-    def _cancel_call(self, fields: Fields) -> None:
-        if (task := self.serving.get(fields["id"])) is not None:  # else it has just ended, and the answer is under way
-            task.cancel()
-
-    def _take_answer(self, fields: Fields) -> None:
-        answer = self._answers.get(fields["id"])
-        if answer is None or answer.done():
-            return
-        try:
-            if "fault" in fields:
-                raise fault_of(fields["fault"], self.peer)
-            if "result" not in fields:  # it was not asked to be cancelled: the other side ends
-                raise GoneError("the worker ended")
-            answer.set_result(pickle.loads(fields["result"]))
-        except Exception as problem:
-            answer.set_exception(problem)
 
     def close(self) -> None:
         """Send all waiting messages, and end the connection."""
@@ -184,19 +182,19 @@ class Channel(asyncio.Protocol):
                 break
             body, start = bytes(self._received[begin:stop]), stop
             try:
-                kind, fields = (pickle if self.trusted else json).loads(body)
-                self.on[kind](fields)
+                self._receive(*(pickle if self.trusted else json).loads(body))
             except Exception:  # one bad frame must not end the connection of all other episodes
                 log.exception("a frame of a rollout worker's channel")
         del self._received[:start]
 
 
 class Hub:
-    """The driver's side of the door: who connects under a name that is expected, and knows the secret, gets a channel."""
+    """The driver's side of the door: `expected[name]` is called with the channel of the first process that connects under this
+    name and knows the secret."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
-        self._expected: dict[str, Callable[[Channel], None]] = {}
+        self.expected: dict[str, Callable[[Channel], None]] = {}
         self._server: asyncio.Server | None = None
         self.door: Door | None = None
 
@@ -206,14 +204,6 @@ class Hub:
         self._server = await asyncio.get_running_loop().create_server(self._visitor, host, 0)
         self.door = Door(host, self._server.sockets[0].getsockname()[1], self._secret)
         return self.door
-
-    def expect(self, name: str, arrived: Callable[[Channel], None]) -> None:
-        """Call `arrived` with the channel of the first process that proves to be `name`."""
-        self._expected[name] = arrived
-
-    def forget(self, name: str) -> None:
-        """Nobody of that name is expected any more."""
-        self._expected.pop(name, None)
 
     def close(self) -> None:
         """Stop listening; channels go on."""
@@ -228,15 +218,15 @@ class Hub:
         def greet(fields: Fields) -> None:
             late.cancel()
             name = str(fields.get("name"))
-            arrived = self._expected.get(name)
+            arrived = self.expected.get(name)
             if arrived is None or not hmac.compare_digest(str(fields.get("proof")), proof(self._secret, nonce, name)):
                 log.warning("a process that is no worker of this run tried to connect as %r", name)
                 channel.abort()
                 return
-            del self._expected[name]
+            del self.expected[name]
             channel.on.clear()
             channel.send("welcome", proof=proof(self._secret, str(fields.get("nonce")), "driver"))
-            channel.trust()
+            channel.trusted = True
             arrived(channel)
 
         channel.on["name"] = greet
@@ -261,7 +251,7 @@ async def dial(door: Door, name: str, on: dict[str, Handler]) -> Channel:
     def welcome(fields: Fields) -> None:
         if not hmac.compare_digest(str(fields.get("proof")), proof(door.secret, nonce, "driver")):
             return channel.abort()
-        channel.trust()
+        channel.trusted = True
         let_in.set()
 
     channel.on |= {"nonce": answer, "welcome": welcome}

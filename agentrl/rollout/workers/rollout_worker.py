@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
@@ -98,17 +98,6 @@ CLOSE_S = 30.0
 """Seconds that cancelled episodes have for their teardown when a worker ends."""
 
 
-class Parts(Protocol):
-    """Player with everything that it needs started and closed; `run.assembly.Assembly` is one."""
-
-    @property
-    def player(self) -> Player: ...
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Watched:
     """A watch of the driver's here, and the jobs that are played for it."""
@@ -120,14 +109,14 @@ class _Watched:
 class WorkerCore:
     """Made in the process that hosts it; `run` is all that it is asked.
 
-    `build(channel)` makes the parts in this process, in a thread. `slow_loop`: as in the rollout section; the driver gets the
-    finds of a watchdog.
+    `build(channel)` makes the parts in this process, in a thread: a player with all that it needs to be started and closed
+    (`run.assembly.Assembly`). `slow_loop`: as in the rollout section; the driver gets the finds of a watchdog.
     """
 
-    def __init__(self, name: str, build: Callable[[Channel], Awaitable[Parts]], slow_loop: float = 0.0) -> None:
+    def __init__(self, name: str, build: Callable[[Channel], Awaitable[Any]], slow_loop: float = 0.0) -> None:
         self.name, self._build = name, build
         self._channel, self._outbox = Channel(), Outbox()
-        self._parts: Parts | None = None
+        self._parts: Any = None
         self._watchdog = LoopWatchdog(
             slow_loop, lambda line: self._channel.send("slow", line=line), f"the event loop of rollout {name}"
         )
@@ -184,12 +173,12 @@ class WorkerCore:
         self._over.set()
 
     async def _play(self, job: Job, watch: int, look: float, trace: SpanFields | None) -> list[Trajectory]:
-        assert self._parts is not None
         watched = self._watched.setdefault(watch, _Watched(Watch(look)))
         watched.playing += 1
         try:
             with at(self._outbox.place(trace)):
-                return await self._parts.player.play_all(job, watched.watch)
+                player: Player = self._parts.player
+                return await player.play_all(job, watched.watch)
         finally:
             watched.playing -= 1
             self._send_spans()

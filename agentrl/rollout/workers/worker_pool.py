@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -85,7 +84,7 @@ class RemoteWorker:
         self.pid = 0
         self.gone: str | None = None
         self.unfit: Exception | None = None
-        self.draining = False
+
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.running = 0
         self.silent_s = self.lag_s = self.blocked_s = 0.0
@@ -95,11 +94,6 @@ class RemoteWorker:
         self.on_slow: Callable[[str], None] = lambda line: None
         self._watches, self._inbox = watches, Inbox(name)
         self._channel: Channel | None = None
-
-    @property
-    def able(self) -> bool:
-        """True if it takes jobs."""
-        return self.settled.done() and self.gone is None and not self.draining
 
     def attach(self, channel: Channel, engine: Engine) -> None:
         """Its process has come; it may use the driver's engine."""
@@ -234,50 +228,27 @@ class WorkerPool(Player):
         await self._hub.open(self._seats.host())
         self._seats.on_news = self._places
         self._tasks.start(self._watch_silence(), "rollout workers' reports")
-        await self.add(self._count)
-
-    async def add(self, count: int = 1) -> list[str]:
-        """Start this many more, and wait until they play; returns their names. Raises as `start`."""
-        fresh = [self._begin(next(self._numbers)) for _ in range(count)]
+        fresh = [self._begin(next(self._numbers)) for _ in range(self._count)]
         await asyncio.gather(*(self._wait_until_ready(worker) for worker in fresh))
-        return [worker.name for worker in fresh]
-
-    async def remove(self, name: str) -> None:
-        """Let a worker finish its episodes, give it no more, and end it. Raises KeyError without one of that name."""
-        worker = next((one for one in self._workers if one.name == name and one.gone is None), None)
-        if worker is None:
-            raise KeyError(f"no rollout worker is called {name!r}; there are {[one.name for one in self._workers]}")
-        worker.draining = True
-        while worker.running and worker.gone is None:
-            await self._news.wait()
-        await self._dismiss([worker])
-        with contextlib.suppress(TimeoutError):  # its place may be given to another, so it must have left it
-            await asyncio.wait_for(worker.seat.over(), LEAVE_S)
 
     async def close(self) -> None:
         self._closing = True
         await self._coming.close()
         await self._tasks.close()
-        workers = list(self._workers)
-        await self._dismiss(workers)
+        workers, self._workers = self._workers, []
+        async with OwnedTasks() as tasks:
+            there = [worker for worker in workers if worker.gone is None]
+            leaving = [tasks.start(worker.leave(), f"rollout {worker.name} leaves") for worker in there]
+            if leaving:
+                await asyncio.wait(leaving, timeout=LEAVE_S)
+        for worker in workers:
+            worker.end("it was dismissed")
         # Their ends are awaited calls of Ray's actors, of which none may be left once Ray is stopped.
         overs = [self._tasks.start(worker.seat.over(), f"end of rollout {worker.name}") for worker in workers]
         if overs:
             await asyncio.wait(overs, timeout=LEAVE_S)
         await self._tasks.close()
         self._hub.close()
-
-    async def _dismiss(self, workers: Sequence[RemoteWorker]) -> None:
-        there = [worker for worker in workers if worker.gone is None]
-        for worker in there:
-            worker.draining = True  # its end is no death
-        async with OwnedTasks() as tasks:
-            leaving = [tasks.start(worker.leave(), f"rollout {worker.name} leaves") for worker in there]
-            if leaving:
-                await asyncio.wait(leaving, timeout=LEAVE_S)
-        for worker in workers:
-            worker.end("it was dismissed")
-        self._workers = [worker for worker in self._workers if worker not in workers]
 
     @property
     def workers(self) -> list[RemoteWorker]:
@@ -288,7 +259,7 @@ class WorkerPool(Player):
         # A name for each process, not for each place: what a dead one still sends must not count for its successor.
         name = f"worker {number}" if all(one.number != number for one in self._workers) else f"worker {number}+{self.respawned}"
         assert self._hub.door is not None
-        self._hub.expect(name, lambda channel: worker.attach(channel, self._engine))
+        self._hub.expected[name] = lambda channel: worker.attach(channel, self._engine)
         worker = RemoteWorker(name, number, self._seats.begin(name, self._hub.door), self._watches)
         worker.on_gone, worker.on_slow = self._gone, self._warn
         self._workers = [one for one in self._workers if one.number != number] + [worker]
@@ -306,7 +277,7 @@ class WorkerPool(Player):
                     late = f"it did not start within {self._startup:g} s (cluster.startup_timeout)"
                     worker.end(over.result() if over.done() else late)
         finally:
-            self._hub.forget(worker.name)
+            self._hub.expected.pop(worker.name, None)
         if worker.unfit is not None:
             raise worker.unfit
         if worker.gone is not None:
@@ -315,7 +286,7 @@ class WorkerPool(Player):
     def _gone(self, worker: RemoteWorker) -> None:
         self._router.leave(worker)
         self._tell()
-        if self._closing or worker.draining:
+        if self._closing:  # its end is no death
             return
         line = f"rollout {worker.name} (pid {worker.pid or 'unknown'}) is gone: {worker.gone}"
         self._deaths.append(line)
@@ -419,7 +390,7 @@ class WorkerPool(Player):
 
     async def _able(self, key: str, watch: Watch) -> list[RemoteWorker]:
         """The workers that take jobs. Raises WorkerDiedError without one, and will be none."""
-        while not (able := [worker for worker in self._workers if worker.able]):
+        while not (able := [worker for worker in self.workers if worker.settled.done()]):
             starting = any(not worker.settled.done() for worker in self.workers)
             if self._closing or not (self._coming or starting or self._seats.hopeful()):
                 raise WorkerDiedError("no rollout worker is left: " + ("; ".join(self._deaths) or "the pool is closed"))
