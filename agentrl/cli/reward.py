@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from agentrl.data.trajectory import Task, Trajectory
     from agentrl.env.catalog import EnvRef
     from agentrl.reward import Scorer
-    from agentrl.reward.replays import ReplayEnv
     from agentrl.run.services import RunServices
 
 
@@ -287,7 +286,7 @@ class _Options:
         from agentrl.env.catalog import make_scorer
         from agentrl.reward import compile_spec, make_context
 
-        def nowhere(task: Task) -> ReplayEnv:
+        def nowhere(task: Task) -> Any:
             raise UserError("a spec that is only looked at replays nothing")
 
         if alone:

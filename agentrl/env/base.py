@@ -27,7 +27,7 @@ from agentrl.utils.search_path import find_file, is_given, own_reward
 
 if TYPE_CHECKING:
     from agentrl.reward import Score, Scorer
-    from agentrl.reward.replays import Replay, ReplayEnv, RoundTurns
+    from agentrl.reward.replays import Replay, RoundTurns
 
 
 # Actions
@@ -456,7 +456,12 @@ class ToolEnv(Forkable):
         return self.scripted or type(self).user_reply is ToolEnv.user_reply
 
     def replay(self, record: Trajectory, rounds: Sequence[RoundTurns], found: Replay, *, gold: bool = False) -> None:
-        """Play an episode's rounds once more, for rewards: see `agentrl.reward.replays.ReplayEnv`."""
+        """Play the rounds of an episode once more, for rewards: from the task's reset on, with the record's user in place of one
+        that is a model. Adds the end of each to `found`.
+
+        Raises UnscorableError if the environment ends before the last call, or refuses a call of the `gold`: the text of a
+        refusal would be what an episode has to read.
+        """
         run_sync(play_again(self, record, rounds, found, gold))
 
     # -- inside ------------------------------------------------------------------------------------

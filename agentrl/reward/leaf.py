@@ -247,17 +247,13 @@ class Reading(NamedTuple):
     turns: Mapping[int, float] | None = None
 
 
-class LeafRequest(Protocol):
-    """Asks the service of a leaf (`Leaf.asks`) for an answer."""
-
-    def assumption(self, best: bool) -> Any:
-        """The answer with the highest value that there may be, or the lowest, if no service is to be asked."""
-
-
 class PendingError(Exception):
-    """A leaf needs an answer from outside; the scorer gets it from the leaf's service and calls the leaf again."""
+    """A leaf needs an answer from outside; the scorer gets it from the leaf's service and calls the leaf again.
 
-    def __init__(self, key: str, request: LeafRequest) -> None:
+    `request`: what the service (`Leaf.asks`) is asked; its `assumption(best)` is the answer with the highest value that there may
+    be, or the lowest, if no service is to be asked."""
+
+    def __init__(self, key: str, request: Any) -> None:
         super().__init__(key)
         self.key = key
         self.request = request

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json
-from agentrl.reward.leaf import Leaf, LeafRequest, PendingError, View, object_schema
+from agentrl.reward.leaf import Leaf, PendingError, View, object_schema
 from agentrl.reward.values import ABSENT, UnscorableError, decider, references
 from agentrl.utils.errors import fault_text, is_alien
 
@@ -25,7 +25,7 @@ class Frame:
     """One pass over the tree: pending requests by key, with the names of their services, the group's values by node, and the
     results of leaves, so that the same leaf at another node (success repeats parts of the root) is not read again."""
 
-    pending: dict[str, tuple[str, LeafRequest]] = field(default_factory=dict)
+    pending: dict[str, tuple[str, Any]] = field(default_factory=dict)
     group: Mapping[str, Sequence[float | None]] | None = None
     member: int = 0
     readings: dict[Hashable, Result] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, Trajectory
 from agentrl.reward.values import UnscorableError
@@ -108,24 +108,9 @@ UserSide = Callable[[bool], tuple[Any, ...]]
 GoldRounds = Callable[[], "tuple[Sequence[RoundTurns], UnscorableError | None]"]
 
 
-class ReplayEnv(Protocol):
-    """An environment that plays an episode's rounds once more; `agentrl.env.base.ToolEnv` is one. `user_repeats`: its user does
-    the same whatever the policy says."""
-
-    @property
-    def user_repeats(self) -> bool: ...
-
-    def replay(self, record: Trajectory, rounds: Sequence[RoundTurns], found: Replay, *, gold: bool = False) -> None:
-        """Play the rounds from the task's reset on, with the record's user in place of one that is a model, and add the end of
-        each to `found`. The environment is used once.
-
-        Raises UnscorableError if the environment ends before the last call, or refuses a call of the `gold`: the text of a
-        refusal would be what an episode has to read.
-        """
-        ...
-
-
-MakeEnv = Callable[[Task], ReplayEnv]
+MakeEnv = Callable[[Task], Any]
+"""Makes the environment, a `ToolEnv` that is used once, on which an episode's rounds are played once more (`replay`).
+`user_repeats`: its user does the same whatever the policy says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +170,6 @@ class TaskReplays:
     held: int = 0
     golds: list[GoldReplay] = field(default_factory=list)
     playing: threading.Lock = field(default_factory=lambda: fork_safe(threading.Lock()))
-
-    @property
-    def key(self) -> tuple[str, int, str]:
-        return self.task.id, self.task.seed, self.task.split
 
 
 class Replays:
@@ -251,12 +232,12 @@ class Replays:
         return found
 
     def _of(self, task: Task) -> TaskReplays:
-        new = TaskReplays(task)
+        key = task.id, task.seed, task.split
         with self._lock:
-            kept = self._kept.get(new.key)
+            kept = self._kept.get(key)
             # Compared and not hashed: that takes a tenth of the time.
             if kept is None or not (identical(kept.task.data, task.data) and identical(kept.task.gold, task.gold)):
-                kept = self._kept[new.key] = new
+                kept = self._kept[key] = TaskReplays(task)
             kept.task = task  # the next question is about the same object, mostly
-            self._kept.move_to_end(new.key)
+            self._kept.move_to_end(key)
         return kept

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.data.trajectory import Json, Trajectory, reward_spots, terminal_reward
-from agentrl.reward.leaf import Client, View, episode_view
-from agentrl.reward.nodes import LINEAR, TRUE, ConstantNode, Frame, GateNode, GroupNode, LeafNode, Node, OpNode, Result, walk
+from agentrl.reward.leaf import Client, episode_view
+from agentrl.reward.nodes import LINEAR, TRUE, ConstantNode, Frame, GateNode, GroupNode, LeafNode, Node, OpNode, walk
 from agentrl.reward.values import evidence_nodes, join
 from agentrl.utils.event_loop import within
 from agentrl.utils.threads import SCORING, TooLongError, at_once, size_of
@@ -382,7 +382,17 @@ class Scorer:
         measured = [node.evaluate(view, frame) for node in self.metrics]
         evidence: dict[str, Json] = {"spec": self.name, "value": result.value, "root": result.evidence}
         metrics: dict[str, float | None] = {**names, **_values_by_id(result.evidence)}
-        success = self._success(view, frame, result, evidence, metrics)
+        success: bool | None = None
+        if self.rule is not None and self.success is not None:
+            decided = result if self.success is self.root else self.success.evaluate(view, frame)
+            # An unscored episode has none, unless it is unscored only because its reward needs the group for comparison.
+            alone = self.compares and frame.group is None
+            if decided.value is not None and (result.value is not None or alone):
+                success = decided.value >= TRUE
+            evidence["success"] = {"by": str(self.rule), "value": success}
+            if not self.rule.derived:  # the evidence of a derived rule is in that of the root
+                evidence["success"]["node"] = decided.evidence
+                metrics |= _values_by_id(decided.evidence)
         if measured:
             evidence["metrics"] = [item.evidence for item in measured]
             metrics |= _values_by_id(evidence["metrics"])
@@ -396,23 +406,6 @@ class Scorer:
             steps = {turn: amount for turn, amount in steps.items() if turn >= trajectory.given}
             evidence["given"] = {"turns": trajectory.given, "value": value}
         return Score(value, steps, evidence, metrics, success), frame
-
-    def _success(
-        self, view: View, frame: Frame, root: Result, evidence: dict[str, Json], metrics: dict[str, float | None]
-    ) -> bool | None:
-        """Return True if the node of `rule` is true. An unscored episode has none, unless it is unscored only because its
-        reward needs the group for comparison."""
-        if self.rule is None or self.success is None:
-            return None
-        result = root if self.success is self.root else self.success.evaluate(view, frame)
-        alone = self.compares and frame.group is None
-        known = result.value is not None and (root.value is not None or alone)
-        success = result.value >= TRUE if known and result.value is not None else None
-        evidence["success"] = {"by": str(self.rule), "value": success}
-        if not self.rule.derived:  # the evidence of a derived rule is in that of the root
-            evidence["success"]["node"] = result.evidence
-            metrics |= _values_by_id(result.evidence)
-        return success
 
 
 def _values_by_id(evidence: Json) -> dict[str, float | None]:

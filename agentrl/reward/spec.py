@@ -289,7 +289,17 @@ class _Check:
         if isinstance(value, Mapping):
             # In a `when`, comparisons stand beside the "$", so that `is_ref` does not take it for a reference.
             if "$" in value and (is_ref(value) or "/when" in pointer):
-                self._ref(value["$"], join(pointer, "$"))
+                text, place = value["$"], join(pointer, "$")
+                if not isinstance(text, str):
+                    self.fail(place, f'a reference must be a string like "/task/gold/answer", not {kind_of_json(text)}')
+                try:
+                    head, *tail = parse_pointer(text) or ("",)
+                except ValueError as error:
+                    self.fail(place, str(error))
+                if head not in FIELDS:
+                    self.fail(place, f"{text!r} starts with {head!r}; {_suggest(head, FIELDS)}")
+                if tail and tail[0] not in FIELDS[head]:
+                    self.fail(place, f"{head} has no {tail[0]!r}; {_suggest(tail[0], FIELDS[head])}")
             for key, item in value.items():
                 near = key[:1] == "$" != key and isinstance(item, str) and item.startswith(tuple(f"/{name}" for name in FIELDS))
                 if near or (key == "$" and not is_ref(value) and "/when" not in pointer):
@@ -300,19 +310,6 @@ class _Check:
         elif isinstance(value, (list, tuple)):
             for index, item in enumerate(value):
                 self._refs(item, join(pointer, index))
-
-    def _ref(self, text: Any, pointer: str) -> None:
-        if not isinstance(text, str):
-            self.fail(pointer, f'a reference must be a string like "/task/gold/answer", not {kind_of_json(text)}')
-        try:
-            tokens = parse_pointer(text)
-        except ValueError as error:
-            self.fail(pointer, str(error))
-        head = tokens[0] if tokens else ""
-        if head not in FIELDS:
-            self.fail(pointer, f"{text!r} starts with {head!r}; {_suggest(head, FIELDS)}")
-        if len(tokens) > 1 and tokens[1] not in FIELDS[tokens[0]]:
-            self.fail(pointer, f"{tokens[0]} has no {tokens[1]!r}; {_suggest(tokens[1], FIELDS[tokens[0]])}")
 
     def _finite(self, value: Any, pointer: str, depth: int = 0) -> None:
         if depth > 8 * _DEEPEST:

@@ -17,7 +17,7 @@ from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, obje
 from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief
 from agentrl.reward.values import show_number as shown
 from agentrl.utils.errors import did_you_mean, is_from_outside, place_of, raised_text
-from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
+from agentrl.utils.parsing import is_letter, numeral, numerals
 from agentrl.utils.schemas import TextTooLongError, compile_pattern, within_seconds
 from agentrl.utils.search_path import PREFIX, is_given
 
@@ -95,9 +95,13 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     found = []
     for item in wanted:
         number = numeral(item) if args.get("word") else None
-        # In each text for itself: in all of them joined, one could begin what the next one ends.
-        alone = any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard) if number is None else False
-        found.append(alone or (number is not None and any(_same_number(number, other) for other in said)))
+        if number is None:
+            # In each text for itself: in all of them joined, one could begin what the next one ends.
+            found.append(any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard))
+        elif number.text[:1] == "0" and number.text[1:2].isdigit():  # a postcode, not a quantity
+            found.append(any(other.text == number.text for other in said))
+        else:
+            found.append(any(other.value == number.value and other.percent >= number.percent for other in said))
     missing = [brief(item) for item, hit in zip(wanted, found, strict=True) if not hit]
     if args.get("mode", "all") == "any":
         if not wanted:
@@ -108,12 +112,6 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     else:
         value = float(all(found))
     return Reading(value, {"expected": brief(wanted), "missing": missing})
-
-
-def _same_number(wanted: Numeral, said: Numeral) -> bool:
-    if wanted.text[:1] == "0" and wanted.text[1:2].isdigit():
-        return said.text == wanted.text  # a postcode, not a quantity
-    return said.value == wanted.value and said.percent >= wanted.percent
 
 
 def _occurs(item: str, text: str, word: bool) -> bool:
