@@ -66,7 +66,7 @@ def test_it_names_the_users_line_and_the_episode_once_and_counts_every_time() ->
     # Twice 0.3 s, less what passed of each before the sign of life was asked for (0.05 s at most), and no more.
     row = dog.read()
     assert 0.4 < row["loop/blocked_s"] < 0.75 and 0.2 < row["loop/longest_s"] < 0.4, row
-    assert dog.worst is not None and dog.worst.place is not None and dog.worst.place.function == "slow_tool"
+
     assert dog.read() == {"loop/blocked_s": 0.0, "loop/longest_s": 0.0}, "each reading begins anew"
 
 
@@ -138,7 +138,7 @@ def test_a_loop_that_turns_is_left_alone_and_so_is_one_without_a_limit() -> None
 
     for limit in (0.15, 0.0):
         dog = asyncio.run(body(limit))
-        assert said == [] and dog.worst is None and dog.read()["loop/blocked_s"] == 0.0
+        assert said == [] and dog.read()["loop/blocked_s"] == 0.0
         assert "agentrl-watchdog" not in {thread.name for thread in threading.enumerate()}, "its thread has ended"
 
 

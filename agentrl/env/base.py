@@ -97,7 +97,7 @@ class OwnReward:
         self._scorer = compile_spec(spec, context=make_context(RewardConfig(), replay_env=self.replay_env))
         return await self._scorer.ascore(trajectory)
 
-    def replay_env(self, task: Task) -> ReplayEnv:
+    def replay_env(self, task: Task) -> ToolEnv:
         """A new environment of the same parameters, for specs that replay gold calls."""
         args, kwargs = self._env._built_with
         other = type(self._env)(*args, **kwargs)

@@ -128,7 +128,7 @@ def check_learner(config: TrainConfig) -> None:
                 )
     names = {config.alone(env).algorithm.advantage.name for env in config.trained_envs}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
-        users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
+        users, listed = ADVANTAGES.that_are("values"), ", ".join(f'"{name}"' for name in sorted(names))
         raise ConfigError(
             f"there is a [critic] section, but algorithm.advantage {listed} does not use a critic; use one of {users}"
         )

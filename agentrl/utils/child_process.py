@@ -50,7 +50,7 @@ async def child_for(name: str, place: FunctionRef) -> AsyncIterator[Child]:
     """A child that has imported the function already, so that its start does not count as the tool's time."""
     child = None
     while _idle and child is None:  # one that has ended meanwhile (killed for memory, say) must not fail the next call
-        child = found if (found := _idle.pop()).runs() else None
+        child = found if (found := _idle.pop())._process.is_alive() else None
     if child is None:
         child = await TOOLS.call(name, Child)
     try:
@@ -74,10 +74,6 @@ class Child:
         self.lives = True
         self.used = 0.0
         """Seconds of CPU time used by the call during which it was killed."""
-
-    def runs(self) -> bool:
-        """Return True if the process is alive."""
-        return self._process.is_alive()
 
     async def call(self, name: str, place: FunctionRef, values: Mapping[str, Any] | None) -> Any:
         """Call the function (with values None, only import it). Raises what it raises, and EnvError if the child ends
@@ -131,23 +127,19 @@ def serve(pipe: Connection, path: list[str]) -> None:
             answer = True, function(**values) if values is not None else None
         except BaseException as fault:
             answer = False, exception_for(fault, place[1])
-        pipe.send_bytes(_pickle_call(answer))
-
-
-def _pickle_call(answer: tuple[bool, Any]) -> bytes:
-    answered, result = answer
-    try:
-        packed = pickle.dumps(answer)
-        if not answered:
-            pickle.loads(packed)  # an exception with more constructor arguments than its message may not unpickle
-        return packed
-    except Exception as problem:
-        fault: Exception = TypeError(f"what it returned cannot be pickled: {fault_text(problem)}")
-        if isinstance(result, ToolError):
-            fault = ToolError(str(result))
-        elif not answered:
-            fault = RuntimeError(fault_text(result))
-        return pickle.dumps((False, fault))
+        answered, result = answer
+        try:
+            packed = pickle.dumps(answer)
+            if not answered:
+                pickle.loads(packed)  # an exception with more constructor arguments than its message may not unpickle
+        except Exception as problem:
+            fault: Exception = TypeError(f"what it returned cannot be pickled: {fault_text(problem)}")
+            if isinstance(result, ToolError):
+                fault = ToolError(str(result))
+            elif not answered:
+                fault = RuntimeError(fault_text(result))
+            packed = pickle.dumps((False, fault))
+        pipe.send_bytes(packed)
 
 
 def _find(module: str, name: str, file: str) -> Callable[..., Any]:

@@ -352,12 +352,12 @@ class LoopWatchdog:
 
     `limit`: seconds of silence from which on a block is counted and reported (it is seen for certain from twice that on);
     0 turns the watchdog off. `say`: gets one line per place of the user's own code, on the loop, the first time that it blocks;
-    other places are logged. `worst`: the longest block so far. Time that other programs took from the loop is not counted.
+    other places are logged. Time that other programs took from the loop is not counted.
     """
 
     def __init__(self, limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> None:
         self.limit = limit
-        self.worst: LoopBlock | None = None
+
         self._say, self._name = say, name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -406,7 +406,15 @@ class LoopWatchdog:
             if not self._ask(self._turn):
                 return
             if looks.found or not self._turned.wait(self.limit):
-                self._follow(ident, due, looks)
+                # Look at the stack until the loop turns.
+                pause, still = self.limit / 4, STILL
+                while not self._turned.is_set():
+                    looks.look(ident)
+                    self._turned.wait(pause)
+                    pause = min(pause * 1.5, 1.0)
+                    if (passed := time.monotonic() - due) > still:
+                        log.warning("%s has stood still for %s, and still does", self._name, looks.block(passed))
+                        still *= 10
                 # Of the thread that waited longest.
                 lost = max(now - then for now, then in zip(_seconds_ready(threads), ready, strict=True))
                 self._count(self._answered - due - lost, looks)
@@ -424,17 +432,6 @@ class LoopWatchdog:
         self._answered = time.monotonic()
         self._turned.set()
 
-    def _follow(self, ident: int, since: float, looks: _Looks) -> None:
-        """Look at the stack until the loop turns."""
-        pause, still = self.limit / 4, STILL
-        while not self._turned.is_set():
-            looks.look(ident)
-            self._turned.wait(pause)
-            pause = min(pause * 1.5, 1.0)
-            if (passed := time.monotonic() - since) > still:
-                log.warning("%s has stood still for %s, and still does", self._name, looks.block(passed))
-                still *= 10
-
     def _count(self, seconds: float, looks: _Looks) -> None:
         """Count a block, and name its place the first time."""
         if self._over.is_set() or seconds < self.limit:
@@ -442,8 +439,7 @@ class LoopWatchdog:
         block = looks.block(seconds)
         self._blocked += seconds
         self._longest = max(self._longest, seconds)
-        if self.worst is None or seconds > self.worst.seconds:
-            self.worst = block
+
         key = (block.place.file, block.place.function) if block.place is not None else ("", "")
         if key not in self._told and len(self._told) < MOST_PLACES:
             self._told.add(key)

@@ -24,8 +24,15 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 def usable_cpus() -> int:
     """Cores that this process may use: those that it may run on, or fewer if a control group has less of their time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min([cores, *map(_quota, control_groups("cpu"))])))
+    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in control_groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # of either version of the kernel's interface
+            with suppress(OSError, ValueError):
+                most, period = " ".join((group / name).read_text() for name in names).split()
+                if most not in ("max", "-1"):
+                    cores = min(cores, int(most) / int(period))
+                break
+    return max(1, int(cores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +72,6 @@ def control_groups(controller: str, root: Path = Path("/sys/fs/cgroup"), own: Pa
             inside = mount / path.strip("/")
             found += [one for one in (inside, *inside.parents) if one.is_relative_to(mount) and one.is_dir()]
     return list(dict.fromkeys(found))
-
-
-def _quota(group: Path) -> float:
-    """Cores' worth of time that a control group gets, as either version of the kernel's interface says it."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):
-            most, period = " ".join((group / name).read_text() for name in names).split()
-            return math.inf if most in ("max", "-1") else int(most) / int(period)
-    return math.inf
 
 
 def _memory(group: Path) -> tuple[int, int] | None:

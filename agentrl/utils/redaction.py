@@ -109,25 +109,22 @@ def learn(value: Any, name: str = "") -> None:
         for inner in value:
             if not isinstance(inner, str):
                 learn(inner, name)
-    elif isinstance(value, str) and value and not _WHOLE.fullmatch(value):
-        _learn_text(value, name)
-
-
-def _learn_text(text: str, name: str) -> None:
-    if _named_so(name) and len(text) >= SHORTEST and not _WITHIN.search(text) and not text.startswith(("/", "./")):
-        remember(text)
-    for address in _ADDRESS.findall(text):
+    if not isinstance(value, str) or not value or _WHOLE.fullmatch(value):
+        return
+    if _named_so(name) and len(value) >= SHORTEST and not _WITHIN.search(value) and not value.startswith(("/", "./")):
+        remember(value)
+    for address in _ADDRESS.findall(value):
         try:
             parts = urlsplit(address)
             if parts.password:
                 remember(parts.password, unquote(parts.password), basic(address))
-            remember(*(value for key, value in parse_qsl(parts.query) if _named_so(key) and len(value) >= SHORTEST))
+            remember(*(said for key, said in parse_qsl(parts.query) if _named_so(key) and len(said) >= SHORTEST))
         except ValueError:
             continue
-    flag, equal, rest = text.lstrip("-").partition("=")
+    flag, equal, rest = value.lstrip("-").partition("=")
     if not equal:
-        flag, equal, rest = text.partition(": ")  # a header
-    if equal and flag != text and " " not in flag and _named_so(flag) and len(rest) >= SHORTEST and not _WITHIN.search(rest):
+        flag, equal, rest = value.partition(": ")  # a header
+    if equal and flag != value and " " not in flag and _named_so(flag) and len(rest) >= SHORTEST and not _WITHIN.search(rest):
         remember(rest.removeprefix("Bearer "))
 
 

@@ -97,8 +97,9 @@ class Registry(Mapping[str, T]):
     # -- looking up --------------------------------------------------------------------------------
 
     def entry(self, name: str) -> Entry[T]:
-        """Raises ConfigError for an unknown name, with the nearest, and for one that two files register. "given:NAME" is what the
-        program gave (agentrl/utils/search_path.py)."""
+        """Raises ConfigError for an unknown name, with the nearest, for one that two files register, and for an entry point that
+        does not import; CatalogError for a file that does not load. "given:NAME" is what the program gave
+        (agentrl/utils/search_path.py)."""
         if name in self._own:  # cached, because losses are looked up for every micro-batch
             return self._own[name]
         if is_given(name):
@@ -110,7 +111,18 @@ class Registry(Mapping[str, T]):
             raise ConfigError(f"{self.kind}: unknown name {name!r}{hint_text(name, self)}; known: {listed}")
         if len(files) > 1:
             raise ConfigError(f"{self.kind}: two files register {name!r}: {files[0]} and {files[1]}; rename one")
-        found = self._entries.get((name, _load_place(files[0], f"{self.kind}/{name}")))
+        module = files[0]
+        if module.endswith(".py"):  # of a shelf; raises CatalogError if it does not load
+            module = load_module(Path(module)).__name__
+        else:
+            try:
+                import_module(module)
+            except Exception as problem:
+                if module.startswith("agentrl."):  # agentrl's own file: a fault of its own, not the name of one
+                    raise
+                point, reason = f"{self.kind}/{name}", fault_text(problem)
+                raise ConfigError(f"the entry point {point} names {module!r}, which does not import: {reason}") from problem
+        found = self._entries.get((name, module))
         if found is None:
             # The source text has the call, but the code did not reach it (a condition, or a function that was not called).
             raise ConfigError(f"{self.kind}: {files[0]} does not register {name!r} when it is loaded")
@@ -142,15 +154,11 @@ class Registry(Mapping[str, T]):
         """Return True if a file of a shelf, or another package, registers the name."""
         return not self.entry(name).make.__module__.startswith("agentrl.")
 
-    def that_need(self, word: str, yes: bool = True) -> str:
-        """The names of agentrl's own components that need `word` (or do not), for a message."""
-        assert word in self.words["needs"], word
-        return _list_names(entry.name for entry in self.own() if (word in entry.needs) == yes)
-
     def that_are(self, word: str, yes: bool = True) -> str:
-        """The names of agentrl's own components with the trait `word` (or without it), for a message."""
-        assert word in self.words["traits"], word
-        return _list_names(entry.name for entry in self.own() if (word in entry.traits) == yes)
+        """The names of agentrl's own components with the need or trait `word` (or without it), for a message."""
+        assert word in self.words["needs"] or word in self.words["traits"], word
+        names = [entry.name for entry in self.own() if (word in entry.needs | entry.traits) == yes]
+        return ", ".join(f'"{name}"' for name in sorted(names)) or "none"
 
     # -- arguments ---------------------------------------------------------------------------------
 
@@ -263,20 +271,18 @@ def _registered_names(path: Path, symbol: str, modified: int, size: int) -> tupl
         tree = module_of(source)
     except (SyntaxError, ValueError) as problem:
         raise ConfigError(f"{path}: not a Python file: {problem}") from problem
-    names = [name for node in ast.walk(tree) if (name := _name_in(node, symbol)) is not None]
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register":
+            owner = node.func.value
+            called = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else None
+            first = next(iter([*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "name")]), None)
+            if called == symbol and isinstance(first, ast.Constant):
+                names.append(str(first.value))
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: it registers {name!r} twice; rename one")
     return tuple(names)
-
-
-def _name_in(node: ast.AST, symbol: str) -> str | None:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register"):
-        return None
-    given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "name")]
-    owner, first = node.func.value, given[0] if given else None
-    same = owner.id == symbol if isinstance(owner, ast.Name) else isinstance(owner, ast.Attribute) and owner.attr == symbol
-    return str(first.value) if same and isinstance(first, ast.Constant) else None
 
 
 @lru_cache(maxsize=64)
@@ -309,22 +315,3 @@ def sources_of_package() -> list[Path]:
 def _entry_points() -> tuple[tuple[str, str, str], ...]:
     """(kind, name, module) of the installed packages' entry points."""
     return tuple((*point.name.rpartition("/")[::2], point.value) for point in entry_points(group=GROUP))
-
-
-def _load_place(place: str, point: str) -> str:
-    """Load the module or file; returns the module's name. Raises ConfigError if the module that the entry point `point` names
-    does not import, CatalogError if the file does not load."""
-    if place.endswith(".py"):
-        return load_module(Path(place)).__name__
-    try:
-        import_module(place)
-    except Exception as problem:
-        if place.startswith("agentrl."):  # agentrl's own file: a fault of its own, not the name of one
-            raise
-        reason = fault_text(problem)
-        raise ConfigError(f"the entry point {point} names {place!r}, which does not import: {reason}") from problem
-    return place
-
-
-def _list_names(names: Iterator[str]) -> str:
-    return ", ".join(f'"{name}"' for name in sorted(names)) or "none"

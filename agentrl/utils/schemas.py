@@ -73,14 +73,7 @@ def compile_pattern(pattern: str, flags: int = regex.VERSION0) -> Any:
         raise ValueError(f"{pattern[:80]!r} calls itself, which no time limit ends")
     if (copies := _copies(pattern)) > MOST_COPIES:
         raise ValueError(f"{pattern[:80]!r} repeats a part {copies:.0e} times; at most {MOST_COPIES} are allowed")
-    try:
-        return regex.compile(_as_re(pattern), flags)
-    except (regex.error, RecursionError, OverflowError) as problem:
-        raise ValueError(f"{pattern[:80]!r} is not a regular expression: {problem}") from None
-
-
-def _as_re(pattern: str) -> str:
-    """A pattern without what `regex` alone reads: fuzzy matches, as in a{e<=1}, and classes like [:alpha:] within brackets."""
+    # Without what `regex` alone reads: fuzzy matches, as in a{e<=1}, and classes like [:alpha:] within brackets.
     tokens, before = list[str](), ""
     for token in _TOKEN.finditer(pattern):
         text = token.group()
@@ -90,7 +83,10 @@ def _as_re(pattern: str) -> str:
             text = "[" + _BRACKET.sub(lambda found: "\\[" if found.group() == "[" else found.group(), text[1:])
         tokens.append(text)
         before = text
-    return "".join(tokens)
+    try:
+        return regex.compile("".join(tokens), flags)
+    except (regex.error, RecursionError, OverflowError) as problem:
+        raise ValueError(f"{pattern[:80]!r} is not a regular expression: {problem}") from None
 
 
 def _copies(pattern: str) -> float:
@@ -197,10 +193,20 @@ class _Walk:
             raise BadSchemaError("", f"a schema is an object, not {_short(self.root)}", "give an object")
         self._look(self.root, "")
         targets: dict[tuple[int, str], Any] = {}
-        for holder, key, place in self.references:  # grows while targets that are no schemas otherwise are looked at
-            target = targets[id(holder), key] = self._target(holder[key], f"{place}/{key}")
+        for holder, key, above in self.references:  # grows while targets that are no schemas otherwise are looked at
+            reference, place = holder[key], f"{above}/{key}"
+            if not isinstance(reference, str) or not reference.startswith("#"):
+                raise BadSchemaError(
+                    place,
+                    f"a reference to {_short(reference)}, which would have to be fetched; nothing is",
+                    "put that schema under $defs and refer to it by '#/$defs/NAME'",
+                )
+            target = targets[id(holder), key] = resolve_reference(reference, self.root, self.anchors)
+            if not isinstance(target, dict | bool):
+                wrong = f"a reference to {_short(reference)}, where there is no schema"
+                raise BadSchemaError(place, wrong, "define it under $defs")
             if id(target) not in self.schemas:
-                self._look(target, f"{place}/{key}")
+                self._look(target, place)
         if "unevaluatedProperties" in self.uses and "patternProperties" in self.uses:
             raise BadSchemaError(
                 self.uses["unevaluatedProperties"],
@@ -269,18 +275,6 @@ class _Walk:
         for key in ("unevaluatedProperties", "patternProperties"):
             if key in node:
                 self.uses.setdefault(key, f"{place}/{key}")
-
-    def _target(self, reference: Any, place: str) -> Any:
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            raise BadSchemaError(
-                place,
-                f"a reference to {_short(reference)}, which would have to be fetched; nothing is",
-                "put that schema under $defs and refer to it by '#/$defs/NAME'",
-            )
-        target = resolve_reference(reference, self.root, self.anchors)
-        if not isinstance(target, dict | bool):
-            raise BadSchemaError(place, f"a reference to {_short(reference)}, where there is no schema", "define it under $defs")
-        return target
 
 
 def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
@@ -449,7 +443,7 @@ _EXCLUSIVE = {plain: exclusive for exclusive, plain in _LIMITS.items()}
 
 
 def _move_pointer(reference: str, root: Any) -> str:
-    """A reference by a pointer through keywords that `_rewritten` renames."""
+    """A reference by a pointer through keywords that `_rewrite_schema` renames."""
     if not reference.startswith("#/"):
         return reference
     node, parts, named = root, [], False

@@ -151,22 +151,16 @@ def unpack(content: bytes) -> None:
 def source_digest(name: str) -> str | None:
     """Digest of an object's source text; None for an unknown name, or without source (typed at a prompt)."""
     value = value_of(name)
-    text = None if value is None else _source(value)
-    return None if text is None else "sha256:" + sha256(text.encode()).hexdigest()[:16]
-
-
-def _source(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        return json.dumps(value, sort_keys=True, default=str)
     try:
-        return inspect.getsource(value)
+        text = json.dumps(value, sort_keys=True, default=str) if isinstance(value, Mapping) else inspect.getsource(value)
     except (OSError, TypeError):  # of a class in a notebook: its functions have a source, it has not
         parts = list(vars(value).values()) if isinstance(value, type) else []
-    try:
         inside = [getattr(part, "__func__", getattr(part, "function", part)) for part in parts]
-        return "\n".join(inspect.getsource(part) for part in inside if inspect.isfunction(part)) or None
-    except (OSError, TypeError):
-        return None
+        try:
+            text = "\n".join(inspect.getsource(part) for part in inside if inspect.isfunction(part))
+        except (OSError, TypeError):
+            text = ""
+    return "sha256:" + sha256(text.encode()).hexdigest()[:16] if text else None
 
 
 # The shelves: folders with `envs/`, `tools/`, `rewards/`, `configs/` and `plugins/` in them, and how their files are loaded.

@@ -37,7 +37,13 @@ def safe(value: object, most: int = 0) -> str:
         text = text[: most - 3] + "..."
     if text.isprintable():
         return text
-    return "".join(c if c in _KEPT or unicodedata.category(c) not in _UNSAFE else _escape_text(c) for c in text)
+    shown = []
+    for character in text:
+        if character not in _KEPT and unicodedata.category(character) in _UNSAFE:
+            number = ord(character)
+            character = f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
+        shown.append(character)
+    return "".join(shown)
 
 
 def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
@@ -93,11 +99,6 @@ def folding(*columns: str, title: str | None = None) -> Table:
     from rich.table import Column, Table
 
     return Table(*(Column(name, overflow="fold") for name in columns), title=title)
-
-
-def _escape_text(character: str) -> str:
-    number = ord(character)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
 
 
 # Silence libraries

@@ -124,7 +124,7 @@ def check_sizes(start: RunStart) -> None:
             raise ConfigError(
                 f'rollout.group_size = 1: algorithm.advantage "{advantage.name}" compares the episodes of a group, so every '
                 "advantage would be 0; set rollout.group_size to 2 or more, or use one of "
-                f"{ADVANTAGES.that_need('group', False)}"
+                f"{ADVANTAGES.that_are('group', False)}"
             )
         k = ADVANTAGES.arguments(advantage.name, advantage.args)["k"] if "group_over_k" in needs else 0
         if size <= k:
