@@ -142,7 +142,7 @@ def temperature_at(rollout: RolloutConfig, version: int) -> float:
 
 def scheduled_temperature(rollout: RolloutConfig, version: int) -> float | None:
     """`temperature_at`, or None if it is one number for the whole run."""
-    return temperature_at(rollout, version) if isinstance(rollout.temperature, list) else None
+    return weight_at(rollout.temperature, version) if isinstance(rollout.temperature, list) else None
 
 
 def one_temperature(rollout: RolloutConfig, what: str) -> float:

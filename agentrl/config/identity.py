@@ -232,7 +232,14 @@ def differences(before: Identity, now: Identity) -> str:
 def changes(before: Identity, now: Identity) -> list[str]:
     """The same, one text a key."""
     keys = sorted(key for key in before.keys() | now.keys() if json.dumps(before.get(key)) != json.dumps(now.get(key)))
-    return [f"{key} was {_show_value(before.get(key))}, is {_show_value(now.get(key))}" for key in keys]
+    found = []
+    for key in keys:
+        shown = []
+        for value in (before.get(key), now.get(key)):
+            hidden = isinstance(value, str) and value.startswith(_DIGEST)
+            shown.append("unset" if value is None else f"{value} (a digest)" if hidden else json.dumps(value))
+        found.append(f"{key} was {shown[0]}, is {shown[1]}")
+    return found
 
 
 def later_changes(before: TrainConfig, now: TrainConfig) -> list[str]:
@@ -272,9 +279,3 @@ def _digests(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _digests(inner) for key, inner in value.items()}
     return digest_of(value)
-
-
-def _show_value(value: Any) -> str:
-    if value is None:
-        return "unset"
-    return f"{value} (a digest)" if isinstance(value, str) and value.startswith(_DIGEST) else json.dumps(value)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from agentrl.config.schema import AgentConfig, Choice, EnvConfig, ToolsConfig, TrainConfig, VllmConfig
 from agentrl.utils.errors import ConfigError, hint_text
@@ -139,11 +138,11 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     """The keys that hold values, then the section's own sections with theirs."""
     inside: list[tuple[Key, type[BaseModel], str]] = []
     for name, field in section.model_fields.items():
-        found, inner, named = (
-            _key(section, prefix, name, field),
-            section_of(field.annotation),
-            named_sections_of(field.annotation),
-        )
+        described: dict[str, Any] = _section_schemas()[section.__name__]["properties"][name]
+        default = REQUIRED if field.is_required() else _show_default(field.get_default(call_default_factory=True))
+        meaning = " ".join((field.description or "").split())
+        found = Key(f"{prefix}{name}", _type_of(described), default, _unit_in(described), meaning)
+        inner, named = section_of(field.annotation), named_sections_of(field.annotation)
         if named is not None:
             inside.append((replace(found, section=True), named, f"{found.name}.{NAME}."))
         elif inner is None or issubclass(inner, Choice):
@@ -155,12 +154,6 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     for found, inner, below in inside:
         yield found
         yield from _keys_of(inner, below)
-
-
-def _key(section: type[BaseModel], prefix: str, name: str, field: FieldInfo) -> Key:
-    described: dict[str, Any] = _section_schemas()[section.__name__]["properties"][name]
-    default = REQUIRED if field.is_required() else _show_default(field.get_default(call_default_factory=True))
-    return Key(f"{prefix}{name}", _type_of(described), default, _unit_in(described), " ".join((field.description or "").split()))
 
 
 @cache

@@ -151,7 +151,13 @@ def read_layers(file: Path, find: Find = Path) -> Layers:
         layers.append((file, beside(file, table)))
         if base is None:
             return layers
-        file = _base_of(file, base, find)
+        if not isinstance(base, str) or not base:
+            raise ConfigError(f"{file}: base: expected the name of a config or a path to one, got {base!r}")
+        near = file.parent / (base if base.endswith(".toml") else f"{base}.toml")
+        try:
+            file = near if near.is_file() else find(base)
+        except UserError as error:
+            raise ConfigError(f"{file}: base: {error}") from None
 
 
 def join_layers(layers: Layers) -> Table:
@@ -181,16 +187,6 @@ def read_toml(file: Path) -> Table:
         return toml_table(text)
     except ValueError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
-
-
-def _base_of(file: Path, name: Any, find: Find) -> Path:
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{file}: base: expected the name of a config or a path to one, got {name!r}")
-    beside = file.parent / (name if name.endswith(".toml") else f"{name}.toml")
-    try:
-        return beside if beside.is_file() else find(name)
-    except UserError as error:
-        raise ConfigError(f"{file}: base: {error}") from None
 
 
 def _join_models(below: Table, table: Table, model: type[BaseModel]) -> Table:
@@ -266,7 +262,32 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
     Raises ConfigError for anything else.
     """
-    return [_parse_override(text) for text in overrides]
+    found = []
+    for text in overrides:
+        match = _KEY.match(text)
+        key = "" if match is None else match[0]
+        rest, unsets = text[len(key) :], key.startswith("~")
+        equals, raw = rest[:1] == "=", rest[1:]
+        keys = [_unquote_key(part) for part in _PART.findall(key.removeprefix("~"))]
+        if unsets and equals:
+            raise ConfigError(f"override {text!r}: ~ unsets a key and takes no value; write {'.'.join(keys)}=VALUE to set it")
+        if not (equals or (unsets and not rest)) or not keys or not all(keys):
+            raise ConfigError(f"override {text!r}: expected KEY=VALUE or ~KEY, for example rollout.group_size=8")
+        value: Any = UNSET if unsets else raw
+        if not unsets:
+            try:
+                read = toml_table(f"value = {raw}")
+            except ValueError:
+                # A bare word: name=seed3 needs no quotes inside the shell's.
+                _check_words(".".join(keys), raw.strip(), text)
+            else:
+                whole = "#" not in raw
+                with suppress(ValueError):  # TOML takes no part of it for a comment (`4#2`), which would swallow the bracket
+                    whole = whole or bool(toml_table(f"value = [{raw}]"))
+                # More than one key: a text with a line break that looks like TOML.
+                value = read["value"] if len(read) == 1 and whole else raw
+        found.append(Override(keys, value, text))
+    return found
 
 
 def apply_overrides(table: Table, overrides: Sequence[Override]) -> Table:
@@ -276,7 +297,17 @@ def apply_overrides(table: Table, overrides: Sequence[Override]) -> Table:
     Raises ConfigError, which names the override.
     """
     table = deepcopy(table)
-    _replace_alternatives(table, overrides)
+    # Remove the keys whose alternatives the overrides set.
+    named: dict[tuple[str, ...], set[str]] = {}
+    for keys, value, _ in overrides:
+        for place, key in enumerate(keys if value is not UNSET and value is not False else ()):
+            if key in ALTERNATIVES.get(section_at(keys[:place]) or BaseModel, ()):
+                named.setdefault(tuple(keys[:place]), set()).add(key)
+    for parents, chosen in named.items():
+        inner = _value_at(table, parents)
+        for other in ALTERNATIVES[section_at(parents) or BaseModel] if isinstance(inner, dict) else ():
+            if other not in chosen:
+                inner.pop(other, None)
     for keys, value, text in overrides:
         try:
             _apply(table, keys, value)
@@ -312,28 +343,6 @@ def _apply(table: Table, keys: list[str], value: Any) -> None:
         find_keys(".".join([*above, *keys]))  # raises
 
 
-def _parse_override(text: str) -> Override:
-    found = _KEY.match(text)
-    key = "" if found is None else found[0]
-    rest, unsets = text[len(key) :], key.startswith("~")
-    equals, raw = rest[:1] == "=", rest[1:]
-    keys = [_unquote_key(part) for part in _PART.findall(key.removeprefix("~"))]
-    if unsets and equals:
-        raise ConfigError(f"override {text!r}: ~ unsets a key and takes no value; write {'.'.join(keys)}=VALUE to set it")
-    if not (equals or (unsets and not rest)) or not keys or not all(keys):
-        raise ConfigError(f"override {text!r}: expected KEY=VALUE or ~KEY, for example rollout.group_size=8")
-    if unsets:
-        return Override(keys, UNSET, text)
-    try:
-        read = toml_table(f"value = {raw}")
-    except ValueError:
-        # A bare word: name=seed3 needs no quotes inside the shell's.
-        read = {"value": raw}
-        _check_words(".".join(keys), raw.strip(), text)
-    # More than one key: a text with a line break that looks like TOML. A comment in a value is none: it swallows the bracket.
-    return Override(keys, read["value"] if len(read) == 1 and _is_whole(raw) else raw, text)
-
-
 def _check_words(key: str, raw: str, text: str) -> None:
     """Raise ConfigError for None, null or True, alone or in a list: taken as a text, it would be a name or a path."""
     found = _NO_TOML.search(_QUOTED.sub("", raw))
@@ -347,34 +356,12 @@ def _check_words(key: str, raw: str, text: str) -> None:
     raise ConfigError(f"override {text!r}: {key}: TOML has no {found[0]}. Write {fix} (a text of that name in quotes)")
 
 
-def _is_whole(raw: str) -> bool:
-    """Return True if TOML reads all of a value, and takes no part of it for a comment (`4#2`)."""
-    try:
-        return "#" not in raw or bool(toml_table(f"value = [{raw}]"))
-    except ValueError:
-        return False
-
-
 def _unquote_key(part: str) -> str:
     """A part of a key, without the quotes that TOML has for one with dots or spaces."""
     try:
         return next(iter(toml_table(f"{part} = 0"))) if part[:1] in ('"', "'") else part.strip()
     except ValueError:
         return ""
-
-
-def _replace_alternatives(table: Table, overrides: Sequence[Override]) -> None:
-    """Remove keys from `table` whose alternatives the overrides set."""
-    named: dict[tuple[str, ...], set[str]] = {}
-    for keys, value, _ in overrides:
-        for place, key in enumerate(keys if value is not UNSET and value is not False else ()):
-            if key in ALTERNATIVES.get(section_at(keys[:place]) or BaseModel, ()):
-                named.setdefault(tuple(keys[:place]), set()).add(key)
-    for parents, chosen in named.items():
-        inner = _value_at(table, parents)
-        for other in ALTERNATIVES[section_at(parents) or BaseModel] if isinstance(inner, dict) else ():
-            if other not in chosen:
-                inner.pop(other, None)
 
 
 _ABSENT = object()
@@ -410,7 +397,16 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     Raises ConfigError.
     """
     parsed = parse_overrides(overrides)
-    table = _in_new_keys(_without_false(apply_overrides(table, parsed), TrainConfig))
+    table = _without_false(apply_overrides(table, parsed), TrainConfig)
+    # The table of an earlier version in the keys of this one. A key that is gone stays, unknown, unless it had its default.
+    for key, default in _DROPPED.items():
+        *section, name = key.split(".")
+        for inner in _tables(table, section):
+            if name in inner and default in (..., inner[name]):
+                del inner[name]
+    for inner in (*_tables(table, ["vllm"]), *_tables(table, ["reward", "judge", "engines", "*", "vllm"])):
+        if moved := {name: inner.pop(name) for name in _NOW_ARGS if name in inner}:
+            inner["args"] = {**moved, **inner.get("args", {})}
     home = str(Path.home())
     table = _change_strings(table, READ + WRITTEN, lambda path, key: re.sub("^~(?=/|$)", home, path))
     if table.get("env") is None and not table.get("data"):
@@ -432,20 +428,6 @@ _DROPPED = {
 }  # fmt: skip
 """Keys of earlier versions with their defaults, which change nothing; `...` is any value."""
 _NOW_ARGS = ("enforce_eager", "max_num_seqs", "max_num_batched_tokens")
-
-
-def _in_new_keys(table: Table) -> Table:
-    """`table` of an earlier version in the keys of this one. A key that is gone stays, unknown, unless it had its
-    default."""
-    for key, default in _DROPPED.items():
-        *section, name = key.split(".")
-        for inner in _tables(table, section):
-            if name in inner and default in (..., inner[name]):
-                del inner[name]
-    for inner in (*_tables(table, ["vllm"]), *_tables(table, ["reward", "judge", "engines", "*", "vllm"])):
-        if moved := {name: inner.pop(name) for name in _NOW_ARGS if name in inner}:
-            inner["args"] = {**moved, **inner.get("args", {})}
-    return table
 
 
 def _without_false(table: Table, model: type[BaseModel]) -> Table:
