@@ -456,12 +456,7 @@ class ToolEnv(Forkable):
         return self.scripted or type(self).user_reply is ToolEnv.user_reply
 
     def replay(self, record: Trajectory, rounds: Sequence[RoundTurns], found: Replay, *, gold: bool = False) -> None:
-        """Play the rounds of an episode once more, for rewards: from the task's reset on, with the record's user in place of one
-        that is a model. Adds the end of each to `found`.
-
-        Raises UnscorableError if the environment ends before the last call, or refuses a call of the `gold`: the text of a
-        refusal would be what an episode has to read.
-        """
+        """Play an episode's rounds once more, for rewards: see `agentrl.reward.replays.MakeEnv`."""
         run_sync(play_again(self, record, rounds, found, gold))
 
     # -- inside ------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def copy_parts(source: Any, target: object, names: Iterable[str]) -> dict[str, A
 
 
 async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns], found: Replay, gold: bool) -> None:
-    """Play an episode's rounds once more on a `ToolEnv`; see `ToolEnv.replay`."""
+    """Play an episode's rounds once more on a `ToolEnv`; see `agentrl.reward.replays.MakeEnv`."""
     calls, done, over = sum(one.calls for one in rounds), 0, False
 
     async def take(turn: Message | ToolCall, answers: list[str]) -> None:

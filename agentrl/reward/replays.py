@@ -109,8 +109,10 @@ GoldRounds = Callable[[], "tuple[Sequence[RoundTurns], UnscorableError | None]"]
 
 
 MakeEnv = Callable[[Task], Any]
-"""Makes the environment, a `ToolEnv` that is used once, on which an episode's rounds are played once more (`replay`).
-`user_repeats`: its user does the same whatever the policy says."""
+"""Makes the environment, a `ToolEnv` that is used once. Its `replay` plays the rounds of an episode from the task's reset on,
+with the record's user in place of one that is a model, and adds the end of each to `found`. It raises UnscorableError if it ends
+before the last call, or refuses a call of the `gold`: the text of a refusal would be what an episode has to read. `user_repeats`:
+its user does the same whatever the policy says."""
 
 
 @dataclass(frozen=True, slots=True)
