@@ -247,19 +247,24 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
     if scorer.compares:
         message = "the spec compares the members of a group, so the scores of single probe episodes say nothing"
         return [LintFinding("warning", "not-probed", "/root", message), *_succeeding(scorer, probes, scores)]
-    ceiling = list(_ceiling(scorer, scores))
-    if any(item.code == "gold-unscored" for item in ceiling):
-        return ceiling  # the other findings are meaningless for a spec that does not fit the environment
-    findings = [*_floor(scorer, {} if idle_share > 0 else scores), *ceiling]
-    gold = [score.value for score in scores.get("gold", ())]
+    unscored = next((score for score in scores.get("gold", ()) if score.value is None), None)
+    if unscored is not None:  # the other findings are meaningless for a spec that does not fit the environment
+        why = next(reasons(unscored.evidence), "no reason given")
+        return [LintFinding("error", "gold-unscored", "/root", f"the gold solution could not be scored: {why}")]
+    findings = list(_floor(scorer, {} if idle_share > 0 else scores))
+    gold, high = [score.value for score in scores.get("gold", ()) if score.value is not None], scorer.range[1]
+    if math.isfinite(high) and min(gold, default=high) < high - 1e-6:
+        level: Literal["error", "warning"] = "warning" if all(score.success for score in scores["gold"]) else "error"
+        message = f"the gold solution earns {min(gold):g}, the maximum is {high:g}"  # a deduction for costs is legitimate
+        findings.append(LintFinding(level, "gold-below-maximum", "/root", message))
     spam, moved = (
         [(score.value, best) for score, best in zip(scores.get(kind, ()), gold, strict=False)] for kind in ("spam", "shuffled")
     )
-    if passed := sum(one is not None and best is not None and one >= best - _EPS for one, best in spam):
+    if passed := sum(one is not None and one >= best - _EPS for one, best in spam):
         message = f"spam earns as much as the gold solution in {passed} of {len(spam)} tasks"
         findings.append(LintFinding("error", "spam-passes", "/root", message))
     findings += [*_lint_padded(probes, scores), *_succeeding(scorer, probes, scores)]
-    if order_free and any(one is not None and best is not None and one < best - _EPS for one, best in moved):
+    if order_free and any(one is not None and one < best - _EPS for one, best in moved):
         message = "the environment declares that the order of calls is free, but the reordered gold calls earn less"
         findings.append(LintFinding("warning", "order-matters", "/root", message))
     return [*findings, *_never_varies(scorer, scores)]
@@ -293,25 +298,6 @@ def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[Li
             share = f"{len(values) - len(known)} of {len(values)} tasks"
             message = f"{what} is unscored in {share}: a policy could escape a low reward that way"
             yield LintFinding("warning", "escapes-scoring", "/root", message)
-
-
-def _ceiling(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
-    high = scorer.range[1]
-    values = [score.value for score in scores.get("gold", ())]
-    unscored = [score for score in scores.get("gold", ()) if score.value is None]
-    if unscored:
-        why = next(reasons(unscored[0].evidence), "no reason given")
-        yield LintFinding("error", "gold-unscored", "/root", f"the gold solution could not be scored: {why}")
-        return
-    worst = min((value for value in values if value is not None), default=high)
-    if math.isfinite(high) and worst < high - 1e-6:
-        succeeds = all(score.success for score in scores.get("gold", ()))
-        yield LintFinding(
-            "warning" if succeeds else "error",  # a deduction for costs is legitimate
-            "gold-below-maximum",
-            "/root",
-            f"the gold solution earns {worst:g}, the maximum is {high:g}",
-        )
 
 
 def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
