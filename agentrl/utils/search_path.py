@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 
 from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, fault_text, hint_text
+from agentrl.utils.redaction import texts
 
 # What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
 # losses, filters, policies.
@@ -104,25 +105,12 @@ def used_names(table: Any) -> list[str]:
     """The given names in a config's dump, those that these use (a spec's functions, the reward of an environment's class)
     included; sorted, each once."""
     found: set[str] = set()
-    rest = list(_strings(table))
+    rest = [table]
     while rest:
-        name = rest.pop()
-        if name not in found:
+        for name in {text for _, text in texts(rest.pop()) if is_given(text)} - found:
             found.add(name)
-            rest += _strings(value_of(name))
-            rest += [other for other in names() if other.startswith(f"{name}.")]
+            rest += [value_of(name), *(other for other in names() if other.startswith(f"{name}."))]
     return sorted(found)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield from (value,) if is_given(value) else ()
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _strings(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _strings(inner)
 
 
 def pack_given(used_names: Iterable[str]) -> bytes:

@@ -17,10 +17,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from agentrl.utils.errors import fault_text
 
@@ -224,18 +224,6 @@ def machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def to_json(found: TraceSpan) -> dict[str, Any]:
-    """For another process; see `from_json`. Ids as text: JSON's numbers are too short for them elsewhere."""
-    return {**asdict(found), "trace": f"{found.trace:x}", "id": f"{found.id:x}", "parent": f"{found.parent:x}"}
-
-
-def from_json(fields: dict[str, Any], place: str, ahead: int) -> TraceSpan:
-    """Inverse of `to_json`, of a process called `place`, whose clock is `ahead` nanoseconds behind this one's."""
-    numbers = {key: int(fields[key], 16) for key in ("trace", "id", "parent")}
-    times = {key: fields[key] + ahead for key in ("begin", "end")}
-    return TraceSpan(**{**fields, **numbers, **times, "place": place})
 
 
 def _share(key: str) -> float:

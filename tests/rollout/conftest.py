@@ -11,13 +11,14 @@ from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.rollout import stats as tally
 from agentrl.rollout.collector import Collector
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.engine import EngineStats, Generation, Sampling
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import EngineError
+from tests.players import Still
 from tests.publishing import VersionOnly, exchange
 
 
-class FaultyEngine(Engine, VersionOnly):
+class FaultyEngine(Still, VersionOnly):
     """Answers at once with short random text; waits, fails or hangs as told.
 
     `stuck`: episodes whose keys begin so never get an answer. `keys`: every episode that asked. A stand-in only
@@ -40,9 +41,6 @@ class FaultyEngine(Engine, VersionOnly):
         self.running = 0
         self.open = asyncio.Event()
         self.open.set()
-
-    async def start(self) -> None:
-        pass
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         fate, delay = self.random.random(), self.random.random() * self.max_delay
@@ -75,14 +73,8 @@ class FaultyEngine(Engine, VersionOnly):
         await super().resume()
         self.open.set()
 
-    async def abort(self, request_key: str) -> None:
-        pass
-
     async def stats(self) -> EngineStats:
         return EngineStats(running=self.running, version=self.version)
-
-    async def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="session")

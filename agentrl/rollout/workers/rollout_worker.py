@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.data.trajectory import Trajectory
@@ -20,7 +20,7 @@ from agentrl.rollout.player import Job, Player
 from agentrl.rollout.workers.channel import Channel, Door, Fields, dial, fault_fields
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import LoopWatchdog
-from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at, from_json, here, listens_to_all, machine, now, to_json
+from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at, here, listens_to_all, machine, now
 from agentrl.utils.spans import receive_span as told
 from agentrl.utils.threads import in_thread
 
@@ -34,7 +34,7 @@ def span_fields() -> SpanFields | None:
     place = here()
     if place is None or not (place.sampled or listens_to_all()):
         return None
-    return {**asdict(place), "all": listens_to_all(), "sent": now()}
+    return {"place": place, "all": listens_to_all(), "sent": now()}
 
 
 class Outbox:
@@ -47,7 +47,7 @@ class Outbox:
         self._least: int | None = None
 
     def place(self, fields: SpanFields | None) -> TracePlace | None:
-        """Store the result of `asked`; from now on spans are kept for the driver."""
+        """Store the result of `span_fields`; from now on spans are kept for the driver."""
         if fields is None:
             return None
         late = now() - fields["sent"]
@@ -56,13 +56,14 @@ class Outbox:
             self._leave()
             self._all = fields["all"]
             self._leave = add_listener(self._found.append, all=fields["all"])
-        return TracePlace(**{key: value for key, value in fields.items() if key not in ("all", "sent")})
+        place: TracePlace = fields["place"]
+        return place
 
     def frame(self) -> SpanFields | None:
         """The spans that have ended since the last call; None without any."""
         if not self._found:
             return None
-        found = [to_json(one) for one in self._found]
+        found = list(self._found)
         self._found.clear()  # the listener appends to this very list
         return {"spans": found, "machine": machine(), "sent": now(), "least": self._least}
 
@@ -83,7 +84,7 @@ class Inbox:
         self._least = late if self._least is None else min(late, self._least)
         ahead = 0 if fields["machine"] == machine() else (self._least - fields["least"]) // 2
         for one in fields["spans"]:
-            told(from_json(one, self._name, ahead))
+            told(replace(one, place=self._name, begin=one.begin + ahead, end=one.end + ahead))
 
 
 # The worker
