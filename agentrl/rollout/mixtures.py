@@ -17,7 +17,16 @@ from agentrl.config.envs import weight_at
 from agentrl.config.schema import StartConfig, Steps
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import derive
-from agentrl.rollout.samplers import GroupOutcome, Learner, TaskChoice, TaskSampler, make_sampler, pick_arm, pool_seeds, uniform
+from agentrl.rollout.samplers import (
+    GroupOutcome,
+    GroupLearner,
+    TaskChoice,
+    TaskSampler,
+    make_sampler,
+    pick_arm,
+    pool_seeds,
+    uniform,
+)
 from agentrl.rollout.starts import GoldStart, StartOutcome
 from agentrl.utils.errors import ConfigError, call_method
 from agentrl.utils.registry import Registry
@@ -41,7 +50,7 @@ class EnvOutcome:
     tokens: int
 
 
-class Mixture(Learner, ABC):
+class Mixture(GroupLearner, ABC):
     """Turns the weights of the environments into their shares of the groups.
 
     Shares depend on the weights and on observations so far. `observe` is called only at updates, with the outcomes in the

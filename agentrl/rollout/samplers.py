@@ -59,7 +59,7 @@ class GroupOutcome:
     success: float
 
 
-class Learner:
+class GroupLearner:
     """Base of what learns from groups: its state in a checkpoint, and its numbers."""
 
     def state(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Learner:
         return {}
 
 
-class TaskSampler(Learner, ABC):
+class TaskSampler(GroupLearner, ABC):
     """Chooses the task of each group.
 
     A choice depends on the run's seed, the group's index and the observations so far, never on a random state that advances:

@@ -150,7 +150,7 @@ async def test_a_replica_that_dies_gives_its_episodes_back_and_its_successor_get
     members = [member for group in trained for member in group.trajectories]
     assert len(members) == 12 and all(m.reward is not None and not m.stop.infrastructure for m in members)
     assert pool.returned == lost > 0 and set(collect.ledger.counts()) >= {"failed"} and not collect.ledger.counts()["failed"]
-    await until(lambda: len([worker for worker in pool.workers if worker.able]) == 2)
+    await until(lambda: len([worker for worker in pool.workers if worker.settled.done()]) == 2)
     assert spawned[2].calls.count("play") == 1 and spawned[2].version == 1
     assert pool.metrics()["rollout/respawns"] == 1 and "worker 0+1" in {worker.name for worker in pool.workers}
     collect.trained(trained)
@@ -185,7 +185,7 @@ async def test_replicas_that_join_bring_a_worker_and_take_it_with_them(
     engine, pool = await run(1, max_replicas=2)
     engine._elastic._look = lambda need: {56 * "a": 0, 56 * "b": 1}
     await engine._elastic.step()
-    await until(lambda: len([worker for worker in pool.workers if worker.able]) == 2)
+    await until(lambda: len([worker for worker in pool.workers if worker.settled.done()]) == 2)
     await updates(pool, run_env(engine, tokenizer), model, 1)
     assert generates(spawned[0]) > 0 < generates(spawned[1])
     spawned[1].dead = True
@@ -227,7 +227,7 @@ def actor() -> VllmActor:
 async def test_a_dead_engine_ends_the_worker_in_its_process_and_answers_nobody() -> None:
     made, hub, came = actor(), Hub(), list[Channel]()
     door = await hub.open("127.0.0.1")
-    hub.expect("worker 0", came.append)
+    hub.expected["worker 0"] = came.append
 
     async def build(channel: Channel) -> Any:
         return parts_of(SimpleNamespace())  # type: ignore[arg-type]
