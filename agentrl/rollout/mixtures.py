@@ -19,7 +19,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import derive
 from agentrl.rollout.samplers import (
     GroupOutcome,
-    GroupLearner,
+    Stateful,
     TaskChoice,
     TaskSampler,
     make_sampler,
@@ -50,7 +50,7 @@ class EnvOutcome:
     tokens: int
 
 
-class Mixture(GroupLearner, ABC):
+class Mixture(Stateful, ABC):
     """Turns the weights of the environments into their shares of the groups.
 
     Shares depend on the weights and on observations so far. `observe` is called only at updates, with the outcomes in the

@@ -59,7 +59,7 @@ class GroupOutcome:
     success: float
 
 
-class GroupLearner:
+class Stateful:
     """Base of what learns from groups: its state in a checkpoint, and its numbers."""
 
     def state(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class GroupLearner:
         return {}
 
 
-class TaskSampler(GroupLearner, ABC):
+class TaskSampler(Stateful, ABC):
     """Chooses the task of each group.
 
     A choice depends on the run's seed, the group's index and the observations so far, never on a random state that advances:
