@@ -17,16 +17,7 @@ from agentrl.config.envs import weight_at
 from agentrl.config.schema import StartConfig, Steps
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import derive
-from agentrl.rollout.samplers import (
-    GroupOutcome,
-    Stateful,
-    TaskChoice,
-    TaskSampler,
-    make_sampler,
-    pick_arm,
-    pool_seeds,
-    uniform,
-)
+from agentrl.rollout.samplers import GroupOutcome, Stateful, TaskChoice, TaskSampler, make_sampler, pick_arm, pool_seeds, uniform
 from agentrl.rollout.starts import GoldStart, StartOutcome
 from agentrl.utils.errors import ConfigError, call_method
 from agentrl.utils.registry import Registry
