@@ -214,8 +214,8 @@ class EngineMemory:
 class EngineMaker(ABC):
     """Made for one config. A subclass's keyword arguments are the config's `engine_args`; nothing heavy is loaded here."""
 
-    on_gpus: Callable[[], bool] = staticmethod(lambda: False)
-    """Asks the nodes that run its processes; given by who makes it for a run (run/engines)."""
+    cuda: Callable[[], bool] = staticmethod(lambda: False)
+    """Asks the nodes that run its processes if they run on GPUs; given by who makes it for a run (run/engines)."""
     unused: Sequence[int] = ()
     """Ids of the model's vocabulary that its tokenizer has no token for, which must never be drawn; given likewise."""
     room: int | None = None
@@ -224,10 +224,6 @@ class EngineMaker(ABC):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-
-    def cuda(self) -> bool:
-        """Return True if its processes run on GPUs."""
-        return self.on_gpus()
 
     def threads(self) -> int | None:
         """That compute in each of its processes on a CPU; None: as many as the model's size is worth."""

@@ -34,23 +34,13 @@ TRIES = 8
 """How many transcripts are drawn for one index until one is short enough."""
 
 
-async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[str, Any]) -> Trajectory:
-    """One episode of the environment's teacher, as exactly the tokens that a policy would have sampled: in several ledgers, if
-    the chat template rewrites earlier turns.
-
-    `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
-    """
-
-    return await _play_transcript(env, renderer, seed, "train", teacher)
-
-
 async def gold_transcript(
     env: ToolEnv, renderer: Renderer, seed: int, split: str, context: ContextPolicy | None = None, limits: Limits | None = None
 ) -> Trajectory:
     """One episode of a task's gold solution, as `transcript`. A `context` policy with the run's `limits` rewrites its
     conversation as in an episode. Raises NotImplementedError without a gold solution, EnvError if it cannot be played."""
 
-    return await _play_transcript(env, renderer, seed, split, None, context, limits)
+    return await transcript(env, renderer, seed, None, split, context, limits)
 
 
 async def _ask_nobody(instruction: Message, tokens: int) -> str | None:
@@ -64,16 +54,20 @@ def without_chance(ref: EnvRef) -> EnvRef:
     return replace(ref, wrappers=kept).with_gold_user()
 
 
-async def _play_transcript(
+async def transcript(
     env: ToolEnv,
     renderer: Renderer,
     seed: int,
-    split: str,
     teacher: dict[str, Any] | None,
+    split: str = "train",
     context: ContextPolicy | None = None,
     limits: Limits | None = None,
 ) -> Trajectory:
-    """The episode of a teacher with these arguments; None: of the gold solution."""
+    """One episode of the environment's teacher with these arguments (None: of the gold solution), as exactly the tokens that a
+    policy would have sampled: in several ledgers, if the chat template rewrites earlier turns.
+
+    `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
+    """
     observation, _ = await env.areset(seed=seed, options={"split": split})
     try:
         draw = random.Random(seed)

@@ -65,7 +65,7 @@ class EngineChoice:
     def maker(self) -> EngineMaker:
         """Its maker, with the config's `engine_args`. Raises ConfigError for an unknown or invalid argument."""
         maker: EngineMaker = ENGINES.bind(self.name, self.config.engine_args)(self.config.widest())
-        maker.on_gpus = partial(has_gpus, self.config.cluster, "rollout")
+        maker.cuda = partial(has_gpus, self.config.cluster, "rollout")
         return maker
 
     def make(self, model: str, pools: Pools | None = None, unused: Sequence[int] = (), room: int | None = None) -> Engine:

@@ -210,7 +210,7 @@ class OwnJudge:
             )
         with self.name_in_errors():
             maker = EngineChoice(self.as_policy(positions), engine).maker()
-        maker.on_gpus = partial(has_gpus, self.config.cluster, "judge")
+        maker.cuda = partial(has_gpus, self.config.cluster, "judge")
         return maker
 
     @contextmanager

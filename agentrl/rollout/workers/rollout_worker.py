@@ -43,7 +43,7 @@ class Outbox:
     def __init__(self) -> None:
         self._found: list[TraceSpan] = []
         self._all: bool | None = None
-        self._leave: Callable[[], None] = lambda: None
+        self.leave: Callable[[], None] = lambda: None
         self._least: int | None = None
 
     def place(self, fields: SpanFields | None) -> TracePlace | None:
@@ -53,9 +53,9 @@ class Outbox:
         late = now() - fields["sent"]
         self._least = late if self._least is None else min(late, self._least)
         if fields["all"] is not self._all:
-            self._leave()
+            self.leave()
             self._all = fields["all"]
-            self._leave = add_listener(self._found.append, all=fields["all"])
+            self.leave = add_listener(self._found.append, all=fields["all"])
         place: TracePlace = fields["place"]
         return place
 
@@ -66,9 +66,6 @@ class Outbox:
         found = list(self._found)
         self._found.clear()  # the listener appends to this very list
         return {"spans": found, "machine": machine(), "sent": now(), "least": self._least}
-
-    def close(self) -> None:
-        self._leave()
 
 
 class Inbox:
@@ -158,7 +155,7 @@ class WorkerCore:
             await asyncio.wait(playing, timeout=CLOSE_S)
         if self._parts is not None:
             await self._parts.close()
-        self._outbox.close()
+        self._outbox.leave()
         channel.close()
 
     async def _begin(self, channel: Channel) -> None:
