@@ -369,7 +369,7 @@ async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypa
         judge._complete(load_litellm(), VerdictRequest("openai/x", ({"role": "user", "content": "a"},), {"type": "object"}, 4))
         user = ModelUser("tea", model="openai/x", api_base=base)
         assert await user.reply([Message("assistant", "hello")]) == "hi"
-        _ask(ApiModel("k", "api.base", base, UserModel("openai/x", {"api_base": base}).request([])), 10.0)
+        _ask(ApiModel("k", "api.base", base, UserModel("openai/x", {"api_base": base}).request([])))
     said = "Basic " + b64encode(f"me:{password}".encode()).decode()
     assert server.who == [said] * 4
     assert redact(f"{base} {said} {password}") == f"{base.replace(quote(password, safe=''), GONE)} Basic {GONE} {GONE}"

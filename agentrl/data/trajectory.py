@@ -271,8 +271,6 @@ class Trajectory:
     def tokens(self) -> int:
         return sum(len(ledger) for ledger in self.ledgers)
 
-    def calls(self) -> Iterator[tuple[Turn, ToolCall, ToolResult | None]]:
-        """Every tool call in order, with its turn and its result (None if it has none)."""
     @property
     def task_key(self) -> str:
         """Key of its task: an author may give many one id, also in several environments, and the same one to several seeds."""
@@ -280,6 +278,8 @@ class Trajectory:
         content = [task.data, task.gold] if task.data or task.gold else [task.seed]
         return json.dumps([self.env or self.env_id, task.id, *content], sort_keys=True, default=str)
 
+    def calls(self) -> Iterator[tuple[Turn, ToolCall, ToolResult | None]]:
+        """Every tool call in order, with its turn and its result (None if it has none)."""
         for turn in self.turns:
             answers = {result.call_id: result for result in turn.results}
             for call in turn.message.tool_calls:

@@ -82,7 +82,7 @@ class RolloutStats:
         """`accept`: the name of the filter that groups pass, if there is one; `say`: gets warnings."""
         self._config, self._watch, self._accept, self._say = config, watch, accept, say
         self._most_dropped = MAX_REPLACEMENTS_PER_GROUP * config.groups
-        self.episodes = self.cancelled = 0
+        self.episodes = self.turns = self.tokens = self.cancelled = 0
         self.faults: Counter[str] = Counter()
         self.fault: str | None = None
 
@@ -107,7 +107,8 @@ class RolloutStats:
         """An attempt of group `index` has ended. `again`: another one follows in its place; `runs`: the group still does. An
         attempt may end in the moment between its group being given up and being stopped."""
         tokens = trajectory.sampled_tokens
-        self.episodes, self._sampled = self.episodes + 1, self._sampled + tokens
+        self.episodes, self.turns = self.episodes + 1, self.turns + len(trajectory.turns) - trajectory.branch_turn
+        self.tokens, self._sampled = self.tokens + tokens, self._sampled + tokens
         if again or not runs:
             self._thrown[RETRIED if runs else GroupState.CANCELLED.value] += tokens
         else:

@@ -188,6 +188,7 @@ class WithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *passes: Callable[..., Any]) -> Tensor:
+        plain: Tensor
         plain, lse = passes[0](q, k, v)[:2]
         total = torch.logaddexp(lse, sinks.float()[:, None])
         out = (plain * torch.exp(lse - total).t().unsqueeze(-1)).to(plain.dtype)

@@ -355,11 +355,11 @@ class Learner:
             added.append((hook.term, rows))
         whole = await in_thread("batch", join_rows, view, added, self.sharing) if added else view
         if self.critics is not None:
-            rows = view.batch
+            trained = view.batch
             if self._own:
-                rows = await in_thread("batch", critic_rows, rows, self.algorithm.advantage, self._own)
-            if len(rows):
-                metrics |= await self.update_critic(rows, step)
+                trained = await in_thread("batch", critic_rows, trained, self.algorithm.advantage, self._own)
+            if len(trained):
+                metrics |= await self.update_critic(trained, step)
             await self._rest("critic", self.critics)
         if learns:
             algorithm, ranks = self.algorithm, self.actors.mesh.size("dp")

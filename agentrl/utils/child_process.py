@@ -133,12 +133,12 @@ def serve(pipe: Connection, path: list[str]) -> None:
             if not answered:
                 pickle.loads(packed)  # an exception with more constructor arguments than its message may not unpickle
         except Exception as problem:
-            fault: Exception = TypeError(f"what it returned cannot be pickled: {fault_text(problem)}")
+            plain: Exception = TypeError(f"what it returned cannot be pickled: {fault_text(problem)}")
             if isinstance(result, ToolError):
-                fault = ToolError(str(result))
+                plain = ToolError(str(result))
             elif not answered:
-                fault = RuntimeError(fault_text(result))
-            packed = pickle.dumps((False, fault))
+                plain = RuntimeError(fault_text(result))
+            packed = pickle.dumps((False, plain))
         pipe.send_bytes(packed)
 
 

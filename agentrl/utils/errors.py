@@ -177,7 +177,9 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
     inside = parts[1:] if mapped else parts[:1]
     item = _test_of(inside[0]) if inside and inside[0] is not Any else None
     if mapped:
-        return lambda value: isinstance(value, kind) and (item is None or all(map(item, value.values())))
+        return lambda value: (
+            isinstance(value, Mapping) and isinstance(value, kind) and (item is None or all(map(item, value.values())))
+        )
     # An array is a list too.
     return lambda value: (
         isinstance(value, Collection) and not isinstance(value, Mapping | str) and (item is None or all(map(item, value)))

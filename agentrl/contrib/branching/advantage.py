@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agentrl.data.rows import spread
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, episodes
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, deviation, episodes
 from agentrl.utils.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -45,7 +45,7 @@ def tree(
     units = episodes(batch)
     # Above the smallest of their group: if all are equal, every mean below is exactly 0.
     least = units.reward.new_full((units.groups,), torch.inf).scatter_reduce(0, units.group, units.reward, "amin")
-    above, std = units.reward - least[units.group], units.std() + eps
+    above, std = units.reward - least[units.group], deviation(units.reward, units.group, units.groups) + eps
     scale = torch.where(std > 0, std, 1.0)
     out = torch.zeros(len(batch.mask), dtype=batch.reward.dtype)
     names = (units.first if batch.member is None else batch.member[units.first]).tolist()

@@ -156,4 +156,5 @@ class TitanEngine(FsdpEngine):
 
     # Not FsdpEngine's: the roles and the adapters that these need are not here.
     values, scores = BaseEngine.values, BaseEngine.scores
-    adapter, frozen_base = BaseEngine.adapter, BaseEngine.frozen_base
+    adapter = BaseEngine.adapter
+    frozen_base = BaseEngine.frozen_base  # type: ignore[assignment]
