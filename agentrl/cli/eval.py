@@ -302,7 +302,7 @@ def read_plans(args: argparse.Namespace) -> list[Plan]:
 
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
     from agentrl.env.catalog import EnvRef
-    from agentrl.run.compare import suite_choice, suite_tasks
+    from agentrl.run.compare import choose_tasks
     from agentrl.run.engine_choice import EngineChoice
     from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.provenance import Provenance, model_note
@@ -318,13 +318,11 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     for env, one in zip(config.envs, config.each(), strict=True):
         own, ref = one.eval, EnvRef.of(one)
         split = args.split or (own.split if given or several else args.defaults["split"])
-        there = suite_tasks(ref, split)
-        tasks = args.tasks or (own.tasks if given or env.eval is not None else there or args.defaults["tasks"])
-        tasks = tasks if there is None else min(tasks, there)  # a benchmark's tasks once each: all, if nothing else is said
-        place = out / env.called if several else out
-        # A run's model plays what the run evaluates on, which are the first ones.
-        chosen = () if there is None or folder is not None else suite_choice(ref, split, tasks, config.seed)
-        requests[env.called] = RolloutRequest("eval", path, tasks, args.samples or 1, split, place, chosen)
+        # A benchmark's tasks once each: all, if nothing else is said. A run's model plays what the run evaluates on, the first.
+        wanted = args.tasks or (own.tasks if given or env.eval is not None else None)
+        number, chosen = choose_tasks(ref, split, wanted, config.seed, first=folder is not None)
+        count, place = number or args.defaults["tasks"], out / env.called if several else out
+        requests[env.called] = RolloutRequest("eval", path, count, args.samples or 1, split, place, chosen)
     plan = Plan(label, config, requests, out, about)
     if folder is None:
         note = model_note(path, config)

@@ -51,19 +51,18 @@ def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajec
     return tables
 
 
-def suite_tasks(env: EnvRef, split: str) -> int | None:
-    """Number of tasks of a split of an environment, if it belongs to a suite; else None. Raises TaskDataError if it has none."""
+def choose_tasks(env: EnvRef, split: str, wanted: int | None, seed: int, first: bool) -> tuple[int | None, tuple[int, ...]]:
+    """Number of tasks to evaluate on, and their numbers in the split if they are not the first ones.
+
+    Of a suite at most all that the split has (all, if `wanted` is None), fewer of which are spread over its kinds, drawn by
+    `seed` (`Benchmark.spread`), unless `first`. Raises TaskDataError if the split has none."""
     suite = suite_env(env)
     if suite is None:
-        return None
-    return suite.task_count(split) or len([suite.make_task(0, split)])
-
-
-def suite_choice(env: EnvRef, split: str, tasks: int, seed: int) -> tuple[int, ...]:
-    """Tasks of a split that `tasks` of them are, if the environment belongs to a suite that has more: spread over its kinds,
-    drawn by `seed` (`Benchmark.spread`). Else none, which stands for the first ones."""
-    suite = suite_env(env)
-    return suite.spread(split, tasks, seed) if suite is not None and tasks < suite.task_count(split) else ()
+        return wanted, ()
+    count = suite.task_count(split)
+    there = count or len([suite.make_task(0, split)])
+    tasks = there if wanted is None else min(wanted, there)
+    return tasks, suite.spread(split, tasks, seed) if tasks < (count or 0) and not first else ()
 
 
 def print_official(tables: Mapping[str, Any], console: Console) -> None:

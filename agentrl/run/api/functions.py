@@ -19,7 +19,7 @@ from agentrl.reward.explain import reasons
 from agentrl.run.api.base import Both, Config, Table, config_of, env_table
 from agentrl.run.callbacks import Callback, Functions
 from agentrl.run.checks import check_train
-from agentrl.run.compare import suite_choice, suite_tasks
+from agentrl.run.compare import choose_tasks
 from agentrl.run.config_file import open_folder
 from agentrl.run.display import Display
 from agentrl.run.driver import execute
@@ -94,12 +94,10 @@ async def evaluate(
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "eval")
     one = config.alone(config.envs[0])
     own, ref = one.eval, EnvRef.of(one)
-    there = await in_thread("load", suite_tasks, ref, split or own.split)
-    wanted = own.tasks if n is None else n
-    tasks = wanted if there is None else min(wanted, there)
-    first = there is None or (not callable(model) and (Path(str(model)) / "config.toml").is_file())  # a run's, as it evaluates
-    chosen = () if first else await in_thread("load", suite_choice, ref, split or own.split, tasks, config.seed)
-    return await _play(config, RolloutRequest("eval", name, tasks, k, split or own.split, Path(out or ""), chosen), out, quiet)
+    split, wanted = split or own.split, own.tasks if n is None else n
+    first = not callable(model) and (Path(str(model)) / "config.toml").is_file()  # a run's, as it evaluates
+    tasks, chosen = await in_thread("load", choose_tasks, ref, split, wanted, config.seed, first)
+    return await _play(config, RolloutRequest("eval", name, tasks or wanted, k, split, Path(out or ""), chosen), out, quiet)
 
 
 @Both
