@@ -37,7 +37,7 @@ from agentrl.run.display import Display
 from agentrl.run.engine_choice import EngineChoice, claiming_engine
 from agentrl.run.folder import stored_object
 from agentrl.run.interrupt import Interrupt
-from agentrl.run.outcomes import by_label
+from agentrl.run.outcomes import by_label, is_scored
 from agentrl.run.reader import episode_of
 from agentrl.run.role_placement import engine_room
 from agentrl.run.rollout_workers import with_workers
@@ -69,7 +69,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
     report: dict[str, Any] = {
         "tasks": len(by_task),
         "episodes": len(trajectories),
-        "unscored": sum(not _is_scored(t) for t in trajectories),
+        "unscored": sum(not is_scored(t) for t in trajectories),
     }
     report |= success_rates(counts, samples)
     names = sorted({name for t in trajectories for name in t.metrics})
@@ -111,7 +111,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
         horizons[label] = {
             "tasks": len({t.task_key for t in of}),
             "episodes": len(of),
-            "unscored": sum(not _is_scored(t) for t in of),
+            "unscored": sum(not is_scored(t) for t in of),
             "success": rate_of([statistics.fmean(found) for found in known.values()]),
             "reward": mean_of(t.reward for t in of),
             "turns": mean_of(float(len(t.turns)) for t in of),
@@ -122,7 +122,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
 
 def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
     """Number of unscored episodes, and the cause of the first; None if all are scored."""
-    found = [t for t in trajectories if not _is_scored(t)]
+    found = [t for t in trajectories if not is_scored(t)]
     if not found:
         return None
     return f"{len(found)} episodes are unscored; the first ({found[0].task.id}) ended with {end_of(found[0])}"
@@ -365,7 +365,7 @@ class RolloutJob:
                     file.flush()
                 self.episodes[pair] = trajectory
                 done += 1
-                if not _is_scored(trajectory):
+                if not is_scored(trajectory):
                     lost.append(fault_of(trajectory))
                 display.step(done, {"success": success_rate(self.episodes.values()), "unscored": len(lost)})
 
@@ -398,7 +398,7 @@ class RolloutJob:
             raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         there = [episode_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
-        scored = {(t.task.seed, t.member): t for t in there if _is_scored(t)}
+        scored = {(t.task.seed, t.member): t for t in there if is_scored(t)}
         atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
         atomic_write(path, "".join(map(_line, scored.values())))
         return scored
@@ -406,10 +406,6 @@ class RolloutJob:
 
 def _line(trajectory: Trajectory) -> str:
     return redact(json_text(trajectory.to_json())) + "\n"
-
-
-def _is_scored(trajectory: Trajectory) -> bool:
-    return trajectory.reward is not None or trajectory.success is not None
 
 
 def _write_report(file: Path, report: Mapping[str, Any]) -> None:

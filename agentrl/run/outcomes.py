@@ -90,7 +90,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     """Means, shares and counts over these episodes. `trained`: they belong to an update, for which only those with a reward are
     scored; an evaluation has also scored one with a known success alone. `several`: they are of several environments, so that
     nothing is said by horizon."""
-    has_score = [_is_scored(t, trained) for t in episodes]
+    has_score = [is_scored(t, trained) for t in episodes]
     scored = [place for place, has in enumerate(has_score) if has]
     unscored = Counter(unscored_cause(t) for t, has in zip(episodes, has_score, strict=True) if not has)
     means = _means(episodes)
@@ -120,7 +120,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     found |= {f"n/{name}": count for name, count in over.items()}
     # Of the episodes of each range of horizons, counted in the same way.
     for label, members in () if several else by_label(episodes).items():
-        at, count = f"horizon/{label}", sum(_is_scored(t, trained) for t in members)
+        at, count = f"horizon/{label}", sum(is_scored(t, trained) for t in members)
         means = _means(members)
         values: Row = {name: _mean(known) for name, known in means}
         values |= {"scored": count, "unscored": len(members) - count} | _given_calls(members)
@@ -155,7 +155,8 @@ def group_values(groups: Sequence[Group]) -> Row:
     }
 
 
-def _is_scored(trajectory: Trajectory, trained: bool) -> bool:
+def is_scored(trajectory: Trajectory, trained: bool = False) -> bool:
+    """Return True if its reward is known, or, outside of an update, its success."""
     return trajectory.reward is not None or (trajectory.success is not None and not trained)
 
 

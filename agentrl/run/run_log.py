@@ -19,7 +19,7 @@ from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.player import Evaluation, fault_of
 from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
-from agentrl.run.outcomes import Kinds, Row, by_env, episode_values, group_values
+from agentrl.run.outcomes import Kinds, Row, by_env, episode_values, group_values, is_scored
 from agentrl.run.reader import token_lines
 from agentrl.run.session import Session, Writes
 from agentrl.run.trackers import FLUSH_S, LIVE_METRICS, Outlet, Status, Tracker, sampled_rows
@@ -461,7 +461,7 @@ def check_any_scored(found: Evaluation) -> None:
 
 def first_fault(trajectories: Iterable[Trajectory]) -> str | None:
     """Why the first episode without reward and success has none; None if there is no such episode."""
-    return next((fault_of(t) for t in trajectories if t.reward is None and t.success is None), None)
+    return next((fault_of(t) for t in trajectories if not is_scored(t)), None)
 
 
 # The log
