@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.cli.arguments import COMMANDS
-from agentrl.run.config_file import find_config_file, is_override
+from agentrl.run.config_file import find_config_file, is_override, load_whole
 from agentrl.utils.errors import ConfigError, hint_text
 from agentrl.utils.terminal import say
 
@@ -174,14 +174,11 @@ def run_schema(args: argparse.Namespace) -> int:
 
 def _load_with_origins(name: str, overrides: Sequence[str]) -> tuple[TrainConfig, Origins]:
     """The config of a file, a shelf's name or a run's folder, with whole paths as a run has them, and where it is from."""
-    from agentrl.config import load_config
-    from agentrl.config.load import with_absolute_paths
     from agentrl.config.origin import read_origins
 
     folder = Path(name) / "config.toml"
     file = folder if folder.is_file() else find_config_file(name)
-    config = with_absolute_paths(load_config(file, overrides, find_config_file))
-    return config, read_origins(file, overrides, find_config_file)
+    return load_whole(file, overrides), read_origins(file, overrides, find_config_file)
 
 
 def _table(keys: Sequence[Key], width: int) -> list[str]:

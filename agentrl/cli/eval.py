@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS, whole_number, with_parent
-from agentrl.run.config_file import is_override
+from agentrl.run.config_file import find_config_file, is_override, load_whole
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.event_loop import run_loop
 from agentrl.utils.terminal import console as safe_console
@@ -355,13 +355,11 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
 def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainConfig, bool]:
     """The config of the chosen environments, and whether they are chosen from several. Of one environment it is a config of that
     alone. Raises ConfigError or CatalogError."""
-    from agentrl.config import load_config
     from agentrl.config.envs import entry_of
-    from agentrl.config.load import config_from, with_absolute_paths
+    from agentrl.config.load import config_from
     from agentrl.config.origin import read_origins, typed_origins
     from agentrl.run.assembly import RunStart
     from agentrl.run.checks.env_checks import check_named
-    from agentrl.run.config_file import find_config_file
 
     given = [text for text in (args.env, *args.overrides) if text is not None]
     overrides = overrides_of(args, [text for text in given if is_override(text)])
@@ -375,7 +373,7 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
         check_named(RunStart(config, purpose="eval"), partial(typed_origins, table, overrides))
         return config, len(names) > 1
     file = find_config_file(args.config) if folder is None else folder.config
-    config = with_absolute_paths(load_config(file, overrides, find_config_file))
+    config = load_whole(file, overrides)
     if not config.envs:
         raise ConfigError(
             f"{file}: it was trained on data and names no environment; name one, for example: agentrl eval key_value --model "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.cli.arguments import COMMANDS, whole_number
 from agentrl.config.schema import InitModelConfig
-from agentrl.run.config_file import add_config, read_config
+from agentrl.run.config_file import add_config, find_config_file, load_whole
 from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     from agentrl.config.schema import ClusterConfig
     from agentrl.run.engine_choice import EngineChoice
 
-    config = None if args.config is None else read_config(args)
+    config = None if args.config is None else load_whole(find_config_file(args.config), args.overrides)
     cluster = ClusterConfig() if config is None else config.cluster
     workers = 0 if config is None else EngineChoice(config).workers_apart()
     findings: list[MachineFinding] = []

@@ -23,8 +23,8 @@ from agentrl.run.config_file import (
     check_folder,
     find_config_file,
     is_override,
+    load_whole,
     open_folder,
-    read_config,
     read_resumed,
     resume_overrides,
 )
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     if args.resume is None:
         if args.config is None:
             raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
-        command = TrainCommand(args, restarts, read_config(args))
+        command = TrainCommand(args, restarts, load_whole(find_config_file(args.config), args.overrides))
     else:
         texts = resume_overrides(args)
         before, config = read_resumed(args.resume, texts)
@@ -223,7 +223,6 @@ def run_sft(args: argparse.Namespace) -> int:
 
 
 def _run_sft(args: argparse.Namespace, restarts: int) -> int:
-    from agentrl.config import load_config
     from agentrl.config.load import config_from, with_absolute_paths
 
     if args.resume is not None:
@@ -235,11 +234,11 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
     given = [*options, *args.overrides]
     if args.config is not None:
         file = find_config_file(args.config)
-        if options and not args.data and load_config(file, args.overrides, find_config_file).data is None:
+        if options and not args.data and load_whole(file, args.overrides).data is None:
             raise ConfigError(
                 f"{options[0].partition('=')[0]}: it is of data, and {args.config} names none; name it too: --data PATH"
             )
-        config = with_absolute_paths(load_config(file, given, find_config_file))
+        config = load_whole(file, given)
     elif args.data:
         config = with_absolute_paths(config_from({}, given))
     else:

@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_config(parser: argparse.ArgumentParser, help: str) -> None:
-    """`CONFIG a.b=c ...`, as `read_config` reads it; CONFIG may be left out."""
+    """`CONFIG a.b=c ...`; CONFIG may be left out."""
     parser.add_argument("config", nargs="?", help=help)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file; ~a.b unsets one")
 
@@ -32,23 +33,20 @@ def is_override(text: str) -> bool:
     return text.startswith("~") or ("=" in text and "/" not in key)
 
 
-def read_config(args: argparse.Namespace) -> TrainConfig:
-    """The config that `add_config` asked for, with whole paths. Raises ConfigError or CatalogError."""
+def load_whole(file: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The config of a file with overrides, with whole paths; a base may be on a shelf. Raises ConfigError or CatalogError."""
     from agentrl.config import load_config
     from agentrl.config.load import with_absolute_paths
 
-    return with_absolute_paths(load_config(find_config_file(args.config), args.overrides, find_config_file))
+    return with_absolute_paths(load_config(file, overrides, find_config_file))
 
 
 def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
     """The config with which the run in the folder `run` began, and that with the overrides `texts`. Raises ConfigError."""
-    from agentrl.config import load_config
-    from agentrl.config.load import with_absolute_paths
     from agentrl.run.provenance import run_folder
 
     file = run_folder(run).config
-    before, config = (with_absolute_paths(load_config(file, given)) for given in ((), texts))
-    return before, config
+    return load_whole(file), load_whole(file, texts)
 
 
 def resume_overrides(args: argparse.Namespace) -> list[str]:
