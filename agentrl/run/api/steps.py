@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from agentrl.config import TrainConfig
 from agentrl.config.envs import entry_of, one_temperature
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
@@ -196,9 +197,8 @@ class LivePolicy:
         StepOrderError if trained weights are not published.
         """
         self._trainer.check_fresh("policy.play")
-        config, part = self._session.config, self._part(env)
-        own = next(one for one in config.envs if one.called == part.name)
-        advantage = config.alone(own).algorithm.advantage
+        config, (part, one) = self._session.config, self._part(env)
+        advantage = one.algorithm.advantage
         if split == "train" and needs_greedy(advantage):
             raise ConfigError(
                 f'algorithm.advantage "{advantage.name}" compares a group with a greedy episode, which policy.play lacks; '
@@ -225,8 +225,8 @@ class LivePolicy:
     async def evaluate(self, env: str | None = None, n: int | None = None, *, split: str | None = None) -> Evaluation:
         """One held-out episode on each of the first `n` tasks, as the run's own evaluation ([eval]) plays them."""
         self._trainer.check_fresh("policy.evaluate")
-        config, part = self._session.config, self._part(env)
-        own = config.alone(next(one for one in config.envs if one.called == part.name)).eval
+        part, one = self._part(env)
+        own = one.eval
         asked = own.model_copy(update={"tasks": own.tasks if n is None else n, "split": split or own.split})
         found = await evaluate_env(self._session, part.name, asked)
         await forget_evaluation(self._session)
@@ -240,16 +240,16 @@ class LivePolicy:
             env.close()
         return self._pools[part.name, split]
 
-    def _part(self, env: str | None) -> RunEnv:
-        envs = self._session.envs
-        if env is None:
-            if len(envs) > 1:
-                raise ConfigError(f"policy: the session has several environments ({', '.join(e.name for e in envs)}); name one")
-            return envs[0]
+    def _part(self, env: str | None) -> tuple[RunEnv, TrainConfig]:
+        """An environment of the session, and the config as if it were the only one."""
+        envs, config = self._session.envs, self._session.config
+        if env is None and len(envs) > 1:
+            raise ConfigError(f"policy: the session has several environments ({', '.join(e.name for e in envs)}); name one")
         try:
-            return envs[entry_of([{"name": part.name} for part in envs], env)]
+            number = 0 if env is None else entry_of([{"name": part.name} for part in envs], env)
         except ConfigError as problem:
             raise ConfigError(f"policy: {problem}") from None
+        return envs[number], config.alone(config.envs[number])
 
 
 # The loop
