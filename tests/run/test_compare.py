@@ -134,6 +134,9 @@ def test_folders_are_compared_by_command_and_what_else_differs_is_said(
     assert main(["eval", "--compare", str(tmp_path / "one")]) == 2
     assert main(["eval", "--compare", str(tmp_path / "one"), str(tmp_path)]) == 2
     assert "eval.json" in capsys.readouterr().err
+    (tmp_path / "two" / "report.json").write_text("{")
+    assert main(["eval", "--compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 2
+    assert "two/report.json: damaged" in capsys.readouterr().err
 
 
 def test_a_folder_of_several_models_is_not_taken_for_the_last_of_them(tmp_path: Path) -> None:
