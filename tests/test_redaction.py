@@ -24,7 +24,7 @@ from agentrl.config.load import config_from, load_config
 from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
 from agentrl.contrib.agents.programs import Remote
 from agentrl.contrib.judges.client import Judge, judge_call
-from agentrl.contrib.judges.leaf import VerdictRequest
+from agentrl.contrib.judges.leaf import JudgeFault, VerdictRequest
 from agentrl.contrib.mcp.client import McpSource
 from agentrl.contrib.preflight.services import ApiModel, _ask
 from agentrl.contrib.remote_envs.server import EnvOffer
@@ -36,7 +36,6 @@ from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import Toolbox, ToolEnv, tool
 from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
-from agentrl.render.litellm_calls import load_litellm
 from agentrl.rollout.engine import Sampling
 from agentrl.run.assembly import RunStart
 from agentrl.run.folder import RunFolder
@@ -366,7 +365,8 @@ async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypa
         ids = engine.renderer.start([Message("user", "go")], [])
         assert len((await engine.generate(ids, Sampling(max_tokens=4), "one")).token_ids) == 1
         judge = Judge(JudgeConfig(api_base=base))
-        judge._complete(load_litellm(), VerdictRequest("openai/x", ({"role": "user", "content": "a"},), {"type": "object"}, 4))
+        with pytest.raises(JudgeFault, match="is not JSON"):  # it answers "hi"
+            judge._attempt(VerdictRequest("openai/x", ({"role": "user", "content": "a"},), {"type": "object"}, 4))
         user = ModelUser("tea", model="openai/x", api_base=base)
         assert await user.reply([Message("assistant", "hello")]) == "hi"
         _ask(ApiModel("k", "api.base", base, UserModel("openai/x", {"api_base": base}).request([])))

@@ -69,7 +69,8 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
             results, over = [await env.auser_call(turn)], env.has_finished
         else:
             observation, _, terminated, truncated, _ = await env.astep(turn)
-            results, over = env.unwrapped._record.turns[-1].results, terminated or truncated
+            turns = env.unwrapped._record.turns  # none of an environment elsewhere, whose server keeps them
+            results, over = turns[-1].results if turns else (), terminated or truncated
             answers += [message.content for message in observation if message.role == "tool"]
         if gold and (refused := next((result for result in results if result.error is not None), None)):
             raise UnscorableError(

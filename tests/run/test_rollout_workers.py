@@ -21,10 +21,11 @@ from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import check_resumed
 from agentrl.config.schema import ClusterConfig
 from agentrl.engines.vllm.vllm_maker import VllmMaker
-from agentrl.run import role_placement as placement
 from agentrl.run.assembly import Inputs, RunStart
+from agentrl.run.checks import size_checks
 from agentrl.run.checks.size_checks import check_workers
 from agentrl.run.engine_choice import EngineChoice
+from agentrl.run.role_placement import RunRoles
 from agentrl.run.rollout_workers import recipe_of
 from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
@@ -40,7 +41,7 @@ def of(*overrides: str) -> TrainConfig:
 
 
 def worker_lines(config: TrainConfig) -> list[str]:
-    return placement.RunRoles(EngineChoice(config)).worker_lines()
+    return RunRoles(EngineChoice(config)).worker_lines()
 
 
 def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"api.concurrency = 2 calls at once are shared by rollout.workers = 3"):
         check_workers(RunStart(of(*summaries, "api.concurrency=2"), purpose="eval"))
     nodes = [ClusterNode("a", 2.0, 0.0), ClusterNode("b", 1.0, 0.0)]
-    monkeypatch.setattr(placement, "nodes_of", lambda cluster, role: nodes)
+    monkeypatch.setattr(size_checks, "nodes_of", lambda cluster, role: nodes)
     # 3 slots, of which an actor takes one: four halves are left, and six for an evaluation.
     check_workers(RunStart(of("rollout.workers=4")))
     with pytest.raises(ResourceError, match=r"each takes 0.5 CPU slots, and of 3 the run's other processes take 1; .* to 4,"):

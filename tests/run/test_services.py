@@ -94,7 +94,7 @@ async def test_a_run_has_one_service_for_all_its_leaves(tmp_path: Path, monkeypa
 def test_whatever_a_service_would_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(tmp_path, monkeypatch)
     scorer = compile_spec(MARKED, context=make_context(RewardConfig()))
-    assert scorer.judged == ["/root", "/success"] and scorer.asks == {"planted"}
+    assert scorer.judged == ["/root"] and scorer.asks == {"planted"}
     episode = Trajectory("kv", Task("t", 0))
     assert [scorer.assuming(lambda _, best=best: best).score(episode).value for best in (True, False)] == [1.0, 0.0]  # type: ignore[misc]
     with pytest.raises(RewardSpecError, match=r"at /root: planted\.mark asks 'planted', which this run does not provide"):

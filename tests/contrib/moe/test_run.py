@@ -78,7 +78,7 @@ def test_models_without_routers_that_can_be_told_are_refused(tmp_path: Path) -> 
 
 def test_an_engine_that_cannot_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, entry = config_of(tmp_path, "x", f"model.path={model}", REPLAY), TRAIN_ENGINES.entry("fsdp2")
-    unable = SimpleNamespace(name="fsdp2", make=entry.make, traits=entry.traits - {"router_replay"})
+    unable = SimpleNamespace(name="fsdp2", make=entry.make, needs=entry.needs, traits=entry.traits - {"router_replay"})
     with monkeypatch.context() as patch:
         patch.setattr(TRAIN_ENGINES, "entry", lambda name: unable)
         with pytest.raises(ConfigError, match=r'rollout.router_replay: model.engine = "fsdp2" does not support it'):
