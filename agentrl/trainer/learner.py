@@ -276,7 +276,7 @@ class Learner:
         if keep:  # ratios of the rows that the actor visited, on whichever rank, or those of the recomputed policy
             ratios = None
             if self.algorithm.proximal != "recompute":
-                seen = await in_thread("batch", self.actors.run_all, Actor.take_visits)
+                seen = await in_thread("batch", lambda: self.actors.run_all(Actor.take_visits))
                 ratios = {row: values for found in seen for row, values in found.items()}
             self.tokens = await in_thread("batch", TrainedTokens.of, view, ratios)
         if self.config.algorithm.kl.coef > 0:

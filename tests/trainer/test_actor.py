@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
+from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig
 from agentrl.data.rows import collate, nested_tensor, offsets_of, select
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import BaseEngine
@@ -93,9 +93,10 @@ def test_same_inputs_same_bits_and_another_seed_another_order(tiny: str) -> None
     assert not same(found[0], found[2])
 
 
-def test_save_and_resume_is_an_unbroken_run(tiny: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [None, LoraSection(rank=4, alpha=8.0)], ids=["whole", "adapters"])
+def test_save_and_resume_is_an_unbroken_run(tiny: str, tmp_path: Path, lora: LoraSection | None) -> None:
     algorithm = AlgorithmConfig(minibatch=4)
-    straight, broken, resumed = (start(tiny, warmup=3) for _ in range(3))
+    straight, broken, resumed = (start(tiny, ModelConfig(lora=lora), warmup=3) for _ in range(3))
     for step in range(4):
         train_batch(straight, Actor.update, make_batch(8, seed=step), algorithm, step=step)
     for step in range(2):

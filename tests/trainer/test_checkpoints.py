@@ -39,21 +39,15 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
     assert manifest["files"] == {"actor/data.bin": {"size": 30, "sha256": hashlib.sha256(b"x" * 30).hexdigest()}}
 
 
-def test_a_failed_write_leaves_the_older_ones(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_older_ones_and_a_full_disk_is_a_resource_error(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 10)
     with pytest.raises(ValueError), checkpoints.writing(20) as folder:
         (folder / "half").write_text("x")
         raise ValueError("the actor died")
-    assert names(tmp_path) == ["step_000010"]
-
-
-def test_a_full_disk_is_a_resource_error(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    write(checkpoints, 10)
     with pytest.raises(ResourceError, match="disk is full"), checkpoints.writing(20):
         raise RuntimeError("writer failed") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert checkpoints.newest() == tmp_path / "step_000010"
+    assert names(tmp_path) == ["step_000010"] and checkpoints.newest() == tmp_path / "step_000010"
 
 
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:

@@ -106,17 +106,6 @@ def test_lora_trains_adapters_alone_and_publishes_merged(tiny: str, tmp_path: Pa
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").num_parameters() > 0
 
 
-def test_lora_save_and_resume(tiny: str, tmp_path: Path) -> None:
-    straight, resumed = start(tiny, LORA), start(tiny, LORA)
-    train_batch(straight, Actor.update, make_batch(8), ALGORITHM)
-    straight.run(Actor.save, str(tmp_path / "c"))
-    resumed.run(Actor.load, str(tmp_path / "c"))
-    for group in (straight, resumed):
-        train_batch(group, Actor.update, make_batch(8, seed=1), ALGORITHM, step=1)
-    mine, theirs = weights(straight), weights(resumed)
-    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
-
-
 def test_what_cannot_be(tiny: str) -> None:
     with pytest.raises(ConfigError, match="no GPU"):
         start(tiny, ModelConfig(offload="always"))
