@@ -151,9 +151,9 @@ class Pending(ABC):
     def wait(self) -> dict[int, Any]:
         """Results by rank. Raises as `WorkerGroup.run`."""
 
-    @abstractmethod
     async def await_(self) -> dict[int, Any]:
-        """The same, awaited."""
+        """The same, awaited; in a thread, unless the backend has a better way."""
+        return await in_thread("update", self.wait)
 
 
 # The group

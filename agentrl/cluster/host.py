@@ -1,30 +1,26 @@
 """The process side of a worker group: a host holds role objects and runs their methods.
 
-The GPUs of the process, the recording of calls by torch, and the host itself."""
+The GPUs of the process, what its calls run in, and the host itself."""
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentrl.cluster.machine import Rendezvous
-from agentrl.cluster.machine import open_rendezvous as listen
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.utils.errors import ResourceError, UserError, WorkerError, fault_text
 from agentrl.utils.redaction import guard_process
 
 if TYPE_CHECKING:
     import torch
-    from tensordict import TensorDict
 
 
 # GPUs of a process
@@ -66,66 +62,10 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-# Recorded calls
+# Calls
 
-
-@dataclass(slots=True)
-class _Recording:
-    """Profiles of this process, by the files that they become; `prefix` begins the name of each."""
-
-    prefix: str
-    profiles: dict[str, Any] = field(default_factory=dict)
-
-
-_recording: _Recording | None = None
-
-
-def begin_recording(prefix: str) -> None:
-    """From now on, have torch record the calls that compute on a batch. Idempotent."""
-    global _recording
-    if _recording is None:
-        load_profiler()
-        _recording = _Recording(prefix)
-
-
-@functools.cache
-def load_profiler() -> None:
-    """Load torch's profiler, in the thread that asks first: it complains about calls of other threads, and would time them with
-    it. Its notes of every start and stop go nowhere."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
-        pass
-
-
-def end_recording(write: bool = True) -> None:
-    """Record no more, and write the recorded calls, once for all roles of this process."""
-    global _recording
-    profiles, _recording = {} if _recording is None else _recording.profiles, None
-    for path, profile in profiles.items() if write else ():
-        profile.export_chrome_trace(path)
-
-
-@contextmanager
-def record_call(worker: Worker, method: str) -> Iterator[None]:
-    """Have torch record a call that computes on a batch, if this process records."""
-    recording = _recording
-    if recording is not None:
-        from agentrl.cluster.group import Shard  # here: it loads torch, which a worker without batches does not need
-
-    # Only a call that gets a part of a batch computes for long.
-    if recording is None or not isinstance(type(worker).dispatch_table.get(method), Shard):
-        yield
-        return
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    with profile(activities=activities, acc_events=True) as recorded:
-        yield
-    number = len(recording.profiles) + 1
-    recording.profiles[f"{recording.prefix}.{worker.context.group}.{worker.rank}.{number}.{method}.json.gz"] = recorded
+AROUND_CALLS: list[Callable[[Worker, str], AbstractContextManager[None]]] = []
+"""Entered around each call of a worker's method in this process: a profiler's recording (contrib/trackers)."""
 
 
 class RemoteFailure(Exception):
@@ -182,10 +122,6 @@ class Host:
         """The GPUs that Ray gave this process."""
         return self._cards
 
-    def bind_rendezvous(self, host: str) -> Rendezvous:
-        """Bind the rendezvous socket (rank 0 only)."""
-        return listen(host)
-
     def create(self, role: str, cls: type[Worker], context: WorkerContext) -> None:
         """Build a role object in this process."""
         try:
@@ -211,23 +147,21 @@ class Host:
             data, buffers = (common, ()) if isinstance(common, bytes) else (common.data, common.buffers)
             args, kwargs = pickle.loads(data, buffers=buffers)
             args, kwargs = [from_wire(value) for value in args], {key: from_wire(value) for key, value in kwargs.items()}
-            batch = [pick_rows(parts, rows)] if parts else []
-            with record_call(worker, method):
+            batch = []
+            if parts:  # the driver's batch in serialized form, or that without its token columns, which follow in the same order
+                from agentrl.data.rows import deserialize
+
+                serialized, *columns = parts
+                if columns:
+                    serialized = replace(serialized, ragged=dict(zip(serialized.ragged, columns, strict=True)))
+                batch = [deserialize(serialized, rows)]  # in fresh storage
+            with ExitStack() as stack:
+                for around in AROUND_CALLS:
+                    stack.enter_context(around(worker, method))
                 return to_wire(getattr(worker, method)(*batch, *args, **kwargs))
         except Exception as error:
             label = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
             raise failure(label, error) from None
-
-
-def pick_rows(parts: Sequence[Any], rows: np.ndarray | None) -> TensorDict:
-    """Rows of the driver's batch, in fresh storage: `parts` are its serialized form, or that without its token columns, which
-    follow in the same order."""
-    from agentrl.data.rows import deserialize
-
-    serialized, *columns = parts
-    if columns:
-        serialized = replace(serialized, ragged=dict(zip(serialized.ragged, columns, strict=True)))
-    return deserialize(serialized, rows)
 
 
 def to_wire(value: Any) -> Any:
@@ -240,7 +174,7 @@ def to_wire(value: Any) -> Any:
 
 
 def from_wire(value: Any) -> Any:
-    """Inverse of `serialized`; values that arrive in shared memory are copied."""
+    """Inverse of `to_wire`; values that arrive in shared memory are copied."""
     if "agentrl.data.rows" not in sys.modules:
         return value
     from agentrl.data.rows import SerializedBatch, deserialize

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
 from agentrl.cluster.group import Backend, Pending, WorkerGroup
-from agentrl.cluster.host import record_call
+from agentrl.cluster.host import AROUND_CALLS
 from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.data.rows import select
 from agentrl.utils.errors import AgentrlError, DispatchError, ResourceError, UserError, WorkerError, fault_text
 from agentrl.utils.processor import own_threads
-from agentrl.utils.threads import in_thread
 
 # The inline backend
 
@@ -34,7 +34,9 @@ class InlinePending(Pending):
             rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
             own_threads(worker.threads)  # this thread may be another one than that of the last call
             try:
-                with record_call(worker, method):
+                with ExitStack() as stack:
+                    for around in AROUND_CALLS:
+                        stack.enter_context(around(worker, method))
                     results[rank] = getattr(worker, method)(*rows, *shipment.args, **shipment.kwargs)
             except UserError:
                 raise
@@ -43,9 +45,6 @@ class InlinePending(Pending):
                 raise WorkerError(f"{label}: {fault_text(error)}") from error
         self._results = results
         return results
-
-    async def await_(self) -> dict[int, Any]:
-        return await in_thread("update", self.wait)
 
 
 class InlineBackend(Backend):

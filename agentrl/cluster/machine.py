@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +61,11 @@ def check_ray_folder() -> None:
     if not there.is_dir():
         why = f"{there} is no folder"
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-        why = f"{there} belongs to {_owner(there)} and this user cannot write there"
+        try:
+            owner = there.owner()
+        except KeyError:  # a user of another machine
+            owner = f"user {there.stat().st_uid}"
+        why = f"{there} belongs to {owner} and this user cannot write there"
     elif key == "RAY_TMPDIR" and len(os.environ[key]) > LONGEST_RAY_FOLDER:
         why = f"a path of more than {LONGEST_RAY_FOLDER} characters is too long for Ray's sockets"
     else:
@@ -71,13 +74,6 @@ def check_ray_folder() -> None:
         f"{key or 'RAY_TMPDIR'}: Ray cannot write its files in {folder}: {why}. Set RAY_TMPDIR to a folder of your own on a "
         f"local disk, with a path of at most {LONGEST_RAY_FOLDER} characters (mkdir -p /tmp/$USER; export RAY_TMPDIR=/tmp/$USER)"
     )
-
-
-def _owner(path: Path) -> str:
-    try:
-        return path.owner()
-    except KeyError:  # a user of another machine
-        return f"user {path.stat().st_uid}"
 
 
 # Addresses
@@ -95,27 +91,18 @@ def reachable_address() -> str:
     return LOOPBACK_ADDRESS if len(addresses) <= 1 else str(ray.util.get_node_ip_address())
 
 
-def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface that has an IPv4 address; None if none has it."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
-            return str(name)
-    return None
-
-
-def pin_gloo(environ: MutableMapping[str, str] | None = None) -> None:
+def pin_gloo() -> None:
     """Make gloo listen on the interface of this node's address, if the user has named none.
 
     Left to itself it takes the address that the host name resolves to, and that is loopback on many machines: ranks on
     several nodes then wait for each other until they time out.
     """
-    env = os.environ if environ is None else environ
     address = reachable_address()
-    if env.get("GLOO_SOCKET_IFNAME") or address == LOOPBACK_ADDRESS:
+    if os.environ.get("GLOO_SOCKET_IFNAME") or address == LOOPBACK_ADDRESS:
         return
-    interface = interface_of(address)
-    if interface is not None:
-        env["GLOO_SOCKET_IFNAME"] = interface
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
+            os.environ["GLOO_SOCKET_IFNAME"] = str(name)
 
 
 # The loopback guard
@@ -165,20 +152,19 @@ def network_fault() -> str | None:
     return None if routes_back(address) else f"the address {address} does not route back to this machine"
 
 
-def guard_network(environ: MutableMapping[str, str] | None = None, *, multi_node: bool = False) -> str | None:
+def guard_network(*, multi_node: bool = False) -> str | None:
     """Pin NCCL, Gloo, vLLM and Ray to loopback if this node cannot reach itself, and log a warning.
 
     Call before `import ray`. Does nothing on several nodes, or if the user has set any of the variables.
     Returns the reason if it pinned them, else None.
     """
-    env = os.environ if environ is None else environ
     # Loopback would cut this node off from the others; and who has set one of the variables knows this network better.
-    if multi_node or any(env.get(key) for key in LOOPBACK):
+    if multi_node or any(os.environ.get(key) for key in LOOPBACK):
         return None
     fault = network_fault()
     if fault is None:
         return None
-    env.update(LOOPBACK)
+    os.environ.update(LOOPBACK)
     log.warning("%s: pinned to loopback: %s", fault, ", ".join(f"{k}={v}" for k, v in LOOPBACK.items()))
     return fault
 

@@ -197,33 +197,26 @@ def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes:
     found = _on_few_nodes(units, left)
     if found is None:
         found = _on_any_nodes(units, left)
-    if found is None:
-        raise ResourceError(
-            f"the run's processes do not fit the cluster: {_spread_obstacle(pools, unpooled, nodes)}\n"
-            + table(pools, nodes, unpooled)
+    if found is None:  # say the key whose value has no place, and the way out
+        most, wanted = largest(nodes)[1], sum(one.count * one.gpus for one in unpooled)
+        free = sum(node.gpus for node in nodes) - sum(node_need(pool)[1] * pool.nodes for pool in pools.values())
+        keys = " and ".join(f"{one.key} = {one.count}" for one in unpooled)
+        turns = ", or set rollout.colocate = true (both then use the same)" if len(unpooled) > 1 else ""
+        advice = (
+            f": without a pool each actor takes a GPU of its own, and so does each process of the engine. Lower one, or add "
+            f"nodes{turns}"
         )
+        if (large := next((one for one in units if one.gpus > most), None)) is not None:
+            why = f"{large.size_key} = {large.gpus:g}: these GPUs are on one node, and the largest has {most:g}. Lower it"
+        elif wanted > free:
+            why = f"{keys} take {wanted:g} GPUs, and {free:g} are left{advice}"
+        else:  # the GPUs suffice, but not in the right sizes, or not with CPU slots
+            why = f"{keys} do not divide among the nodes{advice}"
+        raise ResourceError(f"the run's processes do not fit the cluster: {why}\n" + table(pools, nodes, unpooled))
     order = [node.name for node in nodes]
     for one in unpooled:
         shares[one.key] = [(node, found[one.key][node] * one.block) for node in order if found[one.key].get(node)]
     return shares
-
-
-def _spread_obstacle(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes: Sequence[ClusterNode]) -> str:
-    """The key whose value has no place, with the way out."""
-    _, most = largest(nodes)
-    for one in (each.blocks() for each in unpooled):
-        if one.gpus > most:
-            return f"{one.size_key} = {one.gpus:g}: these GPUs are on one node, and the largest has {most:g}. Lower it"
-    wanted = sum(one.count * one.gpus for one in unpooled)
-    left = sum(node.gpus for node in nodes) - sum(node_need(pool)[1] * pool.nodes for pool in pools.values())
-    keys = " and ".join(f"{one.key} = {one.count}" for one in unpooled)
-    # Else the GPUs suffice, but not in the right sizes, or not with CPU slots.
-    problem = f"{keys} take {wanted:g} GPUs, and {left:g} are left" if wanted > left else f"{keys} do not divide among the nodes"
-    turns = ", or set rollout.colocate = true (both then use the same)" if len(unpooled) > 1 else ""
-    return (
-        f"{problem}: without a pool each actor takes a GPU of its own, and so does each process of the engine. Lower one, or add "
-        f"nodes{turns}"
-    )
 
 
 @dataclass(frozen=True, slots=True)

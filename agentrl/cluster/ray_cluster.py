@@ -21,10 +21,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import psutil
 
@@ -120,7 +121,14 @@ def check_join(address: str, key: str = "cluster.address") -> None:
     if asked.returncode == 0:
         return
     if "AuthenticationError" in asked.stderr:
-        raise ResourceError(_refusal(given))
+        mode = os.environ.get("RAY_AUTH_MODE") or "not set"
+        name = next((name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)), "")
+        token = f"{name} is set" if name else "the token would come from ~/.ray/auth_token"
+        raise ResourceError(
+            f"{given}: the cluster asks for a token, and it does not take this process's: RAY_AUTH_MODE is {mode}, {token}. Set "
+            "RAY_AUTH_MODE=token, and give the head's token (there: ray get-auth-token) as RAY_AUTH_TOKEN, as a file named by "
+            "RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
+        )
     # Not refused by name: Ray itself will say what is wrong, or that all is well.
     log.warning("asking the head at %s whether it can be joined failed: %s", address, asked.stderr.strip()[-500:])
 
@@ -139,17 +147,6 @@ def _here() -> str:
             '--address=HEAD:6379), give the head\'s address, or set cluster.address = "" for this machine alone; a run for '
             "another machine is planned with --dry-run --gpu-memory GIB --nodes 4x8"
         ) from None
-
-
-def _refusal(key: str) -> str:
-    mode = os.environ.get("RAY_AUTH_MODE")
-    given = next((f"{key} is set" for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(key)), "")
-    return (
-        f"{key}: the cluster asks for a token, and it does not take this process's: RAY_AUTH_MODE is "
-        f"{mode or 'not set'}, {given or 'the token would come from ~/.ray/auth_token'}. Set RAY_AUTH_MODE=token, and give the "
-        "head's token (there: ray get-auth-token) as RAY_AUTH_TOKEN, as a file named by RAY_AUTH_TOKEN_PATH, or in "
-        "~/.ray/auth_token"
-    )
 
 
 # Vital processes of a local Ray
@@ -210,21 +207,8 @@ def patient(seconds: float) -> Iterator[None]:
                     raise
             time.sleep(POLL)
 
-    with _replace_attributes(services, get_node=ask_again):
+    with patch.object(services, "get_node", ask_again):
         yield
-
-
-@contextmanager
-def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
-    """In the body, `owner` has these attributes instead of its own; Ray has no arguments for them."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name in attributes:
-            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
 
 
 # Start and stop
@@ -342,18 +326,30 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     value, since = secrets.token_hex(16), time.time() - CLOCK
     # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
     tell(ray="the GCS or the raylet of the Ray that it is starting")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)  # for the keeper too
+    before, keeper = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS), None  # for the keeper too
     try:
-        _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
+        if sys.platform == "linux":  # elsewhere there is Ray's own
+            keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", ray_keeper.__file__, f"{MARK}={value}", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if has_parent() else None,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+        _own = _LocalRay(f"{MARK}={value}".encode(), keeper)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _instruct()
+    # In the environment, which Ray passes on to its workers: as its `runtime_env` the variables would make the workers useless
+    # that it starts in advance, each of which would be started a second time.
+    variables = {**worker_env(), MARK: value, **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}}
+    idle: dict[str, Any] = {name: lambda self, **_: None for name in UNASKED}
     try:
         with (
-            _environment({**worker_env(), **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}, MARK: value}),
+            patch.dict(os.environ, variables),
             patient(timeout),
-            _replace_attributes(sys.modules[__name__], _starting=True),
-            _replace_attributes(node, **{name: lambda self, **_: None for name in UNASKED if hasattr(node, name)}),
+            patch.object(sys.modules[__name__], "_starting", True),
+            patch.multiple(node, create=True, **idle),
         ):
             _init(None, _local(object_store_bytes))
     except BaseException:
@@ -380,8 +376,7 @@ os.register_at_fork(after_in_child=_block_warnings)  # Ray's processes have a `p
 
 UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")
 """What a Ray of one machine starts and nobody asks: an autoscaler with nothing to scale, who brings workers' output to a driver
-that takes none (`log_to_driver`), and the server of a dashboard that is off, for which `ray.init` waits: 2 s of a core. One that
-this Ray does not know is left alone."""
+that takes none (`log_to_driver`), and the server of a dashboard that is off, for which `ray.init` waits: 2 s of a core."""
 
 
 def ray_gone() -> str:
@@ -465,13 +460,21 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     # Ray would otherwise replace the log handlers of the program that calls us.
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
     constants: Any = importlib.import_module("ray._private.ray_constants")
+    # SIGTERM does what it did before, inside and afterwards. Ray's own handler ends its processes, and then this one, in the
+    # middle of what that is doing, with the exit code 15; a second one, in C++, prints a stack. What nobody handles is left to
+    # it: the signal would end this process at once, and leave what Ray has begun.
+    before, utils = signal.getsignal(signal.SIGTERM), importlib.import_module("ray._private.utils")
+    keep: Any = patch.object(utils, "set_sigterm_handler", lambda handler: None) if callable(before) else nullcontext()
     try:
         # Workers run this process's Python. Under `uv run` Ray would run `uv run` for each, in a copy of the working directory,
         # which refuses a subfolder of a project and finds no package that the environment alone has.
-        with _same_sigterm(), _replace_attributes(constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False):
+        with keep, patch.object(constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", False, create=True):
             ray.init(**quiet, **options, job_config=_job())
     except Exception as error:  # a raylet that ends while it starts is a plain Exception
         raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:  # Ray takes it over there alone
+            signal.signal(signal.SIGTERM, before)
     worker: Any = importlib.import_module("ray._private.worker")
     worker.print_to_stdstream = _into_log  # it would print the last lines of a raylet's log into the display, say
 
@@ -492,21 +495,6 @@ def _job() -> Any:
             return super()._serialize()
 
     return Job()
-
-
-@contextmanager
-def _same_sigterm() -> Iterator[None]:
-    """SIGTERM does what it did before, inside and afterwards. Ray's own handler ends its processes, and then this one, in the
-    middle of what that is doing, with the exit code 15; a second one, in C++, prints a stack. What nobody handles is left to it:
-    the signal would end this process at once, and leave what Ray has begun."""
-    before = signal.getsignal(signal.SIGTERM)
-    kept = {"set_sigterm_handler": lambda handler: None} if callable(before) else {}
-    try:
-        with _replace_attributes(importlib.import_module("ray._private.utils"), **kept):
-            yield
-    finally:
-        if threading.current_thread() is threading.main_thread() and before is not None:  # Ray takes it over there alone
-            signal.signal(signal.SIGTERM, before)
 
 
 def _into_log(said: Mapping[str, Any], **_: Any) -> None:
@@ -536,22 +524,6 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
     return options
 
 
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """With these variables in this process's environment, which a Ray that starts here passes on to its workers. As Ray's
-    `runtime_env` they would make the workers useless that Ray starts in advance: each would be started a second time."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def stop_ray() -> None:
     """Disconnect from Ray; a local one ends, with what it would leave behind if one of its processes had died before."""
     global _asking
@@ -565,19 +537,6 @@ def stop_ray() -> None:
     _let_go()
     hook: Any = importlib.import_module("ray._private.auto_init_hook")
     hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT", "") != "0"
-
-
-def _keeper(value: str) -> subprocess.Popen[bytes] | None:
-    """A process that ends this Ray if this one is killed; see `cluster.ray_keeper`. Other systems than Linux have Ray's own."""
-    if sys.platform != "linux":
-        return None
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", ray_keeper.__file__, f"{MARK}={value}", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL if has_parent() else None,
-        start_new_session=True,  # Ctrl-C is not for it
-    )
 
 
 @contextmanager

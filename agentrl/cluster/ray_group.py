@@ -20,9 +20,8 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from agentrl.cluster.group import Backend, Pending
-from agentrl.cluster.host import Host, PackedCall, RemoteFailure, from_wire
-from agentrl.cluster.host import to_wire as serialized
-from agentrl.cluster.machine import LOOPBACK_ADDRESS
+from agentrl.cluster.host import Host, PackedCall, RemoteFailure, from_wire, to_wire
+from agentrl.cluster.machine import LOOPBACK_ADDRESS, open_rendezvous
 from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.data.rows import serialize
 from agentrl.utils.errors import ResourceError, StalledError, WorkerDiedError, WorkerError
@@ -80,8 +79,16 @@ class Hosts:
         if not isinstance(error, GetTimeoutError):
             return f"{who}: {last_line(error)}"
         who += f" within {self.timeout:g} s (cluster.startup_timeout)"
-        if said := said_by_processes(since):
-            return f"{who}: their processes end with: {said}"
+        # The last error that this machine's raylet or its workers have written since then.
+        worker: Any = importlib.import_module("ray._private.worker")
+        folder = None if worker._global_node is None else Path(worker._global_node.get_logs_dir_path())
+        lines = list[str]()
+        for path in () if folder is None else (*folder.glob("worker-*.err"), *folder.glob("raylet.err")):
+            if path.stat().st_mtime >= since:
+                lines += [line.strip() for line in path.read_text(errors="replace").splitlines()[-MOST_LINES:] if line.strip()]
+        faults = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b|error:|bash:|.*No such file", line)]
+        if faults:
+            return f"{who}: their processes end with: {faults[-1][:MOST_LETTERS]}"
         asked = {key: self._options[0][key] for key in ("num_cpus", "num_gpus") if self._options[0].get(key)}
         free, have = (
             {key: found[key] for key in ("CPU", "GPU") if key in found}
@@ -95,7 +102,7 @@ class Hosts:
         one_node = len({node for _, _, node in self.nodes}) == 1
         address = LOOPBACK_ADDRESS if one_node else self.nodes[0][0]
         try:
-            rendezvous = ray.get(self.handles[0].bind_rendezvous.remote(address), timeout=self.timeout)
+            rendezvous = ray.get(self.handles[0].apply.remote(open_rendezvous, address), timeout=self.timeout)
             contexts = [WorkerContext(role, rank, mesh, rendezvous) for rank in range(len(self.handles))]
             refs = [h.create.remote(role, cls, c) for h, c in zip(self.handles, contexts, strict=True)]
             ray.get(refs, timeout=self.timeout)
@@ -180,19 +187,6 @@ def check_same_agentrl(handles: list[Any], timeout: float) -> None:
 
 def _answers(handles: list[Any], function: Callable[..., Any], argument: object, timeout: float) -> list[Any]:
     return list(ray.get([handle.__ray_call__.remote(function, argument) for handle in handles], timeout=timeout))
-
-
-def said_by_processes(since: float) -> str:
-    """The last error that this machine's raylet or its workers have written since that `time.time()`; "" without one."""
-    worker: Any = importlib.import_module("ray._private.worker")
-    if worker._global_node is None:
-        return ""
-    folder, lines = Path(worker._global_node.get_logs_dir_path()), list[str]()
-    for path in (*folder.glob("worker-*.err"), *folder.glob("raylet.err")):
-        if path.stat().st_mtime >= since:
-            lines += [line.strip() for line in path.read_text(errors="replace").splitlines()[-MOST_LINES:] if line.strip()]
-    faults = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b|error:|bash:|.*No such file", line)]
-    return faults[-1][:MOST_LETTERS] if faults else ""
 
 
 def last_line(error: BaseException) -> str:
@@ -300,7 +294,15 @@ class RayBackend(Backend):
     def submit(self, method: str, shipment: Shipment) -> Pending:
         if self.hosts.lost:
             raise WorkerDiedError(self._loss_of(method))
-        common = pack_arguments(shipment.args, shipment.kwargs)
+        # Arguments are pickled once for all ranks: they go by value if small, else as a reference into the object store.
+        buffers: list[pickle.PickleBuffer] = []
+        values = (tuple(map(to_wire, shipment.args)), {key: to_wire(value) for key, value in shipment.kwargs.items()})
+        common: Any = ray.cloudpickle.dumps(values, protocol=5, buffer_callback=buffers.append)
+        size = len(common) + sum(buffer.raw().nbytes for buffer in buffers)
+        if buffers or size > BY_VALUE_BYTES:  # Ray ships plain bytes without pickling
+            common = PackedCall(common, list(buffers))
+        if size > BY_VALUE_BYTES:
+            common = ray.put(common)
         parts = [] if shipment.batch is None else COLUMNS.put(shipment.batch)
         handles, rows = self.hosts.handles, shipment.rows
         calls = {rank: handles[rank].call.remote(self.role, method, common, rows.get(rank), *parts) for rank in shipment.ranks}
@@ -341,14 +343,3 @@ class RayBackend(Backend):
         lost, nodes = self.hosts.lost, self.hosts.nodes
         named = [f"rank {rank} (pid {nodes[rank][1]} on {nodes[rank][0]}): {lost[rank]}" for rank in sorted(lost)]
         return f"{self._label(method)}: worker process gone: {'; '.join(named)}"
-
-
-def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments pickled once for all ranks: by value if small, else as a reference into the object store."""
-    buffers: list[pickle.PickleBuffer] = []
-    shipped = (tuple(serialized(x) for x in args), {key: serialized(x) for key, x in kwargs.items()})
-    data = ray.cloudpickle.dumps(shipped, protocol=5, buffer_callback=buffers.append)
-    size = len(data) + sum(buffer.raw().nbytes for buffer in buffers)
-    if size > BY_VALUE_BYTES:
-        return ray.put(PackedCall(data, list(buffers)))
-    return PackedCall(data, list(buffers)) if buffers else data  # Ray ships plain bytes without pickling

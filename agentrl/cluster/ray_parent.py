@@ -120,8 +120,17 @@ def end_of_driver() -> DriverEnd | None:
         _to_parent = theirs
         return None
     os.close(theirs)
+    code, stopping = None, False
     try:
-        code, stopping = _wait_for_driver(pid, waits)
+        # Signals to this process are for the driver; one from the terminal (which the kernel sends, to the whole group) it has.
+        while code is None:
+            seen = signal.sigwaitinfo(waits)
+            if seen.si_signo != signal.SIGCHLD:
+                stopping = True
+                if seen.si_code <= 0:  # SI_USER, SI_TKILL ...: of a process
+                    os.kill(pid, seen.si_signo)
+            elif os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         told = _read(ours)
     finally:
         os.close(ours)
@@ -143,21 +152,6 @@ def die_of(number: int) -> int:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     return 128 + number
-
-
-def _wait_for_driver(pid: int, waits: set[signal.Signals]) -> tuple[int, bool]:
-    """The driver's exit code, and whether it was asked to stop. Signals to this process are for the driver; one from the terminal
-    (which the kernel sends, to the whole group) it has already."""
-    stopping = False
-    while True:
-        seen = signal.sigwaitinfo(waits)
-        if seen.si_signo == signal.SIGCHLD:
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stopping
-            continue
-        stopping = True
-        if seen.si_code <= 0:  # SI_USER, SI_TKILL ...: of a process
-            os.kill(pid, seen.si_signo)
 
 
 def _read(pipe: int) -> dict[str, Any]:

@@ -54,22 +54,17 @@ class Mesh:
 
     def index(self, rank: int, axis: str) -> int:
         """The coordinate of `rank` along `axis`."""
-        self.size(axis)
-        return self.coordinates(rank)[axis]
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of `rank`, by axis."""
-        out: dict[str, int] = {}
-        for name, size in reversed(self.axes):
-            out[name] = rank % size
-            rank //= size
-        return {name: out[name] for name, _ in self.axes}
+        return rank // self._stride(axis) % self.size(axis)
 
     def sources(self, axis: str) -> list[int]:
         """One rank for each coordinate of `axis`: the one whose other coordinates are all 0."""
+        return [at * self._stride(axis) for at in range(self.size(axis))]
+
+    def _stride(self, axis: str) -> int:
+        """How many ranks further the next coordinate of `axis` is."""
+        names = [name for name, _ in self.axes]
         self.size(axis)
-        at = {rank: self.coordinates(rank) for rank in range(self.world_size)}
-        return [rank for rank, own in at.items() if not any(value for name, value in own.items() if name != axis)]
+        return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
 
 
 # Arguments of a call, as they are shipped
@@ -138,6 +133,9 @@ class WorkerContext:
         return self.mesh.world_size
 
 
+_NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
 class Worker:
     """Base of all roles. Subclasses declare `dispatch_table`: public method name -> strategy.
 
@@ -161,7 +159,26 @@ class Worker:
         for base in reversed(cls.__mro__[1:]):
             inherited.update(base.__dict__.get("dispatch_table", {}))
         table = {**inherited, **cls.__dict__.get("dispatch_table", {})}
-        check_table(cls, table)
+        methods = public_methods(cls)
+        for name, strategy in table.items():
+            label = f"{cls.__name__}.{name}"
+            if not isinstance(strategy, Strategy):
+                raise DispatchError(f"{cls.__name__}.dispatch_table[{name!r}] is not a strategy: {strategy!r}")
+            if name not in methods:
+                hint = did_you_mean(name, methods, f"it has {sorted(methods)}")
+                raise DispatchError(f"{cls.__name__}.dispatch_table names {name!r}, which is not a public method; {hint}")
+            if not inspect.isfunction(method := methods[name]):
+                raise DispatchError(f"{label} must be a plain method, it is a {type(method).__name__}")
+            if any(test(method) for test in _NOT_PLAIN):
+                raise DispatchError(f"{label} must be a plain method: a worker runs one call at a time and returns a value")
+            signature = inspect.signature(method)
+            if not signature.parameters:
+                raise DispatchError(f"{label} has no parameter `self`")
+            strategy.check(label, list(signature.parameters.values())[1:], signature.return_annotation)
+        if missing := sorted(set(methods) - set(table)):
+            raise DispatchError(
+                f"{cls.__name__}: public method {missing[0]!r} has no entry in dispatch_table (add one, or name it _{missing[0]})"
+            )
         cls.dispatch_table = table
 
     def __init__(self, context: WorkerContext) -> None:
@@ -180,39 +197,6 @@ class Worker:
         same process reuses the existing group. `timeout` (seconds) bounds every later collective.
         """
         join_group(self.context.rendezvous, self.rank, self.world_size, backend, timeout)
-
-
-def check_table(cls: type, table: Mapping[str, Strategy]) -> None:
-    """Raise DispatchError if the table and the class's public methods do not fit together."""
-    methods = public_methods(cls)
-    for name, strategy in table.items():
-        if not isinstance(strategy, Strategy):
-            raise DispatchError(f"{cls.__name__}.dispatch_table[{name!r}] is not a strategy: {strategy!r}")
-        if name not in methods:
-            hint = did_you_mean(name, methods, f"it has {sorted(methods)}")
-            raise DispatchError(f"{cls.__name__}.dispatch_table names {name!r}, which is not a public method; {hint}")
-        check_method(cls, name, methods[name], strategy)
-    missing = sorted(set(methods) - set(table))
-    if missing:
-        raise DispatchError(
-            f"{cls.__name__}: public method {missing[0]!r} has no entry in dispatch_table (add one, or name it _{missing[0]})"
-        )
-
-
-def check_method(cls: type, name: str, method: Any, strategy: Strategy) -> None:
-    """Raise DispatchError if a method's kind or signature does not fit its strategy."""
-    label = f"{cls.__name__}.{name}"
-    if not inspect.isfunction(method):
-        raise DispatchError(f"{label} must be a plain method, it is a {type(method).__name__}")
-    if any(test(method) for test in _NOT_PLAIN):
-        raise DispatchError(f"{label} must be a plain method: a worker runs one call at a time and returns a value")
-    signature = inspect.signature(method)
-    if not signature.parameters:
-        raise DispatchError(f"{label} has no parameter `self`")
-    strategy.check(label, list(signature.parameters.values())[1:], signature.return_annotation)
-
-
-_NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 def public_methods(cls: type) -> dict[str, Any]:

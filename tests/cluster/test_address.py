@@ -1,6 +1,7 @@
 """At which address the others are told to come: never loopback once the cluster has two machines."""
 
 import logging
+import os
 import socket
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 
 from agentrl.cluster import machine as address
-from agentrl.cluster import ray_cluster
 from agentrl.cluster.machine import _listeners, open_rendezvous
 
 
@@ -42,17 +42,17 @@ def test_without_ray_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gloo_listens_on_the_interface_of_that_address_unless_the_user_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert address.interface_of("127.0.0.1") == "lo" and address.interface_of("203.0.113.77") is None
+    lo, eth7 = (SimpleNamespace(family=socket.AF_INET, address=at) for at in ("127.0.0.1", "10.0.0.1"))
+    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"lo": [lo], "eth7": [eth7]})
     monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True), ("10.0.0.2", True)], "10.0.0.1"))
-    monkeypatch.setattr(address, "interface_of", {"10.0.0.1": "eth7"}.get)
-    for before, after in [({}, "eth7"), ({"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")]:
-        env = dict(before)
-        address.pin_gloo(env)
-        assert env == {"GLOO_SOCKET_IFNAME": after}
-    env = {}
+    for before, after in [("", "eth7"), ("ib0", "ib0")]:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
+        address.pin_gloo()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == after
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True)], "10.0.0.1"))
-    address.pin_gloo(env)
-    assert env == {}
+    address.pin_gloo()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == ""
 
 
 @pytest.mark.parametrize(("host", "bound", "warned"), [("127.0.0.1", "127.0.0.1", False), ("192.0.2.1", "0.0.0.0", True)])
@@ -64,10 +64,3 @@ def test_it_listens_at_the_announced_address_alone_if_that_is_its_own(
     with socket.socket(fileno=_listeners.pop(place).detach()) as found:
         assert found.getsockname() == (bound, place.port) and place.host == host
     assert any("listens on all interfaces" in row.message for row in caplog.records) is warned
-
-
-def test_an_attribute_that_was_missing_is_missing_again() -> None:
-    owner = SimpleNamespace(had=1)
-    with ray_cluster._replace_attributes(owner, had=2, lacked=3):
-        assert vars(owner) == {"had": 2, "lacked": 3}
-    assert vars(owner) == {"had": 1}

@@ -104,7 +104,9 @@ def test_the_process_group_of_the_test_before_is_gone():
 
 def test_mesh():
     mesh = Mesh.of({"dp": 2, "tp": 3}, 6)
-    assert mesh.coordinates(4) == {"dp": 1, "tp": 1} and mesh.sources("dp") == [0, 3] and mesh.sources("tp") == [0, 1, 2]
+    assert (
+        (mesh.index(4, "dp"), mesh.index(4, "tp")) == (1, 1) and mesh.sources("dp") == [0, 3] and mesh.sources("tp") == [0, 1, 2]
+    )
     with pytest.raises(DispatchError, match="exactly 4 ranks"):
         Mesh.of({"dp": 3}, 4)
     with pytest.raises(DispatchError, match="no mesh axis 'pp'"):

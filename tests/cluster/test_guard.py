@@ -85,11 +85,14 @@ def test_a_run_works_in_that_namespace():
 
 def test_nothing_that_is_set_is_overridden(monkeypatch):
     monkeypatch.setattr(guard, "network_fault", lambda: "broken")
-    env = {"NCCL_SOCKET_IFNAME": "eth7"}
-    assert guard.guard_network(env) is None and env == {"NCCL_SOCKET_IFNAME": "eth7"}
-    assert guard.guard_network(several := {}, multi_node=True) is None and several == {}
-    fresh: dict[str, str] = {}
-    assert guard.guard_network(fresh) == "broken" and fresh == guard.LOOPBACK
+    for name in guard.LOOPBACK:
+        monkeypatch.setenv(name, "")
+    assert guard.guard_network(multi_node=True) is None and os.environ["NCCL_SOCKET_IFNAME"] == ""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert guard.guard_network() is None
+    assert {name: os.environ[name] for name in guard.LOOPBACK if os.environ[name]} == {"NCCL_SOCKET_IFNAME": "eth7"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    assert guard.guard_network() == "broken" and guard.LOOPBACK.items() <= os.environ.items()
 
 
 def test_an_address_that_is_not_ours_does_not_route_back():

@@ -244,17 +244,6 @@ async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_
     assert out["id"].tolist() == list(range(5)) and alive == [True] * 6
 
 
-def test_what_workers_get_does_not_stay_in_the_drivers_environment(monkeypatch):
-    from agentrl.cluster.ray_cluster import _environment
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.delenv("AGENTRL_PATH", raising=False)
-    with pytest.raises(OSError), _environment({"OMP_NUM_THREADS": "1", "AGENTRL_PATH": "/shelf"}):
-        assert (os.environ["OMP_NUM_THREADS"], os.environ["AGENTRL_PATH"]) == ("1", "/shelf")
-        raise OSError
-    assert os.environ["OMP_NUM_THREADS"] == "7" and "AGENTRL_PATH" not in os.environ
-
-
 def test_a_dead_worker_is_named_by_the_call_that_it_died_in_and_by_every_later_one(mortal):
     pids = mortal.run_all(Mortal.pid)
     with pytest.raises(WorkerDiedError, match=rf"group 'mortal': Mortal.die: .*rank 1 \(pid {pids[1]} on"):

@@ -8,16 +8,19 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.host import begin_recording, end_recording, load_profiler
+from agentrl.cluster.group import Shard, WorkerGroup
+from agentrl.cluster.host import AROUND_CALLS
+from agentrl.cluster.worker import Worker
 from agentrl.config.schema import ProfileConfig, TracesConfig
 from agentrl.run.trackers import TRACING, TrackedRun
 from agentrl.utils.errors import ConfigError, DependencyError, WorkerError
@@ -122,6 +125,60 @@ def lanes(events: list[Event]) -> list[list[Event]]:
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
+
+
+# Calls of training roles, recorded by torch in the processes that they are in
+
+_recording: tuple[Callable[[Worker, str], AbstractContextManager[None]], dict[str, Any]] | None = None
+"""Recorder of this process's calls, and its profiles by the files that they become."""
+
+
+def begin_recording(prefix: str) -> None:
+    """From now on, have torch record the calls that compute on a batch, for files whose names begin with `prefix`. Idempotent."""
+    global _recording
+    if _recording is None:
+        load_profiler()
+        profiles: dict[str, Any] = {}
+        _recording = partial(_record_call, prefix, profiles), profiles
+        AROUND_CALLS.append(_recording[0])
+
+
+@cache
+def load_profiler() -> None:
+    """Load torch's profiler, in the thread that asks first: it complains about calls of other threads, and would time them with
+    it. Its notes of every start and stop go nowhere."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
+        pass
+
+
+def end_recording(write: bool = True) -> None:
+    """Record no more, and write the recorded calls, once for all roles of this process."""
+    global _recording
+    if _recording is None:
+        return
+    (around, profiles), _recording = _recording, None
+    AROUND_CALLS.remove(around)
+    for path, profile in profiles.items() if write else ():
+        profile.export_chrome_trace(path)
+
+
+@contextmanager
+def _record_call(prefix: str, profiles: dict[str, Any], worker: Worker, method: str) -> Iterator[None]:
+    # Only a call that gets a part of a batch computes for long.
+    if not isinstance(type(worker).dispatch_table.get(method), Shard):
+        yield
+        return
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    with profile(activities=activities, acc_events=True) as recorded:
+        yield
+    number = len(profiles) + 1
+    profiles[f"{prefix}.{worker.context.group}.{worker.rank}.{number}.{method}.json.gz"] = recorded
 
 
 # Timelines of steps
