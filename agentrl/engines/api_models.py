@@ -143,9 +143,10 @@ class MessageEngine(Engine):
 
     @abstractmethod
     async def _answer(
-        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
+        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], Usage | None, Finish]:
-        """The turn, with call ids that are unique in the session; the message as it is sent again; its cost; why it ended."""
+        """The policy's turn `number`, with call ids that are unique there; the message as it is sent again; its cost; why
+        it ended."""
 
     async def start(self) -> None:
         return None
@@ -170,17 +171,14 @@ class MessageEngine(Engine):
                 self.under_way.pop(request_key, None)
 
     async def _sample(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
-        turn, row, usage, finish = await self._answer(*self._transcript.conversation(token_ids), sampling)
+        messages, tools = self._transcript.conversation(token_ids)
+        number = sum(row["role"] == "assistant" for row in messages)
+        turn, row, usage, finish = await self._answer(messages, tools, number, sampling)
         return Generation([self._transcript.add({"message": row, "turn": asdict(turn)})], [0.0], [0], finish, usage)
 
     async def abort(self, request_key: str) -> None:
         for task in self.under_way.pop(request_key, set()):
             task.cancel()
-
-    @property
-    def running(self) -> int:
-        """Number of requests under way."""
-        return sum(map(len, self.under_way.values()))
 
     async def close(self) -> None:
         for key in list(self.under_way):
@@ -224,7 +222,7 @@ class LiteLlmEngine(MessageEngine):
         litellm.telemetry = False
 
     async def _answer(
-        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
+        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], Usage, Finish]:
         """Raises EngineError if the API fails after its retries."""
         if sampling.top_k:
@@ -236,8 +234,17 @@ class LiteLlmEngine(MessageEngine):
         except LookupError as problem:
             raise EngineError(f"NoAnswer: {self._model}: {problem}") from None
         content, reasoning, calls = read_answer(choice.message)
-        message = number_calls(Message("assistant", content, calls, reasoning=reasoning), turns_in(messages))
-        usage = Usage(answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0, self._usd(answer))
+        message = number_calls(Message("assistant", content, calls, reasoning=reasoning), number)
+        used, usd = answer.usage, None  # None if the price is unknown or the provider reported no token counts
+        if used.prompt_tokens and self._cfg.usd_per_million is not None:
+            prompt, sampled = self._cfg.usd_per_million
+            usd = float(used.prompt_tokens * prompt + used.completion_tokens * sampled) / 1e6
+        elif used.prompt_tokens:
+            litellm, names = load_litellm(), (self._model, self._model.partition("/")[2])
+            known = next((name for name in names if "input_cost_per_token" in litellm.model_cost.get(name, {})), None)
+            # litellm's own calculation also knows the lower prices of cached prompt tokens.
+            usd = None if known is None else float(litellm.completion_cost(answer, model=known))
+        usage = Usage(used.prompt_tokens or 0, used.completion_tokens or 0, usd)
         self._prompt_tokens += usage.prompt_tokens
         self._sampled_tokens += usage.sampled_tokens
         row = answer_row(self._model, choice.message, message.tool_calls)
@@ -245,7 +252,7 @@ class LiteLlmEngine(MessageEngine):
 
     async def stats(self) -> EngineStats:
         return EngineStats(
-            running=self.running,
+            running=sum(map(len, self.under_way.values())),
             prompt_tokens=self._prompt_tokens,
             sampled_tokens=self._sampled_tokens,
             extra={"attempts": self._attempts},
@@ -306,20 +313,6 @@ class LiteLlmEngine(MessageEngine):
             wait = max(wait, retry_after(headers) or 0.0)
         return wait if wait <= MAX_WAIT else None
 
-    def _usd(self, answer: Any) -> float | None:
-        """Price of the call; None if the price is unknown or the provider reported no token counts."""
-        usage = answer.usage
-        if not usage.prompt_tokens:
-            return None
-        if self._cfg.usd_per_million is not None:
-            prompt, sampled = self._cfg.usd_per_million
-            return float(usage.prompt_tokens * prompt + usage.completion_tokens * sampled) / 1e6
-        litellm = load_litellm()
-        names = (self._model, self._model.partition("/")[2])
-        known = next((name for name in names if "input_cost_per_token" in litellm.model_cost.get(name, {})), None)
-        # litellm's own calculation also knows the lower prices of cached prompt tokens.
-        return None if known is None else float(litellm.completion_cost(answer, model=known))
-
 
 def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
     """Seconds to wait according to a Retry-After header (RFC 9110, section 10.2.3: seconds or a date); None without one."""
@@ -337,11 +330,6 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
     return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
 
 
-def turns_in(messages: Sequence[Mapping[str, Json]]) -> int:
-    """Number of the policy's turns in a conversation."""
-    return sum(row["role"] == "assistant" for row in messages)
-
-
 def row_of(message: Message) -> dict[str, Json]:
     if message.role == "assistant":
         return write_message(replace(message, tool_calls=tuple(map(sendable, message.tool_calls))))
@@ -354,6 +342,7 @@ def row_of(message: Message) -> dict[str, Json]:
 # Python functions
 
 CALLS = DaemonThreads("policy", 64)
+_KEYS = ("role", "content", "tool_calls", "name", "refusal", "function_call", *REASONING)
 PolicyFunction = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Any]
 
 
@@ -367,11 +356,11 @@ class FunctionEngine(MessageEngine):
         self._name, self._policy, self._asked = name, policy, 0
 
     async def _answer(
-        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling
+        self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], None, Finish]:
         """Raises EngineError if the policy raises, or returns no message."""
         said = await run_contained(self._ask([dict(row) for row in messages], tools), f"policy {self._name}", EngineError)
-        message = number_calls(said, turns_in(messages))
+        message = number_calls(said, number)
         return message, row_of(message), None, "stop"
 
     async def _ask(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
@@ -383,32 +372,24 @@ class FunctionEngine(MessageEngine):
                 async with CALLS.slot():
                     answer = await CALLS.call(self._name, self._policy, messages, tools)
                 answer = await answer if inspect.isawaitable(answer) else answer
-            return _message(answer)
+            if isinstance(answer, str):
+                return Message("assistant", answer)
+            if not isinstance(answer, Mapping | Message):
+                raise RequestError(f"expected a text, a Message or a dict, got {type(answer).__name__}")
+            for key in answer if isinstance(answer, Mapping) else ():
+                if key not in _KEYS and (near := did_you_mean(key, _KEYS, like=0.8)):
+                    raise RequestError(f"{key}: no key of a message; {near}")
+            said = answer if isinstance(answer, Message) else read_messages([{"role": "assistant", **answer}])[0]
+            if said.role != "assistant":
+                raise RequestError(f"its role is {said.role!r}, expected 'assistant'")
+            return said
         except RequestError as problem:
             raise EngineError(f"policy {self._name}: it returned no message: {problem}") from problem
         except Exception as problem:  # the user's own code may raise anything
             raise EngineError(f"policy {self._name} {raised_text(problem, self._policy)}") from problem
 
     async def stats(self) -> EngineStats:
-        return EngineStats(running=self.running, extra={"calls": self._asked})
-
-
-def _message(answer: Any) -> Message:
-    """A text, a `Message`, or an assistant's message in OpenAI's form. Raises RequestError for anything else."""
-    if isinstance(answer, str):
-        return Message("assistant", answer)
-    if not isinstance(answer, Mapping | Message):
-        raise RequestError(f"expected a text, a Message or a dict, got {type(answer).__name__}")
-    for key in answer if isinstance(answer, Mapping) else ():
-        if key not in _KEYS and (near := did_you_mean(key, _KEYS, like=0.8)):
-            raise RequestError(f"{key}: no key of a message; {near}")
-    said = answer if isinstance(answer, Message) else read_messages([{"role": "assistant", **answer}])[0]
-    if said.role != "assistant":
-        raise RequestError(f"its role is {said.role!r}, expected 'assistant'")
-    return said
-
-
-_KEYS = ("role", "content", "tool_calls", "name", "refusal", "function_call", *REASONING)
+        return EngineStats(running=sum(map(len, self.under_way.values())), extra={"calls": self._asked})
 
 
 # Scripted policies
@@ -421,31 +402,19 @@ class ScriptedEngine(FunctionEngine):
 
     def __init__(self, name: str, transcript: Transcript) -> None:
         super().__init__(name, self._next, transcript)
-        self._script = name
-        self._lines: dict[str, Iterator[Message]] = {}
+        self.script = name
+        self.lines: dict[str, Iterator[Message]] = {}
+        """Of the episodes under way, by their request keys."""
 
     def meet(self, env: ToolEnv, request_key: str) -> ToolEnv:
         return _Seated(env, self, request_key)
 
-    async def begin(self, env: ToolEnv, key: str) -> None:
-        """The episode `key` has begun: its script. Raises ConfigError if the environment has no such one."""
-        lines = lines_of(self._script, env, np.random.default_rng(env.task.seed))
-        try:
-            first = await in_thread("load", next, lines)  # a solution may be looked for, or be asked of a server
-        except NotImplementedError as problem:
-            raise ConfigError(f"--policy {self._script}: {problem}") from problem
-        self._lines[key] = chain([first], lines)
-
-    def end(self, key: str) -> None:
-        """The episode is over."""
-        self._lines.pop(key, None)
-
     async def _next(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
-        return next(self._lines[EPISODE.get()])
+        return next(self.lines[EPISODE.get()])
 
 
 class _Seated(GoldUser):
-    """An episode's environment, as the engine sees it."""
+    """An episode's environment, as the engine sees it. A reset raises ConfigError if it has no such script."""
 
     def __init__(self, env: ToolEnv, engine: ScriptedEngine, key: str) -> None:
         super().__init__(env)
@@ -455,13 +424,19 @@ class _Seated(GoldUser):
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         observation, info = await super().areset(seed=seed, options=options)
-        await self._engine.begin(self.env, self._key)
+        script = self._engine.script
+        lines = lines_of(script, self.env, np.random.default_rng(self.env.task.seed))
+        try:
+            first = await in_thread("load", next, lines)  # a solution may be looked for, or be asked of a server
+        except NotImplementedError as problem:
+            raise ConfigError(f"--policy {script}: {problem}") from problem
+        self._engine.lines[self._key] = chain([first], lines)
         return observation, info
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
-        self._engine.end(self._key)
+        self._engine.lines.pop(self._key, None)
         return await self.env.aend(stop, error)
 
     async def aclose(self) -> None:
-        self._engine.end(self._key)
+        self._engine.lines.pop(self._key, None)
         await self.env.aclose()

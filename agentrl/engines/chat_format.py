@@ -116,7 +116,33 @@ def read_messages(rows: Json) -> list[Message]:
     """Raises RequestError for a message of another form (images, unknown roles, arguments that are not JSON)."""
     if not isinstance(rows, list) or not rows:
         raise RequestError("messages: expected a non-empty list")
-    return [_message(row, f"messages[{index}]") for index, row in enumerate(rows)]
+    found = []
+    for place, row in enumerate(rows):
+        where = f"messages[{place}]"
+        check_types(row, dict.fromkeys(("role", "tool_call_id", "name", "refusal", *REASONING), "text"), where)
+        if row.get("role") not in _ROLES:
+            raise RequestError(f"{where}: expected an object with a role among {', '.join(_ROLES)}")
+        if row.get("function_call") is not None:
+            raise RequestError(f"{where}.function_call: the older layout. Send it as tool_calls")
+        with read_by_form():
+            reasoning = reasoning_of(row, where)
+        calls = []
+        for index, item in enumerate(list_field(row, "tool_calls", where)):
+            here = f"{where}.tool_calls[{index}]"
+            function = as_dict(as_dict(item, here).get("function"), here)
+            calls.append(call_of(function.get("name"), function.get("arguments"), item.get("id"), here))
+        said = row.get("content") or row.get("refusal") or row.get("content")  # a refusal stands next to null
+        needed = row["role"] != "assistant" or not (calls or reasoning or "content" in row)
+        message = Message(
+            role=_ROLES[row["role"]],  # type: ignore[arg-type]
+            content=text_of(said, f"{where}.content", ("text", "refusal"), needed=needed),
+            tool_calls=tuple(calls),
+            tool_call_id=row.get("tool_call_id"),
+            name=row.get("name"),
+            reasoning=reasoning,
+        )
+        found.append(message)
+    return found
 
 
 def write_message(message: Message) -> dict[str, Json]:
@@ -127,29 +153,3 @@ def write_message(message: Message) -> dict[str, Json]:
     if message.tool_calls:
         row["tool_calls"] = [write_call(call) for call in message.tool_calls]
     return row
-
-
-def _message(row: Json, where: str) -> Message:
-    texts = ("role", "tool_call_id", "name", "refusal", *REASONING)
-    check_types(row, dict.fromkeys(texts, "text"), where)
-    if row.get("role") not in _ROLES:
-        raise RequestError(f"{where}: expected an object with a role among {', '.join(_ROLES)}")
-    if row.get("function_call") is not None:
-        raise RequestError(f"{where}.function_call: the older layout. Send it as tool_calls")
-    with read_by_form():
-        reasoning = reasoning_of(row, where)
-    calls = []
-    for index, item in enumerate(list_field(row, "tool_calls", where)):
-        here = f"{where}.tool_calls[{index}]"
-        function = as_dict(as_dict(item, here).get("function"), here)
-        calls.append(call_of(function.get("name"), function.get("arguments"), item.get("id"), here))
-    said = row.get("content") or row.get("refusal") or row.get("content")  # a refusal stands next to null
-    needed = row["role"] != "assistant" or not (calls or reasoning or "content" in row)
-    return Message(
-        role=_ROLES[row["role"]],  # type: ignore[arg-type]
-        content=text_of(said, f"{where}.content", ("text", "refusal"), needed=needed),
-        tool_calls=tuple(calls),
-        tool_call_id=row.get("tool_call_id"),
-        name=row.get("name"),
-        reasoning=reasoning,
-    )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.engines.weights.parameters import positions_of
@@ -14,6 +14,7 @@ from agentrl.env.check_tools import SCRIPTS
 from agentrl.render.modality import config_modality
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, EngineMemory
 from agentrl.utils.errors import ConfigError, DependencyError, ModelError, hint_text
+from agentrl.utils.search_path import PREFIX as GIVEN
 from agentrl.utils.search_path import given_object, is_given
 
 if TYPE_CHECKING:
@@ -37,6 +38,22 @@ def api_name(model: str | None) -> str | None:
 class TranscriptMaker(EngineMaker):
     """Of an engine whose ids are numbers of messages in a transcript; a subclass has `make_with`."""
 
+    prefix: ClassVar[str]
+    """With which a model's name begins that this engine runs."""
+    made: ClassVar[str]
+    """The engine's class in `api_models`."""
+
+    @classmethod
+    def engine(cls) -> type[Engine]:
+        from agentrl.engines import api_models
+
+        found: type[Engine] = getattr(api_models, cls.made)
+        return found
+
+    @classmethod
+    def claims(cls, model: str | None) -> bool:
+        return model is not None and model.startswith(cls.prefix)
+
     def context(self, positions: int) -> int:
         return UNBOUNDED
 
@@ -50,15 +67,7 @@ class TranscriptMaker(EngineMaker):
 class ApiMaker(TranscriptMaker):
     """The model of `api:NAME`, called as the section `api` says."""
 
-    @classmethod
-    def engine(cls) -> type[Engine]:
-        from agentrl.engines.api_models import LiteLlmEngine
-
-        return LiteLlmEngine
-
-    @classmethod
-    def claims(cls, model: str | None) -> bool:
-        return api_name(model) is not None
+    prefix, made = API, "LiteLlmEngine"
 
     def check(self) -> None:
         name = api_name(self.config.model.path)
@@ -85,15 +94,7 @@ class ApiMaker(TranscriptMaker):
 class PythonMaker(TranscriptMaker):
     """The function that was given under the model's name."""
 
-    @classmethod
-    def engine(cls) -> type[Engine]:
-        from agentrl.engines.api_models import FunctionEngine
-
-        return FunctionEngine
-
-    @classmethod
-    def claims(cls, model: str | None) -> bool:
-        return is_given(model)
+    prefix, made = GIVEN, "FunctionEngine"
 
     def check(self) -> None:
         name = str(self.config.model.path)
@@ -116,24 +117,11 @@ POLICY = "policy:"
 """Prefix of a scripted policy's name, wherever a model is named."""
 
 
-def is_script(model: str | None) -> bool:
-    """Return True if a model's name is that of a scripted policy."""
-    return model is not None and model.startswith(POLICY)
-
-
 @ENGINES.register("scripted_policy", traits={"messages"})
 class ScriptedMaker(TranscriptMaker):
     """The script of that name, which plays each environment's own episodes: gold, idle, refuse, echo or spam."""
 
-    @classmethod
-    def engine(cls) -> type[Engine]:
-        from agentrl.engines.api_models import ScriptedEngine
-
-        return ScriptedEngine
-
-    @classmethod
-    def claims(cls, model: str | None) -> bool:
-        return is_script(model)
+    prefix, made = POLICY, "ScriptedEngine"
 
     def check(self) -> None:
         name = str(self.config.model.path).removeprefix(POLICY)

@@ -60,10 +60,6 @@ class Words:
         """The text of ids, control tokens by name. Raises ModelError if the folder has no tokenizer."""
         return str(self.load().decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def stops(self, sampling: Sampling) -> StopStrings | None:
-        """Watcher of a turn's stop strings; None if it has none."""
-        return StopStrings(sampling.stop, self.decode) if sampling.stop else None
-
     def constraint(self, sampling: Sampling, vocab: int) -> Constraint | None:
         """Constraint of a turn's grammar, of a model with `vocab` ids; None if it has none. Raises EngineError for a grammar
         that cannot be compiled."""

@@ -28,7 +28,7 @@ def model(model_folder):
 def spawned(monkeypatch):
     """Stand-ins for vLLM's actors, in the order they were made; `spawned.plan[i]` makes the i-th one differ."""
     from agentrl.engines.vllm import replicas
-    from agentrl.engines.vllm.replicas import Replica, Replicas
+    from agentrl.engines.vllm.replicas import Replica, Replicas, RequestBatcher
     from tests.engines.replica_actors import Actor
 
     class Spawned(list):
@@ -42,7 +42,7 @@ def spawned(monkeypatch):
         actor = Actor(len(actors), **{"machine": machine, **actors.plan.get(len(actors), {})})
         actor.hold = actors.plan.get("hold")
         actors.append(actor)
-        return Replica(number, actor)
+        return Replica(number, actor, RequestBatcher(actor))
 
     monkeypatch.setattr(Replicas, "_spawn", spawn)
     monkeypatch.setattr(replicas.ray, "kill", lambda actor: setattr(actor, "dead", True))

@@ -22,7 +22,7 @@ class Actor:
         self.calls, self.version, self.loaded, self.dead = [], 0, [], False
         self.open = asyncio.Event()
         self.open.set()
-        self.hold = None
+        self.hold, self.paced = None, {}
         self.lingers = 0  # seconds for which a stream stays open after its last answer
 
     def __getattr__(self, name):
@@ -78,6 +78,8 @@ class Actor:
             return Generation(drawn, [-1.0] * len(drawn), [self.version] * len(drawn), "length")
         elif name == "play":
             return await self.hosted(*args)
+        elif name == "progress":
+            return self.paced
         elif name == "stats":
             return EngineStats(sampled_tokens=2 * self.calls.count("generate"))
         return 1000 + self.number
@@ -115,13 +117,10 @@ class Method:
 class Inside:
     """A stand-in's replica for code in its process, such as `LocalEngine`."""
 
-    context = 2048
+    context, unfit = 2048, ""
 
     def __init__(self, actor):
         self.actor = actor
-
-    def check_fit(self):
-        pass
 
     async def generate(self, *request):
         *request, told = request

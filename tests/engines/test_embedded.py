@@ -32,11 +32,23 @@ def passes(request, monkeypatch):
 
 
 @pytest_asyncio.fixture
-async def engine(model_folder, passes):
-    engine = EmbeddedEngine(model_folder, device="cpu", max_slots=96, unused=UNUSED)
-    await engine.start()
-    yield engine
-    await engine.close()
+async def started():
+    """`await started(folder, ...)` -> an engine on the CPU, which is closed after the test."""
+    made = []
+
+    async def start(folder, **options):
+        made.append(engine := EmbeddedEngine(folder, device="cpu", **options))
+        await engine.start()
+        return engine
+
+    yield start
+    for engine in made:
+        await engine.close()
+
+
+@pytest_asyncio.fixture
+async def engine(model_folder, passes, started):
+    return await started(model_folder, max_slots=96, unused=UNUSED)
 
 
 @pytest.fixture
@@ -69,26 +81,23 @@ async def _episodes(engine, count, turns=3, tokens=20):
 
 
 @pytest.mark.usefixtures("passes")
-async def test_a_run_is_reproduced_exactly(model_folder):
+async def test_a_run_is_reproduced_exactly(started, model_folder):
     """Logprobs to the last bit, which takes the same batches at the same steps."""
     runs = []
     for _ in range(2):
-        engine = EmbeddedEngine(model_folder, device="cpu")
-        await engine.start()
+        engine = await started(model_folder)
         episodes = await _episodes(engine, 24)
         last = await engine.generate(episodes[3], Sampling(max_tokens=5, seed=1), "e3")
         runs.append((episodes, last.logprobs, (await engine.stats()).extra["steps"]))
-        await engine.close()
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_the_loop_turns_while_a_real_model_computes(tmp_path, dtype):
+async def test_the_loop_turns_while_a_real_model_computes(started, tmp_path, dtype):
     """A prefill that takes a while; a coroutine that shall get its turn meanwhile; one whose caller goes away, and one that is
     aborted: neither waits for the pass, and both leave the cache to others."""
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
-    engine = EmbeddedEngine(build_model(tmp_path / "wide", **wide), device="cpu", dtype=dtype)
-    await engine.start()
+    engine = await started(build_model(tmp_path / "wide", **wide), dtype=dtype)
     batcher, forward, where, turns = engine._batcher, engine._model.forward, [], 0
 
     def watched(*args):
@@ -114,7 +123,6 @@ async def test_the_loop_turns_while_a_real_model_computes(tmp_path, dtype):
     again = await engine.generate(prompt_of(1000, seed=1), Sampling(max_tokens=3, seed=1), "again")
     assert len(again.token_ids) == 3 and (dtype == "bfloat16" or again.token_ids == (await long).token_ids)
     assert (await engine.stats()).running == 0 and batcher.requests() == []
-    await engine.close()
 
 
 async def test_a_publish_a_pause_and_the_end_wait_for_the_pass_under_way(engine, model):
@@ -143,7 +151,7 @@ async def test_a_publish_a_pause_and_the_end_wait_for_the_pass_under_way(engine,
     assert not inside and all(isinstance(one, EngineError) for one in await asyncio.gather(*tasks, return_exceptions=True))
 
 
-async def test_where_weights_lie_in_their_file_or_after_a_sleep_changes_no_digit(model_folder, model, tmp_path):
+async def test_where_weights_lie_in_their_file_or_after_a_sleep_changes_no_digit(started, model_folder, model, tmp_path):
     """A resumed run reads its weights from another file than the unbroken one did, and has not slept: products of a single
     token round by where in memory its weights begin."""
     prompts = [prompt_of(40, seed=seed) for seed in range(8)]
@@ -156,14 +164,12 @@ async def test_where_weights_lie_in_their_file_or_after_a_sleep_changes_no_digit
         folder = shutil.copytree(model_folder, tmp_path / str(bytes_more))
         tensors = load_file(folder / "model.safetensors")
         save_file(tensors, folder / "model.safetensors", {"format": "pt", "more": "x" * (64 + bytes_more)})
-        engine = EmbeddedEngine(str(folder), device="cpu")
-        await engine.start()
+        engine = await started(str(folder))
         found.append(await logprobs(engine))
         await engine.sleep()
         await engine.wake("weights")
         await publish(engine, 1, parameters(model))
         found.append(await logprobs(engine))
-        await engine.close()
     assert found[1] == found[0] and found[2] == found[0] and found[3] == found[0]
 
 
@@ -175,23 +181,17 @@ async def test_where_weights_lie_in_their_file_or_after_a_sleep_changes_no_digit
         pytest.param({"step_tokens": 16}, id="prompts in chunks"),
     ],
 )
-async def test_tight_limits_change_nothing_but_time(model_folder, limits):
+async def test_tight_limits_change_nothing_but_time(started, model_folder, limits):
     """Queueing, eviction, preemption and chunked prompts never change what a request samples."""
-    reference = EmbeddedEngine(model_folder, device="cpu")
-    tight = EmbeddedEngine(model_folder, device="cpu", **limits)
-    await reference.start()
-    await tight.start()
+    reference, tight = await started(model_folder), await started(model_folder, **limits)
     assert await _episodes(tight, 16, tokens=70) == await _episodes(reference, 16, tokens=70)
-    await reference.close()
-    await tight.close()
 
 
-async def test_forgetting_makes_it_as_new(model_folder):
+async def test_forgetting_makes_it_as_new(started, model_folder):
     """A resumed run has a fresh engine: what went before in the unbroken one must not show in the last digits."""
 
     async def answers(*, before, forget):
-        engine = EmbeddedEngine(model_folder, device="cpu")
-        await engine.start()
+        engine = await started(model_folder)
         if before:
             await _episodes(engine, 8)
         if forget:
@@ -200,7 +200,6 @@ async def test_forgetting_makes_it_as_new(model_folder):
         sampling = [Sampling(max_tokens=16, seed=n) for n in range(4)]
         out = await asyncio.gather(*(engine.generate(prompt_of(40, seed=0), s, f"x{s.seed}") for s in sampling))
         hit = (await engine.stats()).cached_tokens - cached
-        await engine.close()
         return [(o.token_ids, o.logprobs) for o in out], hit
 
     fresh = await answers(before=False, forget=False)
@@ -208,7 +207,7 @@ async def test_forgetting_makes_it_as_new(model_folder):
     assert (await answers(before=True, forget=False))[1] > fresh[1]  # the control: it did remember
 
 
-async def test_a_branch_computes_nothing_of_the_turns_that_it_shares(model_folder):
+async def test_a_branch_computes_nothing_of_the_turns_that_it_shares(started, model_folder):
     """Another episode begins with all that one has seen and sampled until its third turn: the last blocks alone are its own.
     What it samples is what an engine samples that knows of nothing."""
 
@@ -216,9 +215,7 @@ async def test_a_branch_computes_nothing_of_the_turns_that_it_shares(model_folde
         out = await engine.generate(prompt, Sampling(max_tokens=24, seed=seed), key)
         return out, [*prompt, *out.token_ids, *prompt_of(20, seed=seed)]
 
-    engine, fresh = EmbeddedEngine(model_folder, device="cpu"), EmbeddedEngine(model_folder, device="cpu")
-    for one in (engine, fresh):
-        await one.start()
+    engine, fresh = await started(model_folder), await started(model_folder)
     turns = [prompt_of(40, seed=0)]
     for turn in range(4):
         turns.append((await answer(engine, "root", turns[-1], turn))[1])
@@ -236,13 +233,10 @@ async def test_a_branch_computes_nothing_of_the_turns_that_it_shares(model_folde
     assert (await engine.stats()).cached_tokens - before >= len(rewritten) - 16 - 1
     same, _ = await answer(fresh, "y", rewritten, 7)
     assert out.token_ids == same.token_ids
-    for one in (engine, fresh):
-        await one.close()
 
 
-async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(model_folder, model):
-    engine = EmbeddedEngine(model_folder, device="cpu")
-    await engine.start()
+async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(started, model_folder, model):
+    engine = await started(model_folder)
     before = await engine.generate(prompt_of(40), Sampling(max_tokens=8, seed=1), "a")
     held = await _held(engine)
     await engine.pause()
@@ -259,7 +253,6 @@ async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(model_f
     after = await engine.generate(prompt_of(40), Sampling(max_tokens=8, seed=1), "a")
     assert (after.token_ids, set(after.versions)) == (before.token_ids, {1})
     assert after.logprobs == before.logprobs
-    await engine.close()
 
 
 async def nothing():
@@ -282,9 +275,8 @@ async def test_nothing_sleeps_while_requests_run(engine):
     waiting.cancel()
 
 
-async def test_memory_stays_under_its_limit(model_folder):
-    engine = EmbeddedEngine(model_folder, device="cpu", kv_cache_mib=2, max_context=1024)
-    await engine.start()
+async def test_memory_stays_under_its_limit(started, model_folder):
+    engine = await started(model_folder, kv_cache_mib=2, max_context=1024)
     batcher, _ = engine._running_parts()
     most = 0
 
@@ -298,7 +290,6 @@ async def test_memory_stays_under_its_limit(model_folder):
     await _episodes(engine, 40, tokens=60)
     watcher.cancel()
     assert 1 << 20 < most <= 2 << 20
-    await engine.close()
 
 
 async def test_members_of_a_group_share_their_prompt(engine):
@@ -402,13 +393,12 @@ def _other_architectures():
 
 
 @pytest.mark.parametrize("config", _other_architectures(), ids=lambda config: config.model_type)
-async def test_other_architectures(config, tmp_path):
+async def test_other_architectures(started, config, tmp_path):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    engine = EmbeddedEngine(str(tmp_path), device="cpu")
-    await engine.start()
+    engine = await started(str(tmp_path))
     model = load(tmp_path)
     prompts = [prompt_of(10 + 9 * i, seed=i) for i in range(4)]
     generations = await asyncio.gather(
@@ -416,15 +406,15 @@ async def test_other_architectures(config, tmp_path):
     )
     for prompt, generation in zip(prompts, generations, strict=True):
         assert off(model, prompt, generation) < 5e-5
-    await engine.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_families_with_sinks_caps_windows_chunks_and_latent_attention_are_their_own_eager_forward(family, tmp_path):
+async def test_families_with_sinks_caps_windows_chunks_and_latent_attention_are_their_own_eager_forward(
+    started, family, tmp_path
+):
     """Prompts shorter and longer than the windows, prefilled in chunks, with idle slots between busy ones in decode."""
     tiny_model(family).save_pretrained(tmp_path)
-    engine = EmbeddedEngine(str(tmp_path), device="cpu", step_tokens=16)
-    await engine.start()
+    engine = await started(str(tmp_path), step_tokens=16)
     model = load(tmp_path)
     model.set_attn_implementation("eager")
     prompts = [[1 + (5 * i + seed) % (VOCAB - 1) for i in range(n)] for seed, n in enumerate((4, 21, 9, 30, 13))]
@@ -434,17 +424,14 @@ async def test_families_with_sinks_caps_windows_chunks_and_latent_attention_are_
     )
     for prompt, generation in zip(prompts, generations, strict=True):
         assert off(model, prompt, generation) < 2e-5
-    await engine.close()
 
 
-async def test_without_a_cache_a_prompt_may_be_longer_than_a_step(tmp_path):
+async def test_without_a_cache_a_prompt_may_be_longer_than_a_step(started, tmp_path):
     """Its first parts are stored, and nothing is sampled from them."""
     folder = build_model(tmp_path)
-    engine = EmbeddedEngine(folder, device="cpu", cache=False, step_tokens=16)
-    await engine.start()
+    engine = await started(folder, cache=False, step_tokens=16)
     generation = await engine.generate(prompt_of(50), Sampling(max_tokens=6, seed=1), "a")
     assert off(load(folder), prompt_of(50), generation) < 5e-5
-    await engine.close()
 
 
 @pytest.mark.parametrize("family", ["mamba", "lfm2"])
@@ -461,15 +448,13 @@ async def test_a_model_it_would_get_wrong_is_refused(family, tmp_path):
         await EmbeddedEngine(str(tmp_path), device="cpu").start()
 
 
-async def test_an_untied_head_is_published_too(tmp_path):
+async def test_an_untied_head_is_published_too(started, tmp_path):
     folder = build_model(tmp_path, tied=False)
     model = load(folder)
-    engine = EmbeddedEngine(folder, device="cpu")
-    await engine.start()
+    engine = await started(folder)
     new = changed(model, seed=4)
     assert "lm_head.weight" in new
     await publish(engine, 3, new)
     generation = await engine.generate(prompt_of(9), Sampling(max_tokens=9, seed=1), "a")
     expected = forward_logprobs(model, prompt_of(9), generation.token_ids, weights=new)
     assert (expected - torch.tensor(generation.logprobs)).abs().max() < 1e-5
-    await engine.close()

@@ -15,7 +15,7 @@ from agentrl.config import RolloutConfig
 from agentrl.config.schema import VllmConfig
 from agentrl.engines.vllm import replica_calls as local
 from agentrl.engines.vllm.replica_actor import VllmActor
-from agentrl.engines.vllm.replica_calls import LOOK, InReplica, LocalEngine, ReplicaDeadError, settle
+from agentrl.engines.vllm.replica_calls import LOOK, InReplica, LocalEngine, ReplicaDeadError
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
@@ -321,7 +321,7 @@ async def test_progress_of_a_turn_is_read_in_the_same_process(monkeypatch: pytes
         await going.wait()
         return "done"
 
-    made.pace, made.generate = told, generate  # type: ignore[assignment, method-assign]
+    made.progress, made.generate = told, generate  # type: ignore[assignment, method-assign]
     engine = LocalEngine(made, 400)
     assert engine.progress("e") is None
     turns = [asyncio.create_task(engine.generate([1], Sampling(4), key)) for key in "ef"]
@@ -337,15 +337,15 @@ async def test_progress_of_a_turn_is_read_in_the_same_process(monkeypatch: pytes
 
 
 async def test_only_a_replicas_process_has_a_replica() -> None:
-    kept, local._HERE[:] = list(local._HERE), []
+    kept, local.HERE[:] = list(local.HERE), []
     try:
         with pytest.raises(EngineError, match="no vLLM replica"):
             InReplica(400).connect()
-        settle(made := actor())
+        local.HERE[:] = [made := actor()]
         connected = InReplica(400).connect()
         assert isinstance(connected, LocalEngine) and connected._actor is made
     finally:
-        local._HERE[:] = kept
+        local.HERE[:] = kept
 
 
 async def test_workers_that_end_by_themselves_again_and_again_are_not_begun_for_ever(

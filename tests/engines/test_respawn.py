@@ -159,6 +159,32 @@ async def test_a_failed_update_is_not_given_to_a_new_replica(started, model, spa
     assert spawned[2].version == 3
 
 
+async def test_the_driver_asks_for_progress_only_while_there_are_requests(started, spawned, monkeypatch):
+    monkeypatch.setattr(elastic, "ASK_S", 0.01)
+    engine = await started(max_respawns=1)
+    assert engine.progress("e") is None
+    spawned[0].open.clear()
+    turn = asyncio.create_task(engine.generate([5], SHORT, "e"))
+    await asyncio.sleep(0.02)
+    assert engine.progress("e") == 0
+    spawned[0].paced = {"e#0": 4, "another's": 9}
+    async with asyncio.timeout(5):
+        while engine.progress("e") != 4:
+            await asyncio.sleep(0.01)
+    # its replica dies: the turn is sampled again elsewhere
+    spawned.plan["hold"] = asyncio.Event()
+    spawned[0].dead = True
+    async with asyncio.timeout(5):
+        while engine.progress("e") != 0:
+            await asyncio.sleep(0.01)
+    spawned.plan["hold"].set()
+    assert (await asyncio.wait_for(turn, 5)).token_ids == [1, 2] and engine.progress("e") is None
+    await asyncio.sleep(0.05)
+    asked = spawned[1].calls.count("progress")
+    await asyncio.sleep(0.05)
+    assert spawned[1].calls.count("progress") == asked
+
+
 async def test_the_stage_of_a_start_is_told_and_named_if_it_is_late(model_folder, spawned, started):
     spawned.plan["hold"] = asyncio.Event()
     engine = VllmEngine(model_folder, VllmConfig(replicas=2, startup_timeout=0.2))
@@ -506,12 +532,7 @@ async def test_requests_wait_for_a_machine_if_the_last_one_left(started, model, 
     assert (await asyncio.wait_for(waiting, 5)).versions == [3, 3]
 
 
-async def test_room_is_counted_in_whole_replicas():
-    assert [elastic.fits(free, {"GPU": 2.0}) for free in ({"GPU": 5.0}, {"GPU": 1.0}, {"CPU": 9.0})] == [2, 0, 0]
-    assert elastic.fits({"GPU": 4.0, "CPU": 1.5}, {"GPU": 1.0, "CPU": 1.0}) == 1
-
-
-async def test_a_machine_that_does_not_answer_is_no_machine_whatever_ray_says(monkeypatch):
+async def test_room_is_counted_in_whole_replicas_on_machines_that_answer_whatever_ray_says(monkeypatch):
     with socket.socket() as listening, socket.socket() as silent:
         for each in (listening, silent):
             each.bind(("127.0.0.1", 0))
@@ -522,5 +543,12 @@ async def test_a_machine_that_does_not_answer_is_no_machine_whatever_ray_says(mo
             for name, port in ports.items()
         ]
         monkeypatch.setattr(elastic.ray, "nodes", lambda: nodes)
-        monkeypatch.setattr(elastic, "available_resources_per_node", lambda: {name: {"CPU": 2.0} for name in ports})
-        assert elastic.rooms({"CPU": 1.0}) == {"there": 2}
+        for free, need, count in (
+            ({"CPU": 2.0}, {"CPU": 1.0}, 2),
+            ({"GPU": 5.0}, {"GPU": 2.0}, 2),
+            ({"GPU": 1.0}, {"GPU": 2.0}, 0),
+            ({"CPU": 9.0}, {"GPU": 2.0}, 0),
+            ({"GPU": 4.0, "CPU": 1.5}, {"GPU": 1.0, "CPU": 1.0}, 1),
+        ):
+            monkeypatch.setattr(elastic, "available_resources_per_node", lambda free=free: dict.fromkeys(ports, free))
+            assert elastic.rooms(need) == {"there": count}

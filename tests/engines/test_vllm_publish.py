@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import VllmConfig
-from agentrl.engines.vllm.replica_calls import Paces
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.engines.weights.base import Bucket, TensorEntry
 from agentrl.engines.weights.parameters import Expected
@@ -57,8 +56,8 @@ class Replicas:
         self.sampled.append(request[2])
         return Generation([7], [-1.0], [self.version], "stop")
 
-    async def progress(self) -> list[Any]:
-        return []
+    def pace(self, request_id: str) -> int:
+        return 0
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def engine() -> Any:
     made: Any = VllmEngine("made-up", VllmConfig())
     made._replicas = Replicas()
     made._attached = made.members()
-    made._paces, made._expected = Paces(made._replicas.progress), Expected({"w": (2,)}, {}, 400, 100)
+    made._expected = Expected({"w": (2,)}, {}, 400, 100)
     return made
 
 
@@ -114,4 +113,3 @@ async def test_a_request_hears_of_weights_that_did_not_arrive_whole(engine: Any)
         with pytest.raises(EngineError, match=r"no generation until a publish succeeds: .*'v' is not a parameter"):
             await late
     assert engine._replicas.sampled == []
-    await engine._paces.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from base64 import b64encode
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -132,11 +133,13 @@ def test_an_engine_on_the_same_gpu_maps_the_trainers_buckets_and_proves_it(cards
 
 
 def test_every_rank_offers_its_own_gpu_and_one_that_cannot_fails_all(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ipc.pack("GPU-b", "11" * 16, [("other",)])
+    other = f"GPU-b {'11' * 16} {b64encode(pickle.dumps([('other',)])).decode()}"
     monkeypatch.setattr(ipc, "gather_objects", lambda mine: [mine, (other, "")])
     offer = ipc.IpcSender(ROOM, 2).open()
     assert [where.split(" ")[0] for where in offer.where] == ["GPU-a", "GPU-b"]
-    assert ipc.handles_for(offer, "GPU-b") == ("11" * 16, [("other",)])
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-b"))
+        assert ipc.own_handles(offer)[1:] == ("GPU-b", "11" * 16, [("other",)])
     monkeypatch.setattr(ipc, "gather_objects", lambda mine: [mine, (None, "no memory")])
     with pytest.raises(ConfigError, match=r"weights.route = ipc: no memory"):
         ipc.IpcSender(ROOM, 2).open()
@@ -175,7 +178,7 @@ def test_vllms_engine_loads_what_comes_by_handle(engines: None, cards: Cards) ->
         same(loaded[len(WEIGHTS) * round_ :], WEIGHTS)
     assert sorted(cards.mapped) == ["handle 0", "handle 1"]
     end.close()
-    wrong = replace(sender.open(), where=(ipc.pack("GPU-b", "00" * 16, []),))
+    wrong = replace(sender.open(), where=(f"GPU-b {'00' * 16} {b64encode(pickle.dumps([])).decode()}",))
     with pytest.raises(ConfigError, match="not one of the trainer's"):
         transfer_of(wrong, 0)[0].open()
 
@@ -256,7 +259,7 @@ def test_shared_buckets_are_pinned_at_both_ends(cards: Cards, monkeypatch: pytes
     receiver = routes.open_receiver(sender.open(), 0)
     assert list(pinned.values()) == [1 << 12] * SLOTS * 2
     receiver.close()
-    assert list(pinned) == [slot.data_ptr() for slot in sender._slots]
+    assert list(pinned) == [slot.data_ptr() for slot in sender.slots]
     sender.close()
     assert not pinned
     refuse = 2

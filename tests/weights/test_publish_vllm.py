@@ -74,7 +74,7 @@ async def test_fsdp_ranks_into_tensor_parallel_workers(ray_up: None, tiny: str, 
             assert await publish(actors, engine, cfg, version) == (route if route != "auto" else "shared")
             assert gap(actors, await ledger_of(engine, version)) < 1e-3, route
         # what a replica that is started later would get
-        names = [entry.name for kept in engine._newest for entry in kept.bucket.entries]
+        names = [entry.name for bucket, _ in engine._newest for entry in bucket.entries]
         assert len(names) == len(set(names)) and "lm_head.weight" in names
         with pytest.raises(ConfigError, match="in another process"):
             await publish(actors, engine, WeightsConfig(route="memory"), 9)

@@ -17,7 +17,7 @@ from agentrl.config.envs import one_temperature
 from agentrl.config.schema import AgentConfig, McpServerConfig
 from agentrl.config.schema.episodes import entry_name
 from agentrl.data.trajectory import Json
-from agentrl.engines.makers import api_name, is_script
+from agentrl.engines.makers import POLICY, api_name
 from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
 from agentrl.env.tools import TOOL_SOURCES
@@ -92,7 +92,7 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
             sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=0.0)
             request = LiteLlmEngine(rollout.summary_model, one.api).request([QUESTION], tools(), sampling)
             yield ApiModel("rollout.summary_model", "api.base", one.api.base, request, given=one.api.args)
-    for one in () if is_script(config.model.path) else config.each():  # a script's user is scripted too
+    for one in () if str(config.model.path).startswith(POLICY) else config.each():  # a script's user is scripted too
         called, ref, own = one.envs[0].called, EnvRef.of(one), {"temperature": "the option `temperature` of its model"}
         if ref.at is not None:  # they are asked by its server
             continue

@@ -20,7 +20,7 @@ from agentrl.data.token_ledger import images_in
 from agentrl.engines.embedded.embedded_model import EmbeddedModel, RecomputedModel
 from agentrl.engines.embedded.kv_cache import Slots, cache_limit
 from agentrl.engines.embedded.scheduler import Batcher, Drawn, Request
-from agentrl.engines.token_text import Words, check_request
+from agentrl.engines.token_text import StopStrings, Words, check_request
 from agentrl.engines.weights.base import Adapter, Bucket, Offer, Receiver, WakeStage, WeightTarget, open_receiver
 from agentrl.engines.weights.parameters import Arrivals, apply_adapter
 from agentrl.render.modality import modality_in
@@ -135,7 +135,7 @@ class EmbeddedEngine(Engine, WeightTarget):
             uniforms=stream.random(budget),
             done=asyncio.get_running_loop().create_future(),
             told=told,
-            stops=self._words.stops(sampling),
+            stops=StopStrings(sampling.stop, self._words.decode) if sampling.stop else None,
             constraint=self._words.constraint(sampling, model.vocab),
         )
         self._under_way[request_key] = request
@@ -257,6 +257,7 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def stats(self) -> EngineStats:
         batcher, _ = self._running_parts()
+        used = sum((pool.slots - len(pool.free)) * pool.slot_bytes for pool in batcher.slots.pools)
         return EngineStats(
             running=len(batcher.running),
             waiting=len(batcher.waiting),
@@ -264,7 +265,7 @@ class EmbeddedEngine(Engine, WeightTarget):
             cached_tokens=batcher.cached_tokens,
             sampled_tokens=batcher.sampled_tokens,
             version=batcher.version,
-            kv_used=batcher.slots.used_share,
+            kv_used=used / batcher.slots.limit,
             extra={"steps": batcher.steps, "idle": len(batcher.idle)},
         )
 

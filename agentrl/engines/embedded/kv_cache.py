@@ -106,12 +106,6 @@ class Pool:
             self._copies = kv.new_empty(max(math.prod(shape), 2 * self._copies.numel()))
         return torch.stack([kv[:, slot] for slot in slots], 1, out=self._copies[: math.prod(shape)].view(shape))
 
-    def take(self) -> int:
-        """The lowest free slot; call `grow` first. Taking low ones first keeps a decode step's view dense."""
-        slot = min(self.free)
-        self.free.remove(slot)
-        return slot
-
     def clear(self, free_memory: bool = True) -> None:
         """Free every slot, and their memory, unless the next sequences need it at once."""
         if free_memory:
@@ -129,7 +123,7 @@ class Slots:
     """All pools, under one memory limit."""
 
     def __init__(self, shape: KvShape, max_context: int, limit_bytes: int, smallest: int = 128) -> None:
-        self._limit = limit_bytes
+        self.limit = limit_bytes
         sizes = [smallest]
         while sizes[-1] < max_context:
             sizes.append(sizes[-1] * 2)
@@ -139,39 +133,38 @@ class Slots:
     def new(self, key: str, tokens: list[int]) -> CachedSequence | None:
         """A sequence with a slot for all its tokens, or None if there is not enough memory."""
         # For the tokens so far, not for all that may be sampled: most turns end early, and `enlarge` moves those that do not.
-        pool = self._room(len(tokens))
-        return None if pool is None else CachedSequence(key, tokens, pool, pool.take())
+        found = self._room(len(tokens))
+        return None if found is None else CachedSequence(key, tokens, *found)
 
     def enlarge(self, sequence: CachedSequence) -> bool:
         """Make room for all tokens of a sequence; False if there is not enough memory."""
         if len(sequence.tokens) <= sequence.pool.capacity:
             return True
-        pool = self._room(len(sequence.tokens))
-        if pool is None:
+        if (found := self._room(len(sequence.tokens))) is None:
             return False
         old, left, length = sequence.pool, sequence.slot, sequence.computed
-        sequence.pool, sequence.slot = pool, pool.take()
-        pool.kv[:, :, sequence.slot, :, :length] = old.kv[:, :, left, :, :length]
+        sequence.pool, sequence.slot = found
+        sequence.pool.kv[:, :, sequence.slot, :, :length] = old.kv[:, :, left, :, :length]
         old.free.append(left)
         return True
 
-    def _room(self, length: int) -> Pool | None:
-        """The smallest pool with a free slot of that length; None if memory allows none."""
+    def _room(self, length: int) -> tuple[Pool, int] | None:
+        """Take a slot of that length in the smallest pool that has one; None if memory allows none."""
         fitting = [pool for pool in self.pools if pool.capacity >= length]
-        left = self._limit - sum(pool.slots * pool.slot_bytes for pool in self.pools)
-        if fitting[0].grow(left):
-            return fitting[0]
-        # Unused pools keep their memory, and it counts against the limit until it is freed here.
-        for pool in self.pools:
-            if 0 < pool.slots == len(pool.free):
-                left += pool.slots * pool.slot_bytes
-                pool.clear()
-        return next((pool for pool in fitting if pool.grow(left)), None)
-
-    @property
-    def used_share(self) -> float:
-        """The share of the memory limit that slots in use take."""
-        return sum((pool.slots - len(pool.free)) * pool.slot_bytes for pool in self.pools) / self._limit
+        left = self.limit - sum(pool.slots * pool.slot_bytes for pool in self.pools)
+        found = fitting[0] if fitting[0].grow(left) else None
+        if found is None:
+            # Unused pools keep their memory, and it counts against the limit until it is freed here.
+            for pool in self.pools:
+                if 0 < pool.slots == len(pool.free):
+                    left += pool.slots * pool.slot_bytes
+                    pool.clear()
+            found = next((pool for pool in fitting if pool.grow(left)), None)
+        if found is None:
+            return None
+        slot = min(found.free)  # low ones first: that keeps a decode step's view dense
+        found.free.remove(slot)
+        return found, slot
 
 
 def cache_limit(given_mib: int | None, room: int | None, weights: int, token: int, length: int) -> int:

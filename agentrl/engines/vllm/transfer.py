@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from agentrl.engines.weights.base import ROUTES, SLOTS, TOKEN_BYTES, Bucket, Offer, Receiver, TensorEntry, check_token
-from agentrl.engines.weights.distributed_routes import IpcReceiver, NcclReceiver, handles_for, own_gpu
+from agentrl.engines.weights.base import ROUTES, SLOTS, TOKEN_BYTES, Bucket, Offer, Receiver, check_token
+from agentrl.engines.weights.distributed_routes import Handle, IpcReceiver, NcclReceiver, own_handles
 from agentrl.utils.errors import ConfigError
 
 
@@ -25,6 +25,8 @@ class Transfer(ABC):
         self._offer, self._index = offer, index
         self._of = (vllm_config, device, model)
         self._engines: list[Any] = []
+        self._handles: list[dict[str, Handle]] = []
+        """Of the trainer's slots on this process's GPU, by its UUID; none if buckets come otherwise."""
 
     def open(self) -> None:
         """Raises ConfigError with the reason if the route cannot serve this process."""
@@ -40,8 +42,9 @@ class Transfer(ABC):
             "names": [entry.name for entry in own],
             "dtype_names": [entry.dtype for entry in own],
             "shapes": [list(entry.shape) for entry in own],
-            **self._bucket_facts(bucket.slot, own),
         }
+        if self._handles:
+            update |= {"ipc_handles": self._handles[bucket.slot], "tensor_sizes": [entry.nbytes for entry in own]}
         engine = self._engines[bucket.slot % len(self._engines)]
         engine.receive_weights(engine.parse_update_info(update))
 
@@ -54,10 +57,6 @@ class Transfer(ABC):
     @abstractmethod
     def _start_engines(self) -> None:
         """Make and start the engines."""
-
-    def _bucket_facts(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
-        """Facts that the engine must know of a bucket apart from names, types and shapes."""
-        return {}
 
     def _start(self, **info: Any) -> Any:
         """One more engine, started with `info`."""
@@ -78,8 +77,7 @@ class IpcTransfer(Transfer):
     def _start_engines(self) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
 
-        device, gpu = own_gpu()
-        token, handles = handles_for(self._offer, gpu)
+        device, gpu, token, handles = own_handles(self._offer)
         self._handles = [{gpu: handle} for handle in handles]
         assert len(handles) == SLOTS
         for handle in self._handles:
@@ -88,9 +86,6 @@ class IpcTransfer(Transfer):
             one = {"names": ["token"], "shapes": [[TOKEN_BYTES]], "dtype_names": ["uint8"], "tensor_sizes": [TOKEN_BYTES]}
             [(_, found)] = packed_ipc_consumer(handle, **one, device_index=device, importer=engine._packed_importer)
             check_token(found, token, self.backend)
-
-    def _bucket_facts(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
-        return {"ipc_handles": self._handles[slot], "tensor_sizes": [entry.nbytes for entry in entries]}
 
 
 class NcclTransfer(Transfer):

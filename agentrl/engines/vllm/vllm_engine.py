@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ from agentrl.config.schema import VllmConfig
 from agentrl.data.token_ledger import own
 from agentrl.engines.token_text import Words, check_request
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
-from agentrl.engines.vllm.replica_calls import InReplica, Paces, ReplicaDeadError
+from agentrl.engines.vllm.replica_calls import InReplica, ReplicaDeadError
 from agentrl.engines.vllm.replicas import Elastic, Replica, Replicas, ReplicaSeats
 from agentrl.engines.weights.base import (
     Adapter,
@@ -37,15 +38,8 @@ from agentrl.utils.errors import ConfigError, DependencyError, EngineError
 from agentrl.utils.processor import size_of_folder, threads_for
 from agentrl.utils.threads import in_thread
 
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A bucket as it was published, with its bytes, uint8 [nbytes], in Ray's object store."""
-
-    bucket: Bucket
-    data: ray.ObjectRef
-
-
+Kept = tuple[Bucket, ray.ObjectRef]
+"""A bucket as it was published, and its bytes, uint8 [nbytes], in Ray's object store."""
 TAGS: dict[WakeStage, str] = {"weights": "weights", "cache": "kv_cache"}
 """vLLM's names for what it allocates at each stage of waking up."""
 
@@ -88,6 +82,7 @@ class VllmEngine(Engine, WeightTarget):
         self._words = Words(model_path, trust=trust)
         self._lora_rank, self._sleeps = lora_rank, sleeps
         self._asleep: tuple[WakeStage, ...] = ()
+        self._sleep_level = 2 if lora_rank is None else 1
         self._context, self._count = cfg.max_model_len, cfg.replicas
         cuda = torch.cuda.is_available() if cuda is None else cuda
         dtype = dtype or ("bfloat16" if cuda else "float32")
@@ -104,7 +99,8 @@ class VllmEngine(Engine, WeightTarget):
         self._replicas = Replicas(options, cfg, cuda=cuda, threads=count, ray_options=ray_options, catch_up=self._catch_up)
         need = {"GPU": float(cfg.tensor_parallel)} if cuda else {"CPU": 1.0}
         self._elastic = None if cfg.max_replicas is None else Elastic(self._replicas, cfg.max_replicas, need)
-        self._paces = Paces(self._replicas.progress)
+        self._under_way: dict[str, str] = {}
+        """The id of each episode's request."""
         self._expected: Expected | None = None
         self._numbers = itertools.count()
         self._unfit: str | None = None
@@ -134,7 +130,8 @@ class VllmEngine(Engine, WeightTarget):
             self._elastic.start()
 
     def starting(self) -> str:
-        return self._replicas.starting()
+        stages = Counter(one.stage for one in self._replicas.every if one.stage and one.cause is None)
+        return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         """Sample a turn; if the replica dies meanwhile, sample it again on another one, from the same ids. While weights
@@ -154,12 +151,15 @@ class VllmEngine(Engine, WeightTarget):
 
         while True:
             request_id = f"{request_key}#{next(self._numbers)}"
-            self._paces.begin(request_key, request_id)
+            self._under_way[request_key] = request_id
             replica: Replica | None = None
             answer: Generation | None = None
             try:
                 await self._weights_whole.wait()
-                self._check(token_ids, sampling)
+                expected = self._running()
+                if self._unfit is not None:
+                    raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
+                check_request(token_ids, sampling, self._context, expected.vocab)
                 request = own(token_ids), sampling, request_key, request_id
                 replica = await self._replicas.route(request)
                 answer = await self._replicas.generate(replica, request, None if told is None else tell)
@@ -173,14 +173,17 @@ class VllmEngine(Engine, WeightTarget):
                 raise
             finally:
                 self._replicas.end_request(request_id, answer)
-                self._paces.end(request_key, request_id)
+                # The episode may have begun its next request, which must not lose its progress to the end of the old one.
+                if self._under_way.get(request_key) == request_id:
+                    del self._under_way[request_key]
 
     def refusal(self, sampling: Sampling) -> str:
         return self._words.refusal(sampling)
 
     def progress(self, request_key: str) -> int | None:
         """Up to half a second old."""
-        return self._paces.of(request_key)
+        request_id = self._under_way.get(request_key)
+        return None if request_id is None else self._replicas.pace(request_id)
 
     async def pause(self) -> None:
         async with self._update_lock:
@@ -199,7 +202,7 @@ class VllmEngine(Engine, WeightTarget):
             raise EngineError("the engine was started without a memory that can be freed (sleeps)")
         async with self._update_lock:
             if not self._asleep:
-                await self._replicas.all("sleep", self._level)
+                await self._replicas.all("sleep", self._sleep_level)
                 self._asleep, self._unfit, self._newest = ("weights", "cache"), "the engine sleeps", []
 
     async def wake(self, stage: WakeStage) -> None:
@@ -208,7 +211,7 @@ class VllmEngine(Engine, WeightTarget):
                 return
             await self._replicas.all("wake", TAGS[stage])
             self._asleep = self._asleep[1:]
-            if self._level == 1:
+            if self._sleep_level == 1:
                 self._unfit = "the engine has no cache yet" if self._asleep else None
             elif stage == "weights":
                 self._unfit = "the engine woke up and has no weights yet"
@@ -222,11 +225,8 @@ class VllmEngine(Engine, WeightTarget):
         return ReplicaSeats(self._replicas, lambda: recipe(InReplica(self._running().vocab)), host)
 
     async def wait_until_starved(self) -> None:
-        await self._replicas.wait_until_starved()
-
-    @property
-    def _level(self) -> int:
-        return 2 if self._lora_rank is None else 1
+        while all(replica.current for replica in self._replicas.alive()):
+            await self._replicas.news.wait()
 
     def members(self) -> tuple[str, ...]:
         workers = [f"{r.number}.{r.pid}.{rank}" for r in self._replicas.alive() for rank in range(self._workers)]
@@ -240,7 +240,8 @@ class VllmEngine(Engine, WeightTarget):
             workers = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
             own = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else asyncio.sleep(0)
             receiver, *answers = await asyncio.gather(own, *workers, return_exceptions=True)
-            self._close_receiver()
+            if self._own is not None:
+                self._own.close()
             # Kept before the answers are checked, so that `close` frees it even if another process failed.
             self._own = receiver if isinstance(receiver, Receiver) else None
             # One that died counts before any other error.
@@ -252,11 +253,6 @@ class VllmEngine(Engine, WeightTarget):
                 if isinstance(answer, str) and answer:
                     raise ConfigError(answer)
             self._attached = members
-
-    def _close_receiver(self) -> None:
-        if self._own is not None:
-            self._own.close()
-            self._own = None
 
     async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         async with self._update_lock:
@@ -318,20 +314,20 @@ class VllmEngine(Engine, WeightTarget):
         data = torch.empty(bucket.nbytes, dtype=torch.uint8)
         for entry, (_, tensor) in zip(bucket.entries, self._own.receive(bucket), strict=True):
             tensor_in(data, entry).copy_(tensor)
-        return [Kept(bucket, ray.put(data.numpy()))]
+        return [(bucket, ray.put(data.numpy()))]
 
     async def _catch_up(self, replica: Replica) -> None:
         """Give a new replica the current weights, then let it take requests; if they were not kept, after the next publish."""
         async with self._update_lock:
             await self._replicas.control(replica, "pause")
             if self._asleep:  # its weights come with the next publish, as those of the others
-                await self._replicas.control(replica, "sleep", self._level)
+                await self._replicas.control(replica, "sleep", self._sleep_level)
                 if "weights" not in self._asleep:
                     await self._replicas.control(replica, "wake", TAGS["weights"])
             if self._newest:
                 await self._replicas.control(replica, "begin_update")
-                for kept in self._newest:
-                    await self._replicas.control(replica, "load", kept.data, kept.bucket)
+                for bucket, data in self._newest:
+                    await self._replicas.control(replica, "load", data, bucket)
                 await self._replicas.control(replica, "end_update", self._version)
             if self._adapter is not None and not self._asleep:
                 await self._replicas.control(replica, "adapt", self._version, self._adapter)
@@ -344,8 +340,19 @@ class VllmEngine(Engine, WeightTarget):
         await self._replicas.all("abort", request_key)
 
     async def stats(self) -> EngineStats:
-        """Summed over all replicas, including dead ones; `extra` counts those that are alive and those that were replaced."""
-        parts = await self._replicas.counters()
+        """Summed over all replicas, including dead ones (their last counters, nothing running); `extra` counts those that are
+        alive and those that were replaced."""
+        alive = self._replicas.alive()
+        asked = [self._replicas.control(replica, "stats") for replica in alive]
+        for replica, answer in zip(alive, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(answer, EngineStats):
+                replica.seen = answer
+            elif not isinstance(answer, ReplicaDeadError):
+                raise answer
+        parts = [
+            one.seen if one.cause is None else replace(one.seen, running=0, waiting=0, kv_used=None)
+            for one in (*self._replicas.past, *self._replicas.every)
+        ]
         return EngineStats(
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
@@ -358,11 +365,12 @@ class VllmEngine(Engine, WeightTarget):
         )
 
     async def close(self) -> None:
-        await self._paces.close()
         if self._elastic is not None:  # before the replicas, which it would replace
             await self._elastic.close()
         await self._replicas.close()
-        self._close_receiver()
+        if self._own is not None:
+            self._own.close()
+            self._own = None
         self._newest = []
 
     @property
@@ -374,12 +382,6 @@ class VllmEngine(Engine, WeightTarget):
     def homes(self) -> dict[str, int]:
         """The replica that each episode's requests go to, for users and tests."""
         return {key: replica.number for key, replica in self._replicas.router.homes().items()}
-
-    def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
-        expected = self._running()
-        if self._unfit is not None:
-            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
-        check_request(token_ids, sampling, self._context, expected.vocab)
 
     def _running(self) -> Expected:
         if self._expected is None:

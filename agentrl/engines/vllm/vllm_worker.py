@@ -20,52 +20,6 @@ from agentrl.engines.weights.base import Bucket, Offer, Receiver
 from agentrl.utils.errors import ConfigError
 
 
-def _keep_apart(model: Any) -> None:
-    """Copy what vLLM holds on to, the tensors of layers that are not complete yet: the bucket's memory is about to be reused."""
-    for layer in model.modules():
-        for _, bound in get_layerwise_info(layer).loaded_weights:
-            for name, value in bound.arguments.items():
-                if isinstance(value, torch.Tensor) and name != "param":
-                    bound.arguments[name] = value.clone()
-
-
-def _pack_experts_again(model: Any) -> None:
-    """Let vLLM pack the experts that are about to be loaded for their kernel, as it does at the first load.
-
-    Kernels for CPUs read weights in a layout of their own, into which vLLM 0.32 brings them when it makes the kernel, and not
-    when they are loaded again: experts of new weights would be read as if they were packed, without an error. So the
-    kernel is made again. On a GPU the kernels take the weights as they are, and stay, since CUDA graphs hold them.
-    """
-    for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
-            method.agentrl_kernel, method.moe_kernel = method.moe_kernel, None
-
-
-def _keep_kernels(model: Any) -> None:
-    """Layers whose weights did not come, as in an update that failed, have the old ones, and their kernel."""
-    for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if getattr(method, "agentrl_kernel", None) is not None:
-            method.moe_kernel, method.agentrl_kernel = method.moe_kernel or method.agentrl_kernel, None
-
-
-def _untouched_layers(model: Any) -> list[str]:
-    """Layers that have parameters and took none of the new weights. Loaders that write to a parameter by themselves, and not by
-    its `weight_loader` (gpt-oss: experts and sinks), write to nothing in a reload, without an error."""
-    found, taken = {}, set()
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        # While a layer waits for weights its own parameters have no memory; those that it had, and will have, are in `info`.
-        held = info.kernel_tensors[0].values() if info.can_load() else layer.parameters(recurse=False)
-        memory = {parameter.data_ptr() for parameter in held}
-        if info.can_load() and not info.load_numel and memory:
-            found[name] = memory
-        else:
-            taken |= memory
-    return [name for name, memory in found.items() if memory - taken]  # tied weights come once, for one of their layers
-
-
 class WeightReceiver:
     """Mixed into vLLM's worker."""
 
@@ -86,7 +40,14 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             model = self._model()
             finalize_layerwise_reload(model, self.model_config)
-            _pack_experts_again(model)
+            # Kernels for CPUs read the experts' weights in a layout of their own, into which vLLM 0.32 brings them when it makes
+            # the kernel, and not when they are loaded again: new weights would be read as if they were packed, without an error.
+            # So the kernel is made again. On a GPU the kernels take the weights as they are, and stay, since CUDA graphs hold
+            # them.
+            for layer in model.modules():
+                method: Any = getattr(layer, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
+                    method.agentrl_kernel, method.moe_kernel = method.moe_kernel, None
             # vLLM repacks a layer once it is loaded (kernel layouts, quantization); this restores the layout that files have,
             # without which new weights land wrong or only in part.
             initialize_layerwise_reload(model)
@@ -123,15 +84,36 @@ class WeightReceiver:
             else:
                 model = self.model_runner.get_model()
                 model.load_weights(self.agentrl_receiver.receive(bucket))
-                _keep_apart(model)
+                # Copied is what vLLM holds on to, the tensors of layers that are not complete yet: the bucket's memory is about
+                # to be reused.
+                for layer in model.modules():
+                    for _, bound in get_layerwise_info(layer).loaded_weights:
+                        for name, value in bound.arguments.items():
+                            if isinstance(value, torch.Tensor) and name != "param":
+                                bound.arguments[name] = value.clone()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the trainer fills the bucket's memory again once this is answered
 
     def agentrl_end(self) -> list[str]:
-        """Finish the layers that wait for the end (attention scales, padded weights). Returns those that took no weights."""
-        model = self.model_runner.get_model()
+        """Finish the layers that wait for the end (attention scales, padded weights). Returns layers that have parameters and
+        took none of the new weights: loaders that write to a parameter by themselves, and not by its `weight_loader` (gpt-oss:
+        experts and sinks), write to nothing in a reload, without an error."""
+        model, left, taken = self.model_runner.get_model(), dict[str, set[int]](), set[int]()
         with set_current_vllm_config(self.vllm_config):
-            untouched = _untouched_layers(model)
+            for name, layer in model.named_modules():
+                info = get_layerwise_info(layer)
+                # While a layer waits for weights its own parameters have no memory; those that it had, and will have, are in
+                # `info`.
+                held = info.kernel_tensors[0].values() if info.can_load() else layer.parameters(recurse=False)
+                memory = {parameter.data_ptr() for parameter in held}
+                if info.can_load() and not info.load_numel and memory:
+                    left[name] = memory
+                else:
+                    taken |= memory
             finalize_layerwise_reload(model, self.model_config)
-        _keep_kernels(model)
-        return untouched
+        # Layers whose weights did not come, as in an update that failed, have the old ones, and their kernel.
+        for layer in model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if getattr(method, "agentrl_kernel", None) is not None:
+                method.moe_kernel, method.agentrl_kernel = method.moe_kernel or method.agentrl_kernel, None
+        return [name for name, memory in left.items() if memory - taken]  # tied weights come once, for one of their layers

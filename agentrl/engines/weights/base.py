@@ -145,12 +145,7 @@ def tensor_in(buffer: Tensor, entry: TensorEntry, regions: Sequence[Tensor] = ()
 
 SLOTS = 2
 TOKEN_BYTES = 16
-"""Bytes at the start of a slot by which a receiver that maps it sees that it is the sender's own."""
-
-
-def write_token(slot: Tensor, token: bytes) -> None:
-    """Mark a slot as the sender's."""
-    slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+"""Bytes at the start of a slot that a sender writes, by which a receiver that maps it sees that it is the sender's own."""
 
 
 def check_token(slot: Tensor, token: str, route: str) -> None:
@@ -179,9 +174,10 @@ class Sender(ABC):
     """Whether every rank of the trainer fills buckets, and not only rank 0; `open` is then a collective."""
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
-        self.slot_bytes, self.receivers = slot_bytes, receivers
+        self.slot_bytes, self.receivers = max(slot_bytes, TOKEN_BYTES), receivers
         self._turn = 0
-        self._slots: list[Tensor] = []
+        self.slots: list[Tensor] = []
+        """The bytes of each, uint8 [slot_bytes], made by `open`."""
         self.lent: Lent = NOTHING_LENT
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
@@ -200,15 +196,10 @@ class Sender(ABC):
         """Fill the next slot from the stream and send it; None at the stream's end."""
         if stream.next is None:
             return None
+        # No receiver reads the slot any more: the driver asks for the next bucket but one only when all have loaded this one.
         slot, self._turn = self._turn, (self._turn + 1) % SLOTS
-        # `self.slot` blocks until the bucket before the last, which used this slot, is no longer read.
-        entries, used = fill(stream, self.slot_bytes, self.slot(slot), self.align, self.lent)
+        entries, used = fill(stream, self.slot_bytes, self.slots[slot], self.align, self.lent)
         return self.ship(Bucket(slot, used, tuple(entries)))
-
-    def slot(self, number: int) -> Tensor:
-        """The slot's bytes, uint8 [slot_bytes]; waits until no receiver reads them any more."""
-        # The driver asks for the next bucket but one only when all receivers have loaded this one.
-        return self._slots[number]
 
     def ship(self, bucket: Bucket) -> Bucket:
         """Make a filled slot available to the receivers; returns the bucket to tell them."""
@@ -216,7 +207,7 @@ class Sender(ABC):
 
     def close(self) -> None:
         """Free everything; idempotent."""
-        self._slots.clear()
+        self.slots.clear()
 
 
 class Silent(Sender):
@@ -241,18 +232,20 @@ class Receiver(ABC):
 
     def __init__(self, offer: Offer, index: int) -> None:
         self.offer, self.index = offer, index
+        self.slots: list[Tensor] = []
+        """The sender's, of a route that maps them: set by `open`."""
 
     @abstractmethod
     def open(self) -> None:
         """Attach. Raises ConfigError with the reason if the route cannot serve this process."""
 
-    @abstractmethod
     def receive(self, bucket: Bucket) -> list[Named]:
         """The tensors of a bucket. They are valid until the caller answers the driver: clone a tensor to keep it."""
+        return bucket.cut(self.slots[bucket.slot])
 
     def close(self) -> None:
         """Free everything; idempotent."""
-        return None
+        self.slots = []
 
 
 class Route(ABC):
@@ -297,11 +290,6 @@ class Adapter:
     rank: int
     alpha: float
     tensors: dict[str, Tensor]
-
-    @property
-    def modules(self) -> list[str]:
-        """Last parts of the layers' names."""
-        return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in self.tensors})
 
 
 class WeightTarget(ABC):

@@ -22,13 +22,11 @@ from agentrl.engines.weights.base import (
     SLOTS,
     TOKEN_BYTES,
     Bucket,
-    Named,
     Offer,
     Receiver,
     Route,
     Sender,
     check_token,
-    write_token,
 )
 from agentrl.utils.errors import ConfigError
 
@@ -49,11 +47,6 @@ DEVICE_AT = 6
 Handle = tuple[Any, ...]
 
 
-def gpu_of(device: int) -> str:
-    """The UUID of a GPU, which is the same in every process."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 def gpu_bytes(count: int, device: int) -> Tensor:
     """Memory of the GPU with that number, uint8 [count]."""
     return torch.empty(count, dtype=torch.uint8, device=f"cuda:{device}")
@@ -65,21 +58,19 @@ class IpcSender(Sender):
     align: ClassVar[int] = PACKED
     every_rank: ClassVar[bool] = True
 
-    def __init__(self, slot_bytes: int, receivers: int) -> None:
-        super().__init__(max(slot_bytes, TOKEN_BYTES), receivers)
-
     def open(self) -> Offer:
         if not torch.cuda.is_available():
             raise ConfigError("weights.route = ipc: the trainer has no GPU")
         mine, problem = None, ""
         try:
             device, token = torch.cuda.current_device(), os.urandom(TOKEN_BYTES)
-            self._slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
-            for slot in self._slots:
-                write_token(slot, token)
+            self.slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
+            for slot in self.slots:
+                slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
             torch.cuda.synchronize()
-            handles = [reduce_tensor(slot)[1] for slot in self._slots]  # type: ignore[no-untyped-call]
-            mine = pack(gpu_of(device), token.hex(), handles)
+            handles = [reduce_tensor(slot)[1] for slot in self.slots]  # type: ignore[no-untyped-call]
+            gpu = torch.cuda.get_device_properties(device).uuid  # the same in every process
+            mine = f"{gpu} {token.hex()} {base64.b64encode(pickle.dumps(handles)).decode()}"
         except RuntimeError as failure:  # told to the other ranks too, which wait in the call below
             problem = f"no memory of the trainer's GPU can be shared: {failure}"
         found = gather_objects((mine, problem))
@@ -93,52 +84,36 @@ class IpcSender(Sender):
         return bucket
 
     def close(self) -> None:
-        if self._slots:
+        if self.slots:
             super().close()
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
-def pack(gpu: str, token: str, handles: list[Handle]) -> str:
-    """An Offer's facts about one GPU, as text."""
-    return f"{gpu} {token} {base64.b64encode(pickle.dumps(handles)).decode()}"
-
-
-def handles_for(offer: Offer, gpu: str) -> tuple[str, list[Handle]]:
-    """The token and the slots' handles on that GPU. Raises ConfigError if no rank of the trainer is on it."""
+def own_handles(offer: Offer) -> tuple[int, str, str, list[Handle]]:
+    """This process's GPU, by its number and its UUID, and the trainer's token and slots there. Raises ConfigError without a GPU,
+    and if no rank of the trainer is on it."""
+    if not torch.cuda.is_available():
+        raise ConfigError("weights.route = ipc: the engine has no GPU")
+    device = torch.cuda.current_device()
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
     given = {each.split(" ", 1)[0]: each for each in offer.where}
     if gpu not in given:
         raise ConfigError("weights.route = ipc: the engine's GPU is not one of the trainer's")
     _, token, handles = given[gpu].split(" ")
-    return token, pickle.loads(base64.b64decode(handles))
-
-
-def own_gpu() -> tuple[int, str]:
-    """This process's GPU: its number and UUID. Raises ConfigError if it has none."""
-    if not torch.cuda.is_available():
-        raise ConfigError("weights.route = ipc: the engine has no GPU")
-    device = torch.cuda.current_device()
-    return device, gpu_of(device)
+    return device, gpu, token, pickle.loads(base64.b64decode(handles))
 
 
 class IpcReceiver(Receiver):
     def open(self) -> None:
-        device, gpu = own_gpu()
-        token, handles = handles_for(self.offer, gpu)
-        self._slots: list[Tensor] = []
+        device, _, token, handles = own_handles(self.offer)
         try:
             for handle in handles:
                 here = [*handle[:DEVICE_AT], device, *handle[DEVICE_AT + 1 :]]  # the GPU's number in this process
-                self._slots.append(rebuild_cuda_tensor(*here))  # type: ignore[no-untyped-call]
+                self.slots.append(rebuild_cuda_tensor(*here))  # type: ignore[no-untyped-call]
         except RuntimeError as problem:
             raise ConfigError(f"weights.route = ipc: the engine cannot map the trainer's memory: {problem}") from problem
-        for slot in self._slots:
+        for slot in self.slots:
             check_token(slot, token, "ipc")
-
-    def receive(self, bucket: Bucket) -> list[Named]:
-        return bucket.cut(self._slots[bucket.slot])
-
-    def close(self) -> None:
-        self._slots = []
 
 
 @ROUTES.register("ipc", traits={"cuda", "own_gpus"})
@@ -183,7 +158,7 @@ class NcclSender(Sender):
                 raise ConfigError(f"weights.route = nccl: cannot listen on {self._host}: {problem}") from problem
             port = int(probe.getsockname()[1])
         device = torch.cuda.current_device()
-        self._slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
+        self.slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Joining waits for all the others, and they learn of the group only after `open` has returned: hence a thread.
         self._pool = ThreadPoolExecutor(1, "weights-nccl")
@@ -202,7 +177,7 @@ class NcclSender(Sender):
 
     def ship(self, bucket: Bucket) -> Bucket:
         self._stream.wait_stream(torch.cuda.current_stream())  # that fills the slot
-        self._group.broadcast(self._slots[bucket.slot][: bucket.nbytes], src=0, stream=self._stream)
+        self._group.broadcast(self.slots[bucket.slot][: bucket.nbytes], src=0, stream=self._stream)
         return bucket
 
     def close(self) -> None:
@@ -221,9 +196,6 @@ class NcclReceiver(Receiver):
 
     def open(self) -> None:
         raise ConfigError("weights.route = nccl: only the processes of a vLLM engine on GPUs join its group")
-
-    def receive(self, bucket: Bucket) -> list[Named]:
-        raise NotImplementedError
 
 
 def _join_nccl(host: str, port: int, world: int, device: int) -> Any:

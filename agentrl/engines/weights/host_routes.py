@@ -29,7 +29,6 @@ from agentrl.engines.weights.base import (
     Route,
     Sender,
     check_token,
-    write_token,
 )
 from agentrl.utils.errors import ConfigError, EngineError
 
@@ -52,7 +51,7 @@ class MemorySender(Sender):
     def open(self) -> Offer:
         # Both ends of this process use its GPU if it has one: through host memory each byte would cross the bus twice.
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self.slots = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         _open[self._key] = self
         return Offer("memory", self.slot_bytes, self.receivers, (self._key,))
 
@@ -68,7 +67,7 @@ class MemoryReceiver(Receiver):
 
     def receive(self, bucket: Bucket) -> list[Named]:
         sender = _open[self.offer.where[0]]
-        return bucket.cut(sender.slot(bucket.slot), sender.lent.regions)
+        return bucket.cut(sender.slots[bucket.slot], sender.lent.regions)
 
 
 @ROUTES.register("memory", traits={"one_process"})
@@ -92,9 +91,8 @@ FOLDER = Path("/dev/shm")
 class SharedSender(Sender):
     """Files in `/dev/shm`, which are mapped by both ends and then removed from there."""
 
-    def __init__(self, slot_bytes: int, receivers: int) -> None:
-        super().__init__(max(slot_bytes, TOKEN_BYTES), receivers)
-        self._files: list[Path] = []
+    _files: tuple[Path, ...] = ()
+    """Until both ends have mapped them."""
 
     def open(self) -> Offer:
         if not FOLDER.is_dir():
@@ -102,7 +100,7 @@ class SharedSender(Sender):
         token = os.urandom(TOKEN_BYTES)
         for _ in range(SLOTS):
             descriptor, name = tempfile.mkstemp(prefix="agentrl-weights-", dir=FOLDER)
-            self._files.append(Path(name))
+            self._files += (Path(name),)
             try:
                 # If there is too little memory, this fails now with an error; without it, a later write would raise SIGBUS.
                 os.posix_fallocate(descriptor, 0, self.slot_bytes)
@@ -115,28 +113,24 @@ class SharedSender(Sender):
             finally:
                 os.close(descriptor)
             slot = torch.from_file(name, shared=True, size=self.slot_bytes, dtype=torch.uint8)
-            write_token(slot, token)
-            self._slots.append(slot)
+            slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+            self.slots.append(slot)
             pin(slot)
         return Offer("shared", self.slot_bytes, self.receivers, (token.hex(), *map(str, self._files)))
 
     def attached(self) -> None:
         for file in self._files:
             file.unlink(missing_ok=True)
-        self._files.clear()
+        self._files = ()
 
     def close(self) -> None:
         self.attached()
-        for slot in self._slots:
+        for slot in self.slots:
             unpin(slot)
         super().close()
 
 
 class SharedReceiver(Receiver):
-    def __init__(self, offer: Offer, index: int) -> None:
-        super().__init__(offer, index)
-        self._slots: list[Tensor] = []
-
     def open(self) -> None:
         token, *files = self.offer.where[: 1 + SLOTS]
         for name in files:
@@ -146,16 +140,13 @@ class SharedReceiver(Receiver):
                 raise ConfigError("weights.route = shared: the engine and the trainer do not share memory (two machines?)")
             slot = torch.from_file(name, shared=True, size=self.offer.slot_bytes, dtype=torch.uint8)
             check_token(slot, token, "shared")
-            self._slots.append(slot)
+            self.slots.append(slot)
             pin(slot)
 
-    def receive(self, bucket: Bucket) -> list[Named]:
-        return bucket.cut(self._slots[bucket.slot])
-
     def close(self) -> None:
-        for slot in self._slots:
+        for slot in self.slots:
             unpin(slot)
-        self._slots = []
+        super().close()
 
 
 def pin(slot: Tensor) -> None:
@@ -200,7 +191,6 @@ class DiskSender(Sender):
         super().__init__(slot_bytes, receivers)
         self._parent = parent
         self._folder: Path | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._number = 0
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
@@ -213,11 +203,9 @@ class DiskSender(Sender):
             (self._folder / TOKEN).write_text(token)
         except OSError as problem:
             raise ConfigError(f"weights.route = disk: cannot write to weights.folder {self._parent}: {problem}") from problem
-        self._buffer = torch.empty(self.slot_bytes, dtype=torch.uint8)
+        # One buffer serves both slots: it is free as soon as the slot's file is written.
+        self.slots = [torch.empty(self.slot_bytes, dtype=torch.uint8)] * SLOTS
         return Offer("disk", self.slot_bytes, self.receivers, (str(self._folder), token))
-
-    def slot(self, number: int) -> Tensor:
-        return self._buffer  # one buffer serves both slots: it is free as soon as the slot's file is written
 
     def ship(self, bucket: Bucket) -> Bucket:
         assert self._folder is not None
@@ -227,7 +215,7 @@ class DiskSender(Sender):
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as file:
             file.write(_head(self._number))
             # In order: tensors that were lent from where they are, all else from the buffer.
-            buffer, at, parts = self._buffer.numpy().data, 0, list[memoryview]()
+            buffer, at, parts = self.slots[bucket.slot].numpy().data, 0, list[memoryview]()
             for entry in bucket.entries:
                 if entry.lent is not None:
                     region, start = entry.lent
@@ -242,6 +230,7 @@ class DiskSender(Sender):
         folder, self._folder = self._folder, None
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+        super().close()
 
 
 def _head(number: int) -> bytes:

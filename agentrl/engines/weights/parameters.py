@@ -72,13 +72,15 @@ def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str
     `wanted`: the names of the model's tensors, as they are before adapters wrap its modules.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    renamings, converters = _partition_pair(get_model_conversion_mapping(model))
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     prefix = model.base_model_prefix
     conversions: dict[str, Conversion] = {}
     unknown = []
-    for key in _natural_order(stored):
+    for key in sorted(stored, key=dot_natural_key):  # as transformers orders them, so that expert 2 is before expert 10
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:  # a rule for an older name matched one that is right as it is
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
@@ -92,15 +94,23 @@ def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str
 def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
     """Recipes for the tensors of a checkpoint, as transformers saves them, from those that a model holds."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, rename_source_key
+    from transformers.core_model_loading import (
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     found = get_model_conversion_mapping(model, add_legacy=False)
     # A prefix that a checkpoint may or may not have had is not put back.
     kept = [transform for transform in found if not isinstance(transform, PrefixChange)]
     # Undone from the last to the first, as they build on each other.
-    renamings, converters = _partition_pair([transform.reverse_transform() for transform in reversed(kept)])
+    undone = [transform.reverse_transform() for transform in reversed(kept)]
+    renamings = [transform for transform in undone if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
     conversions: dict[str, Conversion] = {}
-    for key in _natural_order(held):
+    for key in sorted(held, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, reverse=True)
         _add(conversions, name, key, pattern, converters)
     return list(conversions.values())
@@ -143,20 +153,6 @@ class Saving:
             if all(source in waiting for source in conversion.names()):
                 # `pop`, so that nothing is held after its conversion.
                 yield from conversion.make(waiting.pop, self._model).items()
-
-
-def _partition_pair(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    return renamings, [transform for transform in transforms if isinstance(transform, WeightConverter)]
-
-
-def _natural_order(names: Iterable[str]) -> list[str]:
-    """As transformers orders them, so that expert 2 is before expert 10."""
-    from transformers.core_model_loading import dot_natural_key
-
-    return sorted(names, key=dot_natural_key)
 
 
 def _add(conversions: dict[str, Conversion], name: str, key: str, pattern: str | None, converters: list[Any]) -> None:
@@ -310,7 +306,7 @@ def write_adapter(folder: Path, adapter: Adapter, base: str | None = None) -> No
         "task_type": "CAUSAL_LM",
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "target_modules": adapter.modules,
+        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapter.tensors}),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
