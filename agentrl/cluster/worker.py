@@ -61,7 +61,7 @@ class Mesh:
         return [at * self._stride(axis) for at in range(self.size(axis))]
 
     def _stride(self, axis: str) -> int:
-        """How many ranks further the next coordinate of `axis` is."""
+        """The distance between ranks that are neighbors along `axis`."""
         names = [name for name, _ in self.axes]
         self.size(axis)
         return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
