@@ -141,8 +141,7 @@ def load_tasks(
     except BadSchemaError as problem:
         raise TaskDataError(f"{place}: its declared schema is not a JSON Schema: {problem}") from problem
     rows: list[Row] = []
-    for file in _files(place):
-        named = _split_of_name(file, place)
+    for file, named in _files(place):
         table = file.suffix != ".jsonl"
         for where, raw in _read_table(file) if table else _read_lines(file):
             plain = settle(raw, table) if settle is not None else raw
@@ -168,25 +167,24 @@ def load_tasks(
     return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
 
 
-def _files(place: Path) -> list[Path]:
+def _files(place: Path) -> list[tuple[Path, str | None]]:
+    """The files, each with the split that its name says."""
     if place.is_file():
-        if place.suffix not in SUFFIXES:
-            raise TaskDataError(f"{place}: expected a file ending in {', '.join(SUFFIXES)}")
-        return [place]
-    files = sorted(file for file in place.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("cache-"))
+        files = [place] if place.suffix in SUFFIXES else []
+        problem = f"expected a file ending in {', '.join(SUFFIXES)}"
+    else:
+        files = sorted(file for file in place.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("cache-"))
+        problem = f"no file ending in {', '.join(SUFFIXES)} in this folder"
     if not files:
-        raise TaskDataError(f"{place}: no file ending in {', '.join(SUFFIXES)} in this folder")
-    return files
-
-
-def _split_of_name(file: Path, place: Path) -> str | None:
-    """By the first or last word of the name of the file, or of a folder between `place` and the file."""
-    for part in (file.stem, *(p.name for p in file.parents if place in p.parents)):
-        words = re.findall("[a-z]+", part.lower()) or [""]
-        for word in (words[0], words[-1]):
-            if word in _SPLIT_NAMES:
-                return _SPLIT_NAMES[word]
-    return None
+        raise TaskDataError(f"{place}: {problem}")
+    found: list[tuple[Path, str | None]] = []
+    for file in files:
+        # By the first or last word of the name of the file, or of a folder between `place` and the file.
+        parts = (file.stem, *(folder.name for folder in file.parents if place in folder.parents))
+        names = (re.findall("[a-z]+", part.lower()) for part in parts)
+        ends = (word for words in names for word in (*words[:1], *words[-1:]))
+        found.append((file, next((_SPLIT_NAMES[word] for word in ends if word in _SPLIT_NAMES), None)))
+    return found
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
