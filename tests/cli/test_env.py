@@ -75,6 +75,7 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
         run("new", "To-do")
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("template", "env"),
     [

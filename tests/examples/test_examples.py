@@ -240,6 +240,7 @@ def test_your_agent(example: Example) -> None:
         "agent: a rehearsal on gold turns ended with done after" in rehearsed
         and "4 tool calls, 1 ledgers, reward 0.84" in rehearsed
     )
+    example.command(["agentrl", "train", "learn.toml", "--dry-run"])
     [row] = example.rows("your_agent")
     assert row["unscored"] == 0 and row["tokens_trained"] > 0
     episodes = [json.loads(line) for line in (example.folder / "runs/your_agent/trajectories/step_000001.jsonl").open()]

@@ -160,6 +160,8 @@ def test_an_evaluation_says_at_which_temperature_it_samples(capsys: pytest.Captu
 
 
 def test_a_server_without_tools_is_refused_before_an_episode(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("agentrl.contrib.preflight")
+
     def no_tools(body: dict[str, Any], number: int) -> Any:
         return {"status": 400, "message": "tools: not enabled"} if "tools" in body else "ready"
 

@@ -194,6 +194,7 @@ def test_what_its_models_lack_is_refused_before_a_run(tmp_path: Path, change: di
 def test_roles_and_packages_that_are_missing(alone: None, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match='no role "value"'):
         TitanEngine(tiny, ModelConfig(engine="titan"), 1.0, "value", CPU)
+    pytest.importorskip("agentrl.contrib.split")
     with pytest.raises(ConfigError, match=r"model\.tensor_parallel with model\.expert_parallel"):
         TitanEngine.check(ModelConfig(engine="titan", tensor_parallel=2, expert_parallel=2), 4)
     with pytest.raises(ConfigError, match=r"model\.tensor_parallel = 8 does not divide the model's 4 attention heads"):
