@@ -185,7 +185,7 @@ def _lengths(episodes: Sequence[Trajectory]) -> Row:
                 for at in range(GRAM):
                     hashes = hashes * PRIME + ids[at : at + len(hashes)]
                 grams, new = grams + len(hashes), new + len(np.unique(hashes))
-    ends = [(t.turns[-1].message, t.task_key) for t in episodes if t.turns]
+    ends = [(t.turns[-1].message, (t.env, t.task.id, t.task.seed)) for t in episodes if t.turns]
     said = Counter((m.content.strip(), *((call.name, str(call.arguments)) for call in m.tool_calls)) for m, _ in ends)
     return {
         "tokens": sum(tokens),
