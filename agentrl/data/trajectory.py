@@ -13,7 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from functools import cache
+from operator import index
+from types import UnionType
+from typing import Any, Literal, SupportsIndex, TypeVar, get_args, get_origin, get_type_hints
 
 from agentrl.data.images import Image, by_digest
 from agentrl.data.token_ledger import TokenLedger
@@ -188,6 +191,11 @@ class Task:
     gold: Mapping[str, Json] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if type(self.id) is not str or type(self.seed) is not int:  # numbers of numpy, say
+            if not isinstance(self.id, str | SupportsIndex) or not isinstance(self.seed, SupportsIndex):
+                raise TypeError(f"task: id = {self.id!r:.80}, seed = {self.seed!r:.80}; expected a text and a whole number")
+            object.__setattr__(self, "id", str(self.id))
+            object.__setattr__(self, "seed", index(self.seed))
         for name in ("data", "gold"):
             given = getattr(self, name)
             try:
@@ -314,7 +322,7 @@ class Trajectory:
     def from_json(cls, row: Mapping[str, Json]) -> Trajectory:
         """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for a row of another shape."""
         fields = dict(row)
-        fields["task"] = Task(**row["task"])
+        fields["task"] = _build(Task, row["task"])
         images = by_digest(fields.pop("images", {}))
         fields["messages"] = [message_of(item, images) for item in row["messages"]]
         fields["turns"] = [turn_of(item, images) for item in row["turns"]]
@@ -323,11 +331,12 @@ class Trajectory:
         fields["stop"] = StopReason(row["stop"])
         if not all(isinstance(tool, Mapping) for tool in row.get("tools", ())):
             raise ValueError("tools: expected a list of objects")
-        rewards = {"reward": row.get("reward"), **{f"turns.{turn.index}.reward": turn.reward for turn in fields["turns"]}}
+        made = _build(cls, fields)
+        rewards = {"reward": made.reward, **{f"turns.{turn.index}.reward": turn.reward for turn in fields["turns"]}}
         for name, value in rewards.items():
             if value is not None and (isinstance(value, bool) or not math.isfinite(value)):
                 raise ValueError(f"{name}: {value!r} is not a finite number")
-        return cls(**fields)
+        return made
 
 
 def _fields(item: object) -> dict[str, Json]:
@@ -349,24 +358,48 @@ def as_row(item: Message | Turn | ToolResult | ToolCall | UserCall) -> dict[str,
     return asdict(item, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "images" or value})
 
 
+T = TypeVar("T")
+
+
+@cache
+def _kinds(cls: type) -> list[tuple[str, tuple[type, ...]]]:
+    """The fields of a dataclass whose types `isinstance` knows, with these."""
+    found = []
+    for name, hint in get_type_hints(cls).items():
+        kinds = tuple(get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,)))
+        if Any not in kinds and all(isinstance(kind, type) for kind in kinds):
+            found.append((name, (*kinds, int) if float in kinds else kinds))
+    return found
+
+
+def _build(cls: type[T], row: Mapping[str, Any]) -> T:
+    """A dataclass of its fields. Raises TypeError for a field of another type than the annotated one."""
+    made = cls(**row)
+    for name, kinds in _kinds(cls):
+        if not isinstance(value := getattr(made, name), kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds).replace("NoneType", "null")
+            raise TypeError(f"{cls.__name__}.{name} = {value!r:.80}; expected {expected}")
+    return made
+
+
 _Images = Mapping[str, Image]
 _ALONE: _Images = {}
 
 
 def message_of(row: Mapping[str, Json], images: _Images = _ALONE) -> Message:
     """Inverse of `as_row`; `images`: those that the row has by digest. Raises KeyError, TypeError or ValueError."""
-    return Message(**{**_found(row, images), "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
+    return _build(Message, {**_found(row, images), "tool_calls": tuple(_build(ToolCall, call) for call in row["tool_calls"])})
 
 
 def result_of(row: Mapping[str, Json], images: _Images = _ALONE) -> ToolResult:
     """Likewise."""
-    return ToolResult(**_found(row, images))
+    return _build(ToolResult, _found(row, images))
 
 
 def turn_of(row: Mapping[str, Json], images: _Images = _ALONE) -> Turn:
     """Likewise."""
     results = [result_of(result, images) for result in row["results"]]
-    return Turn(**{**row, "message": message_of(row["message"], images), "results": results})
+    return _build(Turn, {**row, "message": message_of(row["message"], images), "results": results})
 
 
 def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _ALONE) -> list[UserCall]:
@@ -374,13 +407,13 @@ def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _ALONE) 
     found = []
     for row in rows:
         result = None if row["result"] is None else result_of(row["result"], images)
-        found.append(UserCall(**{**row, "call": ToolCall(**row["call"]), "result": result}))
+        found.append(_build(UserCall, {**row, "call": _build(ToolCall, row["call"]), "result": result}))
     return found
 
 
 def _found(row: Mapping[str, Json], images: _Images) -> Mapping[str, Json]:
     """The row with its images, which it has by digest or in full."""
-    held = row.get("images")
+    held = {**row}.get("images")
     return {**row, "images": tuple(images[one] if isinstance(one, str) else Image.from_row(one) for one in held)} if held else row
 
 

@@ -332,6 +332,34 @@ def test_files_that_hold_no_trajectories(tmp_path, content, message):
         agentrl("score", SHELF / "key_value.json", tmp_path / "bad.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        ("turns.0.message.tool_calls.0.arguments", '{"key": "a"}', r"ToolCall.arguments = '.*expected dict or null"),
+        ("turns.0.message.tool_calls.0.arguments", [1], "expected dict or null"),
+        ("turns.0.message.reasoning", 5, "Message.reasoning = 5; expected str or null"),
+        ("turns.0.sampled_tokens", "7", "expected int"), ("turns.0.index", {}, "expected int"),
+        ("turns.0", 3, "not subscriptable"),
+        ("turns.0.results.0.seconds", "1 s", "expected float"), ("turns.0.results.0.content", None, "expected str"),
+        ("task.id", [7], "id = .7., seed = 0; expected a text"), ("task.seed", [1], "whole number"),
+        ("messages", {"a": 1}, "mapping"),
+        ("success", "yes", "Trajectory.success = 'yes'; expected bool or null"), ("reward", "1", "expected float"),
+    ],
+)  # fmt: skip
+def test_a_row_with_a_value_of_another_type_is_named_and_not_scored(tmp_path, where, value, said):
+    """OpenAI's arguments as text, say, ended a scoring with an AttributeError; other values counted as something else."""
+    row = episode([call("get", key="a")], "7", task_gold=TWO).to_json()
+    row["turns"][0]["results"] = [{"call_id": "", "name": "get", "content": "7"}]
+    *path, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
+    inner = row
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=rf":1: not a trajectory .*{said}"):
+        agentrl("score", SHELF / "exact_calls.json", tmp_path / "t.jsonl")
+
+
 def test_a_bad_row_in_a_worker_is_named(tmp_path):
     rows = [episode("7", task_gold=TWO) for _ in range(130)]
     file = record(tmp_path / "t.jsonl", *rows)

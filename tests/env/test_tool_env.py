@@ -459,6 +459,11 @@ def test_hooks_of_a_mixin_are_checked_too() -> None:
         def gold_turns(self, task: Task) -> Any:
             return 3
 
+    numbered: Any = (7, np.int64(3))
+    task = Task(*numbered)
+    assert (task.id, task.seed) == ("7", 3) and type(task.seed) is int
+    with pytest.raises(TypeError, match="seed = '3'; expected a text and a whole number"):
+        Task("t", "3")  # type: ignore[arg-type]
     odd: Any = type("Odd", (Mixin, Notes), {})()
     with pytest.raises(HookError, match=r"gold_turns returned 3, expected a list .*test_tool_env\.py:"):
         odd.gold_turns(odd.make_task(0, "train"))
