@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from types import FunctionType
-from typing import Annotated, Any, ClassVar, Protocol, get_args, get_origin, get_type_hints, overload
+from typing import Annotated, Any, ClassVar, Optional, Protocol, get_args, get_origin, get_type_hints, overload
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -85,6 +85,8 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
             hidden.append(parameter.name)
             continue
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        if default is None:  # `x: int = None`, whose default would not fit its own schema
+            hint = Optional[hint]  # noqa: UP045 - the hint may be a text that `|` does not take
         # The alias is the argument's name; the field's own name (see below) is never visible.
         info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
         fields[parameter.name] = (hint, info)
@@ -380,7 +382,8 @@ class Tool:
             return await target(**values)
         if self.options.inline:
             return target(**values)
-        return await TOOLS.call(self.name, target, **values)
+        made = await TOOLS.call(self.name, target, **values)
+        return await made if inspect.iscoroutine(made) else made  # of a plain function around an async one, as decorators make
 
 
 @overload

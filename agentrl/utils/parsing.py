@@ -12,7 +12,7 @@ import re
 import threading
 import tomllib
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MappingView
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -130,7 +130,9 @@ def json_form(value: Any) -> Any:
 
 
 def _of_array(value: Any) -> Any:
-    """A number or an array of numpy or torch."""
+    """A number or an array of numpy or torch; a view of a dict, or what `map` and the like give, as a list."""
+    if isinstance(value, MappingView | range | map | filter | zip):
+        return list(value)
     if not hasattr(value, "tolist"):
         raise ValueError(f"a {type(value).__name__} has no JSON form")
     return value.tolist()

@@ -121,6 +121,18 @@ def test_rich_types_become_schema_without_references() -> None:
     assert schema["required"] == ["color", "mode", "where", "home", "names", "counts", "either"]
 
 
+def test_a_default_of_none_fits_its_own_schema() -> None:
+    """`x: int = None`, as most code writes it: null was shown as the default, and refused."""
+
+    def f(x: int = None, z: Annotated[int, Field(ge=1)] = None, w: dict[str, int] = None) -> str:  # type: ignore[assignment]  # noqa: RUF013
+        return repr((x, z, w))
+
+    shown = parameters(f)
+    Draft202012Validator(shown).validate({name: schema["default"] for name, schema in shown["properties"].items()})
+    assert run(f, {"x": None, "z": None, "w": None}).content == "(None, None, None)"
+    assert run(f, {"x": 3, "z": 2, "w": {"a": 1}}).content == "(3, 2, {'a': 1})" and run(f, {"z": 0}).error == "invalid_argument"
+
+
 def test_a_recursive_type_keeps_its_reference() -> None:
     def f(tree: Tree) -> None: ...
 

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -397,6 +398,28 @@ def test_outputs_as_the_model_reads_them() -> None:
     box = Toolbox([give])
     shown = {w: asyncio.run(box.call(ToolCall("give", {"which": w}))).content for w in answers}
     assert shown == {"text": "as is", "none": "ok", "number": "4", "rows": '[{"name": "ä", "n": 1}]', "odd": "\ufffdx"}
+
+
+@pytest.mark.parametrize("answer", [{"a": 1}.keys(), {1: "a"}.values(), range(1), map(str, ["a"]), zip("a", "b", strict=True)])
+def test_what_a_dict_and_the_builtins_give_is_a_list(answer: Any) -> None:
+    found = asyncio.run(Toolbox([tool(name="f")(lambda: answer)]).call(ToolCall("f", {}))).value
+    assert found in (["a"], [0], [["a", "b"]])
+
+
+def test_a_plain_function_around_an_async_one_is_awaited_within_its_time() -> None:
+    """As a decorator leaves it that is no coroutine function."""
+
+    async def wait(s: float) -> str:
+        await asyncio.sleep(s)
+        return "slept"
+
+    @wraps(wait)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return wait(*args, **kwargs)
+
+    box = Toolbox([tool(name="f", timeout=0.2, on_timeout="answer")(around)])
+    assert asyncio.run(box.call(ToolCall("f", {"s": 0}))).content == "slept"
+    assert asyncio.run(box.call(ToolCall("f", {"s": 9}))).error == "timeout"
 
 
 def test_a_result_without_json_form_is_the_tools_fault() -> None:
