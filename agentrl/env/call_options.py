@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from agentrl.data.trajectory import Blame, Json
 from agentrl.utils.errors import ToolSchemaError, did_you_mean
-from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, first_fault
+from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, fault_words, first_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _compiled_check(text: str) -> Check:
         if error.validator == "type":
             expected = " or ".join(wanted) if isinstance(wanted, list) else wanted
             return Problem("wrong_type", f"{prefix}expected {expected}, got {_short(instance)}")
-        return Problem("invalid_argument", f"{prefix}{_clip(error.message)}")
+        return Problem("invalid_argument", f"{prefix}{fault_words(error)}")
 
     return check
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
 from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
+from agentrl.utils.parsing import no_twice
 
 # JSON Schema of a spec
 
@@ -195,7 +195,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(source, Mapping):
             spec: Any = copy.deepcopy(dict(source))
         else:
-            spec = json.loads(read_text(Path(source)), object_pairs_hook=_no_twice, parse_constant=_no_constant)
+            spec = json.loads(read_text(Path(source)), object_pairs_hook=no_twice, parse_constant=_no_constant)
     except (OSError, UnicodeDecodeError) as error:
         raise RewardSpecError(f"{where}: cannot be read: {error}") from error
     except json.JSONDecodeError as error:
@@ -204,14 +204,6 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise RewardSpecError(f"{where}: {'nested too deeply' if isinstance(error, RecursionError) else error}") from error
     _Check(where).spec(spec)
     return spec  # type: ignore[no-any-return]
-
-
-def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json itself takes the last one, so that half of what its author wrote would be ignored.
-    twice = next((key for key, count in Counter(key for key, _ in pairs).items() if count > 1), None)
-    if twice is not None:
-        raise ValueError(f"key {twice!r} is given twice in one object")
-    return dict(pairs)
 
 
 def _no_constant(token: str) -> NoReturn:

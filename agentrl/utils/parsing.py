@@ -38,12 +38,21 @@ _PART = r"""[\w"'-]"""
 _DOTTED = re.compile(rf"(?<!{_PART})(?:{_PART}++[ \t]*+\.[ \t]*+){{{MOST_DOTS}}}")
 
 
-def read_json(text: str | bytes | bytearray) -> Any:
-    """`json.loads`. Raises ValueError, also for text that is nested too deep for it."""
+def read_json(text: str | bytes | bytearray, *, once: bool = False) -> Any:
+    """`json.loads`. Raises ValueError, also for text that is nested too deep for it; `once`: for a key given twice as well."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=no_twice if once else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of its pairs. Raises ValueError for a key given twice: json keeps the last one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"key {twice!r} is given twice in one object")
+    return found
 
 
 def toml_table(text: str) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def toml_table(text: str) -> dict[str, Any]:
         raise ValueError(f"a key with more than {MOST_DOTS} dots")
     try:
         table = tomllib.loads(text)
-        large = next((item for item in _parts(table) if isinstance(item, int) and not -(1 << 63) <= item < 1 << 63), None)
+        large = next((item for item in parts_of(table) if isinstance(item, int) and not -(1 << 63) <= item < 1 << 63), None)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if large is not None:
@@ -63,11 +72,11 @@ def toml_table(text: str) -> dict[str, Any]:
     return table
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def parts_of(value: Any) -> Iterator[Any]:
     """A value, and all that is in its dictionaries, lists and tuples."""
     yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
-        yield from _parts(part)
+        yield from parts_of(part)
 
 
 def json_text(value: Any, *, default: Callable[[Any], Any] | None = None, **form: Any) -> str:
@@ -123,7 +132,7 @@ def json_form(value: Any) -> Any:
         ):
             return value
     form = in_json(value)
-    for part in _parts(value):
+    for part in parts_of(value):
         if isinstance(part, set | frozenset):
             raise ValueError(f"a set has no order ({part!r:.60})")
     return form

@@ -581,11 +581,18 @@ def checked_validator(schema: Any) -> Any:
     plain = as_2020(schema)
     if (fault := first_fault(_META, plain, at_once=False)) is not None:
         place = "".join(f"/{_escape_pointer(part)}" for part in fault.absolute_path)
-        raise BadSchemaError(place, fault.message[:300], "see https://json-schema.org/draft/2020-12")
+        raise BadSchemaError(place, fault_words(fault, 300), "see https://json-schema.org/draft/2020-12")
     return validator(plain)
 
 
 _META = SchemaValidator(Draft202012Validator.META_SCHEMA)
+
+
+def fault_words(fault: ValidationError, most: int = 200) -> str:
+    """The reason of a fault in at most `most` characters: of a long value that it quotes, the beginning."""
+    shown = repr(fault.instance)
+    text = fault.message.replace(shown, f"{shown[:80]}...") if len(shown) > 80 else fault.message
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def first_fault(validator: Any, instance: Any, *, at_once: bool = True) -> ValidationError | None:

@@ -10,7 +10,7 @@ from typing import Any, Self, cast, get_args
 
 from agentrl.config.schema import McpServerConfig
 from agentrl.contrib.mcp.client import McpSource
-from agentrl.contrib.toolkit.taskdata import CALL_SCHEMA, TaskSet, load_tasks
+from agentrl.contrib.toolkit.taskdata import CALL_SCHEMA, TaskSet, load_tasks, tasks_path
 from agentrl.data.trajectory import Blame, Json, StopReason
 from agentrl.env import Message, Snapshot, Task, Tool, ToolCall, ToolEnv
 from agentrl.env.spaces import run_sync
@@ -80,7 +80,7 @@ class Mcp(ToolEnv):
         self.state_tool = state_tool if own else state_tool or "dump"
         self.allowed = None if tools is None else tuple(tools)
         self.system = system
-        self.tasks = _of_levels(_read(Path(tasks) if tasks else HERE / "tasks.jsonl"), level)
+        self.tasks = _of_levels(_read(tasks_path(tasks, HERE / "tasks.jsonl")), level)
         self.splits = self.tasks.splits  # type: ignore[misc]  # the splits in the file
         self.private: dict[str, Tool] = {}
         self.final: Json = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.contrib.toolkit.chat_forms import declaration
-from agentrl.contrib.toolkit.taskdata import TaskSet, load_tasks
+from agentrl.contrib.toolkit.taskdata import TaskSet, load_tasks, tasks_path
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Options, Task, Tool, ToolCall, ToolEnv
 from agentrl.utils.errors import ConfigError, ToolError
@@ -51,7 +51,7 @@ class OwnTools(ToolEnv):
                 raise ConfigError(f"own_tools: functions.{name} = {target!r}; expected 'module:function'")
         self.functions = {name: function_named(f"env.params.functions.{name}", target) for name, target in self.targets.items()}
         self.system = system
-        self.tasks, self.uses = _read(Path(tasks) if tasks else HERE / "tasks.jsonl", frozenset(self.functions))
+        self.tasks, self.uses = _read(tasks_path(tasks, HERE / "tasks.jsonl"), frozenset(self.functions))
         self.uses.check_functions(self.functions)
         self.splits = self.tasks.splits  # type: ignore[misc]  # the splits in the file
         self.made: list[dict[str, Json]] = []

@@ -371,3 +371,22 @@ def test_results_of_a_conversation_so_far_stand_in_the_order_of_their_calls(tmp_
     assert [message.content for message in observation] == ["hi", "", "x", "y"]
     with pytest.raises(TaskDataError, match=r"messages: user.contnet: no key of a message"):
         make_env("own_tools", tasks=file(tmp_path, {**row, "messages": [{"role": "user", "content": "a", "contnet": "b"}]}))
+
+
+def test_an_empty_path_is_not_the_packaged_tasks() -> None:
+    with pytest.raises(TaskDataError, match="tasks = '': it names no file"):
+        make_env("own_tools", tasks="")
+
+
+def test_a_function_may_be_a_tool_and_a_module_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "marked_tools.py").write_text(
+        "from agentrl.env import tool\n\n@tool\nasync def age(name: str) -> int:\n    'years'\n    return len(name)\n"
+    )
+    env = make_env("own_tools", tasks=file(tmp_path, ROW), functions={"age": "marked_tools:age"})
+    env.reset(seed=0)
+    assert say(env, "age", name="ann") == "3"
+    for line, said in (("1 / 0", "ZeroDivisionError: division by zero"), ("import sys; sys.exit(3)", "SystemExit: 3")):
+        (tmp_path / f"raises_{len(line)}.py").write_text(f"x = 1\n{line}\n")
+        with pytest.raises(ConfigError, match=rf"functions.age: cannot import 'raises_{len(line)}': {said} \(.*\.py:2\)"):
+            make_env("own_tools", tasks=file(tmp_path, ROW), functions={"age": f"raises_{len(line)}:age"})

@@ -14,7 +14,7 @@ from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, PendingError, Readi
 from agentrl.reward.values import UnscorableError, brief
 from agentrl.utils.network import strict_json
 from agentrl.utils.redaction import redact_json
-from agentrl.utils.schemas import first_fault, validator
+from agentrl.utils.schemas import fault_words, first_fault, validator
 
 PREFIX = "engine:"
 ASSUMED = "assumed: no model was asked"
@@ -74,7 +74,7 @@ def read_verdict(text: Any, request: VerdictRequest) -> Json:
         raise JudgeFault(f"the judge's answer is not JSON: {text[:120]!r}") from error
     fault = first_fault(validator(request.schema), verdict)
     if fault is not None:
-        raise JudgeFault(f"the judge's verdict does not fit its schema: {fault.message[:200]}")
+        raise JudgeFault(f"the judge's verdict does not fit its schema: {fault_words(fault)}")
     return redact_json(verdict)
 
 

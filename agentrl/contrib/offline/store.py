@@ -96,7 +96,7 @@ def _lines(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        row = read_json(decode_text(line))
+                        row = read_json(decode_text(line), once=True)
                         found = row if isinstance(row, dict) else BadRowError(f"expected a JSON object, got {type(row).__name__}")
                     except (ValueError, RecursionError) as problem:
                         found = BadRowError(f"not JSON: {problem}"[:200])

@@ -21,8 +21,8 @@ from agentrl.env.authoring import content_split, task_rng
 from agentrl.env.call_options import nearest
 from agentrl.utils.errors import DependencyError, TaskDataError, fault_text
 from agentrl.utils.files import decode_text
-from agentrl.utils.parsing import read_json
-from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
+from agentrl.utils.parsing import is_unbounded, parts_of, read_json
+from agentrl.utils.schemas import BadSchemaError, checked_validator, fault_words, first_fault
 
 ROW_SCHEMA: dict[str, Json] = {
     "type": "object",
@@ -111,6 +111,13 @@ class TaskSet:
         return None if split == "train" and len({row.weight for row in rows}) > 1 else len(rows)
 
 
+def tasks_path(given: str | None, own: Path) -> Path:
+    """The file or folder that a parameter names, by default the environment's `own`. Raises TaskDataError for ''."""
+    if given == "":  # of a variable that is not set, say
+        raise TaskDataError("tasks = '': it names no file. Leave it out, or write a path")
+    return own if given is None else Path(given)
+
+
 def load_tasks(
     path: str | Path,
     *,
@@ -194,7 +201,7 @@ def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        yield f"{file}:{number}", read_json(decode_text(line))
+                        yield f"{file}:{number}", read_json(decode_text(line), once=True)
                     except UnicodeDecodeError:
                         raise
                     except ValueError as problem:
@@ -229,11 +236,15 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
         raise TaskDataError(f"{where}: {late}") from late
     if error is not None:
         place = "/".join(str(part) for part in error.absolute_path)
-        raise TaskDataError(f"{where}: field {place or '(the row)'}: {error.message[:200]}")
+        raise TaskDataError(f"{where}: field {place or '(the row)'}: {fault_words(error)}")
     try:
         data, gold = (raw["data"], raw["gold"]) if to_task is None else to_task(raw)
     except (KeyError, TypeError, ValueError, IndexError) as problem:
         raise TaskDataError(f"{where}: {fault_text(problem)}") from problem
+    if odd := [part for part in parts_of([data, gold]) if is_unbounded(part)]:  # a Task has it as a text
+        raise TaskDataError(
+            f"{where}: {str(odd[0])[:24]} is no number of JSON's. Write null, a text or a number of a double's size"
+        )
     own = raw.get("split")
     if own is not None and not isinstance(own, str):
         raise TaskDataError(f"{where}: field split: expected a string, got {own!r}")
