@@ -134,6 +134,9 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name in {"reset", "step"} & vars(cls).keys() if not cls.__module__.startswith("agentrl.") else ():
+            calls = f"a run calls a{name} alone, and {name} only waits for it. Override `async def a{name}`"
+            raise TypeError(f"{cls.__name__}.{name}: {calls} ({place_of(vars(cls)[name])})")
         for hook in CHECKED:
             owner = next(one for one in cls.__mro__ if hook in vars(one))
             if (owner is cls or not issubclass(owner, EnvHooks)) and inspect.isfunction(own := vars(owner)[hook]):

@@ -18,6 +18,8 @@ from agentrl.config import RolloutConfig
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Blame, Json, Message, StopReason, Task, Trajectory, Turn
 from agentrl.env import ToolEnv
+from agentrl.env.authoring import check_answer
+from agentrl.env.base import StepResult
 from agentrl.render.base import Renderer
 from agentrl.reward import Score, Scorer
 from agentrl.rollout.context import ContextPolicy, Moment, Stop, elide_outputs
@@ -307,7 +309,9 @@ class RunningEpisode:
         """Reset the environment, and make the gold calls that the episode is given. Returns why it ends already, if there is no
         room for them. Raises EnvError if they end it."""
         reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
-        observation, _ = await self._env(reset, "the setup", limit=self.limits.env_timeout)
+        begun = await self._env(reset, "the setup", limit=self.limits.env_timeout)
+        check_answer(self.env.id, ToolEnv.areset, type(self.env).areset, begun)
+        observation = begun[0]
         self.record = self.env.trajectory
         self.renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
         self.shown, self.begun = list(observation), len(observation)
@@ -325,7 +329,7 @@ class RunningEpisode:
                 self._extend(turn)
                 self.ledger.append_context(ids, turn)
                 message = await self.renderer.aparse(ids, "stop")
-                observation, _, *over, _ = await self._env(self.env.astep(message), f"gold turn {turn}")
+                observation, _, *over, _ = await self._step(message, f"gold turn {turn}")
                 self.record.given += 1
                 if any(over):
                     raise EnvError(f"{self.record.task.id}: gold turn {turn} ended the episode, so none can begin after it")
@@ -347,9 +351,7 @@ class RunningEpisode:
                 self._locate(record.turns[-1], generation, prompt_tokens)
             return reason
         try:
-            observation, _, terminated, truncated, info = await self._env(
-                self.env.astep(message), f"turn {turn}", whose(self.env, message)
-            )
+            observation, _, terminated, truncated, info = await self._step(message, f"turn {turn}", whose(self.env, message))
         finally:
             # Even if the step was cut: the turn is in the record and may be scored, so it needs its tokens.
             if len(record.turns) > turn:
@@ -432,6 +434,12 @@ class RunningEpisode:
 
     async def _start(self, messages: Sequence[Message]) -> list[int]:
         return await self.renderer.astart(messages, self.env.toolbox.schemas())
+
+    async def _step(self, message: Message, what: str, blame: Blame = "infrastructure") -> StepResult:
+        """Have a message answered. Raises HookError if an `astep` of the author's own answers with something else."""
+        found = await self._env(self.env.astep(message), what, blame)
+        check_answer(self.env.id, ToolEnv.astep, type(self.env).astep, found)
+        return found
 
     async def _env(
         self, answer: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf

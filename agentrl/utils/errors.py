@@ -172,7 +172,15 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
         return lambda value: True
     if not issubclass(kind, Collection) or issubclass(kind, str):
         kinds = _LIKE.get(kind, kind)
-        return lambda value: isinstance(value, kinds)
+        # numpy's own truth is none of Python's.
+        return lambda value: isinstance(value, kinds) or (kind is bool and type(value).__name__ in ("bool", "bool_"))
+    if kind is tuple and parts and Ellipsis not in parts:
+        each = [_test_of(part) for part in parts]
+        return lambda value: (
+            isinstance(value, list | tuple)
+            and len(value) == len(each)
+            and all(test(one) for test, one in zip(each, value, strict=True))
+        )
     mapped = issubclass(kind, Mapping)
     inside = parts[1:] if mapped else parts[:1]
     item = _test_of(inside[0]) if inside and inside[0] is not Any else None
@@ -192,6 +200,8 @@ def _words_of(hint: Any) -> list[str]:
         return [word for part in parts for word in _words_of(part)]
     if kind is Literal:
         return [repr(word) for word in parts]
+    if kind is tuple and parts and Ellipsis not in parts:
+        return [f"({', '.join(' or '.join(_words_of(part)) for part in parts)})"]
     if isinstance(kind, type) and issubclass(kind, Collection) and not issubclass(kind, Mapping | str):
         return ["a list" + (f" (each {' or '.join(_words_of(parts[0]))})" if parts else "")]
     if isinstance(kind, type) and issubclass(kind, Mapping) and parts[1:] not in ((), (Any,)):

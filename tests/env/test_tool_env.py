@@ -19,12 +19,16 @@ from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Hidden, Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.catalog import make_env
 from agentrl.env.wrappers import TurnLimit
+from agentrl.render.template import make_renderer
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import EnvError, HookError, TaskDataError, ToolTimeoutError
 from agentrl.utils.threads import background
 from tests.env.shelf import shelf
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tests.env.toyenvs import Notes, call
+from tests.players import Script
 
 
 class Constant:
@@ -423,11 +427,43 @@ async def wordy(self: Any, message: Message) -> Any:
     return "hi"
 
 
+@pytest.mark.parametrize(
+    "answer, fits",
+    [(1, False), (([], 0.0, True, False), False), (("no", 0.0, True, False, {}), False), (([], None, True, False, {}), False),
+     (([], np.float32(0), np.True_, np.False_, {}), True), ([[], 0, True, False, {}], True)],
+)  # fmt: skip
+async def test_a_step_of_an_authors_own_that_answers_something_else_is_an_env_error(answer: Any, fits: bool) -> None:
+    """It ended the run with a ValueError of the loop over turns."""
+
+    class Odd(Notes):
+        id = "tests/Odd-v0"
+
+        async def astep(self, action: Any) -> Any:
+            return answer
+
+    renderer = make_renderer(packaged_tokenizer(4096))
+    policy = Policy(Script([renderer.assistant(Message("assistant", "hi"))]), renderer)
+    made = await run_episode(Odd(), policy, EpisodeSpec(3, "train", 0, 0, "r"), Limits(4, 64, 2000, 60, 60, 4096), None)
+    assert made.stop is (StopReason.DONE if fits else StopReason.ENV_ERROR)
+    assert fits or f"tests/Odd-v0: astep returned {answer!r}, expected (a list (each a Message), a number" in (made.error or "")
+
+
+@pytest.mark.parametrize("name", ["reset", "step"])
+def test_an_override_that_no_run_would_call_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Odd\.{name}: a run calls a{name} alone.*`async def a{name}` \(.*test_tool_env"):
+        type("Odd", (Notes,), {name: lambda self, *args: None, "__module__": __name__})
+
+
 def test_numbers_of_numpy_in_a_task_or_a_state_are_those_of_json() -> None:
     """No answer equals them, so that a right one was paid 0, and the episode could not be stored."""
     odd: Any = type("Odd", (Notes,), {"state": lambda self: {1: np.int64(3), "all": (np.float32(0.5), np.arange(2))}})()
     odd.reset(seed=0)
     assert odd.state() == {"1": 3, "all": [0.5, [0, 1]]} and type(odd.state()["1"]) is int
+    numbered: Any = (7, np.int64(3))
+    task = Task(*numbered)
+    assert (task.id, task.seed) == ("7", 3) and type(task.seed) is int
+    with pytest.raises(TypeError, match="seed = '3'; expected a text and a whole number"):
+        Task("t", "3")  # type: ignore[arg-type]
     task = Task("t", 0, "train", {"a": np.bool_(True)}, {"answer": np.int64(4)})
     assert (task.data, task.gold) == ({"a": True}, {"answer": 4}) and type(task.gold["answer"]) is int
     same = {"a": [1, {"b": None}]}
@@ -459,11 +495,6 @@ def test_hooks_of_a_mixin_are_checked_too() -> None:
         def gold_turns(self, task: Task) -> Any:
             return 3
 
-    numbered: Any = (7, np.int64(3))
-    task = Task(*numbered)
-    assert (task.id, task.seed) == ("7", 3) and type(task.seed) is int
-    with pytest.raises(TypeError, match="seed = '3'; expected a text and a whole number"):
-        Task("t", "3")  # type: ignore[arg-type]
     odd: Any = type("Odd", (Mixin, Notes), {})()
     with pytest.raises(HookError, match=r"gold_turns returned 3, expected a list .*test_tool_env\.py:"):
         odd.gold_turns(odd.make_task(0, "train"))
