@@ -78,11 +78,15 @@ def _policy(name: str) -> str:
 def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
     """Overrides of the config: those on the command line, and those of options that stand for a key. A word `a=b` that names no
     section is a parameter of the environment, as for `agentrl env`."""
+    from agentrl.config.keys import section_of
     from agentrl.config.schema import TrainConfig
 
     overrides = []
     for word in words:
-        key = word.partition("=")[0]
+        key, _, value = word.partition("=")
+        field = TrainConfig.model_fields.get(key)
+        if field is not None and value[:1] not in ("", "{", "[") and section_of(field.annotation) is not None:
+            raise ConfigError(f"{word}: {key} is a section. Write {key}.KEY=VALUE, or of the environment env.params.{word}")
         known = "." in key or key in TrainConfig.model_fields or key == "base" or word.startswith("~")
         overrides.append(word if known else f"env.params.{word}")
     if args.seed is not None:
@@ -102,7 +106,7 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
     from agentrl.config.origin import typed_origins
     from agentrl.run.assembly import RunStart
     from agentrl.run.checks.env_checks import check_named
-    from agentrl.run.evaluate import RolloutJob, RolloutRequest, check_request
+    from agentrl.run.evaluate import RolloutJob, RolloutRequest, check_request, unscored_cause
     from agentrl.run.provenance import model_label, model_note
 
     if args.env is None or is_override(args.env):
@@ -127,9 +131,9 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
         run_loop(job.run())
         if job.interrupted:
             return say_interrupted(display.say, request, len(job.episodes))
-        unscored = sum(trajectory.reward is None for trajectory in job.episodes.values())
-        note = f" ({unscored} of them unscored: the same command runs them again)" if unscored else ""
-        display.say(f"{len(request.pairs)} episodes{note}: {request.out / 'trajectories.jsonl'}")
+        display.say(f"{len(request.pairs)} episodes: {request.out / 'trajectories.jsonl'}")
+        if why := unscored_cause(job.episodes.values()):
+            display.say(f"{why}. Fix that; the same command runs them again")
     return 0
 
 

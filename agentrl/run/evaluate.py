@@ -8,7 +8,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -301,6 +301,9 @@ class RolloutJob:
         interrupt.install()  # the start of Ray and of the engine is to be ended too
         for note in suite_notes(map(EnvRef.of, config.each())):
             display.warn(note)
+        if (ref := EnvRef.of(config)).at is None:  # before there is a folder; of one elsewhere the first task says it
+            with closing(ref.build()) as env:
+                env.check_split(request.split)
         self.episodes = self._resume()
         session = self.shared or EvalSession(config, self.temperature)
         missing = [pair for pair in request.pairs if pair not in self.episodes]

@@ -259,3 +259,15 @@ def test_a_full_standard_output_is_one_line(tmp_path: Path, words: str) -> None:
         )
     assert done.returncode == 2
     assert done.stderr == "agentrl: standard output: cannot be written: No space left on device. Send it elsewhere\n"
+
+
+def test_a_parameter_of_the_name_of_a_section_is_told_from_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollout", "function_calling", "--policy", "gold", "data=rows.json"]) == 2
+    said = "data is a section. Write data.KEY=VALUE, or of the environment env.params.data=rows.json"
+    assert said in capsys.readouterr().err
+
+
+def test_a_split_that_is_none_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """It stayed with the wrong split in its note, and the right command was refused by it."""
+    assert main(["eval", "key_value", "--policy", "gold", "-n", "1", "--split", "tset"]) == 2
+    assert "no split 'tset'" in capsys.readouterr().err and not Path("evals").exists()
