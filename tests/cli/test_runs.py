@@ -168,6 +168,7 @@ def test_hostile_text_is_written_out(home: Path, capsys: pytest.CaptureFixture[s
         (["show", "runs/c"], "there is no such folder"),
         (["show", "run"], "did you mean 'runs'"),
         (["show", "."], "expected a run folder"),
+        (["show", "runs.toml"], "runs.toml: expected a run folder"),
         (["show", "runs"], "there are runs in it: runs/a, runs/b"),
         (["show", "runs/a", "--step", "9"], "there are episodes of 1"),
         (["show", "runs/a", "--episode", "9"], "expected FILE.ROW"),
@@ -194,6 +195,11 @@ def test_damaged_runs_are_said(home: Path, capsys: pytest.CaptureFixture[str]) -
         [row] = told(capsys, "runs", "list", f"runs/{name}")
         assert row["status"] == "damaged" and "damaged" in row["error"]
         assert "runs/" + name in said(capsys, "runs")
+    emptied = run_folder(
+        home / "runs" / "emptied", {"step_000001": [episode(1)]}, [{**ROWS[0], "phase": "data", "step": 1, "epoch": 1.0}]
+    )
+    emptied.config.write_text("")
+    assert [row["updates"] for row in told(capsys, "runs", "list", "runs/emptied")] == [1]
     assert main(["show", "runs/metrics"]) == 2 and "metrics.jsonl: damaged" in capsys.readouterr().err
     assert main(["runs", "compare", "runs/config", "runs/a"]) == 2 and "config.toml: damaged" in capsys.readouterr().err
     (home / "runs" / "a" / "trajectories" / "step_000001.jsonl").write_text('{"of": "another version"}\n')

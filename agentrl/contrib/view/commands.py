@@ -227,7 +227,7 @@ def _show_parts(args: argparse.Namespace) -> bool:
     from agentrl.run.reader import find_runs, is_run
 
     folder = Path(args.folder)
-    files = () if is_run(folder) else (folder / "comparison.json", folder / "report.json")
+    files = () if is_run(folder) or not folder.is_dir() else (folder / "comparison.json", folder / "report.json")
     tables = next((found for file in files if (found := stored_object(file, "remove it")) and "envs" in found), None)
     if tables is None:
         return False

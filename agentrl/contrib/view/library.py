@@ -36,8 +36,9 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
     except RunFolderError as problem:
         return out | {"status": "damaged", "error": str(problem)}
     train = [row for row in found if row.get("phase") in ("train", "data")]
-    if train and train[-1].get("epoch"):  # of a run on data: steps in all passes over it
-        out["steps"] = round(train[-1]["step"] / train[-1]["epoch"] * run.table["data"]["epochs"])
+    data = run.table.get("data")
+    if train and train[-1].get("epoch") and isinstance(data, dict) and "epochs" in data:  # steps in all passes over the data
+        out["steps"] = round(train[-1]["step"] / train[-1]["epoch"] * data["epochs"])
     out["updates"] = train[-1].get("step") if train else (None if run.evaluation else 0)
     for phase in ("before", "after"):
         values = [row.get("success") for row in found if row.get("phase") == phase]
