@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, fault_text, hint_text
+from agentrl.utils.errors import CatalogError, ConfigError, checks_arguments, did_you_mean, fault_text, hint_text, is_alien
 from agentrl.utils.redaction import texts
 
 # What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
@@ -263,6 +264,13 @@ def function_named(key: str, target: str) -> Callable[..., Any]:
         here = Path(*module_name.split(".")).with_suffix(".py").is_file()
         fix = "; it is in this folder, which Python imports from with PYTHONPATH=." if here else ""
         raise ConfigError(f"{key}: cannot import {module_name!r}: {error}{fix}") from error
+    except BaseException as error:
+        if not is_alien(error):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key}: cannot import {module_name!r}: {fault_text(error)} ({last.filename}:{last.lineno}). Correct it there"
+        ) from error
     found: Any = vars(module).get(attribute)
     if not callable(found):
         known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

@@ -49,7 +49,8 @@ class OwnTools(ToolEnv):
         for name, target in self.targets.items():
             if not isinstance(target, str):
                 raise ConfigError(f"own_tools: functions.{name} = {target!r}; expected 'module:function'")
-        self.functions = {name: function_named(f"env.params.functions.{name}", target) for name, target in self.targets.items()}
+        made = {name: function_named(f"env.params.functions.{name}", target) for name, target in self.targets.items()}
+        self.functions = {name: one.function if isinstance(one, Tool) else one for name, one in made.items()}  # with @tool
         self.system = system
         self.tasks, self.uses = _read(tasks_path(tasks, HERE / "tasks.jsonl"), frozenset(self.functions))
         self.uses.check_functions(self.functions)
