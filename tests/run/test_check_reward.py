@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from agentrl.config import TrainConfig
+from agentrl.config.schema import ToolsConfig
+from agentrl.contrib.mcp.client import McpSession
 from agentrl.env.catalog import EnvRef
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks import check_config, check_eval
 from agentrl.run.checks.model_checks import check_prompts, longest_prompt
 from agentrl.run.checks.reward_checks import check_success
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import ConfigError, EnvError
 from tests.run.own_spec import RIGHT, with_spec
 from tests.run.starts import scored
 
@@ -183,3 +185,18 @@ def test_the_opening_of_an_episode_counts_with_what_its_user_says_and_its_setup_
     with pytest.raises(ConfigError, match=r"the opening prompt of opens \(task seed 0\) has \d{4,} tokens"):
         section = config.env.model_copy(update={"id": "opens", "params": {"words": 40000}})  # type: ignore[union-attr]
         check_prompts(RunStart(config.model_copy(update={"env": section})))
+
+
+def test_a_server_that_does_not_answer_is_waited_for_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the opening prompts' check, of three tasks; a server of 30 s kept a start silent for two minutes."""
+    tried: list[str] = []
+
+    async def never(session: McpSession) -> Any:
+        tried.append(str(session))
+        raise EnvError(f"{session}: no answer within 30 s")
+
+    monkeypatch.setattr(McpSession, "open", never)
+    tools = ToolsConfig.model_validate({"mcp": {"x": {"command": ["sleep"]}}})
+    one = made(here, RIGHT).model_copy(update={"tools": tools})
+    assert longest_prompt(one.model, EnvRef.of(one), one.rollout.env_timeout) == (0, 0)
+    assert tried == ["MCP server 'x'"]

@@ -190,6 +190,8 @@ def longest_prompt(model: ModelConfig, env: EnvRef, limit: float) -> tuple[int, 
                     else:
                         messages, _ = built.reset(seed=seed, options={"split": split})
                     openings[seed] = messages, built.toolbox.schemas()
+                if seed not in openings and inner.has_sources:  # a server that does not answer is not waited for again
+                    break
 
     with suppress(TimeoutError):  # `check_success` says so
         in_daemon_thread(play, SEEDS * limit)
