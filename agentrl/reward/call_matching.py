@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.data.trajectory import Json, ToolCall
-from agentrl.reward.values import LITERAL, EqualityRule, UnscorableError, brief, equality_key, same
+from agentrl.reward.values import LITERAL, EqualityRule, UnscorableError, brief, equality_key, exact, same
 from agentrl.utils.registry import Registry
 
 # Expected calls
@@ -343,10 +343,10 @@ def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
 
 def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Hashable:
     """A key that is equal for two calls exactly if they are equal by a rule without tolerances."""
-    if rule.normalize is str:
-        # Texts and numbers are their own keys; not a boolean, which Python takes for a number, and not NaN, which equals nothing.
+    if rule.normalize is exact:
+        # ASCII and numbers are their own keys; not a boolean, which Python takes for a number, and not NaN, which equals nothing.
         for value in arguments.values():
-            if type(value) not in _PLAIN or value != value:
+            if type(value) not in _PLAIN or value != value or (type(value) is str and not value.isascii()):
                 break
         else:
             return name, frozenset(arguments.items())

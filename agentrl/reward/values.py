@@ -32,6 +32,10 @@ _BFCL_TABLE = str.maketrans("'", '"', " ,./-_*^")
 _BFCL_SAID_TABLE = str.maketrans("'", '"', ",./-_*^()")
 
 
+def exact(text: str) -> str:
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
 def _fold(text: str) -> str:
     if not text.isascii():
         text = unicodedata.normalize("NFKC", "".join(map(_apart, text)))
@@ -65,8 +69,8 @@ def _tau(text: str) -> str:
     return text.lower().replace(",", "")
 
 
-NORMALIZERS: Mapping[str, Normalizer] = {"exact": str, "fold": _fold, "bfcl": _bfcl, "bfcl_said": _bfcl_said, "tau": _tau}
-"""`exact`: unchanged. `fold`: Unicode NFKC, case-folded, runs of white space as one space, ends trimmed.
+NORMALIZERS: Mapping[str, Normalizer] = {"exact": exact, "fold": _fold, "bfcl": _bfcl, "bfcl_said": _bfcl_said, "tau": _tau}
+"""`exact`: unchanged but for Unicode NFC. `fold`: NFKC, case-folded, runs of white space as one space, ends trimmed.
 `bfcl`: spaces and `, . / - _ * ^` removed, lower case, ' as " (the Berkeley leaderboard's rule for arguments).
 `bfcl_said`: `, . / - _ * ^ ( )` removed, lower case, ' as " (its rule for answers in words).
 `tau`: lower case, commas removed (tau-bench)."""
@@ -78,7 +82,7 @@ class EqualityRule:
 
     absolute: float = 0.0
     relative: float = 0.0
-    normalize: Normalizer = str
+    normalize: Normalizer = exact
 
     @property
     def strict(self) -> bool:
@@ -102,7 +106,7 @@ def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
     if isinstance(a, str):
         if not isinstance(b, str):
             return False
-        return a == b or (rule.normalize is not str and rule.normalize(a) == rule.normalize(b))
+        return a == b or rule.normalize(a) == rule.normalize(b)
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)):
@@ -114,7 +118,7 @@ def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
     return a is None and b is None
 
 
-def equality_key(value: Json, normalize: Normalizer = str) -> Hashable:
+def equality_key(value: Json, normalize: Normalizer = exact) -> Hashable:
     """A key that is equal for two values exactly if `same` finds them equal without a tolerance."""
     if isinstance(value, str):
         return normalize(value)

@@ -630,3 +630,16 @@ def test_gold_whose_arguments_stand_under_another_name_scores_nothing(key):
     gold = {"calls": [{"name": "f", key: {"x": 1}}]}
     for made in (call("f"), call("f", x=1)):
         assert value("calls.match", {"expect": {"$": "/task/gold/calls"}}, episode([made], task_gold=gold)) is None
+
+
+def test_a_text_is_the_same_in_both_spellings_of_unicode():
+    """A gold text from a file name of macOS, say, is decomposed, and no model writes it so."""
+    one, other = "caf\u00e9", "cafe\u0301"
+    for expect, said in ((one, other), (other, one)):
+        assert value("text.equals", {"expect": expect}, episode(said)) == 1
+        assert value("text.contains", {"expect": expect}, episode(f"a {said}.")) == 1
+        for arguments, right in (({"name": expect, "n": [expect, 1]}, 1), ({"name": "cafe", "n": [expect, 1]}, 0)):
+            gold = {"expect": [{"name": "open", "arguments": arguments}]}
+            assert value("calls.match", gold, episode([call("open", name=said, n=[said, 1])])) == right
+        gold = {"expect": [{"name": "open", "arguments": {"name": expect}}]}
+        assert value("calls.match", gold, episode([call("open", name=said)])) == 1
