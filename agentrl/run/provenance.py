@@ -199,7 +199,7 @@ class RunModel:
 
 def run_folder(path: str | Path) -> RunFolder:
     """The run in this folder. Raises ConfigError, naming the runs next to it, if it is not one."""
-    folder = RunFolder(Path(path))
+    folder = RunFolder(Path(path).expanduser())
     if not folder.config.is_file():
         inside, beside = (
             sorted(found.parent.name for found in at.glob("*/config.toml")) for at in (folder.path, folder.path.parent)

@@ -237,7 +237,7 @@ def is_run(path: Path) -> bool:
 @checks_arguments
 def load_run(path: str | Path) -> RunRecord:
     """The run in a folder. Raises RunFolderError without one, with near names."""
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if is_run(folder):
         return RunRecord(folder)
     if not folder.exists():

@@ -95,7 +95,7 @@ async def evaluate(
     one = config.alone(config.envs[0])
     own, ref = one.eval, EnvRef.of(one)
     split, wanted = split or own.split, own.tasks if n is None else n
-    first = not callable(model) and (Path(str(model)) / "config.toml").is_file()  # a run's, as it evaluates
+    first = not callable(model) and (Path(model).expanduser() / "config.toml").is_file()  # a run's, as it does
     tasks, chosen = await in_thread("load", choose_tasks, ref, split, wanted, config.seed, first)
     return await _play(config, RolloutRequest("eval", name, tasks or wanted, k, split, Path(out or ""), chosen), out, quiet)
 
@@ -131,7 +131,7 @@ def _eval_config(
     purpose: Literal["eval", "rollout"],
 ) -> tuple[TrainConfig, str]:
     """The config of one environment, and the model as a config names it: of a run's folder as the run evaluates."""
-    name = give(model) if callable(model) else str(model)
+    name = give(model) if callable(model) else str(Path(model).expanduser() if str(model)[:1] == "~" else model)
     if is_given(name) or not (Path(name) / "config.toml").is_file():
         if checkpoint != "last":
             raise ConfigError(f"{purpose}: checkpoint = {checkpoint!r} is of a run's folder, and {name} is not one")
@@ -154,7 +154,7 @@ def _eval_config(
 async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | None, quiet: bool) -> EvalReport:
     """The episodes of a request, with a report if it is an evaluation; without `out` nothing is kept. Raises CallbackError."""
     with tempfile.TemporaryDirectory(prefix=f"agentrl-{request.purpose}-") as folder:
-        request = replace(request, out=Path(folder if out is None else out))
+        request = replace(request, out=Path(folder if out is None else out).expanduser())
         checked = await in_thread("load", check_request, config, request)
         display = Display(console(quiet=True) if quiet else None)
         job = RolloutJob(checked, request, display)

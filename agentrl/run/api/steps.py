@@ -338,7 +338,7 @@ async def session(
     await in_thread("load", check_train, made)
     raise_gc_threshold()
     temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else None
-    path = Path(temporary.name if temporary is not None else str(folder)).absolute()
+    path = Path(temporary.name if temporary is not None else str(folder)).expanduser().absolute()
     made = made.model_copy(update={"out": str(path.parent), "name": path.name})
     known, there = (path / "config.toml").is_file(), path.exists() and any(path.iterdir())
     if there and not known:

@@ -266,7 +266,7 @@ class Trainer:
     async def load(self, folder: str | Path) -> None:
         """Go on from the weights and the optimizer of a checkpoint (`save`'s, or a run's `checkpoints/step_NNNNNN`), and publish
         them. Gradients that wait are forgotten. Raises CheckpointError if it is not there, or damaged."""
-        path = Path(folder).absolute()
+        path = Path(folder).expanduser().absolute()
         if not (path / "actor").is_dir():
             there = Checkpoints(self._session.folder.checkpoints, self.config.checkpoint.keep).newest()
             hint = "" if there is None else f"; the newest of this session is {there}"
@@ -280,7 +280,7 @@ class Trainer:
     @BothMethod
     async def export(self, folder: str | Path) -> Path:
         """Write the weights as a folder that transformers and vLLM load; returns it."""
-        path = Path(folder).absolute()
+        path = Path(folder).expanduser().absolute()
         await self._session.actors.arun(Actor.export_hf, str(path))
         await check_arrived(self._session.actors, path, "the trained model")
         return path
