@@ -56,12 +56,14 @@ def in_process() -> Iterator[None]:
     from agentrl.engines.vllm import vllm_engine as engine
     from agentrl.engines.vllm import vllm_engine as weight_sync
     from agentrl.engines.vllm.replica_actor import VllmActor
+    from agentrl.engines.vllm.replica_calls import RequestBatcher
     from agentrl.run import session
 
     ray = SimpleNamespace(is_initialized=lambda: True, kill=lambda actor: None, put=lambda data: data, ObjectRef=object)
 
     def spawn(self: Any, number: int, placed: Any = None) -> Any:
-        return replicas.Replica(number, Local(VllmActor(self._options)))
+        actor = Local(VllmActor(self._options))
+        return replicas.Replica(number, actor, RequestBatcher(actor))
 
     with (
         patch.object(engine, "ray", ray),

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cache
 from operator import index
 from types import UnionType
-from typing import Any, Literal, SupportsIndex, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, SupportsIndex, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from agentrl.data.images import Image, by_digest
 from agentrl.data.token_ledger import TokenLedger
@@ -375,7 +375,7 @@ def _kinds(cls: type) -> list[tuple[str, tuple[type, ...]]]:
 def _build(cls: type[T], row: Mapping[str, Any]) -> T:
     """A dataclass of its fields. Raises TypeError for a field of another type than the annotated one."""
     made = cls(**row)
-    for name, kinds in _kinds(cls):
+    for name, kinds in _kinds(cast(Any, cls)):
         if not isinstance(value := getattr(made, name), kinds):
             expected = " or ".join(kind.__name__ for kind in kinds).replace("NoneType", "null")
             raise TypeError(f"{cls.__name__}.{name} = {value!r:.80}; expected {expected}")

@@ -70,7 +70,7 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
         else:
             observation, _, terminated, truncated, _ = await env.astep(turn)
             turns = env.unwrapped._record.turns  # none of an environment elsewhere, whose server keeps them
-            results, over = turns[-1].results if turns else (), terminated or truncated
+            results, over = turns[-1].results if turns else [], terminated or truncated
             answers += [message.content for message in observation if message.role == "tool"]
         if gold and (refused := next((result for result in results if result.error is not None), None)):
             raise UnscorableError(

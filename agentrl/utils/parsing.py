@@ -141,7 +141,7 @@ def json_form(value: Any) -> Any:
 def _of_array(value: Any) -> Any:
     """A number or an array of numpy or torch; a view of a dict, or what `map` and the like give, as a list."""
     if isinstance(value, MappingView | range | map | filter | zip):
-        return list(value)
+        return [*value]  # type: ignore[misc]  # a view of a dict: its base class has no __iter__
     if not hasattr(value, "tolist"):
         raise ValueError(f"a {type(value).__name__} has no JSON form")
     return value.tolist()
