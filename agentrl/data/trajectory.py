@@ -414,7 +414,9 @@ def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _ALONE) 
 def _found(row: Mapping[str, Json], images: _Images) -> Mapping[str, Json]:
     """The row with its images, which it has by digest or in full."""
     held = {**row}.get("images")
-    return {**row, "images": tuple(images[one] if isinstance(one, str) else Image.from_row(one) for one in held)} if held else row
+    if held is None:
+        return row
+    return {**row, "images": tuple(images[one] if isinstance(one, str) else Image.from_row(one) for one in held)}
 
 
 @dataclass(slots=True)

@@ -149,9 +149,9 @@ async def test_each_token_of_a_request_has_the_version_that_sampled_it(replica: 
 async def test_a_stream_and_its_stop_string_go_on_over_an_update(replica: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stop string begins under the old weights and ends under the new: nothing sampled after it is in the turn, and all that
     is in it was told, once, before the end."""
-    monkeypatch.setattr(replica._words, "load", lambda: None)
+    monkeypatch.setattr(replica.words, "load", lambda: None)
     # Tokens spell their places' letters; the update comes between two of them.
-    monkeypatch.setattr(replica._words, "decode", lambda ids: "".join(chr(ord("a") + token % 100 - 2) for token in ids))
+    monkeypatch.setattr(replica.words, "decode", lambda ids: "".join(chr(ord("a") + token % 100 - 2) for token in ids))
     told: list[tuple[int, float]] = []
     cut = 6
     sampling = Sampling(max_tokens=24, seed=5, stop=(ALPHABET[cut - 2 : cut + 3], "never"))
@@ -164,7 +164,7 @@ async def test_a_stream_and_its_stop_string_go_on_over_an_update(replica: Any, m
     await settle(replica, 40)
     found = await one
     assert found.finish == "stop_string" and len(begun) >= cut
-    assert replica._words.decode(found.token_ids) == ALPHABET[: cut + 3]
+    assert replica.words.decode(found.token_ids) == ALPHABET[: cut + 3]
     assert told == list(zip(found.token_ids, found.logprobs, strict=True)) and told[: len(begun)] == begun
     assert found.versions == [token // 100 for token in found.token_ids] and set(found.versions) == {0, 1}
     assert (await replica.stats()).sampled_tokens == cut + 3 and not replica._engine.inside

@@ -21,6 +21,7 @@ from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import check_resumed
 from agentrl.config.schema import ClusterConfig
 from agentrl.engines.vllm.vllm_maker import VllmMaker
+from agentrl.run import role_placement
 from agentrl.run.assembly import Inputs, RunStart
 from agentrl.run.checks import size_checks
 from agentrl.run.checks.size_checks import check_workers
@@ -52,7 +53,8 @@ def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"api.concurrency = 2 calls at once are shared by rollout.workers = 3"):
         check_workers(RunStart(of(*summaries, "api.concurrency=2"), purpose="eval"))
     nodes = [ClusterNode("a", 2.0, 0.0), ClusterNode("b", 1.0, 0.0)]
-    monkeypatch.setattr(size_checks, "nodes_of", lambda cluster, role: nodes)
+    for module in (role_placement, size_checks):
+        monkeypatch.setattr(module, "nodes_of", lambda cluster, role: nodes)
     # 3 slots, of which an actor takes one: four halves are left, and six for an evaluation.
     check_workers(RunStart(of("rollout.workers=4")))
     with pytest.raises(ResourceError, match=r"each takes 0.5 CPU slots, and of 3 the run's other processes take 1; .* to 4,"):

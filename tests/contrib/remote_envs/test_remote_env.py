@@ -16,6 +16,7 @@ from agentrl.contrib.remote_envs.run_checks import check_servers, remote_lines
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.data.trajectory import StopReason
 from agentrl.env.catalog import EnvRef
+from agentrl.env.spaces import run_sync
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, make_context
@@ -153,7 +154,7 @@ def test_gold_is_replayed_there(server: Running) -> None:
             env.reset(seed=3)
             for turn in env.gold_turns(env.task)[turns]:
                 env.step(turn)
-            env.close()
+            run_sync(env.aend(StopReason.MAX_TURNS))
             score = scorer.score(env.trajectory)
             scores.append((score.value, score.evidence))
         environments.append(len(replayed))

@@ -10,9 +10,10 @@ from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.contrib.remote_envs.sessions import SessionLimits
-from agentrl.data.trajectory import Trajectory
+from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, Task, ToolCall, tool
 from agentrl.env.address import Asked
+from agentrl.env.spaces import run_sync
 from agentrl.reward import Scorer
 from tests.contrib.remote_envs.served import TOKEN, Running
 from tests.reward.rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
@@ -115,7 +116,7 @@ def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Runni
     for task, rounds in plays:
         env = there()
         episodes.append(played(task, rounds, env))
-        env.close()  # the guest would go on
+        run_sync(env.aend(StopReason.MAX_TURNS))  # the guest would go on
     asked = Guest.asked
     here, over = by_round(make=lambda task: KINDS[kind]()), by_round(make=there)
     found = [scored(over, episode) for episode in episodes]
