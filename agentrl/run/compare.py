@@ -54,8 +54,8 @@ def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajec
 def choose_tasks(env: EnvRef, split: str, wanted: int | None, seed: int, first: bool) -> tuple[int | None, tuple[int, ...]]:
     """Number of tasks to evaluate on, and their numbers in the split if they are not the first ones.
 
-    Of a suite at most all that the split has (all, if `wanted` is None), fewer of which are spread over its kinds, drawn by
-    `seed` (`Benchmark.spread`), unless `first`. Raises TaskDataError if the split has none."""
+    Of a suite at most all that the split has (all, if `wanted` is None); fewer are spread over its kinds, drawn by `seed`
+    (`Benchmark.spread`), unless `first`. Raises TaskDataError if the split has none."""
     suite = suite_env(env)
     if suite is None:
         return wanted, ()
