@@ -21,27 +21,11 @@ from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent,
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators
-from agentrl.trainer.minibatch import (
-    MINIBATCHES,
-    SOURCE,
-    LogRatios,
-    RowsShard,
-    Visits,
-    counts_of,
-    minibatches,
-)
+from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, counts_of, minibatches
 from agentrl.trainer.optim import optim_of, rate, sft_optim
 from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
 from agentrl.trainer.train_engine import BaseEngine
-from agentrl.trainer.update import (
-    Meter,
-    MicroLoss,
-    Pack,
-    Steps,
-    compute_logprobs,
-    measured_means,
-    visit_order,
-)
+from agentrl.trainer.update import Meter, MicroLoss, Pack, Steps, compute_logprobs, measured_means, visit_order
 from agentrl.utils.errors import AgentrlError, ConfigError, NonFiniteError
 from agentrl.utils.processor import own_threads
 

@@ -20,35 +20,14 @@ from agentrl.data.expert_routing import ROUTERS, TOPK, router_code
 from agentrl.engines.weights.parameters import Saving
 from agentrl.render.modality import Modality, make_modality
 from agentrl.trainer.attention import PACKED, keep_rows_apart, register_packed_attention
-from agentrl.trainer.language_model import (
-    MODULES,
-    Micro,
-    PolicyModule,
-    Role,
-    backbone,
-    layers_of,
-    share_tokens,
-)
-from agentrl.trainer.layers import (
-    compile_layers,
-    compiled_head,
-    inject,
-    merge_adapters,
-)
+from agentrl.trainer.language_model import MODULES, Micro, PolicyModule, Role, backbone, layers_of, share_tokens
+from agentrl.trainer.layers import compile_layers, compiled_head, inject, merge_adapters
 from agentrl.trainer.memory import RoleMemory, by_size, count
 from agentrl.trainer.model_folder import Loader, save_model
 from agentrl.trainer.optim import Offloaded, by_mesh, local
 from agentrl.trainer.parallel import Ulysses, same_when_recomputed, split_code
 from agentrl.trainer.pretrained import empty_model, load_model_config, meta_model
-from agentrl.trainer.train_engine import (
-    TRAIN_ENGINES,
-    BaseEngine,
-    Flops,
-    Layout,
-    check_divides,
-    compute_dtype,
-    flops_of,
-)
+from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, Flops, Layout, check_divides, compute_dtype, flops_of
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
 
 # The FSDP2 engine: a transformers model, sharded layer by layer over the data-parallel ranks.

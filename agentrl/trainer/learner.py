@@ -25,25 +25,10 @@ from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
 from agentrl.trainer.estimator_inputs import critic_rows, with_advantages
-from agentrl.trainer.minibatch import (
-    SOURCE,
-    Term,
-    TrainedTokens,
-    adapted_kl_coef,
-    broken_rows,
-    cut_update,
-)
+from agentrl.trainer.minibatch import SOURCE, Term, TrainedTokens, adapted_kl_coef, broken_rows, cut_update
 from agentrl.trainer.optim import check_optims
 from agentrl.trainer.pretrained import named_anywhere
-from agentrl.trainer.roles import (
-    Critic,
-    ModelRole,
-    Reference,
-    RewardModel,
-    SavedRole,
-    check_moving,
-    with_scores,
-)
+from agentrl.trainer.roles import Critic, ModelRole, Reference, RewardModel, SavedRole, check_moving, with_scores
 from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
 from agentrl.trainer.update import check_algorithm, mismatch
 from agentrl.trainer.update_hooks import SECTIONS, UPDATE_HOOKS, join_rows

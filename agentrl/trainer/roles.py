@@ -13,13 +13,7 @@ import torch
 from agentrl.cluster.host import own_device
 from agentrl.cluster.worker import Broadcast, Strategy, Worker, WorkerContext
 from agentrl.config.load import check_unread
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    ClusterConfig,
-    CriticConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, CriticConfig, ModelConfig, OptimConfig
 from agentrl.data.rows import Ragged, build, on_device, row_ids
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.trainer.algorithms.base import aggregate

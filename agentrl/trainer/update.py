@@ -24,14 +24,7 @@ from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput,
 from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, kl_estimate
 from agentrl.trainer.attention import packed_rows, packed_trees
 from agentrl.trainer.language_model import Micro
-from agentrl.trainer.minibatch import (
-    SOURCE,
-    TERMS,
-    Term,
-    Visits,
-    kl_kind,
-    named_rows,
-)
+from agentrl.trainer.minibatch import SOURCE, TERMS, Term, Visits, kl_kind, named_rows
 from agentrl.trainer.train_engine import BaseEngine, CardUsage
 from agentrl.utils.errors import ConfigError, NonFiniteError
 

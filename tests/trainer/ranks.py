@@ -25,13 +25,7 @@ import torch.distributed as dist
 
 import agentrl.trainer.train_engine
 from agentrl.cluster.worker import Mesh, WorkerContext
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    Choice,
-    LoraSection,
-    ModelConfig,
-    OptimConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig, OptimConfig
 from agentrl.contrib.titan.engine import require_torchtitan
 from agentrl.data.expert_routing import FREE
 from agentrl.data.rows import collate, nested_tensor, offsets_of, select, wide

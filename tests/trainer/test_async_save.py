@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from agentrl.cluster import group as shared_folder
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    ClusterConfig,
-    EnvConfig,
-    TrainConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, CheckpointConfig, ClusterConfig, EnvConfig, TrainConfig
 from agentrl.rollout.group_ledger import GroupLedger
 from agentrl.rollout.player import Evaluation
 from agentrl.run.folder import RunFolder

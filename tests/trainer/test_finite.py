@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    Choice,
-    KlConfig,
-    ModelConfig,
-    SftConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig, SftConfig
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of, select
 from agentrl.data.schedule import cut_minibatches
 from agentrl.trainer.actor import Actor

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    Choice,
-    KlConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import Ragged, collate, nested_tensor
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner, check_learner

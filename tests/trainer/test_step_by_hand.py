@@ -8,12 +8,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    Choice,
-    KlConfig,
-    RolloutConfig,
-)
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, RolloutConfig
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
