@@ -191,7 +191,7 @@ class WithSinks(torch.autograd.Function):
         plain: Tensor
         plain, lse = passes[0](q, k, v)[:2]
         total = torch.logaddexp(lse, sinks.float()[:, None])
-        out = (plain * torch.exp(lse - total).t().unsqueeze(-1)).to(plain.dtype)
+        out: Tensor = (plain * torch.exp(lse - total).t().unsqueeze(-1)).to(plain.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, total)
         ctx.back = passes[1]
         return out

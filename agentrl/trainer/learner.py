@@ -340,11 +340,11 @@ class Learner:
             added.append((hook.term, rows))
         whole = await in_thread("batch", join_rows, view, added, self.sharing) if added else view
         if self.critics is not None:
-            trained = view.batch
+            batch = view.batch
             if self._own:
-                trained = await in_thread("batch", critic_rows, trained, self.algorithm.advantage, self._own)
-            if len(trained):
-                metrics |= await self.update_critic(trained, step)
+                batch = await in_thread("batch", critic_rows, batch, self.algorithm.advantage, self._own)
+            if len(batch):
+                metrics |= await self.update_critic(batch, step)
             await self._rest("critic", self.critics)
         if learns:
             algorithm, ranks = self.algorithm, self.actors.mesh.size("dp")

@@ -156,5 +156,4 @@ class TitanEngine(FsdpEngine):
 
     # Not FsdpEngine's: the roles and the adapters that these need are not here.
     values, scores = BaseEngine.values, BaseEngine.scores
-    adapter = BaseEngine.adapter
-    frozen_base = BaseEngine.frozen_base  # type: ignore[assignment]
+    adapter, frozen_base = BaseEngine.adapter, BaseEngine.frozen_base  # type: ignore[assignment]
