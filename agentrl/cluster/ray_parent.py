@@ -120,7 +120,8 @@ def end_of_driver() -> DriverEnd | None:
         _to_parent = theirs
         return None
     os.close(theirs)
-    code, stopping = None, False
+    code: int | None = None
+    stopping = False
     try:
         # Signals to this process are for the driver; one from the terminal (which the kernel sends, to the whole group) it has.
         while code is None:
