@@ -68,8 +68,9 @@ _FASTER = "Raise rollout.turn_timeout, or give the engine less to do at once (ro
 class RolloutStats:
     """Counts episodes played, filtered, refused and dropped for the next update, and ends a run that gets nowhere.
 
-    `episodes`: attempts so far, `cancelled`: members given up because their group had enough; `faults`: attempts that came to no
-    score, by cause; `fault`: why the first of the episodes that were played to the end has none.
+    `episodes`, `turns` and `tokens` of all attempts so far, `cancelled`: members given up because their group had enough;
+    `faults`: attempts that came to no score, by cause; `fault`: why the first of the episodes that were played to the end has
+    none.
 
     Sampled tokens are counted as an attempt ends, of members and greedy episodes alike; of episodes that are cut off
     (`watch.cut`), those of the turns that were over. Those of an attempt that is made again, of a member that its group does not
