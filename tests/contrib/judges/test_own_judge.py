@@ -162,9 +162,11 @@ class Counting(EmbeddedEngine):
     most = under_way = asked = 0
     fault: tuple[int, Exception] = (0, Exception())
     slow = 0.0
+    grammar: str | None = None
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         self.asked += 1
+        self.grammar = sampling.grammar
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
@@ -275,12 +277,12 @@ async def test_without_a_grammar_an_answer_that_is_no_verdict_is_no_score(judge:
 @pytest.mark.parametrize("reasoning", [False, True])
 async def test_reasoning_may_come_first_only_if_the_config_says_so(judge: Path, reasoning: bool) -> None:
     """By the grammar that an engine with `reasoning` gets."""
-    _, one, _ = await asked(judge, [request("a")], reasoning=reasoning)
-    [grammar] = one._grammars.values()
+    _, _, engine = await asked(judge, [request("a")], reasoning=reasoning)
+    assert engine.grammar is not None
     tokenizer = load_tokenizer(str(judge))
     fits = {}
     for text in ('{"score": 0.5, "reason": "so"}', '<think>\nwell\n</think>\n{"score": 0.5, "reason": "so"}', "well"):
-        matcher = LLMatcher(from_tokenizer(tokenizer), grammar)
+        matcher = LLMatcher(from_tokenizer(tokenizer), engine.grammar)
         ids = tokenizer.encode(text, add_special_tokens=False)
         fits[text[:4]] = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
     assert fits == {'{"sc': True, "<thi": reasoning, "well": False}
