@@ -144,7 +144,7 @@ def test_own_judge(example: Example) -> None:
     assert all(row["reward"] == pytest.approx((row["term/answer"] + row["term/form"]) / 2) for row in rows)
     scores = [json.loads(line)["value"] for line in Path("scores.jsonl").read_text().splitlines()]
     played = [json.loads(line) for line in Path("runs/own_judge/trajectories/after_000003.jsonl").read_text().splitlines()]
-    assert scores == [row["reward"] for row in played] and len(set(scores)) > 1
+    assert scores == [row["reward"] for row in played] and len({row["term/form"] for row in rows}) > 1
 
 
 @proof
