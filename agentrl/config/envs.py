@@ -156,10 +156,7 @@ def one_temperature(rollout: RolloutConfig, what: str) -> float:
 
 
 def check_temperatures(rollout: RolloutConfig, evaluation: EvalConfig, experience: bool) -> None:
-    """Raise ConfigError for temperatures that cannot be sampled at, and for points next to what trains tokens of other updates.
-
-    Reads: rollout.temperature, rollout.max_staleness, eval.temperature, algorithm.experience.
-    """
+    """Raise ConfigError for temperatures that cannot be sampled at, and for points next to a trainer of other updates' tokens."""
     given = rollout.temperature
     points = given if isinstance(given, list) else [(0, given)]
     for section, value in (*(("rollout", value) for _, value in points), ("eval", evaluation.temperature)):

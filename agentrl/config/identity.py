@@ -33,8 +33,6 @@ _ALMOST = re.compile(r"(?i)\$\{(?!(?-i:env:[a-zA-Z_][a-zA-Z0-9_]*\}))\s*(?:oc\.)
 def check_references(config: TrainConfig) -> None:
     """Raise ConfigError for a reference at a key that takes none, for a variable that is not set, and for an address that no API
     can be asked at.
-
-    Reads: env, tools, sft, agent, api, reward, trackers, engine_args.
     """
     for key, text in texts(config.model_dump(mode="json", exclude_none=True)):
         if _ALMOST.search(text):

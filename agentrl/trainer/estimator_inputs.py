@@ -148,10 +148,7 @@ def needs_greedy(advantage: Choice) -> bool:
 
 
 def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
-    """Raise ConfigError if the estimator needs something that the reward spec does not have.
-
-    Reads: algorithm.advantage, env.reward.
-    """
+    """Raise ConfigError if the estimator needs something that the reward spec does not have."""
     needs = ADVANTAGES.entry(advantage.name).needs
     if "baseline" in needs and scorer.compares:
         raise ConfigError(

@@ -126,12 +126,7 @@ def with_packing(config: TrainConfig) -> TrainConfig:
 
 
 def packing_of(config: TrainConfig) -> Packing:
-    """Method by which the run's rows are computed.
-
-    Reads: model, critic.path, reward_model.path, algorithm.distillation.path, optim.prefix_sharing, optim.micro_tokens, sft,
-    rollout.max_episode_tokens. Raises ModelError for a model whose family is not computed right, ConfigError for keys that do not
-    suit it. Nothing is loaded but configs.
-    """
+    """Method by which the run's rows are computed."""
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
     asked = config.model.packing

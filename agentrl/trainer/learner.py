@@ -66,12 +66,7 @@ def adapted_entropy_coef(coef: float, measured: float, algorithm: AlgorithmConfi
 
 
 def check_learner(config: TrainConfig) -> None:
-    """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
-
-    Reads: algorithm, critic, data, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel,
-    cluster, model.expert_parallel, model.offload, model.lora, rollout.colocate, rollout.max_turns, rollout.max_turn_tokens,
-    rollout.max_episode_tokens; and as `check_moving` and `check_optims`.
-    """
+    """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say."""
     check_optims(config)
     check_algorithm(config.settled_algorithm())
     if (algorithm := config.algorithm).entropy_target is None:

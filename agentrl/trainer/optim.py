@@ -282,10 +282,7 @@ def optims_of(config: TrainConfig) -> dict[str, OptimConfig]:
 
 
 def check_optims(config: TrainConfig) -> None:
-    """Raise ConfigError for a rate that the chosen optimizer lacks or does not read, DependencyError if its package is missing.
-
-    Reads: optim, critic, sft, data.loss, model.init, model.lora.
-    """
+    """Raise ConfigError for a rate that the optimizer lacks or does not read, DependencyError if its package is missing."""
     found = optims_of(config)
     for section, key in (("optim", "optim.name"), ("sft", "sft.optimizer")):
         if section in found and found[section].name != "muon":

@@ -24,10 +24,7 @@ AUTO = "auto"
 
 
 def check_weights(config: TrainConfig) -> None:
-    """Raise ConfigError if `[weights]` does not fit the rest of the config.
-
-    Reads: weights.route, weights.lora, model.lora, sft, cluster, rollout.colocate.
-    """
+    """Raise ConfigError if `[weights]` does not fit the rest of the config."""
     name, colocated = config.weights.route, config.rollout.colocate
     traits = frozenset[str]() if name == AUTO else ROUTES.entry(name).traits
     if "cuda" in traits and not (has_gpus(config.cluster, "actor") and has_gpus(config.cluster, "rollout")):

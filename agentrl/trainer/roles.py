@@ -148,10 +148,7 @@ POLICIES: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
 
 
 def check_moving(algorithm: AlgorithmConfig, model: ModelConfig, cluster: ClusterConfig) -> None:
-    """Raise ConfigError for a moving reference that has no policy to follow in its process.
-
-    Reads: algorithm.kl, model.lora, model.offload, cluster.
-    """
+    """Raise ConfigError for a moving reference that has no policy to follow in its process."""
     if algorithm.kl.reference != "moving":
         check_unread("algorithm.kl", algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
         return

@@ -256,9 +256,6 @@ def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
 def check_train_engine(config: TrainConfig) -> None:
     """Raise ConfigError for an unknown training engine and for what the chosen one cannot do, DependencyError if a package of
     its is missing.
-
-    Reads: model, critic, reward_model, sft, algorithm.kl.reference, algorithm.distillation, optim.prefix_sharing,
-    rollout.router_replay, cluster.actors.
     """
     entry, model = TRAIN_ENGINES.entry(config.model.engine), config.model
     # By trait: what asks for it, in the words of a config, and whether this one does. (A run without a process group asks for

@@ -30,10 +30,7 @@ _ANSWERS_WITHIN = 10.0
 
 @RUN_CHECKS.register("agents")
 def check_agents(start: RunStart) -> list[str]:
-    """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one.
-
-    Reads: agent, env, engine, rollout.context, rollout.summary_model.
-    """
+    """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one."""
     for env in start.config.envs:
         with start.alone(env) as one:
             if one.config.agent is not None:
@@ -74,10 +71,7 @@ def _check_agent(start: RunStart, agent: AgentConfig) -> None:
 
 @RUN_CHECKS.register("agent_rehearsal", traits={"plan"})
 def rehearse_agents(start: RunStart) -> list[str]:
-    """A line about a rehearsed episode of each agent of a run that is not planned for other machines.
-
-    Reads: agent, env, model, engine, rollout, reward, tools, seed.
-    """
+    """A line about a rehearsed episode of each agent of a run that is not planned for other machines."""
     return [] if is_planned() else [rehearse(one) for one in start.config.each() if one.agent is not None]
 
 

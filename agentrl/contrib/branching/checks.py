@@ -19,11 +19,7 @@ BRANCHES = "branches"
 
 @RUN_CHECKS.register("rollout.branch")
 def check_branch(start: RunStart) -> list[str]:
-    """Raise ConfigError, naming the obstacle, if members of a group cannot branch off others.
-
-    Reads: rollout.branch, rollout.group_size, rollout.max_episodes, rollout.max_turns, rollout.grow, rollout.oversample_members,
-    rollout.context, rollout.sampler, algorithm, env, agent, seed.
-    """
+    """Raise ConfigError, naming the obstacle, if members of a group cannot branch off others."""
     one = start.config
     if (why := _obstacle(one.rollout, one.algorithm) or fork_obstacle(one)) is not None:
         raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")

@@ -280,10 +280,7 @@ class Echo(Callback, UpdateHook):
 
 @RUN_CHECKS.register("algorithm.experience")
 def check_experience(start: RunStart) -> list[str]:
-    """Raise ConfigError if kept episodes could not be used as the section says.
-
-    Reads: algorithm, env.advantage, rollout.max_staleness.
-    """
+    """Raise ConfigError if kept episodes could not be used as the section says."""
     one = start.config
     algorithm, staleness = one.algorithm, one.rollout.max_staleness
     experience = algorithm.experience
@@ -316,10 +313,7 @@ def check_experience(start: RunStart) -> list[str]:
 
 @RUN_CHECKS.register("algorithm.distillation")
 def check_distillation(start: RunStart) -> list[str]:
-    """Raise ConfigError if a part of the config would drop or keep what only the teacher tells apart.
-
-    Reads: algorithm, rollout.filter_zero_variance.
-    """
+    """Raise ConfigError if a part of the config would drop or keep what only the teacher tells apart."""
     if start.config.rollout.filter_zero_variance:
         raise ConfigError(
             "rollout.filter_zero_variance drops groups whose rewards are equal, from which algorithm.distillation learns as "
@@ -336,10 +330,7 @@ def check_distillation(start: RunStart) -> list[str]:
 
 @RUN_CHECKS.register("algorithm.demonstrations")
 def check_demonstrations(start: RunStart) -> list[str]:
-    """Raise ConfigError, naming the obstacle, if there is no gold solution that an update could show.
-
-    Reads: algorithm.demonstrations, rollout.context, rollout.sampler, env, tools, agent, seed.
-    """
+    """Raise ConfigError, naming the obstacle, if there is no gold solution that an update could show."""
     one = start.config
     if not one.envs[0].trains:
         return []

@@ -72,9 +72,6 @@ def questions(scorer: Scorer, max_turns: int) -> tuple[int, int]:
 def check_budget(start: RunStart) -> None:
     """Raise ConfigError if `reward.judge.calls` cannot last to the end of the run; warn in the log if it may not. Of several
     environments training may be on that which asks least, or on that which asks most.
-
-    Reads: env, reward.judge.calls, algorithm.advantage, steps, eval.every, eval.tasks, rollout.groups, rollout.group_size,
-    rollout.max_turns.
     """
     config = start.config
     if (budget := config.reward.judge.calls) is None:
@@ -142,8 +139,6 @@ def check_judges(start: RunStart) -> list[str]:
     """Raise ConfigError for a budget that cannot last, for a leaf whose judge is not in the config, for a judge that no leaf asks
     (in training: an evaluation may be of other environments), for an engine that cannot be a judge's, and for a prompt that
     leaves no room for a verdict; ModelError for a model that cannot be used. In a plan a folder may lack its weights.
-
-    Reads: reward, env.reward, model, cluster, health; and as `check_budget`.
     """
     if start.purpose == "train":
         check_budget(start)
@@ -196,10 +191,7 @@ def _check_engine(judge: OwnJudge, leaves: list[OwnLeaf], planned: bool) -> None
 
 
 def paid_models(run: RunServices, scorers: Mapping[str, Scorer]) -> Iterator[ApiModel]:
-    """The judges behind an API, with the parameters of a verdict; of a benchmark, if one of its tasks asks it by its `when`.
-
-    Reads: env, reward.judge.
-    """
+    """The judges behind an API, with the parameters of a verdict; of a benchmark, if one of its tasks asks it by its `when`."""
     judge = run.config.reward.judge
     for one in run.config.each():
         scorer = scorers[one.the_env.called]

@@ -205,8 +205,6 @@ class DataRunKind:
     def check(self, *, prepared: bool = False) -> list[str]:
         """Raise a UserError for a config that cannot be trained on its data; returns warnings. `prepared`: the run has
         all of its data already, wherever that came from.
-
-        Reads: data, model, optim, cluster, trackers, out.
         """
         quiet_libraries()
         view = self.relevant_sections()

@@ -49,8 +49,6 @@ def check_plugins(start: RunStart) -> list[str]:
     """Raise ConfigError with key, file and line if a plug-in of the user fails on made-up data, or gives an unusable answer. A
     second load of its file is called, so nothing that it keeps is left. In a plan callbacks are made too; a start makes them
     itself. An evaluation calls none of them.
-
-    Reads: algorithm, callbacks, engine, env, model.engine, rollout, trackers, weights.route.
     """
     limit = start.config.rollout.env_timeout + start.config.rollout.episode_timeout
     for key, choice, trial in _trials(start) if start.purpose == "train" else ():

@@ -41,9 +41,6 @@ def check_preflight(start: RunStart) -> list[str]:
     """Raise ConfigError for an MCP server that does not start or list its tools (with what it wrote), a missing or refused key
     (with its variable), a model that is not there and a request that it refuses (with the parameter); ResourceError for an
     address that does not answer. In a plan nothing is asked that costs money, so of an API only its key.
-
-    Reads: health, env, tools, agent, rollout.summary_model, rollout.max_turn_tokens, rollout.temperature, rollout.top_p,
-    eval.temperature, reward, api, model.path.
     """
     config = start.config
     if not config.health.preflight:

@@ -103,8 +103,6 @@ def check_solvable(start: RunStart) -> list[str]:
     """Raise ConfigError if more than `health.max_unsolvable` of the tasks of a kind have no room for their gold solution, with
     what they need and the keys that say what there is. An environment without gold, an agent that plays, and an environment
     elsewhere are left out, and `survey_lines` says so. An evaluation takes whatever tasks there are.
-
-    Reads: health.max_unsolvable, env, tools, agent, rollout, eval, seed, model, engine.
     """
     for env in start.config.envs if start.purpose == "train" else ():
         with start.config.name_entry_in_errors(env) as one:
@@ -131,10 +129,7 @@ def check_solvable(start: RunStart) -> list[str]:
 
 @RUN_CHECKS.register("survey_lines", traits={"start"})
 def survey_lines(start: RunStart) -> list[str]:
-    """Lines about the room in each environment of a run; the survey is made once in a process.
-
-    Reads: env, tools, agent, rollout, eval, seed, model, engine.
-    """
+    """Lines about the room in each environment of a run; the survey is made once in a process."""
     return [line for one in start.config.each() for line in survey_of(one).lines()]
 
 

@@ -14,8 +14,6 @@ def check_servers(start: RunStart) -> list[str]:
     """Raise a UserError if the server of an environment cannot be reached, speaks another protocol, has another environment,
     refuses its parameters, wrappers or tool sets, or takes fewer episodes at once than the run plays; or if an agent of the
     user would play there.
-
-    Reads: env, tools, agent, rollout.max_episodes, sft.
     """
     for env in start.config.envs:
         with start.alone(env) as one:
@@ -56,10 +54,7 @@ def _check_server(config: TrainConfig, ref: EnvRef, at: EnvAddress) -> None:
 
 @RUN_CHECKS.register("remote_env_lines", traits={"plan"})
 def remote_lines(start: RunStart) -> list[str]:
-    """Lines about the environments' servers; nothing for environments that are here.
-
-    Reads: env, tools, agent, rollout, algorithm, eval, sft.
-    """
+    """Lines about the environments' servers; nothing for environments that are here."""
     lines = []
     for ref in map(EnvRef.of, start.config.each()):
         if ref.at is not None and not ref.at.ours:
