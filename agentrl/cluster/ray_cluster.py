@@ -344,9 +344,10 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     # that it starts in advance, each of which would be started a second time.
     variables = {**worker_env(), MARK: value, **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}}
     idle: dict[str, Any] = {name: lambda self, **_: None for name in UNASKED}
+    own = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         with (
-            patch.dict(os.environ, variables),
             patient(timeout),
             patch.object(sys.modules[__name__], "_starting", True),
             patch.multiple(node, create=True, **idle),
@@ -356,6 +357,9 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
         ray_keeper.end_all(_own.mark)  # what had started, and what that was about to start
         _let_go()
         raise
+    finally:  # these alone, not by `patch.dict`, which empties the environment for a moment, and forgets what Ray has set
+        for name, text in own.items():
+            os.environ.pop(name) if text is None else os.environ.update({name: text})
     _own.vital = vitals(since)
     tell(ray=" or ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in _own.vital.items()))
 
