@@ -147,11 +147,8 @@ def nearest(name: str, known: list[str]) -> str:
 def _short(value: Json) -> str:
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     kind = "null" if value is None else kinds.get(type(value), type(value).__name__)
-    return kind if value is None else f"{kind} {_clip(repr(value), 40)}"
-
-
-def _clip(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    said = repr(value)
+    return kind if value is None else f"{kind} {said if len(said) <= 40 else said[:37] + '...'}"
 
 
 # Options of a call

@@ -278,7 +278,11 @@ def _typed_fits(value: Any, allowed: Sequence[Any], wanted: type, inner: type | 
     first = _first_type(allowed)
     if type(value) is wanted:
         items: Any = value
-        if inner is not None and not any(_items_fit(items, option, inner) for option in allowed):
+        # Each item has the declared type, or that of the first item of an option that is a list.
+        if inner is not None and not any(
+            not isinstance(option, list) or all(type(item) in (inner, _first_type(option)) for item in items)
+            for option in allowed
+        ):
             return False
         if first is None or first is wanted:
             if isinstance(value, dict):
@@ -312,14 +316,6 @@ def _items(declared: Json) -> str | None:
 
 def _first_type(allowed: Sequence[Any]) -> type | None:
     return next((type(option) for option in allowed if option != ""), None)
-
-
-def _items_fit(value: Sequence[Json], option: Any, inner: type) -> bool:
-    """Return True if each item has the declared type, or that of the option's first item."""
-    if not isinstance(option, list):
-        return True
-    first = _first_type(option)
-    return all(type(item) is inner or (first is not None and type(item) is first) for item in value)
 
 
 def _fold_values(items: Sequence[Json], normalize: Normalizer) -> list[Json]:

@@ -148,7 +148,10 @@ class Index:
                 return self._refresh(stop)
             except sqlite3.DatabaseError as problem:
                 # Locked, or the disk is full: the file is not to blame. SQLITE_ERROR is a table or column that it lacks.
-                if isinstance(problem, sqlite3.OperationalError) and _code(problem) != sqlite3.SQLITE_ERROR:
+                if (
+                    isinstance(problem, sqlite3.OperationalError)
+                    and getattr(problem, "sqlite_errorcode", 0) != sqlite3.SQLITE_ERROR
+                ):
                     raise RunFolderError(f"{self.path}: the index cannot be written: {problem}") from None
                 self._drop()
                 return self._refresh(stop)
@@ -278,10 +281,6 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
-
-
-def _code(problem: sqlite3.Error) -> int:
-    return int(getattr(problem, "sqlite_errorcode", 0))
 
 
 def _size(path: Path) -> int:

@@ -46,17 +46,14 @@ class VisionModel(RecomputedModel):
             ids[start : start + pixels.tokens] = range(first, first + pixels.tokens)
         return ids
 
-    def _features_of(self, number: int) -> list[Tensor]:
-        """Of an image, by its first id: computed once, not again for each token."""
-        if number not in self._features:
-            self._features[number] = features_of(self.module.model, [self.vision.pixels(self._images[number])], self.device)
-        return self._features[number]
-
     def after(self, ids: Tensor) -> Tensor:
         # An image's first id stands once for each time that it is shown.
         shown = [(at, number) for at, number in enumerate(ids.tolist()) if number in self._images]
         places = [(at, self.vision.pixels(self._images[number])) for at, number in shown]
-        parts = zip(*(self._features_of(number) for _, number in shown), strict=True)
+        for _, number in shown:
+            if number not in self._features:  # computed once per image, not again for each token
+                self._features[number] = features_of(self.module.model, [self.vision.pixels(self._images[number])], self.device)
+        parts = zip(*(self._features[number] for _, number in shown), strict=True)
         plain, model = torch.where(ids >= self.vocab, self.vision.token, ids), self.module.model
         inputs = embed_images(model, plain, places, [torch.cat(part) for part in parts])
         where = self.vision.positions(len(ids), places).to(self.device)
