@@ -266,13 +266,14 @@ def references(value: Json, pointer: str = "") -> Iterator[tuple[str, Mapping[st
 def evidence_nodes(evidence: Json, skipped: bool = True) -> Iterator[Mapping[str, Json]]:
     """Yield the nodes of an evidence tree, parents first. The parts of a scoped node are left out, as they share its id, and
     without `skipped` also nodes that were skipped, with all below them."""
-    if isinstance(evidence, list):
-        for item in evidence:
-            yield from evidence_nodes(item, skipped)
-    elif isinstance(evidence, Mapping) and (skipped or "skipped" not in evidence):
-        yield evidence
-        for key in ("of", "if", "then", "else"):
-            yield from evidence_nodes(evidence.get(key), skipped)
+    rest = [evidence]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, list):
+            rest += reversed(node)
+        elif isinstance(node, dict) and (skipped or "skipped" not in node):
+            yield node
+            rest += [node[key] for key in ("else", "then", "if", "of") if key in node]
 
 
 # Predicates
