@@ -52,9 +52,10 @@ def command(words: list[str], code_file: str) -> None:
 def break_off(way: str, step: int) -> None:
     """Arrange that this process gets Ctrl-C, or kills itself, at update `step`."""
     from agentrl.run.folder import RunFolder
+    from agentrl.trainer import checkpoint
     from agentrl.trainer.checkpoint import Checkpoints
 
-    commit, append, publish = Checkpoints.commit, RunFolder.append_metrics, Checkpoints._publish
+    commit, append, seal = Checkpoints.commit, RunFolder.append_metrics, checkpoint.seal
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,17 +67,18 @@ def break_off(way: str, step: int) -> None:
         if (way, at) == ("killed after a checkpoint", step):
             die()
 
-    def publishes(self: Checkpoints, aside: Path, target: Path) -> None:
-        if (way, target.name) == ("killed between its parts", f"step_{step:06d}"):
+    def seals(aside: Path, at: int, score: float | None) -> None:
+        seal(aside, at, score)
+        if (way, at) == ("killed between its parts", step):  # whole, and not yet in its place
             die()
-        publish(self, aside, target)
 
     def appends(self: RunFolder, row: Mapping[str, Any]) -> None:
         append(self, row)
         if (way, row["phase"], row["step"]) == ("ctrl-c", "train", step):
             os.kill(os.getpid(), signal.SIGINT)
 
-    Checkpoints.commit, Checkpoints._publish, RunFolder.append_metrics = commits, publishes, appends  # type: ignore[method-assign]
+    Checkpoints.commit, RunFolder.append_metrics = commits, appends  # type: ignore[method-assign]
+    checkpoint.seal = seals
 
 
 def in_process(target: Any, *words: Any, code_file: Path, timeout: float = 500) -> int:

@@ -78,7 +78,7 @@ def test_a_config_for_one_gpu_starts_and_samples(name: str, card: None, tmp_path
             engine: Any = session.engine
             await session.begin()
             answer = await engine.generate([5, 6, 7], Sampling(max_tokens=2, seed=1), "a")
-            return answer, engine._batcher.slots._limit
+            return answer, engine._batcher.slots.limit
         finally:
             await session.close()
 

@@ -1,5 +1,6 @@
 """`env.url`: what is refused before a run, what `--dry-run` says, and rollouts that are those of a run without it."""
 
+import asyncio
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -181,10 +182,14 @@ async def test_a_server_that_restarts_costs_an_attempt_and_no_reward(
 ) -> None:
     """Between the reset and the first step the server is another one: unscored; the second attempts are scored."""
     servers: list[Any] = [served("key_value")]
+    arrived: list[Any] = []
     first = servers[0].__enter__()
 
     class Restarts(FaultyEngine):
         async def generate(self, *asked: Any) -> Any:
+            arrived.append(asked)
+            while len(arrived) < 2:  # until both episodes have begun on the first server
+                await asyncio.sleep(0.01)
             if len(servers) == 1:
                 servers.append(None)
                 servers[0].__exit__(None, None, None)
