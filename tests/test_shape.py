@@ -193,9 +193,9 @@ def compared(node: ast.AST) -> list[str]:
     return [item.value for item in inside if isinstance(item, ast.Constant) and isinstance(item.value, str)]
 
 
-# Registered words that are compared as something else, everywhere: how a generation ended and what a tool's error does, which
-# context policy "stop" is not; the address "local" of a cluster, which is no sandbox.
-OTHER_MEANINGS = {"stop": ("finish", "on_error"), "local": ("address",), "tree": ("view",)}
+# Registered words that are compared as something else, everywhere: how a generation ended, which context policy "stop" is not;
+# the address "local" of a cluster, which is no sandbox.
+OTHER_MEANINGS = {"stop": ("finish",), "local": ("address",), "tree": ("view",)}
 
 
 def test_no_branch_on_a_registered_name_outside_of_its_file() -> None:
