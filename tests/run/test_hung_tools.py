@@ -42,7 +42,7 @@ def test_hung_tools_leave_commits_publishes_updates_and_replays_alone(tiny: str,
     """Six are the threads of asyncio's own pool on two cores; more than any pool has are no different."""
     release, begun = threading.Event(), threading.Semaphore(0)
 
-    @tool(timeout=0.2, on_timeout="answer")
+    @tool(timeout=1.0, on_timeout="answer")
     def hang() -> str:
         begun.release()
         release.wait(60)
