@@ -11,14 +11,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from traceback import walk_tb
 
 from agentrl import __version__
 from agentrl.cli.arguments import COMMANDS, ENV_ACTION, Parser, add_command
 from agentrl.run.config_file import is_override
 from agentrl.utils.errors import AgentrlError, UserError, fault_text
-from agentrl.utils.files import disk_full, full_text
+from agentrl.utils.files import disk_full, expand_home, full_text
 from agentrl.utils.network import exempt
 from agentrl.utils.processor import PASSIVE
 from agentrl.utils.redaction import guarded_output
@@ -49,8 +48,10 @@ def build_parser() -> Parser:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse, also with overrides after an option."""
     parser = build_parser()
-    # As a shell does where `~` stands alone, but not in `--out=~/x` or `data.path=~/x`.
-    words = [re.sub(r"^([\w.-]+=)?~(?=/)", rf"\g<1>{Path.home()}", word) for word in (sys.argv[1:] if argv is None else argv)]
+    # A shell expands `~/` only at the beginning of a word, and not in `--out=~/x` or `data.path=~/x`.
+    home = re.compile(r"^([\w.-]+=)?(~/.*)$", re.DOTALL)
+    given = sys.argv[1:] if argv is None else argv
+    words = [home.sub(lambda found: (found[1] or "") + expand_home(found[2]), word) for word in given]
     for word in words:
         if not word.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in word):
             parser.error(f"{word!a} is not UTF-8: no name, path or value can hold it")

@@ -103,6 +103,7 @@ def pin_gloo() -> None:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
             os.environ["GLOO_SOCKET_IFNAME"] = str(name)
+            break
 
 
 # The loopback guard

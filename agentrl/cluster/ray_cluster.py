@@ -324,6 +324,9 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     global _own
     node: Any = importlib.import_module("ray._private.node").Node
     value, since = secrets.token_hex(16), time.time() - CLOCK
+    # In the environment, which Ray passes on to its workers: as its `runtime_env` the variables would make the workers useless
+    # that it starts in advance, each of which would be started a second time.
+    variables = {**worker_env(), MARK: value, **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}}
     # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
     tell(ray="the GCS or the raylet of the Ray that it is starting")
     before, keeper = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS), None  # for the keeper too
@@ -340,9 +343,6 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _instruct()
-    # In the environment, which Ray passes on to its workers: as its `runtime_env` the variables would make the workers useless
-    # that it starts in advance, each of which would be started a second time.
-    variables = {**worker_env(), MARK: value, **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}}
     idle: dict[str, Any] = {name: lambda self, **_: None for name in UNASKED}
     own = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -17,7 +17,7 @@ from agentrl.config.keys import find_keys, inline, section_at, section_of, takes
 from agentrl.config.schema import ONE, SEVERAL, AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
 from agentrl.config.schema.episodes import entry_name
 from agentrl.utils.errors import ConfigError, UserError, hint_text
-from agentrl.utils.files import read_text
+from agentrl.utils.files import expand_home, read_text
 from agentrl.utils.parsing import toml_table
 from agentrl.utils.redaction import learn
 
@@ -407,8 +407,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
     for inner in (*_tables(table, ["vllm"]), *_tables(table, ["reward", "judge", "engines", "*", "vllm"])):
         if moved := {name: inner.pop(name) for name in _NOW_ARGS if name in inner}:
             inner["args"] = {**moved, **inner.get("args", {})}
-    home = str(Path.home())
-    table = _change_strings(table, READ + WRITTEN, lambda path, key: re.sub("^~(?=/|$)", home, path))
+    table = _change_strings(table, READ + WRITTEN, lambda path, key: expand_home(path))
     if table.get("env") is None and not table.get("data"):
         raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
     try:

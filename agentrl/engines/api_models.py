@@ -145,8 +145,8 @@ class MessageEngine(Engine):
     async def _answer(
         self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], number: int, sampling: Sampling
     ) -> tuple[Message, dict[str, Json], Usage | None, Finish]:
-        """The policy's turn `number`, with call ids that are unique there; the message as it is sent again; its cost; why
-        it ended."""
+        """The policy's turn `number`, with call ids that are unique in the session; the message as it is sent again; its cost;
+        why it ended."""
 
     async def start(self) -> None:
         return None

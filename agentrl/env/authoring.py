@@ -365,14 +365,18 @@ class Forkable(ToolSide):
 
         An environment with attributes that cannot be copied (a connection, a process) overrides this.
         """
+        return self._fork_within({})
+
+    def _fork_within(self, memo: dict[int, Any]) -> Self:
         # Spaces are left out: the cached action space refers to this environment's toolbox.
         forked = type(self).__new__(type(self))
         forked.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
-        forked.__dict__.update(copy_parts(self, forked, self._unshared_parts()))
+        forked.__dict__.update(copy_parts(self, forked, self._unshared_parts(), memo))
         return forked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.fork()
+        """A fork, that shares with the rest of the copy what this environment shares with the rest of the original."""
+        return self._fork_within(memo) if type(self).fork is Forkable.fork else self.fork()
 
     def __reduce__(self) -> NoReturn:
         made = f"pickle what makes it, as EnvRef({self.id!r}, {{...}}) of agentrl.env.catalog, and build it where it is played"

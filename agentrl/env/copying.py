@@ -30,14 +30,15 @@ class _Owner:
 ENVIRONMENT = _Owner()
 
 
-def copy_parts(source: Any, target: object, names: Iterable[str]) -> dict[str, Any]:
+def copy_parts(source: Any, target: object, names: Iterable[str], memo: dict[int, Any] | None = None) -> dict[str, Any]:
     """Deep copies of some attributes of `source`, with references to `source` redirected to `target`.
 
     If `target` is `source` itself, the references become a placeholder (`ENVIRONMENT`), which `ToolEnv.restore` replaces.
     Raises TypeError, naming the attribute, if one cannot be copied.
     """
     # Seeding deepcopy's memo makes references to the environment end at `target` instead of copying it.
-    memo: dict[int, Any] = {id(source): ENVIRONMENT if target is source else target}
+    memo = {} if memo is None else memo
+    memo[id(source)] = ENVIRONMENT if target is source else target
     parts: dict[str, Any] = {}
     for name in names:
         try:

@@ -232,6 +232,9 @@ class MessagesSpace(gymnasium.Space[Observation]):
 
     is_np_flattenable = False  # type: ignore[assignment]
 
+    def __init__(self, seed: int | np.random.Generator | None = None) -> None:
+        super().__init__(None, None, seed)
+
     def contains(self, x: Any) -> bool:
         return isinstance(x, list) and all(isinstance(item, Message) for item in x)
 

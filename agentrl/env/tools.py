@@ -86,7 +86,9 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
             continue
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         if default is None:  # `x: int = None`, whose default would not fit its own schema
-            hint = Optional[hint]  # noqa: UP045 - the hint may be a text that `|` does not take
+            base, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            optional = Optional[base]  # type: ignore[valid-type]  # noqa: UP045 - it may be a text, which `|` does not take
+            hint = Annotated[(optional, *more)] if more else optional
         # The alias is the argument's name; the field's own name (see below) is never visible.
         info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
         fields[parameter.name] = (hint, info)
@@ -380,9 +382,7 @@ class Tool:
         target = self.function.__get__(owner) if self.method else self.function
         if self.is_async:
             return await target(**values)
-        if self.options.inline:
-            return target(**values)
-        made = await TOOLS.call(self.name, target, **values)
+        made = target(**values) if self.options.inline else await TOOLS.call(self.name, target, **values)
         return await made if inspect.iscoroutine(made) else made  # of a plain function around an async one, as decorators make
 
 

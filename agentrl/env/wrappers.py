@@ -119,7 +119,7 @@ for _name in (*_METHODS, *_ATTRIBUTES):
     setattr(ToolWrapper, _name, _of_inner(_name))
 
 
-_THROUGH = frozenset({"observation_space", "action_space", "env", "spec"})
+_THROUGH = frozenset({"observation_space", "action_space", "env", "spec", "_built_with"})
 
 
 # Wrap by name

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, Trajectory
-from agentrl.reward.values import UnscorableError
+from agentrl.reward.values import UnscorableError, exact
 from agentrl.utils.errors import fault_text, is_from_outside
 from agentrl.utils.parsing import deep_copy_json, identical, is_unbounded
 from agentrl.utils.threads import fork_safe
@@ -85,8 +85,10 @@ class FrozenState:
 
 def _canonical(value: Json) -> Json:
     kind = type(value)
-    if kind is str or kind is int:
-        return hex(value) if kind is int and is_unbounded(value) else value  # Python writes no integer over 4,300 digits
+    if kind is str:
+        return exact(value)  # as texts are compared
+    if kind is int:
+        return hex(value) if is_unbounded(value) else value  # Python writes no integer over 4,300 digits
     # 1 and 1.0 are the same JSON number, but not the same text, which is what is hashed.
     if isinstance(value, float) and value.is_integer():
         return int(value)

@@ -86,7 +86,7 @@ class EqualityRule:
 
     @property
     def strict(self) -> bool:
-        """True if numbers have no tolerance: equality is then an equivalence relation, with `canonical` as its key."""
+        """True if numbers have no tolerance: equality is then an equivalence relation, with `equality_key` as its key."""
         return self.absolute == 0.0 and self.relative == 0.0
 
     @classmethod

@@ -351,7 +351,6 @@ class Collector:
         # Asked before the group leaves the running ones, so that `collect` raises what the filter raises.
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
-
         # Without branches, which depend on their episode: draws of the policy that do not depend on each other.
         roots = [member for member in survivors if member.parent is None]
         self.tasks.finish(index, success_rate(roots), sum(t.sampled_tokens for t in group.trajectories))

@@ -86,7 +86,6 @@ class RolloutStats:
         self.episodes = self.turns = self.tokens = self.cancelled = 0
         self.faults: Counter[str] = Counter()
         self.fault: str | None = None
-
         self._first_fault = ""
         # Since the last update:
         self._filtered = self._refused = self._sampled = 0

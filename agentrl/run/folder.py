@@ -348,16 +348,16 @@ class RunFolder:
         atomic_write(self.summary, json_text(redact_json(summary, said=True), indent=2) + "\n")
 
 
-def stored_object(path: Path, mend: str) -> dict[str, Any] | None:
+def stored_object(path: Path, fix: str) -> dict[str, Any] | None:
     """A JSON object of a run; None if there is no such file. Raises RunFolderError, which ends with what to do, `fix`."""
     try:
         found = read_json(read_plain(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as problem:
-        raise RunFolderError(f"{path}: damaged: {problem}; {mend}") from None
+        raise RunFolderError(f"{path}: damaged: {problem}; {fix}") from None
     if not isinstance(found, dict):
-        raise RunFolderError(f"{path}: damaged: expected a JSON object; {mend}")
+        raise RunFolderError(f"{path}: damaged: expected a JSON object; {fix}")
     return found
 
 

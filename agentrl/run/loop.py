@@ -98,8 +98,10 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             figures = train_row(session, played, update, laps)
             run_log.row("train", step, figures)
             if keep:
-                members = [t for group in groups for t in group.trajectories]
-                await run_log.trajectories(f"step_{step:06d}", members, session.learner.tokens)
+                # No name for the episodes, which would keep them over the next steps.
+                await run_log.trajectories(
+                    f"step_{step:06d}", [t for group in groups for t in group.trajectories], session.learner.tokens
+                )
             session.display.step(step, *shown_of(figures, [env.name for env in session.envs]))
         row = {"step": step, "phase": "train", **figures}
         await session.callbacks.call("on_step", row, session)

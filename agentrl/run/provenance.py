@@ -46,8 +46,8 @@ class Provenance:
         user should know.
 
         Raises a UserError if something that the run needs is missing (the message then says where it was started), and
-        ConfigError if a file has other content than at the start, or config.toml other values than the newest checkpoint was
-        trained with.
+        ConfigError if a file has other content than at the start (of one over 1 GiB, in the parts that `digests` samples), or
+        config.toml other values than the newest checkpoint was trained with.
         """
         config, folder, steps = self.config, self.folder, self.config.steps
         check_resumed(before, config, folder.path)

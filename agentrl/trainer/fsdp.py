@@ -21,7 +21,7 @@ from agentrl.engines.weights.parameters import Saving
 from agentrl.render.modality import Modality, make_modality
 from agentrl.trainer.attention import PACKED, keep_rows_apart, register_packed_attention
 from agentrl.trainer.language_model import MODULES, Micro, PolicyModule, Role, backbone, layers_of, share_tokens
-from agentrl.trainer.layers import compile_layers, compiled_head, inject, merge_adapters
+from agentrl.trainer.layers import adapter_of, compile_layers, compiled_head, inject, merge_adapters
 from agentrl.trainer.memory import RoleMemory, by_size, count
 from agentrl.trainer.model_folder import Loader, save_model
 from agentrl.trainer.optim import Offloaded, by_mesh, local
@@ -237,9 +237,13 @@ class FsdpEngine(BaseEngine):
         for name, full in self._weights_with_adapters() if self.cfg.lora is not None else self._plain():
             yield self.hf_name(name), self._cast(name, full)
 
+    @property
+    def _gathers(self) -> bool:
+        """True if other ranks have parts of the weights."""
+        return self.sharded and dist.get_world_size() > 1
+
     def resident(self) -> list[Tensor]:
-        gathers = self.sharded and dist.get_world_size() > 1
-        if gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
+        if self._gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
             return []
         return [local(tensor) for _, tensor in self.named_weights() if tensor.dtype == self.compute_dtype]
 
@@ -277,11 +281,8 @@ class FsdpEngine(BaseEngine):
         return count(module, cfg, ranks, tokens, optims)
 
     def adapter(self) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(PREFIX).replace(".default.", "."): full_tensor(tensor).detach().to("cpu", copy=True)
-            for name, tensor in self.module.state_dict().items()
-            if ".lora_" in name
-        }
+        held = {name.removeprefix(PREFIX): tensor for name, tensor in self.module.state_dict().items()}
+        return adapter_of(held, lambda name: full_tensor(held[name]).detach().to("cpu", copy=True))
 
     def largest(self) -> int:
         # A DTensor's numel is that of the whole tensor, which is what one bucket has to hold.
@@ -299,10 +300,9 @@ class FsdpEngine(BaseEngine):
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
-        gathers = self.sharded and dist.get_world_size() > 1  # other ranks have parts of the weights
         seen: set[str] = set()
         parts: list[tuple[str, Any]] = [(n, part) for n, part in self.module.named_modules() if isinstance(part, FSDPModule)]
-        for prefix, part in parts if gathers else []:
+        for prefix, part in parts if self._gathers else []:
             part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
             part.unshard()
             try:
@@ -318,7 +318,7 @@ class FsdpEngine(BaseEngine):
         # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
         for name, tensor in self.module.state_dict().items():
             if name not in seen and not self._left_out(name):
-                yield name, full_tensor(tensor) if gathers else local(tensor)
+                yield name, full_tensor(tensor) if self._gathers else local(tensor)
 
     def _left_out(self, name: str) -> bool:
         return self.tied and name == f"{PREFIX}lm_head.weight"

@@ -62,6 +62,11 @@ def inject(model: Any, cfg: LoraSection) -> None:
         parameter.requires_grad_(".lora_" in name)
 
 
+def adapter_of(held: Iterable[str], full: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The adapters alone, by the names that `Adapter` has; `held` and `full` as for `merge_adapters`."""
+    return {name.replace(".default.", "."): full(name) for name in held if ".lora_" in name}
+
+
 def merge_adapters(held: Iterable[str], full: Callable[[str], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
     """The weights under their plain names, with adapters added: W + alpha / rank * B A.
 

@@ -24,7 +24,7 @@ from agentrl.engines.weights.parameters import Conversion, Saving, loading_conve
 from agentrl.render.chatml import set_chat_template
 from agentrl.render.modality import make_modality
 from agentrl.trainer.checkpoint import Checkpoints, check_intact
-from agentrl.trainer.layers import merge_adapters
+from agentrl.trainer.layers import adapter_of, merge_adapters
 from agentrl.trainer.optim import local
 from agentrl.trainer.pretrained import empty_model, load_model_config, load_tokenizer
 from agentrl.trainer.train_state import saved_tensors
@@ -282,8 +282,7 @@ def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, ada
         held, full = saved_model(chosen / "actor")
         with full_disk_said(target, "repeat the command"), made_or_removed(target):
             if adapter and (lora := model.lora) is not None:
-                trained = {name.replace(".default.", "."): full(name) for name in held if ".lora_" in name}
-                write_adapter(target, Adapter(lora.rank, lora.alpha, trained), source)
+                write_adapter(target, Adapter(lora.rank, lora.alpha, adapter_of(held, full)), source)
                 if model.chat_template is not None:  # else the base model's own serves it
                     load_tokenizer(source, model.trust_remote_code, model.chat_template).save_pretrained(target)
             else:

@@ -110,10 +110,15 @@ def sgd(named: Named, cfg: OptimConfig) -> Optimizers:
     return Optimizers([torch.optim.SGD(_decay_groups(named, cfg), lr=_lr(cfg), momentum=cfg.betas[0])], named)
 
 
+NO_TORCHAO = "torchao is not installed: pip install 'agentrl[torchao]'"
+
+
 def adamw_8bit(named: Named, cfg: OptimConfig) -> Optimizers:
     """torchao's AdamW with moments of 8 bits (arXiv:2110.02861); those of vectors and of narrow matrices stay float32."""
-    from torchao.optim import AdamW8bit
-
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as missing:  # on this rank's machine; the driver has looked on its own
+        raise DependencyError(NO_TORCHAO) from missing
     part = AdamW8bit(_decay_groups(named, cfg), lr=_lr(cfg), betas=cfg.betas, block_size=BLOCK)
     for _, parameter in named:
         # Made here: torchao decides by what a rank holds, so that another number of ranks could not load it.
@@ -288,7 +293,7 @@ def check_optims(config: TrainConfig) -> None:
         if section in found and found[section].name != "muon":
             check_unread(section, getattr(config, section), ("matrix_lr",), f'{key} = "muon"')
         if section in found and found[section].name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            raise DependencyError(f"{key} = \"adamw_8bit\": torchao is not installed: pip install 'agentrl[torchao]'")
+            raise DependencyError(f'{key} = "adamw_8bit": {NO_TORCHAO}')
 
 
 # Offloading

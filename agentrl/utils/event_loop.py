@@ -357,7 +357,6 @@ class LoopWatchdog:
 
     def __init__(self, limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> None:
         self.limit = limit
-
         self._say, self._name = say, name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -439,7 +438,6 @@ class LoopWatchdog:
         block = looks.block(seconds)
         self._blocked += seconds
         self._longest = max(self._longest, seconds)
-
         key = (block.place.file, block.place.function) if block.place is not None else ("", "")
         if key not in self._told and len(self._told) < MOST_PLACES:
             self._told.add(key)

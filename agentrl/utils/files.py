@@ -16,6 +16,11 @@ from pathlib import Path
 from agentrl.utils.errors import FULL, DiskFullError, OutputError
 
 
+def expand_home(path: str) -> str:
+    """A path with the home folder in place of a `~` at its beginning; as it is if there is no home folder."""
+    return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path  # noqa: PTH111 - Path raises without one
+
+
 def atomic_write(path: Path, text: str, *, private: bool = False) -> None:
     """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one.
     `private`: only its owner may read it."""

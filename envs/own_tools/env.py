@@ -50,6 +50,9 @@ class OwnTools(ToolEnv):
             if not isinstance(target, str):
                 raise ConfigError(f"own_tools: functions.{name} = {target!r}; expected 'module:function'")
         made = {name: function_named(f"env.params.functions.{name}", target) for name, target in self.targets.items()}
+        for name, one in made.items():
+            if isinstance(one, Tool) and one.options != Options():
+                raise ConfigError(f"own_tools: functions.{name}: options of @tool have no effect here. Leave them out")
         self.functions = {name: one.function if isinstance(one, Tool) else one for name, one in made.items()}  # with @tool
         self.system = system
         self.tasks, self.uses = _read(tasks_path(tasks, HERE / "tasks.jsonl"), frozenset(self.functions))

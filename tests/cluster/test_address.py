@@ -43,12 +43,16 @@ def test_without_ray_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gloo_listens_on_the_interface_of_that_address_unless_the_user_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
     lo, eth7 = (SimpleNamespace(family=socket.AF_INET, address=at) for at in ("127.0.0.1", "10.0.0.1"))
-    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"lo": [lo], "eth7": [eth7]})
+    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"lo": [lo], "eth7": [eth7], "eth9": [eth7]})
     monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True), ("10.0.0.2", True)], "10.0.0.1"))
     for before, after in [("", "eth7"), ("ib0", "ib0")]:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
         address.pin_gloo()
         assert os.environ["GLOO_SOCKET_IFNAME"] == after
+    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"lo": [lo]})  # no interface has it
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    address.pin_gloo()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True)], "10.0.0.1"))
     address.pin_gloo()

@@ -1,6 +1,7 @@
 """A driver that is killed leaves nothing of its Ray, and nothing of another's is touched."""
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -10,10 +11,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentrl.cluster import ray_keeper
+from agentrl.cluster import ray_cluster, ray_keeper
 from agentrl.cluster.ray_cluster import MARK
 from tests.conftest import proof
 
@@ -247,3 +249,19 @@ def test_the_folder_and_the_semaphores_of_killed_replicas_go_with_who_started_th
         for pid in alive(tag):
             os.kill(pid, signal.SIGKILL)
         driver.wait()
+
+
+def test_the_variables_of_rays_processes_do_not_stay_in_the_drivers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("ray._private.node")  # sets some of its own
+    before, within = dict(os.environ), dict[str, str]()
+
+    def fail(*_: Any) -> None:
+        within.update(os.environ)
+        os.environ["SET_BY_RAY"] = "1"
+        raise OSError("no Ray")
+
+    monkeypatch.setattr(ray_cluster, "_init", fail)
+    with pytest.raises(OSError, match="no Ray"):
+        ray_cluster._start_once(5.0, None)
+    assert {ray_cluster.MARK, ray_cluster.NICENESS} <= within.keys() - before.keys()
+    assert os.environ.pop("SET_BY_RAY") == "1" and dict(os.environ) == before

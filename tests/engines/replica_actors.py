@@ -22,7 +22,7 @@ class Actor:
         self.calls, self.version, self.loaded, self.dead = [], 0, [], False
         self.open = asyncio.Event()
         self.open.set()
-        self.hold, self.paced = None, {}
+        self.hold, self.paced, self.slow = None, {}, 0.0
         self.lingers = 0  # seconds for which a stream stays open after its last answer
 
     def __getattr__(self, name):
@@ -79,7 +79,9 @@ class Actor:
         elif name == "play":
             return await self.hosted(*args)
         elif name == "progress":
-            return self.paced
+            found = self.paced
+            await asyncio.sleep(self.slow)
+            return found
         elif name == "stats":
             return EngineStats(sampled_tokens=2 * self.calls.count("generate"))
         return 1000 + self.number

@@ -162,7 +162,7 @@ async def test_a_failed_update_is_not_given_to_a_new_replica(started, model, spa
 async def test_the_driver_asks_for_progress_only_while_there_are_requests(started, spawned, monkeypatch):
     monkeypatch.setattr(elastic, "ASK_S", 0.01)
     engine = await started(max_respawns=1)
-    assert engine.progress("e") is None
+    assert engine.progress("e") is None and "progress" not in spawned[0].calls
     spawned[0].open.clear()
     turn = asyncio.create_task(engine.generate([5], SHORT, "e"))
     await asyncio.sleep(0.02)
@@ -171,6 +171,8 @@ async def test_the_driver_asks_for_progress_only_while_there_are_requests(starte
     async with asyncio.timeout(5):
         while engine.progress("e") != 4:
             await asyncio.sleep(0.01)
+    spawned[0].slow = 0.05  # while it is asked again, what it said last holds: 0 in between would look like tokens
+    assert [engine.progress("e") for _ in range(8) if await asyncio.sleep(0.02) is None] == [4] * 8
     # its replica dies: the turn is sampled again elsewhere
     spawned.plan["hold"] = asyncio.Event()
     spawned[0].dead = True

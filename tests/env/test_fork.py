@@ -39,6 +39,15 @@ def test_a_fork_and_its_parent_go_separate_ways() -> None:
     assert replay_env.toolbox._owner is replay_env and env.toolbox._owner is env
 
 
+def test_what_two_environments_share_is_shared_by_their_forks_too() -> None:
+    outer, inner = Notes(), Notes()
+    outer.inner, inner.outer, outer.db = inner, outer, {"a": []}  # type: ignore[attr-defined]
+    inner.db = outer.db  # type: ignore[attr-defined]
+    forked: Any = outer.fork()
+    assert forked.inner.db is forked.db is not outer.db and forked.inner.outer is forked  # type: ignore[attr-defined]
+    assert forked.inner is not inner
+
+
 def test_restore_goes_back_any_number_of_times() -> None:
     env = Notes()
     env.reset(seed=0)

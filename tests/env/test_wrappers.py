@@ -184,6 +184,18 @@ async def test_forks_of_wrapped_environments_keep_their_own_counts() -> None:
         TurnLimit(Notes(), 2).restore(snapshot)
 
 
+def test_an_environment_is_forked_once_for_its_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for a snapshot, which holds none."""
+    env, forks = TurnLimit(Notes(), 2), list[ToolEnv]()
+    own = Notes.fork
+    monkeypatch.setattr(Notes, "fork", lambda self: forks.append(self) or own(self))
+    env.reset(seed=0)
+    env.fork()
+    assert len(forks) == 1
+    env.restore(env.snapshot())
+    assert len(forks) == 1
+
+
 async def test_wrappers_run_in_rollouts_through_the_same_names() -> None:
     """What the episode loop calls: areset, astep, aend, aclose, toolbox, trajectory, id."""
     env = TurnLimit(Notes(), 3)

@@ -58,7 +58,9 @@ FORMS = {  # the form, and the width of the values
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("way", ["varlen", "blocks"])
-def test_attention_is_that_of_each_row_alone(device: torch.device, way: str, name: str, kv_heads: int) -> None:
+def test_attention_is_that_of_each_row_alone(
+    device: torch.device, way: str, name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     form, wide = FORMS[name]
     if way == "varlen" and (device.type != "cuda" or form.cap is not None):
         pytest.skip("the kernel for rows of any length is a GPU's, and has no caps")
@@ -70,6 +72,8 @@ def test_attention_is_that_of_each_row_alone(device: torch.device, way: str, nam
         given.append(torch.randn(8, dtype=HALF, device=device, requires_grad=True))
     packed = attention.packed_rows(torch.tensor([0, *lengths]).cumsum(0), device)
     function = attention._attention if way == "varlen" else attention._blockwise
+    if way == "varlen":
+        monkeypatch.setattr(attention, "_blockwise", None)  # what the dispatcher falls back to
     push = torch.randn(sum(lengths), 8, wide, dtype=HALF, device=device)
 
     def formed(tensors: list[Tensor]) -> AttentionForm:

@@ -643,3 +643,5 @@ def test_a_text_is_the_same_in_both_spellings_of_unicode():
             assert value("calls.match", gold, episode([call("open", name=said, n=[said, 1])])) == right
         gold = {"expect": [{"name": "open", "arguments": {"name": expect}}]}
         assert value("calls.match", gold, episode([call("open", name=said)])) == 1
+        for by in ("hash", "fields"):
+            assert value("state.match", {"expect": {"n": expect}, "by": by}, episode(said, state={"n": said})) == 1

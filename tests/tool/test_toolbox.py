@@ -420,6 +420,7 @@ def test_a_plain_function_around_an_async_one_is_awaited_within_its_time() -> No
     box = Toolbox([tool(name="f", timeout=0.2, on_timeout="answer")(around)])
     assert asyncio.run(box.call(ToolCall("f", {"s": 0}))).content == "slept"
     assert asyncio.run(box.call(ToolCall("f", {"s": 9}))).error == "timeout"
+    assert asyncio.run(Toolbox([tool(name="f", inline=True)(around)]).call(ToolCall("f", {"s": 0}))).content == "slept"
 
 
 def test_a_result_without_json_form_is_the_tools_fault() -> None:

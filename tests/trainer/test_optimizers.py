@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,6 @@ def test_torchao_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
     for words, key in ((["optim.name=adamw_8bit"], "optim.name"), (["sft.optimizer=adamw_8bit"], "sft.optimizer")):
         with pytest.raises(DependencyError, match=rf'{key} = "adamw_8bit": torchao is not installed: .*agentrl\[torchao\]'):
             check_optims(config_of(*words))
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(DependencyError, match="torchao is not installed"):  # of a rank on another machine
+        optim.adamw_8bit([], OptimConfig(name="adamw_8bit", lr=1.0))

@@ -25,7 +25,6 @@ from agentrl.env.tools import Tool
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
 from agentrl.utils.network import strict_json
 from agentrl.utils.parsing import read_json
-from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -259,10 +258,13 @@ class OpenEnv(ToolEnv):
             )
         except Exception as fault:  # websockets has a class of its own for each stage
             raise RemoteEnvError(f"OpenEnv server {self.url}: {type(fault).__name__}: {fault}") from fault
-        try:
-            schema = await in_thread("load", action_schema, self.url, self.token, self.timeout)
-        except ConfigError as fault:
-            raise EnvError(str(fault).removeprefix("env.url: ")) from fault
+        schema = _schemas.get(self.url)
+        if schema is None:  # by the loop, so that many wait at once
+            try:
+                async with httpx.AsyncClient(trust_env=False, timeout=self.timeout, headers=self.headers) as client:
+                    schema = _schemas[self.url] = _action((await client.get(f"{self.url}/schema")).raise_for_status().json())
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as fault:
+                raise EnvError(f"OpenEnv server {self.url}: no action schema: {type(fault).__name__}: {fault}") from fault
         result = await self._ask("reset", {"seed": task.data["seed"]})
         tools = [Tool.from_schema("act", "take one action", schema, _act)]
         if {"tool_name", "arguments"} <= schema["properties"].keys():  # a server of tools
@@ -328,16 +330,22 @@ class OpenEnv(ToolEnv):
         raise EnvError(f"OpenEnv server {self.url}: {message}")
 
 
+_schemas: dict[str, dict[str, Json]] = {}
+
+
 @lru_cache(maxsize=16)
-def action_schema(url: str, token: str = "", timeout: float = 10.0) -> dict[str, Json]:
+def action_schema(url: str, token: str = "") -> dict[str, Json]:
     """The JSON Schema of a server's actions. Blocks. Raises ConfigError if the server does not give it."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        answer = httpx.get(f"{url}/schema", timeout=timeout, headers=headers, trust_env=False).raise_for_status().json()
-        schema: dict[str, Json] = dict(answer["action"])
-        schema["properties"] = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
+        return _action(httpx.get(f"{url}/schema", timeout=10.0, headers=headers, trust_env=False).raise_for_status().json())
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as fault:
         raise ConfigError(f"env.url: OpenEnv server {url}: no action schema: {type(fault).__name__}: {fault}") from fault
+
+
+def _action(answer: Mapping[str, Json]) -> dict[str, Json]:
+    schema: dict[str, Json] = dict(answer["action"])
+    schema["properties"] = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
     return {key: value for key, value in schema.items() if key not in ("title", "description")}
 
 

@@ -122,8 +122,8 @@ def uvicorn_config(app: Any, host: str, max_body: int = MAX_BODY, **options: Any
 
 
 class ThreadServer:
-    """An app on a socket that listens already, `guarded` and `patient`, on an event loop in a thread of its own, from its making
-    to `close`: what serves on while the caller's loop is busy."""
+    """An app on a socket that listens already, served as by `uvicorn_config`, on an event loop in a thread of its own, from its
+    making to `close`: what serves on while the caller's loop is busy."""
 
     def __init__(self, app: Any, host: str, listener: socket.socket, max_body: int = MAX_BODY) -> None:
         import uvicorn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,7 +99,7 @@ def features_of(row: Mapping[str, Json]) -> Features:
 
 
 def _number(value: Json) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and value == value else None  # NaN is unknown, too
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None  # NaN and the infinities, too
 
 
 def _whole(value: Json) -> int:

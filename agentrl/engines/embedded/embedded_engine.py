@@ -119,7 +119,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         return self._words.refusal(sampling)
 
     async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
-        _, model = self._running_parts()
+        _, model = self._ready()
         check_request(token_ids, sampling, self._context, model.vocab)
         prompt = model.prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
@@ -141,11 +141,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._under_way[request_key] = request
         try:
             async with self._turn:
-                batcher, _ = self._running_parts()
-                # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
-                # moment has done nothing wrong. `_run` fails it if they do not all arrive.
-                if self._unfit is not None and not self._arriving:
-                    raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
+                batcher, _ = self._ready()
                 batcher.waiting.append(request)
             self._wake.set()
             return await request.done
@@ -313,6 +309,14 @@ class EmbeddedEngine(Engine, WeightTarget):
             error = EngineError(reason)
             error.__cause__ = cause
             batcher.fail(request, error)
+
+    def _ready(self) -> tuple[Batcher, EmbeddedModel]:
+        parts = self._running_parts()
+        # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
+        # moment has done nothing wrong. `_run` fails it if they do not all arrive.
+        if self._unfit is not None and not self._arriving:
+            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
+        return parts
 
     def _running_parts(self, awake: bool = False) -> tuple[Batcher, EmbeddedModel]:
         if self._batcher is None or self._model is None:

@@ -219,11 +219,13 @@ class Replicas:
         # Ends with the last request, so that an idle engine is not polled.
         while self._requests:
             asked = [self._in_time(replica, "progress") for replica in self.alive()]
-            # Replaced, not merged: what a dead replica reported must not stay as if its requests went on.
-            self._paces = {}
+            paces = Paced()
             for answer in await asyncio.gather(*asked, return_exceptions=True):
-                self._paces |= {} if isinstance(answer, BaseException) else answer
-            for request_id, tokens in self._paces.items():
+                paces |= {} if isinstance(answer, BaseException) else answer
+            # Replaced, not merged: what a dead replica reported must not stay as if its requests went on. Only once all have
+            # answered: until then the last numbers hold, since none at all would look like tokens at the next look.
+            self._paces = paces
+            for request_id, tokens in paces.items():
                 if (placed := self._requests.get(request_id)) is not None:
                     self.router.note_sampled(placed, tokens)
             await asyncio.sleep(ASK_S)

@@ -166,9 +166,11 @@ class VllmMaker(EngineMaker):
                 f"vllm.tensor_parallel = {vllm.tensor_parallel} does not divide the model's {shape.queries} attention heads"
             )
         sizes = {"max_model_len": self.context(shape.positions)} if shape is not None else {}
-        lora = model.lora if self.config.weights.lora == "adapter" else None
-        rank = None if lora is None else lora.rank
-        engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=rank)
+        engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=self._adapter_rank(model))
+
+    def _adapter_rank(self, model: ModelConfig) -> int | None:
+        """The rank of the adapters that the engine gets separately from its weights; None if they are merged."""
+        return model.lora.rank if model.lora is not None and self.config.weights.lora == "adapter" else None
 
     def processes(self) -> Processes:
         """Host memory: a driver-side process and one per rank; on a CPU also each rank's KV cache, which a GPU has itself."""
@@ -239,14 +241,13 @@ class VllmMaker(EngineMaker):
         if family is not None and (put_right := overrides(family)):
             given = {**given, "hf_overrides": {**put_right, **given.get("hf_overrides", {})}}
         sees = config_modality(policy, family) is not None
-        lora = policy.lora if self.config.weights.lora == "adapter" else None  # else merged into the weights
         return VllmEngine(
             model,
             self.config.vllm.model_copy(update={**sizes, "args": given}),
             dtype=policy.computes_in(cuda),
             threads=self.threads(),
             cuda=cuda,
-            lora_rank=None if lora is None else lora.rank,
+            lora_rank=self._adapter_rank(policy),
             sleeps=rollout.colocate,
             router_replay=rollout.router_replay,
             ray_options=ray_options,

@@ -84,7 +84,6 @@ class RemoteWorker:
         self.pid = 0
         self.gone: str | None = None
         self.unfit: Exception | None = None
-
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.running = 0
         self.silent_s = self.lag_s = self.blocked_s = 0.0

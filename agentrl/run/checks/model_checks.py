@@ -178,12 +178,12 @@ def longest_prompt(model: ModelConfig, env: EnvRef, limit: float) -> tuple[int, 
     def play() -> None:
         with closing(env.with_gold_user().build()) as built:
             inner: Any = built.unwrapped
-            kind, split = type(inner), built.splits[0]
-            waits = inspect.iscoroutinefunction(kind.prompt)
-            plain = kind.setup is ToolEnv.setup and not waits and not inner.has_sources
-            asks = waits and inner.user_models() and kind.gold_user is ToolEnv.gold_user
+            kind, waits = type(inner), inspect.iscoroutinefunction(type(inner).prompt)
             for seed in range(SEEDS):
                 with suppress(Exception):  # of the environment's own code, which `check_success` names
+                    split = built.splits[0]
+                    plain = kind.setup is ToolEnv.setup and not waits and not inner.has_sources
+                    asks = waits and inner.user_models() and kind.gold_user is ToolEnv.gold_user
                     # By an episode, if a setup may add tools, or if the prompt awaits a user that is no model.
                     if inner.is_remote or plain or asks:
                         messages = plain_prompt(built, built.make_task(seed, split))

@@ -230,9 +230,10 @@ def check_lint(start: RunStart) -> list[str]:
     why = None if env.at is None else f"the environment is at {env.at.url}"
     if config.agent is not None and config.agent.tools == "own":
         why = why or "the agent has tools of its own, which no script plays"
-    sound, until = without_chance(env), time.monotonic() + LINT_SECONDS
+    until = time.monotonic() + LINT_SECONDS
 
     def probe() -> list[LintFinding]:
+        sound = without_chance(env)
         built = sound.build()
         order_free, idle_share = built.order_free, built.idle_share
         built.close()

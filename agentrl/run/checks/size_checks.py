@@ -320,15 +320,18 @@ def check_placement(start: RunStart) -> None:
 def _check_pools(places: RunRoles) -> None:
     """Raise ConfigError if a role's processes do not fill its pool, or if roles share GPUs that they cannot share."""
     config, cluster, engine = places.config, places.cluster, places.engine
-    # The engines that have their own processes, for messages.
-    apart = " or ".join(f'"{one.name}"' for one in ENGINES.own() if one.make(config).processes() is not None)
+
+    def apart() -> str:
+        """The engines that have their own processes. Only for a message: to find out they read the model."""
+        return " or ".join(f'"{one.name}"' for one in ENGINES.own() if one.make(config).processes() is not None)
+
     if "rollout" in cluster.roles and engine is None:
-        raise ConfigError(f"cluster.roles.rollout: the {places.choice.name} engine samples in the driver; set engine = {apart}")
+        raise ConfigError(f"cluster.roles.rollout: the {places.choice.name} engine samples in the driver; set engine = {apart()}")
     side_roles = {one.role for one, _ in places.side}
     if idle := [role for role in cluster.roles if role in SERVICES and role not in side_roles]:
         raise ConfigError(
             f"cluster.roles.{idle[0]}: no {idle[0]} has processes to place; remove the role, or set "
-            f"reward.{idle[0]}.engines.NAME.engine = {apart}"
+            f"reward.{idle[0]}.engines.NAME.engine = {apart()}"
         )
     pools = pools_of_roles(cluster, places.names)
     colocated = engine is not None and config.rollout.colocate

@@ -78,7 +78,7 @@ def test_lone_surrogates_of_an_agent_are_replaced_wherever_they_are_kept() -> No
 
 @pytest.mark.parametrize(("size", "read"), [(2000, True), (2001, False)])
 def test_no_more_of_a_url_s_answer_is_read_than_its_limit(size: int, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "MAX_ANSWER", 2000, raising=False)
+    monkeypatch.setattr(programs, "MAX_ANSWER", 2000)
     body = json.dumps({"answer": "x" * (size - 14)}).encode()
     assert len(body) == size
 

@@ -342,6 +342,7 @@ def test_an_episode_takes_the_memory_of_what_it_reads() -> None:
         ({"a/b": {"~": True}}, {"a/b": {"~": 1}}, [("/a~1b/~0", "changed", True, 1)]),
         ([1], {"a": 1}, [("/", "changed", [1], {"a": 1})]),
         ({"a": {"x": 1, "y": 2}}, {}, [("/a", "removed", {"x": 1, "y": 2}, None)]),
+        ([1], [1, 2], [("/1", "added", None, 2)]),
         ([1, 2, 3], [1], [("/1", "removed", 2, None), ("/2", "removed", 3, None)]),
     ],
 )
