@@ -10,18 +10,7 @@ import pytest
 
 from agentrl.rollout.workers import rollout_worker as traces
 from agentrl.utils import spans
-from agentrl.utils.spans import (
-    TracePlace,
-    TraceSpan,
-    add_listener,
-    at,
-    here,
-    in_span,
-    new_id,
-    note,
-    now,
-    span,
-)
+from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at, here, in_span, new_id, note, now, span
 from agentrl.utils.threads import in_thread
 
 

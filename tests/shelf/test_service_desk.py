@@ -14,13 +14,7 @@ from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
 from tests.conftest import proof
 from tests.env.toyenvs import call
-from tests.shelf.conversation_probes import (
-    build,
-    gold_episode,
-    null_score,
-    play,
-    teacher_success,
-)
+from tests.shelf.conversation_probes import build, gold_episode, null_score, play, teacher_success
 
 PATH = find_env("service_desk").path
 assert PATH is not None

@@ -15,14 +15,7 @@ from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.search_path import load_module
 from tests.conftest import proof
 from tests.env.toyenvs import call
-from tests.shelf.conversation_probes import (
-    build,
-    gold_episode,
-    null_score,
-    play,
-    task_json,
-    teacher_success,
-)
+from tests.shelf.conversation_probes import build, gold_episode, null_score, play, task_json, teacher_success
 
 PATH = find_env("workspace").path
 assert PATH is not None

@@ -16,18 +16,10 @@ from safetensors.torch import load_file
 from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig, TrainConfig, WeightsConfig
 from agentrl.engines.api_models import LiteLlmEngine, ScriptedEngine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
-from agentrl.engines.weights import (
-    base as routes,
-)
-from agentrl.engines.weights import (
-    host_routes as disk,
-)
-from agentrl.engines.weights import (
-    host_routes as memory,
-)
-from agentrl.engines.weights import (
-    host_routes as shared,
-)
+from agentrl.engines.weights import base as routes
+from agentrl.engines.weights import host_routes as disk
+from agentrl.engines.weights import host_routes as memory
+from agentrl.engines.weights import host_routes as shared
 from agentrl.engines.weights.base import (
     ALIGN,
     PACKED,
