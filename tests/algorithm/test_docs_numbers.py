@@ -111,8 +111,8 @@ def test_policy_losses(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
 def test_corrections(name: str) -> None:
-    proximal = torch.tensor([L(3), L(0.4)]).double()
-    found = CORRECTIONS.bind(name, {})(proximal, torch.zeros(2).double(), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    proximal, behave = torch.tensor([L(0.6), L(0.08)]).double(), torch.tensor([L(0.2), L(0.2)]).double()
+    found = CORRECTIONS.bind(name, {})(proximal, behave, torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
     assert found.tolist() == pytest.approx(documented(name), abs=1e-4)
 
 

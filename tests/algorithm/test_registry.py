@@ -72,7 +72,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4}, "cispo": {"clip_low": 1.0, "clip_high": 5.0},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05}, "clip_cov": {**CLIPS, "share": 2e-4, "low": 1.0, "high": 5.0},
     "kl_cov": {"share": 2e-3, "coefficient": 1.0}, "icepop": {"low": 0.5, "high": 5.0},
-    "reject_sequence": {"low": 0.99, "high": 1.01},
+    "reject_sequence": {"low": 0.99, "high": 1.01}, "kpop": {"phi": 0.1},
     **{name: {"cap": 2.0} for name in ("truncated", "truncated_sequence", "masked", "masked_sequence")},
 }  # fmt: skip
 

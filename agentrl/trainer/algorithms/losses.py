@@ -279,6 +279,17 @@ def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: 
     return _within(torch.exp(log_ratio(prox, behave)), low, high)
 
 
+@CORRECTIONS.register("kpop", traits={"importance_weighted"})
+def kpop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, phi: Positive = 0.1) -> Tensor:
+    """KPop (Guo et al. 2026, ringtech.notion.site/kpop): exp(d) if the KL of this token or another is at most `phi`
+    in both directions, else the token is rejected."""
+    p, q = torch.stack([prox, behave]).double().exp()
+    # The rest is at least 1e-6, which is ours: a probability that is rounded to 1 would have an infinite divergence.
+    moved, other = prox - behave, torch.log((1 - p).clamp(min=1e-6) / (1 - q).clamp(min=1e-6))
+    divergence = torch.maximum(p * moved + (1 - p) * other, -q * moved - (1 - q) * other)
+    return torch.where(divergence <= phi, torch.exp(log_ratio(prox, behave)), 0.0)
+
+
 @CORRECTIONS.register("reject_sequence")
 def reject_sequence(
     prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Positive = 0.99, high: Positive = 1.01

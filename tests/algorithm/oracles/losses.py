@@ -35,6 +35,7 @@ LOSSES: dict[str, dict[str, list[Any]]] = {
 """Policy loss -> values that its arguments are drawn from; one that is not drawn stays at its default."""
 WEIGHTS: dict[str, dict[str, list[Any]]] = {
     "icepop": {"low": [0.3, 0.9], "high": [1.1, 3.0]},
+    "kpop": {"phi": [0.003, 0.03, 0.1]},
     "masked": {"cap": [0.8, 1.2, 3.0]},
     "masked_sequence": {"cap": [0.8, 1.2, 3.0]},
     "reject_sequence": {"low": [0.5, 0.97], "high": [1.03, 1.5]},
@@ -198,6 +199,12 @@ def masked_sequence(t: Tokens, cap: float = 2.0) -> Array:
 
 def icepop(t: Tokens, low: float = 0.5, high: float = 5.0) -> Array:
     return kept_within(held(t.old - t.behave), low, high)
+
+
+def kpop(t: Tokens, phi: float = 0.1) -> Array:
+    p, q = (np.stack([np.exp(logs), np.maximum(1 - np.exp(logs), 1e-6)]) for logs in (t.old, t.behave))
+    rejected = ((p * np.log(p / q)).sum(0) > phi) | ((q * np.log(q / p)).sum(0) > phi)
+    return np.where(rejected, 0.0, held(t.old - t.behave))
 
 
 def reject_sequence(t: Tokens, low: float = 0.99, high: float = 1.01) -> Array:
