@@ -155,6 +155,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("demonstrations/skipped", "episodes", "those that were left out: too long for a row, or not to be played"),
         MetricInfo("demonstrations/tokens", "tokens", "their tokens as the policy would have sampled them"),
         MetricInfo("demonstrations/nll", "nats", "mean of -log pi over these"),
+        MetricInfo("opsd/shown", "share", "rows of which the teacher read the gold solution"),
         MetricInfo("echo/tokens", "tokens", "tokens that callback `echo` learns"),
         MetricInfo("echo/nll", "nats", "mean of -log pi over these"),
         MetricInfo("critic/loss", "loss", "value loss, mean over the critic's optimizer steps"),

@@ -307,8 +307,16 @@ class Learner:
         }
         for role, (column, group) in frozen.items():
             if group is not None:
-                found = await group.arun(Reference.compute_logprob, view.batch, temperature)
-                view = view.with_tokens(**{column: found["logprobs"].values()})
+                rows = view
+                for hook in self.hooks.values() if role == "teacher" else ():
+                    rows = await in_thread("batch", hook.teacher_rows, rows, self.config.optim.micro_tokens)
+                if rows is not view:
+                    rows = await in_thread("batch", with_trees, rows, self.sharing)
+                logs = (await group.arun(Reference.compute_logprob, rows.batch, temperature))["logprobs"].values()
+                if rows is not view:
+                    own = view.tokens("sampled")
+                    logs = torch.zeros(len(own)).masked_scatter(own, logs[rows.tokens("sampled")])
+                view = view.with_tokens(**{column: logs})
                 await self._rest(role, group)
         if self.critics is not None:
             values = await self.critics.arun(Critic.compute_values, view.batch)

@@ -43,6 +43,10 @@ class UpdateHook:
         """Return the batch of the scored members of `groups`, with columns of the hook's own. `envs`: the run's."""
         return batch
 
+    def teacher_rows(self, view: Ragged, most: int) -> Ragged:
+        """Return the rows as the teacher reads them, of `most` tokens at most: the same sampled tokens in another context."""
+        return view
+
     def change_advantages(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
         """Return the batch with its final advantages, and metrics."""
         return view, {}

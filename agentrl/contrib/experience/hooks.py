@@ -4,10 +4,13 @@ advantages of a teacher, and the results of tools."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
 from functools import cached_property
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.config.schema import DemonstrationsConfig, DistillationConfig, ExperienceConfig, TrainConfig
 from agentrl.data.rows import TRUNCATED, Ragged, build, collate, concat, is_ragged, nested_tensor, offsets_of, select
-from agentrl.data.trajectory import Group, Json, Trajectory
+from agentrl.data.trajectory import Group, Json, Message, Trajectory
 from agentrl.rollout.player import RunEnv, success_rate
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.rollout.warm_start import gold_transcript, without_chance
@@ -235,6 +238,54 @@ class Distillation(UpdateHook):
         return view.with_tokens(advantages=advantages), {"teacher/kl": -float(ahead.sum() / mask.sum().clamp(min=1))}
 
 
+@CALLBACKS.register("opsd")
+class Opsd(Callback, UpdateHook):
+    """Opsd ends the opening messages with `words` and the task's gold solution, for the teacher alone. If that is the model from
+    which training starts, this is OPSD (Zhao et al. 2026, arXiv:2601.18734). Departure: the advantage of `Distillation` takes the
+    place of the divergence over the vocabulary."""
+
+    def __init__(self, words: str = "A correct solution, for reference:") -> None:
+        self.words = words
+        self._prompts: list[tuple[list[int], list[int]]] = []
+        self._shown = 0
+
+    async def prepare(self, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
+        """Note the prompt of each trajectory without and with its solution."""
+        parts, self._prompts = {part.name: part for part in envs}, []
+        for member in (one for group in groups for one in group.scored()):
+            part, turns = parts[member.env], list[Message]()
+            with closing(part.env.build()) as env, suppress(NotImplementedError):
+                turns = env.gold_turns(member.task)
+            calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for turn in turns for call in turn.tool_calls]
+            said = [turn.content for turn in turns if turn.content]
+            *before, last = takewhile(lambda message: message.role != "assistant", member.messages)
+            told = replace(last, content="\n".join((last.content, "", self.words, *calls, *said)) if turns else last.content)
+            renderer = part.policy.renderer.with_tools(member.tools)
+            plain, hinted = (renderer.start([*before, one], member.tools) for one in (last, told))
+            self._prompts.append((plain, hinted))
+        return batch
+
+    def teacher_rows(self, view: Ragged, most: int) -> Ragged:
+        """Return the rows with the longer prompts. A row that begins otherwise, as after a rewrite, stays, as does one that would
+        be too long."""
+        ids, sampled, self._shown = [], [], 0
+        columns = (view.batch[name].unbind() for name in ("token_ids", "sampled"))
+        for place, row, marks in zip(view.numbers("trajectory"), *columns, strict=True):
+            plain, hinted = self._prompts[place]
+            if hinted != plain == row[: len(plain)].tolist() and len(row) + len(hinted) - len(plain) <= most:
+                row = torch.cat([torch.tensor(hinted, dtype=row.dtype), row[len(plain) :]])
+                marks = torch.cat([torch.zeros(len(hinted), dtype=torch.bool), marks[len(plain) :]])
+                self._shown += 1
+            ids.append(row)
+            sampled.append(marks)
+        offsets = torch.tensor([0, *accumulate(map(len, ids))])
+        rows = {"token_ids": nested_tensor(torch.cat(ids), offsets), "sampled": nested_tensor(torch.cat(sampled), offsets)}
+        return Ragged.of(build({**rows, "group": view.row("group"), "member": view.row("member")}, len(ids)))
+
+    def change_advantages(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
+        return view, {"opsd/shown": self._shown / len(view)}
+
+
 # Results of tools
 
 
@@ -325,6 +376,22 @@ def check_distillation(start: RunStart) -> list[str]:
             'algorithm.experience.term = "policy" trains kept episodes with the advantages that they had, and what '
             'algorithm.distillation adds is of the policy as it was; set term = "supervised", or unset one of the two'
         )
+    return []
+
+
+@RUN_CHECKS.register("opsd")
+def check_opsd(start: RunStart) -> list[str]:
+    """Raise ConfigError if the callback `opsd` has no teacher, or no gold solution to show."""
+    config = start.config
+    if all(choice.name != "opsd" for choice in config.callbacks):
+        return []
+    if config.algorithm.distillation is None:
+        raise ConfigError("callbacks.opsd: the run has no teacher. Set algorithm.distillation.path to the folder of model.path")
+    for env in config.envs:
+        with start.alone(env) as one:
+            why = gold_obstacle(one, "writes its prompts itself", "rows after a summary lack the solution", played=False)
+            if env.trains and why is not None:
+                raise ConfigError(f"callbacks.opsd ({env.called}): {why}. Leave opsd out")
     return []
 
 

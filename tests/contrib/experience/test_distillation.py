@@ -21,10 +21,14 @@ from agentrl.config.schema import (
     ModelConfig,
     RolloutConfig,
 )
+from agentrl.contrib.experience.hooks import Opsd
 from agentrl.data.rows import collate
+from agentrl.data.trajectory import Group
+from agentrl.rollout.warm_start import gold_transcript
 from agentrl.run.checks import check_config
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import AgentrlError
+from tests.contrib.experience.test_demonstrations import Part
 from tests.e2e import inside
 from tests.e2e.runs import numbers, rows
 from tests.trainer.learners import config_of, opened
@@ -146,3 +150,53 @@ def test_a_teacher_with_other_token_ids_is_refused_by_the_first_of_them(tmp_path
     assert f"algorithm.distillation.path = {other}: its tokenizer is not the policy's: 2 of " in said and f"({first})" in said
     with pytest.raises(AgentrlError, match=r"algorithm\.distillation\.path = nowhere"):
         check_config(inside.config_of(tmp_path, "run", *words(tmp_path, "nowhere")))
+
+
+@pytest.mark.parametrize("sharing", ["off", "on"])
+def test_opsd_teacher_reads_the_gold_solution_behind_the_opening(tiny: str, teacher: str, sharing: str) -> None:
+    """Log probabilities of the sampled tokens behind the longer prompt, by hand; a ledger that begins otherwise stays."""
+    part: Any = Part()
+    members = [asyncio.run(gold_transcript(part.env.build(), part.policy.renderer, seed, "train")) for seed in (1, 1, 2, 2)]
+    for place, member in enumerate(members):
+        member.env, member.member, member.reward = part.name, place % 2, float(place % 2)
+    members[3].ledgers += trajectories(1, seed=5)[0].ledgers
+    section = DistillationConfig(path=teacher, reward_coef=0.0)
+    algorithm = AlgorithmConfig(advantage=Choice(name="rloo"), loss=PLAIN, distillation=section)
+    learner = opened(tiny, config_of(algorithm=algorithm, optim=toy_optim(prefix_sharing=sharing)))
+    hook = learner.hooks["opsd"] = Opsd("Solution:")
+    groups = [Group(place, 1, members[2 * place : 2 * place + 2]) for place in (0, 1)]
+    batch = asyncio.run(hook.prepare(collate(members, [0, 0, 1, 1]), groups, [part]))
+    view, metrics, broken = asyncio.run(learner.ready(batch))
+    assert not broken and metrics["opsd/shown"] == 4 / 5
+
+    tokenizer, told = AutoTokenizer.from_pretrained(teacher), {"token_ids": [], "sampled": []}
+    for row in range(len(batch)):
+        ids, sampled = batch["token_ids"][row], batch["sampled"][row]
+        own = sampled
+        if row < 4:
+            messages, text = members[row].messages, tokenizer.decode(ids.tolist())
+            calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for one in messages for call in one.tool_calls]
+            lines = "\n".join(
+                ["Solution:", *calls, *(one.content for one in messages if one.role == "assistant" and one.content)]
+            )
+            opening = messages[1].content
+            assert text.count(opening) == 1
+            ids = torch.tensor(tokenizer.encode(text.replace(opening, f"{opening}\n\n{lines}"), add_special_tokens=False))
+            sampled = torch.cat([torch.zeros(len(ids) - len(own), dtype=torch.bool), own])
+            assert ids[sampled].tolist() == batch["token_ids"][row][own].tolist() and len(ids) - len(own) > 20
+        told["token_ids"].append(ids)
+        told["sampled"].append(sampled)
+        ahead = logprobs(teacher, told, row, 1.0) - batch["logprobs"][row][own].double()  # type: ignore[arg-type]
+        found = view.batch["advantages"][row]
+        assert found[own].double().numpy() == pytest.approx(ahead.numpy(), rel=1e-4, abs=1e-5)
+        assert not found[~own].any()
+    learner.close()
+
+
+def test_opsd_needs_a_teacher_and_is_told_apart_from_the_policy_by_the_solution_alone(tmp_path: Path, tiny: str) -> None:
+    callback, model = "callbacks=[{name='opsd'}]", f"model.path='{tiny}'"
+    with pytest.raises(AgentrlError, match=r"callbacks\.opsd: the run has no teacher\. Set algorithm\.distillation\.path"):
+        check_config(inside.config_of(tmp_path, "run", callback))
+    run = inside.execute(inside.config_of(tmp_path, "run", *words(tmp_path, tiny), callback, "steps=1", model))
+    (row,) = [row for row in rows(run) if row["phase"] == "train"]
+    assert row["opsd/shown"] == 1 and abs(row["teacher/kl"]) > 1e-4
