@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from agentrl.cluster.worker import Mesh
 from agentrl.config import TrainConfig
 from agentrl.utils.errors import EngineError
 
-# -- models and environments -----------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def built_model(config: TrainConfig, out: Path) -> Any:
@@ -37,16 +36,6 @@ def built_model(config: TrainConfig, out: Path) -> Any:
         **{key: tuple(weights[f"model.layers.0.{name}.weight"].shape) for key, name in names.items()},
         "std": weights["model.embed_tokens.weight"].std().item(),
     }
-
-
-def architecture(config: TrainConfig, out: Path) -> str:
-    """The class of the model that `model.init` makes, as its files name it."""
-    from agentrl.trainer.pretrained import init_model
-
-    assert config.model.init is not None
-    folder = init_model(config.model.init, out / "model", seed=config.seed)
-    [name] = json.loads((folder / "config.json").read_text())["architectures"]
-    return str(name)
 
 
 def sizes(
@@ -76,24 +65,11 @@ def sizes(
     }
 
 
-def environment(config: TrainConfig, out: Path) -> Any:
-    """The environment's id, calls that its task needs at least, the reward spec's name, what wraps it, and how long its tools'
-    answers may be."""
+def longest_answer(config: TrainConfig, out: Path) -> int:
+    """Characters that a tool's answer may have."""
     from agentrl.env.catalog import EnvRef
-    from agentrl.run.assembly import scorer_of
 
-    ref = EnvRef.of(config)
-    env = ref.build()
-    env.reset(seed=3)
-    name, wrappers = env.unwrapped.id, []
-    calls = sum(len(turn.tool_calls) for turn in env.unwrapped.gold_turns(env.task)) if config.env.id == "key_value" else None
-    around: Any = env
-    while around is not env.unwrapped:
-        wrappers.append(f"{type(around).__name__} over {around.turns}")
-        around = around.env
-    env.close()
-    most = env.toolbox.max_output
-    return {"id": name, "calls": calls, "reward": scorer_of(config).name, "wrappers": wrappers, "max_output": most}
+    return EnvRef.of(config).build().toolbox.max_output
 
 
 # -- episodes --------------------------------------------------------------------------------------
@@ -211,48 +187,21 @@ def attempts(config: TrainConfig, out: Path) -> Any:
 
 
 def vllm_arguments(config: TrainConfig, out: Path) -> Any:
-    """What the replica hands to vLLM's AsyncEngineArgs, and what its keeper was told."""
-    from agentrl.engines.vllm.replica_actor import VllmActor
+    """The options with which a replica makes vLLM's AsyncEngineArgs, and the numbers of its keeper."""
     from agentrl.run import engine_choice as engines
 
-    seen: dict[str, Any] = {}
-
-    def arguments(**given: Any) -> SimpleNamespace:
-        seen.update(given)
-        model = SimpleNamespace(has_inner_state=False)
-        return SimpleNamespace(**{"enable_chunked_prefill": None, **given}, create_model_config=lambda: model)
-
-    class Started:
-        @staticmethod
-        def from_engine_args(args: Any) -> Any:
-            model = SimpleNamespace(max_model_len=4096)
-            return SimpleNamespace(update_weight_version=nothing, model_config=model, errored=False)
-
-    async def nothing(*args: Any) -> None:
-        pass
-
-    modules = {
-        name: ModuleType(name)
-        for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
-    }
-    vars(modules["vllm.engine.arg_utils"])["AsyncEngineArgs"] = arguments
-    vars(modules["vllm.v1.engine.async_llm"])["AsyncLLM"] = Started
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "model_context", lambda model, trust: 4096)
         engine: Any = engines.EngineChoice(config, "vllm").make("model")
-        for name, module in modules.items():
-            patch.setitem(__import__("sys").modules, name, module)
-        patch.setattr("agentrl.engines.vllm.replica_actor.modality_in", lambda path, trust: None)
-        asyncio.run(VllmActor(engine._replicas._options).start())
-    keeper = engine._replicas
+    keeper = engine._replicas._cfg
     return {
-        **seen,
-        "replicas": keeper._cfg.replicas,
-        "respawns": keeper._cfg.max_respawns,
+        **engine._replicas._options,
+        "replicas": keeper.replicas,
+        "respawns": keeper.max_respawns,
         "most": None if engine._elastic is None else engine._elastic._most,
-        "call_timeout": keeper._cfg.call_timeout,
-        "startup_timeout": keeper._cfg.startup_timeout,
-        "gpus": keeper._cfg.tensor_parallel,
+        "call_timeout": keeper.call_timeout,
+        "startup_timeout": keeper.startup_timeout,
+        "gpus": keeper.tensor_parallel,
     }
 
 
@@ -280,20 +229,6 @@ def sglang_client(config: TrainConfig, out: Path) -> Any:
         "key": clients[0].headers.get("authorization"),
         "refused": refused,
     }
-
-
-def chosen_engine(config: TrainConfig, out: Path) -> Any:
-    """The engine that a run makes, by its class."""
-    # Before the patch, with which libraries would believe that every package is there.
-    import agentrl.engines.embedded.embedded_engine as embedded
-    from agentrl.run import engine_choice as engines
-
-    model = "model"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "model_context", lambda model, trust: 4096)
-        patch.setattr("agentrl.engines.vllm.vllm_maker.importlib.util.find_spec", lambda name: object())
-        patch.setattr(embedded, "EmbeddedEngine", lambda *args, **options: SimpleNamespace(**options))
-        return type(engines.EngineChoice(config).make(model)).__name__
 
 
 # -- the phases of a run ---------------------------------------------------------------------------
@@ -488,10 +423,3 @@ def only(observe: Callable[[TrainConfig, Path], dict[str, Any]], *names: str) ->
         return found[names[0]] if len(names) == 1 else {name: found[name] for name in names}
 
     return picked
-
-
-def folder(config: TrainConfig, out: Path) -> str:
-    from agentrl.run.folder import RunFolder
-
-    made = config.model_copy(update={"out": str(out / config.out)})
-    return str(RunFolder.create(made).path.relative_to(out))

@@ -68,28 +68,7 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
             ("init_std", "std", (0.05, 0.5)),
         ]
     },
-    "InitModelConfig.vision": (  # by agentrl.contrib.vision
-        see.architecture,
-        "model.init={heads=2,kv_heads=1,head_dim=16,hidden=32}",
-        {"model.init.vision=false": "Qwen3ForCausalLM", "model.init.vision=true": "Qwen2_5_VLForConditionalGeneration"},
-    ),
-    "EnvConfig.id": (
-        see.only(see.environment, "id"),
-        "",
-        {"env.id=key_value": "agentrl/KeyValue-v0", "env.id=python": "agentrl/Python-v0"},
-    ),
-    "EnvConfig.params": (see.only(see.environment, "calls"), "", {"env.params={calls=2}": 2, "env.params={calls=5}": 5}),
-    "EnvConfig.max_output": (see.only(see.environment, "max_output"), "", {"env.max_output=64": 64, "~env.max_output": 2048}),
-    "EnvConfig.reward": (
-        see.only(see.environment, "reward"),
-        "",
-        {"env.reward=key_value_dapo": "key_value_dapo", "env.reward=key_value_exact": "key_value_exact"},
-    ),
-    "EnvConfig.wrappers": (
-        see.only(see.environment, "wrappers"),
-        "",
-        {"env.wrappers=[]": [], 'env.wrappers=[{name="turn_limit",args={turns=5}}]': ["TurnLimit over 5"]},
-    ),
+    "EnvConfig.max_output": (see.longest_answer, "", {"env.max_output=64": 64, "~env.max_output": 2048}),
     "RolloutConfig.groups": (see.admitted, "", {"rollout.groups=2": 2, "rollout.groups=3": 3}),
     "RolloutConfig.oversample": (
         see.admitted,
@@ -229,13 +208,6 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
         LOOP,
         {"checkpoint.every=1": [1, 2, 3, 4], "checkpoint.every=3": [3, 4], "checkpoint.every=9": [4]},
     ),
-    "TrainConfig.name": (see.folder, "", {"name=a": "runs/a", "name=b": "runs/b"}),
-    "TrainConfig.out": (see.folder, "", {"out=a": "a/run", "out=b/c": "b/c/run"}),
-    "TrainConfig.engine": (
-        see.chosen_engine,
-        "",
-        {"engine=embedded": "SimpleNamespace", "engine=vllm": "VllmEngine", "engine=auto": "SimpleNamespace"},
-    ),  # no GPU is seen here
     "SftConfig.max_steps": (
         warm("rows", "end"),
         SHUT,
