@@ -11,21 +11,32 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from agentrl.cluster.worker import Mesh
 from agentrl.config import TrainConfig
-from agentrl.utils.errors import EngineError
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef
+from agentrl.render import make_renderer
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.engine import Generation
+from agentrl.rollout.group_ledger import GroupLedger
+from agentrl.rollout.samplers import TaskChoice
+from agentrl.run import engine_choice as engines
+from agentrl.run import loop, sft
+from agentrl.run.assembly import Inputs, scorer_of
+from agentrl.run.display import Display
+from agentrl.trainer.pretrained import init_model, packaged_tokenizer
+from agentrl.utils.errors import AgentrlError, EngineError
+from tests.players import Still, collector_of
 
 # -- models ----------------------------------------------------------------------------------------
 
 
 def built_model(config: TrainConfig, out: Path) -> Any:
     """Parameters, shapes, positions and the spread of the weights of the model that `model.init` makes."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig
-
-    from agentrl.trainer.pretrained import init_model
-
     assert config.model.init is not None
     folder = init_model(config.model.init, out / "model", seed=config.seed)
     weights = load_file(folder / "model.safetensors")
@@ -50,8 +61,6 @@ def sizes(
 ) -> dict[str, Any]:
     """The same of a Qwen3 with tied embeddings, by hand: its parts are q, k, v, o, the norms of q and k, the three
     matrices of the MLP, two norms a layer and one at the end."""
-    from agentrl.trainer.pretrained import packaged_tokenizer
-
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads) + 2 * head_dim
     parameters = len(packaged_tokenizer(64)) * hidden + layers * (attention + 3 * hidden * mlp + 2 * hidden) + hidden
     return {
@@ -67,26 +76,20 @@ def sizes(
 
 def longest_answer(config: TrainConfig, out: Path) -> int:
     """Characters that a tool's answer may have."""
-    from agentrl.env.catalog import EnvRef
-
     return EnvRef.of(config).build().toolbox.max_output
 
 
 # -- episodes --------------------------------------------------------------------------------------
 
 
-class Scribe:
+class Scribe(Still):
     """In an engine's place: makes the same call in every turn, and writes down how it was asked."""
 
     def __init__(self, renderer: Any, fail: bool) -> None:
-        from agentrl.data.trajectory import Message, ToolCall
-
         self.ids = renderer.assistant(Message("assistant", tool_calls=(ToolCall("list", {}),)))
         self.fail, self.asked, self.running, self.most = fail, [], 0, 0  # type: ignore[var-annotated]
 
     async def generate(self, token_ids: Sequence[int], sampling: Any, request_key: str) -> Any:
-        from agentrl.rollout.engine import Generation
-
         self.asked.append((request_key, sampling))
         self.running += 1
         self.most = max(self.most, self.running)
@@ -97,31 +100,14 @@ class Scribe:
         ids = self.ids[: sampling.max_tokens]
         return Generation(list(ids), [-1.0] * len(ids), [0] * len(ids), "stop" if ids == self.ids else "length")
 
-    def meet(self, env: Any, request_key: str) -> Any:
-        return env
-
-    def progress(self, request_key: str) -> None:
-        return None
-
-    async def abort(self, request_key: str) -> None:
-        pass
-
 
 @cache
 def renderer() -> Any:
-    from agentrl.render import make_renderer
-    from agentrl.trainer.pretrained import packaged_tokenizer
-
     return make_renderer(packaged_tokenizer(4096))
 
 
 def rollouts(config: TrainConfig, fail: bool = False) -> tuple[Any, Scribe, list[Any]]:
     """The collector of a session, its engine, and the episodes of its first group, as far as one comes together."""
-    from agentrl.env.catalog import EnvRef
-    from agentrl.rollout.samplers import TaskChoice
-    from agentrl.run.assembly import Inputs, scorer_of
-    from tests.players import collector_of
-
     ref, engine = EnvRef.of(config), Scribe(renderer(), fail)
     policy = Inputs(config, (), None, 0).policy(engine, renderer())  # type: ignore[arg-type]
 
@@ -188,8 +174,6 @@ def attempts(config: TrainConfig, out: Path) -> Any:
 
 def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     """The options with which a replica makes vLLM's AsyncEngineArgs, and the numbers of its keeper."""
-    from agentrl.run import engine_choice as engines
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "model_context", lambda model, trust: 4096)
         engine: Any = engines.EngineChoice(config, "vllm").make("model")
@@ -208,7 +192,6 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
 def sglang_client(config: TrainConfig, out: Path) -> Any:
     """The client of SGLang servers that a run makes, and why a server that ignores seeds is refused."""
     from agentrl.contrib.sglang.servers import Facts, check
-    from agentrl.run import engine_choice as engines
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENTRL_TEST_A", "a")
@@ -238,13 +221,6 @@ class Course:
     """A session without models: what a phase of a run calls, in order. Every evaluation finds 0.5."""
 
     def __init__(self, config: TrainConfig, out: Path) -> None:
-        from agentrl.data.token_ledger import TokenLedger
-        from agentrl.data.trajectory import Group, Task, Trajectory
-        from agentrl.env.catalog import EnvRef
-        from agentrl.rollout.deadlines import Watch
-        from agentrl.rollout.group_ledger import GroupLedger
-        from agentrl.run.display import Display
-
         self.calls: list[tuple[str, Any]] = []
         ledger = GroupLedger(1, 0)
         tokens = TokenLedger()
@@ -257,8 +233,6 @@ class Course:
 
         def trained(groups: list[Group]) -> None:
             ledger.version += 1
-
-        async def unheard() -> None: ...
 
         self.member = member
         self.session: Any = SimpleNamespace(
@@ -296,15 +270,12 @@ class Course:
             actors=SimpleNamespace(arun=self.worker, in_processes=self.waited("in_processes", []), mesh=Mesh.of(None, 1)),
         )
         self.run_log: Any = SimpleNamespace(
-            row=self.quiet,
+            row=lambda *args: None,
             evaluation=self.waited("evaluation", None),
             trajectories=self.waited("write", None),
             writes=SimpleNamespace(check=self.waited("written", None), wait=self.waited("written", None)),
         )
         self.interrupt: Any = SimpleNamespace(requested=False, in_step=False)
-
-    def quiet(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
     def waited(self, name: str, value: Any) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
@@ -323,20 +294,9 @@ class Course:
 
     async def evaluated(self, player: Any, env: str, pairs: list[Any], *, seed: int, temperature: float, **more: Any) -> Any:
         """Episodes of which every second one is solved."""
-        from agentrl.data.trajectory import Task, Trajectory
 
-        self.calls.append(
-            (
-                "evaluate",
-                {
-                    "temperature": temperature,
-                    "tasks": len(pairs),
-                    "seed": seed,
-                    "split": more["split"],
-                    "params": more.get("params", {}),
-                },
-            )
-        )
+        of = {"tasks": len(pairs), "seed": seed, "split": more["split"], "params": more.get("params", {})}
+        self.calls.append(("evaluate", {"temperature": temperature, **of}))
         return [Trajectory("x", Task("t", 0), reward=float(right), success=right) for right in (True, False)]
 
     def all(self, name: str) -> list[Any]:
@@ -345,21 +305,12 @@ class Course:
 
 
 def course_of(config: TrainConfig, out: Path) -> Course:
-    import agentrl.run.loop as module
-
     course = Course(config, out)
-
-    class Meter:
-        def __init__(self, engine: Any) -> None:
-            pass
-
-        async def read(self) -> dict[str, float]:
-            return {}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentrl.run.session.run_tasks", course.evaluated)
-        patch.setattr(module, "EngineMeter", Meter)
-        asyncio.run(module.train_loop(course.session, course.run_log, course.interrupt))
+        patch.setattr(loop, "EngineMeter", lambda engine: SimpleNamespace(read=course.waited("read", {})))
+        asyncio.run(loop.train_loop(course.session, course.run_log, course.interrupt))
     return course
 
 
@@ -375,9 +326,6 @@ def first_evaluation(config: TrainConfig, out: Path) -> Any:
 def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
     """The warm start: rows of each step and the number of its first transcript, after how many steps the gate
     was asked and with what, the transcripts' environment and teacher, and how it ended."""
-    import agentrl.run.sft as module
-    from agentrl.utils.errors import AgentrlError
-
     course = Course(config, out)
 
     class Source:
@@ -393,10 +341,10 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
     ended = "open"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentrl.run.session.run_tasks", course.evaluated)
-        patch.setattr(module, "Transcripts", Source)
+        patch.setattr(sft, "Transcripts", Source)
         try:
             course.session.folder.warm_start.mkdir(exist_ok=True)  # which a real actor writes
-            asyncio.run(module.warm_start(course.session, course.run_log, course.interrupt))
+            asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
         except AgentrlError as problem:
             ended = "shut" if "did not open its gate" in str(problem) else str(problem)
     assert config.sft is not None
