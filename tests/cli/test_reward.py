@@ -2,17 +2,17 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from agentrl.cli import reward as command
 from agentrl.cli.main import build_parser
 from agentrl.config.schema import RewardConfig
-from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.data.trajectory import Message, Task, ToolCall
+from agentrl.env import ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Context, compile_spec, load_spec
+from agentrl.reward.explain import score_file
 from agentrl.reward.leaf import LEAVES
 from agentrl.reward.lint import copied_question, lint_probes, lint_spec, probe_episodes
 from agentrl.reward.nodes import GROUP_LEAVES
@@ -44,6 +44,9 @@ def record(path, *trajectories):
 # -- lint without an environment -------------------------------------------------------------------
 
 
+RIGHT = {**ANSWER, "id": "right"}
+
+
 @pytest.mark.parametrize(
     ("root", "code", "at"),
     [
@@ -61,20 +64,13 @@ def record(path, *trajectories):
         ({**ONE, "clip": [-1, 2]}, "dead-clip", "/root"),
         ({**ONE, "missing": "skip"}, "dead-missing", "/root"),
         (leaf("cost.turns", {"max": 3}), "no-success", "/root"),
+        ({"id": "right", "gte": 2}, "unreachable-gate", "/success"), ({**ONE, "scale": [0, 0.5]}, "never-true", "/success"),
+        ({**ONE, "weight": 2}, "dead-weight", "/success"),
     ],
 )  # fmt: skip
 def test_lint_of_a_spec_alone(root, code, at):
-    found = lint_spec(compile_spec(spec(root)))
+    found = lint_spec(compile_spec(spec(RIGHT, success=root) if at == "/success" else spec(root)))
     assert (code, at) in {(item.code, item.at) for item in found}
-
-
-@pytest.mark.parametrize(("success", "code"), [
-    ({"id": "right", "gte": 2}, "unreachable-gate"), ({**ONE, "scale": [0, 0.5]}, "never-true"),
-    ({**ONE, "weight": 2}, "dead-weight"),
-])  # fmt: skip
-def test_lint_of_a_success_node(success, code):
-    found = lint_spec(compile_spec(spec({**ANSWER, "id": "right"}, success=success)))
-    assert (code, "/success") in {(item.code, item.at) for item in found}
 
 
 def test_lint_of_an_unpinned_judge():
@@ -100,14 +96,9 @@ def probes():
     return probe_episodes(EnvRef(KEY_VALUE).build, 3)
 
 
-def findings(root, probes, order_free=True):
-    ref = EnvRef(KEY_VALUE)
-    return {
-        item.code
-        for item in lint_probes(
-            compile_spec(spec(root), context=Context(replay_env=lambda task: ref.build())), probes, order_free
-        )
-    }
+def findings(root, probes):
+    scorer = compile_spec(spec(root), context=Context(replay_env=lambda task: EnvRef(KEY_VALUE).build()))
+    return [(item.level, item.code) for item in lint_probes(scorer, probes, True)]
 
 
 def test_probes_are_what_they_say(probes):
@@ -156,13 +147,20 @@ def test_a_spec_that_pays_the_question_is_found():
     ],
 )  # fmt: skip
 def test_lint_finds_what_is_wrong(root, code, probes):
-    assert code in findings(root, probes)
+    assert code in dict(map(reversed, findings(root, probes)))
 
 
-def test_what_gold_costs_is_no_error(probes):
-    root = {"op": "sum", "of": [ANSWER, leaf("cost.turns", {"max": 10}, weight=-0.2)]}
-    found = lint_probes(compile_spec(spec(root)), probes, True)
-    assert [(item.level, item.code) for item in found] == [("warning", "gold-below-maximum")]
+@pytest.mark.parametrize(
+    ("root", "found"),
+    [
+        (ANSWER, []), (leaf("calls.match", CALLS), []), (leaf("state.match", {"replay": {"$": "/task/gold/calls"}}), []),
+        ({"op": "sum", "of": [ANSWER, leaf("cost.turns", {"max": 10}, weight=-0.2)]}, [("warning", "gold-below-maximum")]),
+        (leaf("group.rank", {"of": ANSWER}), [("warning", "not-probed")]),
+    ],
+)  # fmt: skip
+def test_lint_finds_nothing_else(root, found, probes):
+    """A sound spec has no findings, what gold costs is no error, and a spec that compares members is not probed."""
+    assert findings(root, probes) == found
 
 
 def test_lint_and_explain_say_what_decides_success(tmp_path, capsys):
@@ -183,12 +181,6 @@ def test_lint_and_explain_say_what_decides_success(tmp_path, capsys):
     assert json.loads(out.out)["success"] is True and "success 1 of 1" in out.err
 
 
-def test_a_sound_spec_has_no_findings(probes):
-    assert findings(ANSWER, probes) == set()
-    assert findings(leaf("calls.match", CALLS), probes) == set()
-    assert findings(leaf("state.match", {"replay": {"$": "/task/gold/calls"}}), probes) == set()
-
-
 def test_lint_command(tmp_path, capsys):
     assert agentrl("lint", SHELF / "key_value.json", "--env", KEY_VALUE, "--tasks", 2) == 0
     assert "0 findings" in capsys.readouterr().out
@@ -199,10 +191,8 @@ def test_lint_command(tmp_path, capsys):
 
 
 def test_replays_on_a_real_environment(tmp_path, capsys):
-    state = write(
-        tmp_path / "state.json",
-        spec(leaf("state.match", {"replay": {"$": "/task/gold/calls"}, "by": "hash"})),
-    )
+    root = leaf("state.match", {"replay": {"$": "/task/gold/calls"}, "by": "hash"})
+    state = write(tmp_path / "state.json", spec(root))
     with pytest.raises(UserError, match="name it with --env ID"):
         agentrl("score", state, record(tmp_path / "t.jsonl", episode("7", task_gold=TWO)))
     ref = EnvRef(KEY_VALUE)
@@ -214,7 +204,10 @@ def test_replays_on_a_real_environment(tmp_path, capsys):
 
 # -- explain, score, diff --------------------------------------------------------------------------
 
+GET = [call("get", key="a")]
 TWO = {"answer": "7", "calls": gold(call("get", key="a"))}
+SHORT = spec(leaf("cost.turns", {"max": 4}, scale=[1, 0]))
+RANK = spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 9})}))
 
 
 def test_explain(tmp_path, capsys):
@@ -235,8 +228,7 @@ def test_explain(tmp_path, capsys):
 
 
 def test_score_keeps_the_order_in_parallel_too(tmp_path, capsys):
-    rows = [episode(str(i % 3), task_gold={**TWO, "answer": "1"}) for i in range(150)]
-    file = record(tmp_path / "t.jsonl", *rows)
+    file = record(tmp_path / "t.jsonl", *(episode(str(i % 3), task_gold={**TWO, "answer": "1"}) for i in range(150)))
     assert agentrl("score", SHELF / "key_value.json", file) == 0
     alone = capsys.readouterr()
     assert agentrl("score", SHELF / "key_value.json", file, "--workers", 2, "--out", tmp_path / "out.jsonl") == 0
@@ -247,22 +239,15 @@ def test_score_keeps_the_order_in_parallel_too(tmp_path, capsys):
 
 
 def test_score_of_a_group_spec_compares_the_episodes_of_a_task(tmp_path, capsys):
-    ranks = write(tmp_path / "rank.json", spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 9})})))
-    rows = [episode(*["x"] * count) for count in (1, 2, 3)]
-    file = record(tmp_path / "t.jsonl", *rows)
-    agentrl("score", ranks, file)
+    file = record(tmp_path / "t.jsonl", *(episode(*["x"] * count) for count in (1, 2, 3)))
+    agentrl("score", write(tmp_path / "rank.json", RANK), file)
     assert [json.loads(line)["value"] for line in capsys.readouterr().out.splitlines()] == [0, 0.5, 1]
 
 
 def test_diff(tmp_path, capsys):
     """By the answer rows 1 and 2 tie and row 3 is last; by turns row 2 (two turns) falls behind."""
-    rows = [
-        episode("7", task_gold=TWO),
-        episode([call("get", key="a")], "7", task_gold=TWO),
-        episode("8", task_gold=TWO),
-    ]
-    file = record(tmp_path / "t.jsonl", *rows)
-    short = write(tmp_path / "short.json", spec(leaf("cost.turns", {"max": 4}, scale=[1, 0])))
+    file = record(tmp_path / "t.jsonl", *(episode(*said, task_gold=TWO) for said in (["7"], [GET, "7"], ["8"])))
+    short = write(tmp_path / "short.json", SHORT)
     assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
     changed = json.loads(capsys.readouterr().out)["changed"]
     assert [(item["row"], item["rank_a"], item["rank_b"]) for item in changed] == [(2, 1, 3), (3, 3, 1)]
@@ -272,9 +257,8 @@ def test_diff(tmp_path, capsys):
 
 def test_episodes_of_two_tasks_of_one_name_are_not_ranked_together(tmp_path, capsys):
     """Two tasks of the same id, in two environments of one class or with other gold: an episode of each has no rank."""
-    rows = [episode("7", task_gold=TWO), episode([call("get", key="a")], "7", task_gold=TWO)]
-    short = write(tmp_path / "short.json", spec(leaf("cost.turns", {"max": 4}, scale=[1, 0])))
-    ranks = write(tmp_path / "rank.json", spec(leaf("group.rank", {"of": leaf("cost.turns", {"max": 9})})))
+    rows = [episode("7", task_gold=TWO), episode(GET, "7", task_gold=TWO)]
+    short, ranks = write(tmp_path / "short.json", SHORT), write(tmp_path / "rank.json", RANK)
     for apart in ("env", "gold"):
         other = replace(rows[1], env="b") if apart == "env" else replace(rows[1], task=replace(rows[1].task, gold={"answer": 7}))
         file = record(tmp_path / "t.jsonl", rows[0], other)
@@ -305,12 +289,11 @@ def test_an_environment_s_own_spec_is_replayed_on_it_in_each_command(tmp_path):
 
 def test_diff_of_one_episode_a_task_says_what_changes_in_value_and_success(tmp_path, capsys):
     """There are no ranks: by the answer they are worth 1, 1, 0, by what four turns cost 3/4, 2/4, 3/4."""
-    turns = [["7"], [[call("get", key="a")], "7"], ["8"]]
-    rows = [episode(*said, task_gold=TWO) for said in turns]
+    rows = [episode(*said, task_gold=TWO) for said in (["7"], [GET, "7"], ["8"])]
     for number, row in enumerate(rows):
         row.task = replace(row.task, id=f"t/{number}")
     file = record(tmp_path / "t.jsonl", *rows)
-    short = write(tmp_path / "short.json", spec(leaf("cost.turns", {"max": 4}, scale=[1, 0])))
+    short = write(tmp_path / "short.json", SHORT)
     assert agentrl("diff", SHELF / "key_value.json", short, file, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["changed"] == [] and (found["tasks"], found["tasks_of_one_episode"]) == (3, 3)
@@ -361,8 +344,7 @@ def test_a_row_with_a_value_of_another_type_is_named_and_not_scored(tmp_path, wh
 
 
 def test_a_bad_row_in_a_worker_is_named(tmp_path):
-    rows = [episode("7", task_gold=TWO) for _ in range(130)]
-    file = record(tmp_path / "t.jsonl", *rows)
+    file = record(tmp_path / "t.jsonl", *[episode("7", task_gold=TWO)] * 130)
     with file.open("a") as handle:
         handle.write("junk\n")
     with pytest.raises(UserError, match=r"t\.jsonl:131: not a trajectory"):
@@ -378,18 +360,14 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path):
         (["lint", "rewards/judge.json", "--param", "calls=2"], "--env"),
         (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=VALUE"),
         (["score", "key_value", "none.jsonl"], "cannot be read"),
+        (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),
     ],
 )
-def test_mistakes_on_the_command_line(argv, message):
+def test_mistakes_on_the_command_line(argv, message, here):
+    record(here / "t.jsonl", episode("7"))
     with pytest.raises(UserError) as caught:
         agentrl(*argv)
     assert message in str(caught.value)
-
-
-def test_a_row_that_is_not_there(tmp_path):
-    file = record(tmp_path / "t.jsonl", episode("7"))
-    with pytest.raises(UserError, match="has 1 rows"):
-        agentrl("explain", SHELF / "key_value.json", file, "--row", 2)
 
 
 def test_leaves_documents_every_kind_and_its_examples_are_valid(capsys):
@@ -402,13 +380,9 @@ def test_leaves_documents_every_kind_and_its_examples_are_valid(capsys):
 
 
 def test_progress_counts_every_row(tmp_path):
-    from agentrl.reward.explain import score_file
-
-    file = record(tmp_path / "t.jsonl", *[episode("7", task_gold=TWO) for _ in range(150)])
-    seen = []
+    file, seen = record(tmp_path / "t.jsonl", *[episode("7", task_gold=TWO)] * 150), []
     score_file(lambda: compile_spec(SHELF / "key_value.json"), file, 1, seen.append)
-    assert sum(seen) == 150
-    assert len(seen) > 1
+    assert sum(seen) == 150 and len(seen) > 1
 
 
 def test_explain_compares_an_episode_with_the_others_of_its_task(tmp_path, capsys):
@@ -423,11 +397,6 @@ def test_explain_compares_an_episode_with_the_others_of_its_task(tmp_path, capsy
     assert "scored alone, without its group" in capsys.readouterr().out
 
 
-def test_a_spec_that_compares_is_not_probed(probes):
-    root = leaf("group.rank", {"of": ANSWER})
-    assert findings(root, probes) == {"not-probed"}
-
-
 def test_score_says_why_episodes_are_unscored(tmp_path, capsys):
     root = leaf("number.close", {"expect": {"$": "/task/gold/anser"}}, when={"$": "/task/gold/part", "eq": 1})
     rows = record(tmp_path / "rows.jsonl", episode("a"), episode("b", task_gold={"part": 1}), episode("c"))
@@ -436,17 +405,13 @@ def test_score_says_why_episodes_are_unscored(tmp_path, capsys):
     assert "0 of 3 episodes scored, no value" in said
     assert "unscored: 2 x `when` reads /task/gold/part, which does not exist" in said
     assert "unscored: 1 x '/task/gold/anser' resolves to nothing" in said
-    for out, why in (
-        (tmp_path / "none" / "x.jsonl", "there is no folder"),
-        (rows, "read too"),
-        (tmp_path / "s.json", "read too"),
-    ):
+    files = {tmp_path / "none" / "x.jsonl": "there is no folder", rows: "read too", tmp_path / "s.json": "read too"}
+    for out, why in files.items():
         with pytest.raises(UserError, match=why):
             agentrl("score", tmp_path / "s.json", rows, "--out", out)
 
 
-def test_a_path_into_the_shelf_is_found_from_any_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_path_into_the_shelf_is_found_from_any_folder(here, capsys):
     assert agentrl("lint", "rewards/key_value_exact.json") == 0
     assert "key_value_exact" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"mine\.json"):
@@ -462,68 +427,47 @@ def test_lint_without_an_environment_says_what_it_could_not_try(capsys):
         agentrl("score", "tau_bench", SHELF / "tau_bench.json")
 
 
-class Shop:
+class Shop(ToolEnv):
     """Calls `prices`, then names the price of one of three things."""
 
-    order_free, idle_share = False, 0.0
-    action_space = SimpleNamespace(seed=lambda seed: None, sample=lambda: "")
-
-    def __init__(self, tasks: int | None = None) -> None:
-        self.tasks, self.made = tasks, Trajectory("shop", Task("t", 0))
+    id = "tests/Shop-v0"
+    tasks: int | None = None
 
     def task_count(self, split: str) -> int | None:
         return self.tasks
 
     def make_task(self, rng_seed: int, split: str) -> Task:
-        return Task(f"t{rng_seed}", rng_seed, split, gold={"answer": str(10 + rng_seed)})
+        return Task(f"t{rng_seed}", rng_seed, split, {"price": 10 + rng_seed}, {"answer": str(10 + rng_seed)})
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("user", "What does it cost?")]
+
+    @tool
+    async def prices(self) -> str:
+        """what things cost"""
+        return f"a {self.task.data['price']}, b 200, c 300"
 
     def gold_turns(self, task: Task) -> list[Message]:
         return [Message("assistant", "", (ToolCall("prices", {}, "c"),)), Message("assistant", task.gold["answer"])]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        assert options is not None
-        self.made = Trajectory("shop", options["task"], messages=[Message("user", "What does it cost?")])
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        message = action if isinstance(action, Message) else Message("assistant", action)
-        results = []
-        for made in message.tool_calls:
-            said = f"a {10 + self.made.task.seed}, b 200, c 300"
-            results.append(ToolResult(made.id, "prices", said, said, None, 0.0))
-            self.made.messages.append(Message("tool", said, name="prices"))
-        self.made.messages.append(message)
-        self.made.turns.append(Turn(len(self.made.turns), message, results))
-        return [], 0.0, not message.tool_calls, False, {}
+class Large(Shop):
+    tasks = 1000
 
-    @property
-    def trajectory(self) -> Trajectory:
-        return self.made
 
-    def state(self) -> Any:
-        return None
-
-    def user_call(self, *_: Any) -> Any:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
+class Small(Shop):
+    tasks = 4
 
 
 @pytest.mark.parametrize(("which", "found"), [("any", True), ("last", False)])
 def test_an_answer_that_lists_everything_is_a_hole_where_it_is_paid(which: str, found: bool) -> None:
-    spec = compile_spec(
-        {
-            "agentrl_reward": 1,
-            "name": "price",
-            "root": {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}, "which": which}},
-        }
-    )
-    holes = [item for item in lint_probes(spec, probe_episodes(Shop, 20)) if "lists all" in item.message]
+    scorer = compile_spec(spec(leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": which})))
+    holes = [item for item in lint_probes(scorer, probe_episodes(Shop, 20)) if "lists all" in item.message]
     assert [(item.level, "in 20 of 20 tasks" in item.message) for item in holes] == ([("error", True)] if found else [])
 
 
 def test_tasks_of_a_finite_split_are_spread_over_it() -> None:
     """The first tasks of a sorted suite are all of one family."""
-    found = probe_episodes(lambda: Shop(1000), 5)["gold"]
+    found = probe_episodes(Large, 5)["gold"]
     assert [episode.task.seed for episode in found] == [0, 200, 400, 600, 800]
-    assert [episode.task.seed for episode in probe_episodes(lambda: Shop(4), 5)["gold"]] == [0, 1, 2, 3, 4]
+    assert [episode.task.seed for episode in probe_episodes(Small, 5)["gold"]] == [0, 1, 2, 3, 4]

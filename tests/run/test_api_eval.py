@@ -15,18 +15,12 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.config.schema import ApiConfig, Choice, EnvConfig, InitModelConfig, TrainConfig
-from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.config.schema import ApiConfig, Choice, EnvConfig, TrainConfig
 from agentrl.contrib.users import ModelUser
 from agentrl.data.trajectory import Message
 from agentrl.engines.api_models import LiteLlmEngine, Transcript, retry_after
-from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
-from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
-from agentrl.run.display import Display
 from agentrl.run.engine_choice import EngineChoice
-from agentrl.run.evaluate import RolloutJob, RolloutRequest
-from agentrl.trainer.pretrained import init_model, load_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError, EnvError
 from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
@@ -47,6 +41,10 @@ def evaluate(server: Loopback, *more: str, model: str = "api:openai/test", code:
     assert main(["eval", "key_value", "--model", model, f"api.base={server.url}", "--out", "out", *TASKS, *more]) == code
     report = Path("out/report.json")
     return json.loads(report.read_text()) if report.exists() else {}
+
+
+def played(out: str = "out") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(out, "trajectories.jsonl").read_text().splitlines()]
 
 
 def test_an_api_model_is_evaluated_with_tokens_latency_and_a_price(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,55 +69,30 @@ def test_an_api_model_is_evaluated_with_tokens_latency_and_a_price(capsys: pytes
         evaluate(server, "-n", "3", "--seed", "5", code=2)
 
 
-def test_what_nobody_knows_is_null(capsys: pytest.CaptureFixture[str]) -> None:
-    with Loopback(solve, usage=False) as server:
-        report = evaluate(server, "-n", "1", "api.usd_per_million=[10, 20]")
-    assert report["pass@1"]["mean"] == 1.0
-    assert report["tokens"] is report["prompt_tokens"] is report["usd"] is report["usd_total"] is None
-    assert report["unpriced_turns"] == report["turns"]
-
-
-def test_a_known_model_has_litellms_price() -> None:
-    with Loopback(solve) as server:
-        report = evaluate(server, "-n", "1", model="api:openai/gpt-4.1-mini-2025-04-14")
-    assert report["usd_total"] == pytest.approx(report["turns"] * (100 * 0.4 + 10 * 1.6) / 1e6)
+@pytest.mark.parametrize(("usage", "model", "per_turn"), [(False, "test", None), (True, "gpt-4.1-mini-2025-04-14", 56e-6)])
+def test_what_nobody_knows_is_null_and_a_known_model_has_litellms_price(usage: bool, model: str, per_turn: float | None) -> None:
+    """100 tokens of a prompt at 0.4 dollars a million, and 10 at 1.6."""
+    with Loopback(solve, usage=usage) as server:
+        prices = [] if usage else ["api.usd_per_million=[10, 20]"]
+        report = evaluate(server, "-n", "1", *prices, model=f"api:openai/{model}")
+    assert report["pass@1"]["mean"] == 1.0 and report["unpriced_turns"] == (0 if usage else report["turns"])
+    if usage:
+        assert report["usd_total"] == pytest.approx(report["turns"] * per_turn)
+    else:
+        assert report["tokens"] is report["prompt_tokens"] is report["usd"] is report["usd_total"] is None
 
 
 def test_an_outage_is_null_never_zero_and_is_run_again() -> None:
-    down = {"status": 503}
-    with Loopback(lambda body, number: down) as server:
+    with Loopback(lambda body, number: {"status": 503}) as server:
         report = evaluate(server, "-n", "2", "api.retries=0", code=1)
     assert report["unscored"] == 2 and report["pass@1"] is None and report["reward"] is None and report["usd_total"] is None
     assert report["stops"] == {"engine_error": 2}
     assert list(report["errors"].values()) == [2] and next(iter(report["errors"])).startswith("engine_error: ")
-    rows = [json.loads(line) for line in Path("out/trajectories.jsonl").read_text().splitlines()]
-    assert [row["reward"] for row in rows] == [None, None]
+    assert [row["reward"] for row in played()] == [None, None]
     with Loopback(solve) as server:
         # Another address, the same evaluation: what was out is asked again.
         report = evaluate(server, "-n", "2")
     assert report["unscored"] == 0 and report["pass@1"]["mean"] == 1.0
-
-
-async def test_our_own_server_over_the_embedded_engine_is_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What litellm counts is what the server's ledgers hold: every sampled token, once."""
-    tiny = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
-    engine = EmbeddedEngine(str(init_model(tiny, tmp_path / "model", seed=0)))
-    renderer = make_renderer(load_tokenizer(str(tmp_path / "model")))
-    await engine.start()
-    async with Endpoint(engine, renderer) as server:
-        access = server.open("s")
-        monkeypatch.setenv("OPENAI_API_KEY", access.key)
-        table = {"env": {"id": "key_value"}, "model": {"path": "api:openai/policy"}}
-        config = config_from(table, [f"api.base={access.openai_url}", "rollout.max_turn_tokens=12", "rollout.max_turns=3"])
-        request = RolloutRequest("rollout", "api:openai/policy", 3, 2, "heldout", tmp_path / "out")
-        job = RolloutJob(config, request, Display())
-        await job.run()
-        ledgers = (await server.take("s")).ledgers
-    await engine.close()
-    episodes = list(job.episodes.values())
-    assert len(episodes) == 6 and all(episode.reward is not None for episode in episodes)
-    counted = sum(turn.sampled_tokens for episode in episodes for turn in episode.turns)
-    assert counted == sum(int(ledger.sampled.sum()) for ledger in ledgers) > 0
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,14 +103,14 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(capsys: pytest.C
         return solve(body, number)
 
     with Loopback(answer) as server:
-        played = "rollout key_value --model api:openai/test -n 8 --out out --max-concurrent 1"
-        args = [*played.split(), f"api.base={server.url}", *TASKS]
+        words = "rollout key_value --model api:openai/test -n 8 --out out --max-concurrent 1"
+        args = [*words.split(), f"api.base={server.url}", *TASKS]
         assert main(args) == 130
         kept = Path("out/trajectories.jsonl").read_text().splitlines()
         assert 0 < len(kept) < 8 and all(json.loads(line)["reward"] == 1.0 for line in kept)
         assert f"interrupted: {len(kept)} of 8 episodes are in out; the same command runs the rest" in capsys.readouterr().out
         assert main(args) == 0
-    rows = [json.loads(line) for line in Path("out/trajectories.jsonl").read_text().splitlines()]
+    rows = played()
     assert [row["task"]["seed"] for row in rows] == list(range(8))
     assert [json.dumps(row) for row in rows if json.dumps(row) in kept] == kept
 
@@ -265,13 +238,15 @@ async def test_an_answer_that_the_provider_broke_off_is_none(said: str | None, c
             await ModelUser("buy", model="openai/test", api_base=server.url, api_key="none").reply([Message("assistant", "hi")])
 
 
-@pytest.mark.parametrize("word", ["length", "max_tokens", "model_length", "max_output_tokens"])
-async def test_an_answer_that_was_cut_is_not_taken_for_a_whole_one(word: str) -> None:
-    with Loopback(lambda body, number: {"role": "assistant", "content": "12", "choice": {"finish_reason": word}}) as server:
+async def test_an_answer_that_was_cut_is_not_taken_for_a_whole_one() -> None:
+    words = ["length", "max_tokens", "model_length", "max_output_tokens"]
+    cut = {"role": "assistant", "content": "12"}
+    with Loopback(lambda body, number: {**cut, "choice": {"finish_reason": words[number]}}) as server:
         asked = engine(server)
         await asked.start()
-        cut = await asked.generate(asked.renderer.start([Message("user", "q")], []), Sampling(max_tokens=8), "e")
-    assert cut.finish == "length"
+        prompt = asked.renderer.start([Message("user", "q")], [])
+        found = [(await asked.generate(prompt, Sampling(max_tokens=8), word)).finish for word in words]
+    assert found == ["length"] * 4
 
 
 async def test_a_refusal_is_what_a_model_said() -> None:
@@ -296,15 +271,13 @@ def test_an_address_with_a_query_is_refused_before_anything_is_asked(
     said = " ".join(capsys.readouterr().err.split())
     assert f"{key}: the address of {server.url} goes on with a ? or #" in said and f"write {server.url}, and" in said
     assert "OPENAI_API_KEY" in said and "kept-to-itself" not in said
-
-
-def test_a_user_whose_address_has_a_query_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"api_base: the address of http://h/v1 goes on with a \? or #"):
         ModelUser("tea", model="openai/x", api_base="http://h/v1?key=a")
 
 
-async def test_every_key_of_the_api_section_is_kept_at_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for `retries` and `timeout`, which the attempts above have."""
+@pytest.mark.parametrize("most", [2, 3])
+async def test_so_many_requests_are_under_way_and_each_has_its_price(most: int) -> None:
+    """Keys of the section `api`; `retries` and `timeout` have the attempts above."""
     running: list[int] = []
     lock, now = threading.Lock(), 0
 
@@ -318,22 +291,13 @@ async def test_every_key_of_the_api_section_is_kept_at_the_server(monkeypatch: p
             now -= 1
         return "yes"
 
-    for most in (2, 3):
-        running.clear()
-        with Loopback(slow) as server:  # it hears us at api.base
-            made = engine(server, concurrency=most, usd_per_million=[10, 20])
-            await made.start()
-            prompt = made.renderer.start([Message("user", "q")], [])
-            turns = await asyncio.gather(*(made.generate(prompt, Sampling(max_tokens=8), f"e{n}") for n in range(6)))
-            assert max(running) == most and len(server.requests) == 6
-            assert {turn.usage.usd for turn in turns} == {(100 * 10 + 10 * 20) / 1e6}
-    busy = {"status": 429, "headers": {"Retry-After": "0.5"}}
-    for longest, attempts in ((0.4, 1), (0.6, 3)):  # a wait that is longer than MAX_WAIT is not begun
-        monkeypatch.setattr("agentrl.engines.api_models.MAX_WAIT", longest)
-        with Loopback(lambda body, number: busy) as server:
-            with pytest.raises(EngineError, match=rf"\({attempts} attempts\)"):
-                await ask(engine(server, retries=2))
-            assert len(server.requests) == attempts
+    with Loopback(slow) as server:  # it hears us at api.base
+        made = engine(server, concurrency=most, usd_per_million=[10, 20])
+        await made.start()
+        prompt = made.renderer.start([Message("user", "q")], [])
+        turns = await asyncio.gather(*(made.generate(prompt, Sampling(max_tokens=8), f"e{n}") for n in range(6)))
+    assert max(running) == most and len(server.requests) == 6
+    assert {turn.usage.usd for turn in turns} == {(100 * 10 + 10 * 20) / 1e6}
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:
@@ -441,8 +405,7 @@ def test_the_model_that_plays_the_user_is_asked_once_before_a_run(
     with Loopback(lambda body, number: answer) as server:
         args = ["eval", "helped", "--model", "api:openai/x", *asks(server), "-n", "2"]
         assert main([*args, f"api.base={server.url}", "health.preflight=false", "--out", "unasked"]) == 1
-        rows = [json.loads(line) for line in Path("unasked/trajectories.jsonl").read_text().splitlines()]
-        assert [(row["reward"], row["stop"]) for row in rows] == [(None, "env_error")] * 2
+        assert [(row["reward"], row["stop"]) for row in played("unasked")] == [(None, "env_error")] * 2
         before = len(server.requests)
         with Loopback(lambda body, number: "ready") as policy:
             assert main([*args, f"api.base={policy.url}"]) == 2
@@ -493,7 +456,7 @@ def test_a_model_user_calls_its_tools_over_http() -> None:
         args = ["eval", "helped", "--model", "api:openai/x", f"api.base={server.url}", *asks(server), "health.preflight=false"]
         assert main([*args, "-n", "1", "--out", "out", "rollout.max_turns=1"]) == 0
         users = [body for body in server.requests if body["model"] == "u"]
-    [row] = [json.loads(line) for line in Path("out/trajectories.jsonl").read_text().splitlines()]
+    [row] = played()
     assert [(one["turn"], one["step"], one["call"]["arguments"]) for one in row["user_calls"]][:2] == [
         (-1, 0, {"times": 2}), (-1, 1, None)
     ]  # fmt: skip
@@ -547,11 +510,11 @@ def test_eval_prints_and_stores_the_suites_table_and_compares_it(
         few = [*models[:2], "--split", "all", f"api.base={server.url}", "health.preflight=false", "--out", "few"]
         assert main(["eval", "sums", *few, "-n", "3"]) == 0
         told = capsys.readouterr().out
-        first = [json.loads(line)["task"]["id"] for line in Path("few/trajectories.jsonl").read_text().splitlines()]
+        first = [row["task"]["id"] for row in played("few")]
         assert main(["eval", "sums", *few, "-n", "5"]) == 0
     assert "over 3 of its 6 tasks (all); a part of it, and no result of the benchmark" in told
     assert [name[:-1] for name in first] == ["easy", "hard", "odd"]
-    more = [json.loads(line)["task"]["id"] for line in Path("few/trajectories.jsonl").read_text().splitlines()]
+    more = [row["task"]["id"] for row in played("few")]
     assert set(first) < set(more) and len(more) == 5
     # Another source is another evaluation, which does not continue this one; what changed is named.
     (source / "data" / "extra.json").write_text("[]")
