@@ -62,9 +62,9 @@ def trained(
     return group
 
 
-async def ledger_of(engine: Engine, version: int, tokens: int = 40) -> TokenLedger:
+async def ledger_of(engine: Engine, version: int, temperature: float = 1.0) -> TokenLedger:
     """What the engine samples after a prompt, as an episode's ledger. Its tokens must carry `version`."""
-    out = await engine.generate(PROMPT, Sampling(max_tokens=tokens, seed=5), "one")
+    out = await engine.generate(PROMPT, Sampling(max_tokens=40, temperature=temperature, seed=5), "one")
     assert set(out.versions) == {version}
     ledger = TokenLedger()
     ledger.append_context(PROMPT, 0)
@@ -72,11 +72,11 @@ async def ledger_of(engine: Engine, version: int, tokens: int = 40) -> TokenLedg
     return ledger
 
 
-def gap(actors: WorkerGroup[Actor], ledger: TokenLedger) -> float:
+def gap(actors: WorkerGroup[Actor], ledger: TokenLedger, temperature: float = 1.0) -> float:
     """Largest difference of the engine's and the trainer's logprobs of the same tokens."""
     episodes = trajectories(2)  # one for each of two ranks
     for episode in episodes:
         episode.ledgers = [ledger]
     batch = collate(episodes)
-    found = actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+    found = actors.run(Actor.compute_logprob, batch, temperature=temperature)["logprobs"].values()
     return float((found - batch["logprobs"].values()).abs().max())

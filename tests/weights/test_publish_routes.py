@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,29 +45,51 @@ SMALL_BUCKETS = WeightsConfig(bucket_mib=SMALL)
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
 
 
-@pytest.mark.parametrize("route", ["auto", "memory", "shared", "disk"])
-async def test_each_route_brings_the_weights_and_only_it_does(tiny: str, tmp_path: Path, route: str) -> None:
-    """Into the embedded engine, twice: the second publish goes over slots that were used before."""
+@pytest.fixture
+async def engine(tiny: str) -> AsyncIterator[EmbeddedEngine]:
+    made = EmbeddedEngine(tiny)
+    await made.start()
+    yield made
+    await made.close()
 
+
+@pytest.mark.parametrize("route", ["auto", "memory", "shared", "disk"])
+async def test_each_route_brings_the_weights_and_only_it_does(
+    tiny: str, engine: EmbeddedEngine, tmp_path: Path, route: str
+) -> None:
+    """Into the embedded engine, twice: the second publish goes over slots that were used before."""
     actors = trained(tiny)
-    engine = EmbeddedEngine(tiny)
-    await engine.start()
     cfg = WeightsConfig(route=route, bucket_mib=SMALL, folder=str(tmp_path))  # type: ignore[arg-type]
     publisher = Publisher(actors, engine, cfg)
-    try:
-        stale = await ledger_of(engine, 0)
-        assert gap(actors, stale) > 1e-2  # control: the engine's first weights do not explain the trainer
-        for version in (1, 2):
-            await publisher.send(version)
-            assert gap(actors, await ledger_of(engine, version)) < 1e-5
-            if version == 1:
-                trained(tiny, actors, steps=1)
-                assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: one update behind
-        assert publisher.route == (route if route != "auto" else "memory")
-        await publisher.close()
-    finally:
-        await engine.close()
+    for temperature in (1.0, 0.7):
+        # control: the engine's first weights do not explain the trainer
+        assert gap(actors, await ledger_of(engine, 0, temperature), temperature) > 1e-2
+    for version in (1, 2):
+        await publisher.send(version)
+        assert gap(actors, await ledger_of(engine, version)) < 1e-5
+        cool = await ledger_of(engine, version, 0.7)
+        assert gap(actors, cool, 0.7) < 1e-5 and gap(actors, cool, 1.0) > 1e-2  # control: another temperature
+        if version == 1:
+            trained(tiny, actors, steps=1)
+            assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: one update behind
+    assert publisher.route == (route if route != "auto" else "memory")
+    await publisher.close()
     assert not [file for file in tmp_path.iterdir() if file.name.startswith("agentrl-weights")]
+
+
+@pytest.mark.parametrize("route", ["shared", "disk"])
+def test_a_bucket_is_a_copy(tiny: str, route: str) -> None:
+    """An engine that loads late does not see weights of a later update, on routes that do not read them in place."""
+    actors = trained(tiny)
+    before = weights_of(actors)
+    receiver = routes.open_receiver(actors.run(Actor.open_route, route, WeightsConfig(), 1), 0)
+    bucket = actors.run(Actor.next_bucket, True)
+    trained(tiny, actors, steps=1)
+    assert bucket is not None
+    found = dict(receiver.receive(bucket))
+    assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in found)
+    later = weights_of(actors)  # control: the update changed them
+    assert not any(torch.equal(found[name], later[name]) for name in found if name.endswith("proj.weight"))
 
 
 def test_nothing_is_left_in_shared_memory(tiny: str) -> None:
@@ -85,30 +106,27 @@ def test_nothing_is_left_in_shared_memory(tiny: str) -> None:
     assert name == "a" and torch.equal(found, torch.arange(8.0))
 
 
-def test_a_route_that_cannot_serve_says_why(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_route_that_cannot_serve_says_why(
+    tiny: str, engine: EmbeddedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def send(cfg: WeightsConfig) -> str | None:
-        engine = EmbeddedEngine(tiny)
-        await engine.start()
         publisher = Publisher(actors, engine, cfg)
-        try:
-            await publisher.send(1)
-        finally:
-            await engine.close()
+        await publisher.send(1)
         return publisher.route
 
     actors = trained(tiny, steps=0)
     with pytest.raises(ConfigError, match=r"weights\.folder .*nowhere"):
-        asyncio.run(send(WeightsConfig(route="disk", folder=str(tmp_path / "nowhere"))))
+        await send(WeightsConfig(route="disk", folder=str(tmp_path / "nowhere")))
     monkeypatch.setattr(shared, "FOLDER", tmp_path / "none")
     with pytest.raises(ConfigError, match="this machine has no"):
-        asyncio.run(send(WeightsConfig(route="shared")))
+        await send(WeightsConfig(route="shared"))
     # what another process would find: no sender of that key, and so no route
     monkeypatch.setattr(memory, "_open", {})
     real = memory.MemorySender.open
     monkeypatch.setattr(memory.MemorySender, "open", lambda self: replace(real(self), where=("other-1-0",)))
     with pytest.raises(ConfigError, match="in another process"):
-        asyncio.run(send(WeightsConfig(route="memory")))
-    assert asyncio.run(send(WeightsConfig(folder=str(tmp_path)))) == "disk"  # auto goes on to the next
+        await send(WeightsConfig(route="memory"))
+    assert await send(WeightsConfig(folder=str(tmp_path))) == "disk"  # auto goes on to the next
 
 
 def test_another_machines_file_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
@@ -130,10 +148,8 @@ def test_full_shared_memory_is_an_error_and_no_crash() -> None:
     assert not set(shared.FOLDER.glob("agentrl-weights-*")) - before
 
 
-async def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> None:
+async def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str, engine: EmbeddedEngine) -> None:
     actors = trained(tiny)
-    engine = EmbeddedEngine(tiny)
-    await engine.start()
     publisher = Publisher(actors, engine, SMALL_BUCKETS)
     await publisher.send(1)
 
@@ -148,7 +164,6 @@ async def test_a_broken_publish_is_refused_and_the_next_one_heals(tiny: str) -> 
         await ledger_of(engine, 2)
     await publisher.send(3)
     assert gap(actors, await ledger_of(engine, 3)) < 1e-5
-    await engine.close()
 
 
 class Gathers(Held):
@@ -276,48 +291,36 @@ def test_buckets_hold_every_tensor_once_and_in_bounds(sizes: list[int], room: in
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, made, strict=True))
 
 
-def test_the_stream_holds_what_export_writes(tiny: str, tmp_path: Path) -> None:
-    actors = trained(tiny)
-    actors.run(Actor.export_hf, str(tmp_path))
-    want = load_file(tmp_path / "model.safetensors")
-    counts = []
-    for size in (SMALL, 64.0):
-        receiver = routes.open_receiver(actors.run(Actor.open_route, "memory", WeightsConfig(bucket_mib=size), 1), 0)
-        actors.run(Actor.next_bucket, True)  # one that is broken off
-        buckets: list[Bucket] = []
-        found: list[Named] = []
-        while (bucket := actors.run(Actor.next_bucket, not buckets)) is not None:
-            buckets.append(bucket)
-            found += [(name, tensor.clone()) for name, tensor in receiver.receive(bucket)]
-        assert sorted(name for name, _ in found) == sorted(want)
-        assert all(torch.equal(tensor, want[name]) for name, tensor in found)
-        counts.append(len(buckets))
-    assert counts[0] > 2 and counts[1] == 1
-
-
-@pytest.mark.parametrize("mib", [0.0625, 0.125])
-def test_bucket_mib_bounds_each_bucket_and_folder_is_where_it_lies(tiny: str, tmp_path: Path, mib: float) -> None:
+@pytest.mark.parametrize("mib", [0.0625, 0.125, 64.0])
+def test_bucket_mib_bounds_each_bucket_folder_is_where_it_lies_and_all_of_them_are_the_export(
+    tiny: str, tmp_path: Path, mib: float
+) -> None:
     """The tiny model's largest tensor, its embeddings, is 51 KB; every bucket but the last is filled to within it."""
     actors = trained(tiny)
-    tensors = list(weights_of(actors).values())
-    total, largest = sum(t.nbytes for t in tensors), max(t.nbytes for t in tensors)
-    actors.run(Actor.open_route, "disk", WeightsConfig(bucket_mib=mib, folder=str(tmp_path)), 1)
-    buckets: list[Bucket] = []
+    actors.run(Actor.export_hf, str(tmp_path / "export"))
+    want = load_file(tmp_path / "export" / "model.safetensors")
+    total, largest = sum(t.nbytes for t in want.values()), max(t.nbytes for t in want.values())
+    folder = tmp_path / "buckets"
+    folder.mkdir()
+    offer = actors.run(Actor.open_route, "disk", WeightsConfig(bucket_mib=mib, folder=str(folder)), 1)
+    receiver = routes.open_receiver(offer, 0)
+    actors.run(Actor.next_bucket, True)  # of a publish that is broken off
+    buckets, found = list[Bucket](), list[Named]()
     while (bucket := actors.run(Actor.next_bucket, not buckets)) is not None:
         buckets.append(bucket)
+        found += [(name, tensor.clone()) for name, tensor in receiver.receive(bucket)]
         file, _, number = bucket.file.rpartition(":")
-        assert Path(file).is_relative_to(tmp_path) and Path(file).is_file() and number == str(len(buckets))
+        assert Path(file).is_relative_to(folder) and Path(file).is_file() and number == str(len(buckets) + 1)
         assert bucket.nbytes <= mib * 2**20
     assert largest <= mib * 2**20 and sum(bucket.nbytes for bucket in buckets) >= total
     assert all(bucket.nbytes > mib * 2**20 - largest for bucket in buckets[:-1]) and len(buckets) >= total / (mib * 2**20)
+    assert sorted(name for name, _ in found) == sorted(want) and all(torch.equal(tensor, want[name]) for name, tensor in found)
     actors.run(Actor.close_route)
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
-async def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> None:
+async def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str, engine: EmbeddedEngine) -> None:
     actors = trained(tiny, model=LORA)
-    engine = EmbeddedEngine(tiny)
-    await engine.start()
     publisher = Publisher(actors, engine, WeightsConfig(lora="adapter"))
     assert gap(actors, await ledger_of(engine, 0)) > 1e-3  # control: no adapter
     for version in (1, 2):
@@ -328,7 +331,6 @@ async def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: st
     wrong = actors.run(Actor.export_adapter)
     with pytest.raises(EngineError, match="is not a linear layer"):
         await engine.adapt(3, Adapter(4, 8.0, {f"z{n}": t for n, t in wrong.tensors.items()}))
-    await engine.close()
 
 
 def test_lent_weights_are_read_where_the_trainer_has_them() -> None:
