@@ -34,12 +34,6 @@ def places(offsets: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(n) for n in offsets.diff().tolist()])
 
 
-def attend(lengths: list[int], heads: int, kv_heads: int, inputs: list[torch.Tensor]) -> torch.Tensor:
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
-    out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, packed=packed_rows(offsets_for(lengths)), scaling=0.3)
-    return out[0]
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
@@ -48,24 +42,19 @@ def attend(lengths: list[int], heads: int, kv_heads: int, inputs: list[torch.Ten
 )
 def test_values_and_gradients_are_those_of_one_row_at_a_time(lengths: list[int], kv_heads: int, seed: int) -> None:
     torch.manual_seed(seed)
-    total = sum(lengths)
-    inputs = [torch.randn(total, heads, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
-    found = attend(lengths, 4, kv_heads, inputs)
+    inputs = [torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
+    packed = packed_rows(offsets_for(lengths))
+    found = packed_attention(torch.nn.Identity(), query, key, value, None, packed=packed, scaling=0.3)[0][0]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    k, v = (tensor.repeat_interleave(4 // kv_heads, dim=1).split(lengths) for tensor in exact[1:])
+    rows = zip(exact[0].split(lengths), k, v, strict=True)
+    expected = torch.cat([by_hand(*row, AttentionForm(0.3), None, 0) for row in rows])
     weights = torch.randn_like(found)
     grads = torch.autograd.grad((found * weights).sum(), inputs)
-    q, k, v = inputs
-    k, v = (tensor.repeat_interleave(4 // kv_heads, dim=1) for tensor in (k, v))
-    rows, start = [], 0
-    for n in lengths:
-        part = slice(start, start + n)
-        scores = torch.einsum("qhd,khd->hqk", q[part], k[part]) * 0.3
-        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
-        rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[part]))
-        start += n
-    expected = torch.cat(rows)
-    assert torch.allclose(found, expected, atol=1e-5)
-    for mine, other in zip(grads, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
-        assert torch.allclose(mine, other, atol=1e-5)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact)
+    for mine, theirs in zip((found, *grads), (expected, *wanted), strict=True):
+        assert torch.allclose(mine.double(), theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
@@ -108,8 +97,11 @@ def test_control_transformers_own_attention_leaks_here(tiny: str) -> None:
 
 
 CPU = torch.device("cpu")
-ROWS = [(0, 11), (11, 13), (13, 31)]
+ROWS = [[0, 0, 0, 11], [11, 11, 11, 13], [13, 13, 13, 31]]
+TREES = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 25], [25, 25, 25, 30], [25, 30, 30, 31]]
+"""Spans of key tokens from, to, and of a row's own from, to: rows alone, and prefixes with what follows them."""
 FORMS = {
+    "plain": AttentionForm(0.4),
     "window": AttentionForm(0.4, window=5),
     "chunks": AttentionForm(0.4, chunk=5),
     "cap": AttentionForm(0.4, cap=1.5),
@@ -159,15 +151,18 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], near: float) 
 def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
     name: str, widths: tuple[int, int], shared: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows, or a prefix of 7 tokens with two suffixes and a row alone; 4 query heads over 2 key heads."""
+    """Rows, or a prefix of 7 tokens with two suffixes, a row alone, and a prefix with a suffix of one token; 4 query heads over 2
+    key heads."""
     monkeypatch.setattr("agentrl.engines.exact_attention.CELLS", 300)  # several pieces a block
-    spans = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 31]] if shared else [[n, n, n, m] for n, m in ROWS]
+    spans = TREES if shared else ROWS
     torch.manual_seed(0)
     sizes = [(31, 4, widths[0]), (31, 2, widths[0]), (31, 2, widths[1]), (4,)]
     given = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     form = FORMS[name]
     packed = packed_trees(torch.tensor(spans), 18, CPU) if shared else packed_rows(torch.tensor([0, 11, 13, 31]))
+    after = ((0, 7, 7, 22), (25, 30, 30, 31))
+    assert not shared or (packed.parts is not None and packed.parts.after == after), "suffixes that follow each other are one run"
     asked = {"s_aux": None if form.sinks is None else given[3], "softcap": form.cap, "sliding_window": form.window}
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in given[:3])
     found = packed_attention(LayerOf(form.chunk), q, k, v, None, packed=packed, scaling=form.scale, **asked)[0][0]
