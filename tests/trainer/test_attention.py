@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from agentrl.engines.embedded.kv_cache import register_slot_attention
 from agentrl.engines.exact_attention import AttentionForm, exact_attention
@@ -28,10 +27,6 @@ from tests.trainer.tiny_families import FAMILIES, VOCAB, micro_of, row_logprobs,
 
 def offsets_for(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-
-
-def places(offsets: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.arange(n) for n in offsets.diff().tolist()])
 
 
 @settings(max_examples=25, deadline=None)
@@ -55,45 +50,6 @@ def test_values_and_gradients_are_those_of_one_row_at_a_time(lengths: list[int],
     wanted = torch.autograd.grad((expected * weights).sum(), exact)
     for mine, theirs in zip((found, *grads), (expected, *wanted), strict=True):
         assert torch.allclose(mine.double(), theirs, atol=1e-5)
-
-
-@pytest.mark.parametrize("changed", [0, 1, 2])
-def test_a_row_never_sees_another(tiny: str, changed: int) -> None:
-    """Change every token of one row: the hidden states of the others keep every bit."""
-    register_packed_attention()
-    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation=PACKED)
-    offsets = offsets_for([9, 13, 5])
-    ids = torch.randint(7, 400, (27,), generator=torch.Generator().manual_seed(0))
-    other = ids.clone()
-    row = slice(int(offsets[changed]), int(offsets[changed + 1]))
-    other[row] = (ids[row] + 1) % 400
-
-    def states(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            out = model.model(
-                input_ids=tokens[None],
-                position_ids=places(offsets)[None],
-                use_cache=False,
-                packed=packed_rows(offsets),
-            )
-        return out.last_hidden_state[0]
-
-    same = (states(ids) == states(other)).all(-1)
-    outside = torch.ones(27, dtype=torch.bool)
-    outside[row] = False
-    assert bool(same[outside].all())
-    assert not bool(same[row].any())
-
-
-def test_control_transformers_own_attention_leaks_here(tiny: str) -> None:
-    """Why the custom form exists: with transformers' sdpa and a cache (the default) packed rows do leak."""
-    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="sdpa")
-    offsets = offsets_for([9, 13])
-    ids = torch.randint(7, 400, (22,), generator=torch.Generator().manual_seed(0))
-    other = torch.cat([(ids[:9] + 1) % 400, ids[9:]])
-    with torch.no_grad():
-        a, b = (model.model(input_ids=x[None], position_ids=places(offsets)[None]).last_hidden_state[0] for x in (ids, other))
-    assert (a[9:] - b[9:]).abs().max() > 1e-3
 
 
 CPU = torch.device("cpu")

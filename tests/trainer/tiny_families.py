@@ -11,86 +11,52 @@ from agentrl.trainer.language_model import Micro
 
 VOCAB = 64
 _PLAIN = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "tie_word_embeddings": False, "pad_token_id": 0,
+}  # fmt: skip
 _LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 4,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 4,
     "num_key_value_heads": 4,
-}
+}  # fmt: skip
 SLIDING = ["sliding_attention", "full_attention"]
+_WINDOW = {"sliding_window": 7, "layer_types": SLIDING}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model type, and what is not as in _PLAIN
     "gemma2": (
         "gemma2",
-        {
-            "final_logit_softcapping": 2.0,
-            "attn_logit_softcapping": 1.5,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 7,
-            "layer_types": SLIDING,
-        },
+        {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8, **_WINDOW},
     ),
-    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 8, "sliding_window": 7, "layer_types": SLIDING}),
-    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "layer_types": SLIDING}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 8, **_WINDOW}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, **_WINDOW}),
     "granite": ("granite", {"logits_scaling": 0.4, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}),
-    "cohere2": ("cohere2", {"logit_scale": 2.5, "sliding_window": 7, "layer_types": SLIDING}),
+    "cohere2": ("cohere2", {"logit_scale": 2.5, **_WINDOW}),
     "deepseek-v3": (
         "deepseek_v3",
         {
-            **_LATENT,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
+            **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "moe_intermediate_size": 16, "first_k_dense_replace": 1,
         },
     ),
     "mistral": ("mistral", {"sliding_window": 6}),
     "llama4": (
         "llama4_text",
         {
-            "attention_chunk_size": 6,
-            "layer_types": ["chunked_attention", "full_attention"],
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 2,
-            "no_rope_layers": [1, 0],
-            "floor_scale": 4,
-            "attn_scale": 0.8,
+            "attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 48,
+            "num_local_experts": 2, "no_rope_layers": [1, 0], "floor_scale": 4, "attn_scale": 0.8,
         },
     ),
     "gemma4": (  # layers with heads of different widths and numbers, of which the last ones use earlier ones' keys
         "gemma4_text",
         {
-            "num_hidden_layers": 4,
-            "layer_types": [*SLIDING, *SLIDING],
-            "sliding_window": 7,
-            "global_head_dim": 16,
-            "num_global_key_value_heads": 1,
-            "num_kv_shared_layers": 2,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCAB,
-            "final_logit_softcapping": 2.0,
+            "num_hidden_layers": 4, "layer_types": [*SLIDING, *SLIDING], "sliding_window": 7, "global_head_dim": 16,
+            "num_global_key_value_heads": 1, "num_kv_shared_layers": 2, "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 2.0,
         },
     ),
     "stablelm": ("stablelm", {}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "phi": ("phi", {}),
     "minicpm3": ("minicpm3", {**_LATENT, "dim_model_base": 80}),
-}
+}  # fmt: skip
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
