@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.launch import launch
-from agentrl.config.schema import ClusterConfig, EnvConfig, ModelConfig, TrainConfig
+from agentrl.config import to_toml
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, TrainConfig
 from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.learner import Learner, policy_updates
-from tests.trainer.train_batches import toy_optim
+from tests.trainer.train_batches import make_batch, toy_optim, train_batch
 
 
 def role_of(cls: Any, path: str, *more: Any, model: ModelConfig | None = None, **optim: Any) -> Any:
@@ -35,6 +37,20 @@ def opened(tiny: str, config: TrainConfig) -> Learner:
     learner = Learner(config, actors)
     asyncio.run(learner.open(tiny))
     return learner
+
+
+def saved_run(folder: Path, model: ModelConfig, steps: int = 2, **optim: Any) -> Any:
+    """The actors of a run's folder: its config, a checkpoint after each update, and `direct1`, `direct2`, exports of the same."""
+    assert model.path is not None
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=model)))
+    actors = start(model.path, model, **optim)
+    for step in range(1, steps + 1):
+        train_batch(actors, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
+        with Checkpoints(folder / "checkpoints", keep=steps).writing(step) as aside:
+            actors.run(Actor.save, str(aside / "actor"))
+        actors.run(Actor.export_hf, str(folder / f"direct{step}"))
+    return actors
 
 
 def save(learner: Learner, folder: Path) -> None:

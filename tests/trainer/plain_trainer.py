@@ -94,7 +94,7 @@ class PlainActor(Trainer):
 
     def __init__(self, folder: str, algorithm: Any, optim: Any, total: int = 100, seed: int = 0) -> None:
         super().__init__(load(folder), optim, optim.lr, total)
-        self.reference = load(folder).double()
+        self.reference = load(folder)
         self.algorithm, self.seed = algorithm, seed
 
     def step(self, given: Any, number: int) -> None:
@@ -102,12 +102,12 @@ class PlainActor(Trainer):
         batch, cfg = Batch(given), self.algorithm
         behaviour = batch.column("logprobs")
         with torch.no_grad():
-            old = self.tokens(self.model, batch)[0] if cfg.proximal == "recompute" else behaviour
-            reference = self.tokens(self.reference, batch)[0]
+            old = tokens_of(self.model, batch)[0] if cfg.proximal == "recompute" else behaviour
+            reference = tokens_of(self.reference, batch)[0]
         advantages = self.advantages(batch, old, reference)
         for part in minibatches(len(batch.rows), cfg, self.seed, number):
             rows = [row for episode in part for row in batch.rows[episode]]
-            now, entropy = self.tokens(self.model, batch, rows)
+            now, entropy = tokens_of(self.model, batch, rows)
             losses: dict[int, Tensor] = {}
             for row, logprobs, spread in zip(rows, now, entropy, strict=True):
                 advantage = next(a for a, mine in zip(advantages, batch.rows, strict=True) if row in mine)
@@ -119,18 +119,6 @@ class PlainActor(Trainer):
                     losses[row] = losses[row] + cfg.kl.coef * self.kl(logprobs, reference[row])
             self.take(aggregated([torch.cat([losses[row] for row in batch.rows[e]]) for e in part], cfg))
         self.updates += 1
-
-    def tokens(self, model: Any, batch: Batch, rows: Rows | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """Logprob and entropy of the sampled tokens of each row."""
-        rows = list(range(len(batch.where))) if rows is None else rows
-        ids = padded(batch.given, rows)
-        tables = torch.log_softmax(model(ids).logits, -1)
-        found: tuple[list[Tensor], list[Tensor]] = [], []
-        for index, row in enumerate(rows):
-            table = tables[index, batch.where[row] - 1]
-            found[0].append(table.gather(1, ids[index, batch.where[row]][:, None]).squeeze(1))
-            found[1].append(-(table.exp() * table).sum(-1))
-        return found
 
     def advantages(self, batch: Batch, old: list[Tensor], reference: list[Tensor]) -> list[float]:
         """Reward less the group's mean, an episode; with the KL in the reward, all of its k1 is taken off first."""
@@ -190,7 +178,25 @@ class PlainCritic(Trainer):
 
 
 def load(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+
+
+def tokens_of(model: Any, batch: Batch, rows: Rows | None = None, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """Logprob and entropy of the sampled tokens of each row."""
+    rows = list(range(len(batch.where))) if rows is None else rows
+    ids = padded(batch.given, rows)
+    tables = torch.log_softmax(model(ids).logits / temperature, -1)
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for index, row in enumerate(rows):
+        table = tables[index, batch.where[row] - 1]
+        found[0].append(table.gather(1, ids[index, batch.where[row]][:, None]).squeeze(1))
+        found[1].append(-(table.exp() * table).sum(-1))
+    return found
+
+
+def norm_of(model: Any) -> float:
+    """Of the gradient of all parameters."""
+    return float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
 
 
 def minibatches(count: int, cfg: Any, seed: int, step: int) -> list[list[int]]:

@@ -17,10 +17,12 @@ from agentrl.utils.errors import CheckpointError, ResourceError
 from agentrl.utils.files import disk_full
 
 
-def write(checkpoints: Checkpoints, step: int) -> None:
-    with checkpoints.writing(step) as folder:
-        (folder / "actor").mkdir()
-        (folder / "actor" / "data.bin").write_bytes(b"x" * step)
+def write(checkpoints: Checkpoints, *steps: int) -> Checkpoints:
+    for step in steps:
+        with checkpoints.writing(step) as folder:
+            (folder / "actor").mkdir()
+            (folder / "actor" / "data.bin").write_bytes(b"x" * step)
+    return checkpoints
 
 
 def names(root: Path) -> list[str]:
@@ -30,8 +32,7 @@ def names(root: Path) -> list[str]:
 def test_keeps_the_newest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.newest() is None
-    for step in (10, 20, 30):
-        write(checkpoints, step)
+    write(checkpoints, 10, 20, 30)
     assert names(tmp_path) == ["step_000020", "step_000030"]
     assert checkpoints.newest() == tmp_path / "step_000030"
     manifest = json.loads((tmp_path / "step_000030" / MANIFEST).read_text())
@@ -40,8 +41,7 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_older_ones_and_a_full_disk_is_a_resource_error(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    write(checkpoints, 10)
+    checkpoints = write(Checkpoints(tmp_path, keep=1), 10)
     with pytest.raises(ValueError), checkpoints.writing(20) as folder:
         (folder / "half").write_text("x")
         raise ValueError("the actor died")
@@ -51,9 +51,7 @@ def test_a_failed_write_leaves_the_older_ones_and_a_full_disk_is_a_resource_erro
 
 
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=5)
-    for step in (1, 2, 3, 4):
-        write(checkpoints, step)
+    checkpoints = write(Checkpoints(tmp_path, keep=5), 1, 2, 3, 4)
     (tmp_path / "step_000004" / MANIFEST).unlink()
     (tmp_path / "step_000003" / "actor" / "data.bin").write_bytes(b"x")
     assert checkpoints.newest() == tmp_path / "step_000002"
@@ -63,8 +61,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_same_step_again_replaces(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    write(checkpoints, 5)
+    checkpoints = write(Checkpoints(tmp_path, keep=2), 5)
     with checkpoints.writing(5) as folder:
         (folder / "other").write_text("y")
     assert names(tmp_path) == ["step_000005"]
@@ -72,9 +69,7 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
 
 
 def test_a_torn_manifest_never_counts(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=3, keep_best=1)
-    for step in (1, 2):
-        write(checkpoints, step)
+    checkpoints = write(Checkpoints(tmp_path, keep=3, keep_best=1), 1, 2)
     checkpoints.rate(1, 0.5)
     assert checkpoints.best() == (1, 0.5)
     (tmp_path / "step_000001" / MANIFEST).write_text('{"step": 1, "fi')
@@ -102,8 +97,7 @@ with Checkpoints(Path(sys.argv[1]), keep=1).writing(20) as folder:
 
 
 def test_kill_in_the_middle_of_a_write_loses_only_that_one(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    write(checkpoints, 10)
+    checkpoints = write(Checkpoints(tmp_path, keep=1), 10)
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert done.returncode == -signal.SIGKILL
     assert checkpoints.newest() == tmp_path / "step_000010"
@@ -128,8 +122,7 @@ def test_an_error_that_is_its_own_cause_is_looked_through_once() -> None:
 
 def test_the_only_checkpoint_survives_one_of_its_own_step_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old one has been moved away when the new one cannot take its place: by an error, and by a kill."""
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    write(checkpoints, 10)
+    checkpoints = write(Checkpoints(tmp_path, keep=1), 10)
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
@@ -149,9 +142,7 @@ def test_the_only_checkpoint_survives_one_of_its_own_step_that_fails(tmp_path: P
 
 
 def test_a_flipped_bit_is_found_and_the_older_checkpoint_taken(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=3)
-    for step in (10, 20, 30):
-        write(checkpoints, step)
+    checkpoints = write(Checkpoints(tmp_path, keep=3), 10, 20, 30)
     for step in (20, 30):
         data = tmp_path / f"step_0000{step}" / "actor" / "data.bin"
         data.write_bytes(b"y" + data.read_bytes()[1:])
@@ -162,16 +153,14 @@ def test_a_flipped_bit_is_found_and_the_older_checkpoint_taken(tmp_path: Path) -
         f"actor/data.bin: not as written (SHA-256 differs); it is .damaged_step_0000{step} now" for step in (30, 20)
     ]
     assert names(tmp_path) == [".damaged_step_000020", ".damaged_step_000030", "step_000010"]
-    narrow = Checkpoints(tmp_path, keep=1)
-    write(narrow, 20)
+    narrow = write(Checkpoints(tmp_path, keep=1), 20)
     assert narrow.newest_intact() == (tmp_path / "step_000020", [])  # not dropped for the damaged ones
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.newest_intact() == (None, [])  # a run that ended before its first
-    for step in (10, 20):
-        write(checkpoints, step)
+    write(checkpoints, 10, 20)
     (tmp_path / "step_000010" / "actor" / "data.bin").write_bytes(b"z" * 10)
     (tmp_path / "step_000020" / MANIFEST).write_text("garbage")
     with pytest.raises(CheckpointError, match=r"no checkpoint is intact: .*step_000020: .*step_000010: .*--overwrite"):
@@ -180,9 +169,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(tmp_path: 
 
 
 def test_a_short_file_is_damage_and_not_a_checkpoint_that_was_being_written(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (10, 20):
-        write(checkpoints, step)
+    checkpoints = write(Checkpoints(tmp_path, keep=2), 10, 20)
     (tmp_path / "step_000020" / "actor" / "data.bin").write_bytes(b"x")
     checkpoints.begin(30)
     assert checkpoints.recover_interrupted() == [30]

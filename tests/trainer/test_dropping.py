@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of, select
@@ -23,6 +22,7 @@ from agentrl.trainer.roles import Critic
 from tests.conftest import proof
 from tests.publishing import flat
 from tests.trainer.learners import role_of, start
+from tests.trainer.plain_trainer import Batch, aggregated, load, norm_of, tokens_of
 from tests.trainer.train_batches import make_batch, sharing, toy_critic, train_batch, trajectories
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
@@ -135,22 +135,14 @@ def test_a_batch_that_teaches_nothing_takes_steps_of_gradient_zero(tiny: str) ->
     assert torch.allclose(second[moved], share * (after_one - start_at)[moved], atol=1e-4)
 
 
-def by_hand(tiny: str, batch: TensorDict, mode: str, length: float) -> tuple[float, float]:
+def by_hand(tiny: str, batch: TensorDict, mode: Any, length: int) -> tuple[float, float]:
     """Loss and gradient norm of REINFORCE over all rows by plain forward passes, in float64, an episode counting once."""
-    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager").double()
-    episode = [(int(g), int(m)) for g, m in zip(batch["group"], batch["member"], strict=True)]
-    tokens = {e: sum(int(batch["sampled"][row].sum()) for row in range(len(batch)) if episode[row] == e) for e in set(episode)}
-    total = torch.zeros((), dtype=torch.float64)
-    for row in range(len(batch)):
-        ids = batch["token_ids"][row]
-        table = torch.log_softmax(model(ids[None]).logits[0], -1)
-        part = -(table[:-1].gather(1, ids[1:, None]).squeeze(1) * batch["advantages"][row][1:].double()).sum()
-        shares = {"token_mean": sum(tokens.values()), "seq_mean_token_sum": len(tokens)}
-        shares |= {"seq_mean_token_mean": len(tokens) * tokens[episode[row]], "seq_mean_token_sum_norm": len(tokens) * length}
-        total = total + part / shares[mode]
+    model, rows = load(tiny), Batch(batch)
+    losses = [-logprobs * own for logprobs, own in zip(tokens_of(model, rows)[0], rows.column("advantages"), strict=True)]
+    found = [torch.cat([losses[row] for row in own]) for own in rows.rows]
+    total = aggregated(found, AlgorithmConfig(aggregate=mode, length_norm=length if mode.endswith("norm") else None))
     total.backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    return total.item(), norm.item()
+    return total.item(), norm_of(model)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -199,7 +191,7 @@ def test_the_first_minibatch_keeps_a_row_so_that_the_engine_is_compared(tiny: st
     assert metrics["mismatch_kl"] == pytest.approx(np.exp(0.5) - 1 - 0.5, abs=1e-4)
 
 
-def test_means_over_tokens_are_over_what_was_computed(tiny: str) -> None:
+def test_means_over_tokens_are_over_what_was_computed_which_under_an_entropy_bonus_is_all(tiny: str) -> None:
     batch = make_batch(8)
     batch["advantages"].values()[int(offsets_of(batch["advantages"])[4]) :] = 0
     actor = start(tiny)
@@ -209,6 +201,9 @@ def test_means_over_tokens_are_over_what_was_computed(tiny: str) -> None:
     metrics = train_batch(actor, Actor.update, batch, AlgorithmConfig(minibatch=8))
     assert metrics["tokens_computed"] == int(sampled[:end].sum()) and metrics["tokens_trained"] == int(sampled.sum())
     assert metrics["entropy"] == pytest.approx(float(entropy[:end].sum() / sampled[:end].sum()), rel=1e-5)
+    metrics = train_batch(start(tiny), Actor.update, batch, AlgorithmConfig(minibatch=8, entropy_bonus=0.1))
+    assert metrics["tokens_computed"] == metrics["tokens_trained"] == int(sampled.sum())
+    assert metrics["entropy"] == pytest.approx(float(entropy.sum() / sampled.sum()), rel=1e-5)
 
 
 def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:

@@ -10,48 +10,39 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.cli.main import build_parser, main
+from agentrl.cli.main import build_parser
 from agentrl.config import to_toml
-from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
+from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, TrainConfig
 from agentrl.run.provenance import model_of
 from agentrl.run.provenance import run_folder as run_folder_of
 from agentrl.trainer import model_folder as export
-from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.model_folder import export_run
 from agentrl.utils.errors import CheckpointError, ModelError
-from tests.trainer.learners import start
-from tests.trainer.train_batches import make_batch, train_batch
+from tests.trainer.learners import saved_run
 
 
 @pytest.fixture
 def run_folder(tiny: str, tmp_path: Path) -> Path:
     """A run of two checkpoints, which differ."""
-    config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny))
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.toml").write_text(to_toml(config))
-    actors = start(tiny, config.model)
-    for step in (1, 2):
-        train_batch(actors, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
-        with Checkpoints(folder / "checkpoints", keep=2).writing(step) as aside:
-            actors.run(Actor.save, str(aside / "actor"))
-        actors.run(Actor.export_hf, str(folder / f"direct{step}"))
-    return folder
+    saved_run(tmp_path / "run", ModelConfig(path=tiny))
+    return tmp_path / "run"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
+def same(folder: Path, other: Path) -> bool:
+    found, expected = weights(folder), weights(other)
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("step", [1, 2, None])
 def test_export_is_the_model_of_that_step(run_folder: Path, tmp_path: Path, step: int | None) -> None:
     assert export_run(run_folder, tmp_path / "out", step) == (step or 2)
-    found, direct = weights(tmp_path / "out"), weights(run_folder / f"direct{step or 2}")
-    assert all(torch.equal(found[name], direct[name]) for name in direct)
+    assert [same(tmp_path / "out", run_folder / f"direct{one}") for one in (1, 2)] == [step == 1, step != 1]
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 400
-    other = weights(run_folder / f"direct{3 - (step or 2)}")
-    assert not all(torch.equal(found[name], other[name]) for name in other)
 
 
 def test_the_generation_config_is_written_key_for_key_as_it_came(tiny: str, tmp_path: Path) -> None:
@@ -60,32 +51,13 @@ def test_the_generation_config_is_written_key_for_key_as_it_came(tiny: str, tmp_
     source, run = tmp_path / "source", tmp_path / "run"
     shutil.copytree(tiny, source)
     (source / "generation_config.json").write_text(json.dumps(given))
-    config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=str(source)))
-    run.mkdir()
-    (run / "config.toml").write_text(to_toml(config))
-    actors = start(str(source), config.model)
-    with Checkpoints(run / "checkpoints", keep=1).writing(1) as aside:
-        actors.run(Actor.save, str(aside / "actor"))
-    actors.run(Actor.export_hf, str(run / "final"))
+    saved_run(run, ModelConfig(path=str(source)), steps=1)
     export_run(run, tmp_path / "out")
-    for folder in (run / "final", tmp_path / "out"):
+    for folder in (run / "direct1", tmp_path / "out"):
         assert json.loads((folder / "generation_config.json").read_text()) == given
         before, after = (json.loads((place / "config.json").read_text()) for place in (source, folder))
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         assert changed <= {"dtype", "torch_dtype", "transformers_version"}, changed
-
-
-def test_an_export_says_in_which_type_it_is(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(run_folder), str(tmp_path / "out")]) == 0
-    assert f"to {tmp_path / 'out'}, in float32" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
-
-
-def test_an_export_says_nothing_of_how_torch_reads_a_checkpoint(run_folder: Path, tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert main(["export", str(run_folder), str(tmp_path / "out")]) == 0
-    assert not [one for one in said if "torch.distributed" in str(one.message)]
 
 
 def test_the_best_is_the_one_that_was_evaluated_best(run_folder: Path, tmp_path: Path) -> None:
@@ -96,17 +68,20 @@ def test_the_best_is_the_one_that_was_evaluated_best(run_folder: Path, tmp_path:
     checkpoints = Checkpoints(run_folder / "checkpoints", keep=2, keep_best=1)
     checkpoints.rate(2, 0.25)
     checkpoints.rate(1, 0.75)
-    assert args.run(args) == 0
-    found, direct = weights(tmp_path / "best"), weights(run_folder / "direct1")
-    assert all(torch.equal(found[name], direct[name]) for name in direct)
+    assert args.run(args) == 0 and same(tmp_path / "best", run_folder / "direct1")
 
 
-def test_command_and_errors(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = build_parser()
-    out = str(tmp_path / "out")
-    args = parser.parse_args(["export", str(run_folder), out])
-    assert args.run(args) == 0
-    assert "step 2" in capsys.readouterr().out
+def test_the_command_says_step_and_type_nothing_of_how_torch_reads_and_what_is_wrong(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = build_parser().parse_args(["export", str(run_folder), str(tmp_path / "out")])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert args.run(args) == 0
+    assert not [one for one in warned if "torch.distributed" in str(one.message)]
+    said = capsys.readouterr().out
+    assert "step 2" in said and f"to {tmp_path / 'out'}, in float32" in said
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(ModelError, match="already exists"):
         args.run(args)
     with pytest.raises(CheckpointError, match="whole ones: 1, 2"):
@@ -140,28 +115,20 @@ def test_a_damaged_checkpoint_is_refused_and_what_is_half_written_is_removed(
 
 def test_a_run_of_many_gpus_is_exported_by_one_process_without_any(run_folder: Path, tmp_path: Path, tiny: str) -> None:
     """On the head node, say: how the ranks were used, what they computed in is theirs alone."""
-    direct = weights(run_folder / "direct1")
     many = {"replicas": 2, "sequence_parallel": 2, "dtype": "bfloat16", "compile": True}
     for number, memory in enumerate(({"offload": "always"}, {"offload": "idle"})):
         config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny, **many, **memory))
         (run_folder / "config.toml").write_text(to_toml(config))
         export_run(run_folder, tmp_path / f"out{number}", 1)
-        found = weights(tmp_path / f"out{number}")
-        assert all(torch.equal(found[name], direct[name]) for name in direct)
+        assert same(tmp_path / f"out{number}", run_folder / "direct1")
 
 
 def test_the_adapter_alone_is_what_peft_loads_over_the_start_model(tiny: str, tmp_path: Path) -> None:
     """peft's own loading and merging of the folder gives the weights of the plain export; a run without adapters has none."""
     from peft import PeftModel
 
-    model, run = ModelConfig(path=tiny, lora=LoraSection(rank=3, alpha=7.0)), tmp_path / "run"
-    run.mkdir()
-    (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=model)))
-    actors = start(tiny, model, lr=1e-2)
-    for step in (1, 2):  # the first step moves only B, which begins as zeros
-        train_batch(actors, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
-    with Checkpoints(run / "checkpoints", keep=2).writing(2) as aside:
-        actors.run(Actor.save, str(aside / "actor"))
+    run = tmp_path / "run"
+    saved_run(run, ModelConfig(path=tiny, lora=LoraSection(rank=3, alpha=7.0)), lr=1e-2)  # the first step moves only B
     args = build_parser().parse_args(["export", str(run), str(tmp_path / "adapter"), "--adapter"])
     assert args.run(args) == 0 and export_run(run, tmp_path / "model") == 2
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]

@@ -16,7 +16,7 @@ from agentrl.trainer.optim import rate
 from agentrl.trainer.roles import Critic
 from tests.publishing import weights_of
 from tests.trainer.learners import config_of, opened, role_of
-from tests.trainer.plain_trainer import Batch, PlainActor, PlainCritic
+from tests.trainer.plain_trainer import Batch, PlainActor, PlainCritic, load, tokens_of
 from tests.trainer.train_batches import toy_critic, toy_optim, train_batch, trajectories
 
 STEPS = 3
@@ -64,11 +64,11 @@ def episodes(seed: int) -> list[Any]:
 def batches(tiny: str) -> list[TensorDict]:
     """What was sampled lies around the untrained policy: importance ratios of 0.4 to 2, some of them cut."""
     found = []
-    policy = PlainActor(tiny, AlgorithmConfig(), toy_optim())
+    policy = load(tiny)
     for seed in range(STEPS):
         batch = collate(episodes(seed))
         with torch.no_grad():
-            logprobs, _ = policy.tokens(policy.model, Batch(batch))
+            logprobs, _ = tokens_of(policy, Batch(batch))
         noise = torch.Generator().manual_seed(seed)
         flat = torch.zeros(len(batch["sampled"].values()))
         flat[batch["sampled"].values()] = torch.cat(logprobs).float()

@@ -20,7 +20,7 @@ from agentrl.utils.errors import ConfigError
 from tests.publishing import flat
 from tests.tiny import SMALL
 from tests.trainer.learners import config_of, opened, save, start
-from tests.trainer.train_batches import make_batch, toy_critic, train_batch, trajectories
+from tests.trainer.train_batches import make_batch, toy_critic, trajectories
 
 
 def own_logprobs(learner: Learner, count: int = 16, seed: int = 0) -> Any:
@@ -147,18 +147,6 @@ def test_rejected_tokens_are_part_of_the_mismatch(tiny: str) -> None:
     expected = float(far.sum() / sampled.sum()) * (np.exp(-2.0) - 1 + 2.0)
     assert metrics["mismatch_kl"] == pytest.approx(expected, rel=1e-4)
     assert metrics["mismatch_max"] == pytest.approx(2.0, abs=1e-4)
-
-
-def test_rejected_tokens_leave_every_count(tiny: str) -> None:
-    algorithm = AlgorithmConfig(minibatch=16, proximal="recompute", correction=Choice(name="masked", args={"cap": 1.0}))
-    learner = opened(tiny, config_of(algorithm=algorithm))
-    batch = own_logprobs(learner)
-    proximal = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
-    batch["old_logprobs"] = nested_tensor(proximal, batch["token_ids"].offsets())
-    batch["advantages"] = batch["logprobs"].clone()
-    metrics = train_batch(learner.actors, Actor.update, batch, algorithm)
-    kept = (proximal <= batch["logprobs"].values()) & batch["sampled"].values()
-    assert metrics["tokens_trained"] == int(kept.sum()) < int(batch["sampled"].values().sum())
 
 
 def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatch() -> None:

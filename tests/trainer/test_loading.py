@@ -19,11 +19,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from agentrl.config import to_toml
-from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
-from agentrl.trainer.actor import Actor
+from agentrl.config.schema import LoraSection, ModelConfig
 from agentrl.trainer.attention import PACKED
-from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.model_folder import export_run, region_of, save_model
 from agentrl.trainer.optim import local
@@ -31,8 +28,7 @@ from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.trainer.weight_files import SINGLE
 from agentrl.utils.errors import ModelError
 from tests.trainer.bytes_held import BytesHeld
-from tests.trainer.learners import start
-from tests.trainer.train_batches import make_batch, train_batch
+from tests.trainer.learners import saved_run
 
 COMMON: dict[str, Any] = {
     "vocab_size": 401,  # prime, so that no number of ranks divides it
@@ -239,19 +235,12 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(family: str, tmp_path: Pa
 
 
 def test_an_export_of_a_run_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
-    path = saved(tmp_path / "model", LARGE["qwen3"]())
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=path))))
-    actors = start(path)
-    train_batch(actors, Actor.update, make_batch(4), AlgorithmConfig())
-    with Checkpoints(run / "checkpoints", keep=1).writing(1) as aside:
-        actors.run(Actor.save, str(aside / "actor"))
-    actors.run(Actor.export_hf, str(tmp_path / "direct"))
+    saved_run(run, ModelConfig(path=saved(tmp_path / "model", LARGE["qwen3"]())), steps=1)
     with BytesHeld() as held:
         export_run(run, tmp_path / "out")
     assert held.peak <= 3 * 401 * 96 * 4  # of the largest tensor: the bytes that are read, what they become, what is written
-    assert (tmp_path / "out" / SINGLE).read_bytes() == (tmp_path / "direct" / SINGLE).read_bytes()
+    assert (tmp_path / "out" / SINGLE).read_bytes() == (run / "direct1" / SINGLE).read_bytes()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])

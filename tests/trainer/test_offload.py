@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -106,15 +105,6 @@ def test_what_has_no_optimizer_and_what_has_not_stepped(tiny: str, anywhere: Non
     next(engine.module.parameters()).grad = torch.zeros_like(next(engine.module.parameters()))
     with pytest.raises(AgentrlError, match="gradients wait for an optimizer step"):
         engine.offload()
-
-
-@pytest.fixture(scope="module")
-def classifier(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(tiny, num_labels=1)
-    folder = tmp_path_factory.mktemp("classifier")
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 def test_each_role_has_the_device_to_itself_in_its_turn_and_all_learn_the_same(

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import AgentrlError
 from tests.publishing import weights_of
 from tests.trainer.learners import start
+from tests.trainer.plain_trainer import Batch, aggregated, load, norm_of, tokens_of
 from tests.trainer.train_batches import make_batch, train_batch
 
 
@@ -38,24 +38,15 @@ def test_gradients_of_two_calls_are_those_of_the_batch_that_joins_them(tiny: str
     batches = [make_batch(2, seed=1), make_batch(5, seed=2)]
     algorithm = AlgorithmConfig(minibatch=9, loss=Choice(name="reinforce"), aggregate=aggregate)  # type: ignore[arg-type]
     actor = start(tiny, max_grad_norm=1e9)
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager").double()
-    rows: list[torch.Tensor] = []
-    losses = []
+    model, rows, losses = load(tiny), list[torch.Tensor](), []
     for batch in batches:
         losses.append(train_batch(actor, Actor.forward_backward, batch, algorithm)["loss"])
-        for row in range(len(batch)):
-            ids, sampled = batch["token_ids"][row].long(), batch["sampled"][row]
-            logprobs = torch.log_softmax(model(ids[None]).logits[0].double(), -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
-            rows.append(-(logprobs * batch["advantages"][row][1:].double())[sampled[1:]])
-    mean = (
-        (lambda part: torch.cat(part).mean())
-        if aggregate == "token_mean"
-        else (lambda p: torch.stack([r.mean() for r in p]).mean())
-    )
-    assert losses == pytest.approx([mean(rows[:2]).item(), mean(rows[2:]).item()], rel=1e-4)  # each by itself
-    mean(rows).backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-    assert actor.run(Actor.optim_step)["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        plain = Batch(batch)
+        rows += [-logprobs * own for logprobs, own in zip(tokens_of(model, plain)[0], plain.column("advantages"), strict=True)]
+    apart = [aggregated(part, algorithm).item() for part in (rows[:2], rows[2:])]
+    assert losses == pytest.approx(apart, rel=1e-4)  # each by itself
+    aggregated(rows, algorithm).backward()
+    assert actor.run(Actor.optim_step)["grad_norm"] == pytest.approx(norm_of(model), rel=1e-4)
 
 
 def test_a_rate_of_ones_own_and_the_schedules(tiny: str) -> None:

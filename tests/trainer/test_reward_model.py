@@ -9,21 +9,12 @@ from transformers import AutoModelForSequenceClassification
 
 from agentrl.config.schema import AlgorithmConfig, Choice, RewardModelConfig
 from agentrl.data.rows import Ragged, collate
+from agentrl.data.token_ledger import TokenLedger
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.roles import RewardModel, with_scores
 from agentrl.utils.errors import ModelError
 from tests.trainer.learners import config_of, opened, role_of
 from tests.trainer.train_batches import make_batch, trajectories
-
-
-@pytest.fixture(scope="module")
-def classifier(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("models") / "judge")
-    torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(folder)
-    return folder
 
 
 def test_scores_are_those_of_plain_transformers(classifier: str) -> None:
@@ -42,18 +33,28 @@ def test_a_causal_model_is_no_reward_model(tiny: str) -> None:
         role_of(RewardModel, tiny)
 
 
-def test_an_episode_of_two_ledgers_takes_its_last_score_once() -> None:
-    episodes = trajectories(3)
-    episodes[1].ledgers.append(episodes[2].ledgers[0])
-    batch = collate(episodes[:2], groups=[0, 0])
-    out = with_scores(Ragged.of(batch), torch.tensor([1.0, 5.0, 7.0]), weight=0.5)[0].batch
-    assert torch.allclose(out["reward"] - batch["reward"], torch.tensor([0.5, 3.5, 3.5]))
-    added = [float((out["rewards"][i] - batch["rewards"][i]).sum()) for i in range(3)]
-    assert added == pytest.approx([0.5, 0.0, 3.5])
-    assert out["rewards"][2][-1] - batch["rewards"][2][-1] == pytest.approx(3.5)
+def test_an_episode_of_two_ledgers_takes_its_last_score_once_on_its_last_sampled_token() -> None:
+    """The third one's last ledger samples nothing; the score of that row counts all the same."""
+    episodes = trajectories(4)
+    episodes[1].ledgers.append(episodes[3].ledgers[0])
+    observed = TokenLedger()
+    observed.append_context([5, 6, 7], 1)
+    episodes[2].ledgers[0].append_context([9], 0)
+    episodes[2].ledgers.append(observed)
+    batch = collate(episodes[:3], groups=[0, 0, 0])
+    view, mean = with_scores(Ragged.of(batch), torch.tensor([1.0, 5.0, 7.0, 2.0, 4.0]), weight=0.5)
+    out = view.batch
+    assert mean == 4 and torch.allclose(out["reward"] - batch["reward"], torch.tensor([0.5, 3.5, 3.5, 2.0, 2.0]))
+    added = [(out["rewards"][row] - batch["rewards"][row]).tolist() for row in range(5)]
+    at = {0: (-1, 0.5), 2: (-1, 3.5), 3: (-2, 2.0)}
+    for row, found in enumerate(added):
+        expected = [0.0] * len(found)
+        if row in at:
+            expected[at[row][0]] = at[row][1]
+        assert found == pytest.approx(expected), row
 
 
-@pytest.mark.parametrize("weight", [1.0, -0.5])
+@pytest.mark.parametrize("weight", [1.0, -0.5, 0.0])
 def test_the_advantages_are_those_of_the_reward_and_weight_times_the_score(
     tiny: str, classifier: str, monkeypatch: pytest.MonkeyPatch, weight: float
 ) -> None:
@@ -79,14 +80,3 @@ def test_the_advantages_are_those_of_the_reward_and_weight_times_the_score(
     assert scores.std() > 0.1
     for found, one in zip(seen, expected, strict=True):
         assert torch.allclose(found, one.expand(len(found)), atol=1e-4)
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.0, -1.0])
-def test_the_weight_decides(tiny: str, classifier: str, weight: float) -> None:
-    def advantage_of(section: RewardModelConfig | None) -> float:
-        learner = opened(tiny, config_of(reward_model=section))
-        return asyncio.run(learner.step(collate(trajectories(8)), 0))["grad_norm"]
-
-    plain = advantage_of(None)
-    judged = advantage_of(RewardModelConfig(path=classifier, weight=weight))
-    assert (judged == plain) is (weight == 0.0)

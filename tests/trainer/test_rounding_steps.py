@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, KlConfig
 from agentrl.data.rows import nested_tensor, offsets_of
 from agentrl.trainer.actor import Actor
 from tests.publishing import weights_of
 from tests.trainer.learners import start
+from tests.trainer.plain_trainer import Batch, load, norm_of, tokens_of
 from tests.trainer.train_batches import make_batch, sharing, train_batch
 
 COEF, LR = 0.1, 1e-3
@@ -35,18 +35,12 @@ def given(tiny: str, taught: int, moved: float, mode: Literal["off", "on"]) -> t
 
 def exact(tiny: str, batch: Any, moved: float) -> float:
     """The norm of the penalty's gradient in float64: mean over the sampled tokens of k3, by plain transformers."""
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager").double()
-    noise = torch.randn(len(batch["sampled"].values()), generator=torch.Generator().manual_seed(0)).double()
-    terms, at = [], 0
-    for row in range(len(batch)):
-        ids, sampled = batch["token_ids"][row].long(), batch["sampled"][row]
-        logits = torch.log_softmax(model(ids[None]).logits[0], -1)[:-1]
-        logprobs = logits.gather(1, ids[1:, None]).squeeze(1)[sampled[1:]]
-        d = -moved * noise[at : at + len(ids)][sampled] + logprobs - logprobs.detach()
-        terms.append(torch.exp(-d) - 1 + d)
-        at += len(ids)
-    (COEF * torch.cat(terms).mean()).backward()
-    return float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+    model, sampled = load(tiny), batch["sampled"].values()
+    noise = torch.randn(len(sampled), generator=torch.Generator().manual_seed(0)).double()[sampled]
+    logprobs = torch.cat(tokens_of(model, Batch(batch))[0])
+    d = -moved * noise + logprobs - logprobs.detach()
+    (COEF * (torch.exp(-d) - 1 + d).mean()).backward()
+    return norm_of(model)
 
 
 def stepped(actor: Any, batch: Any) -> tuple[float, float]:

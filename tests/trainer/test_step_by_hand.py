@@ -6,44 +6,21 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, RolloutConfig
-from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
-from agentrl.data.token_ledger import TokenLedger
-from agentrl.data.trajectory import Task, Trajectory
+from agentrl.data.rows import collate
 from agentrl.trainer.actor import Actor
-from agentrl.trainer.estimator_inputs import with_advantages
 from agentrl.trainer.learner import check_learner, policy_updates
 from agentrl.trainer.minibatch import kl_kind
-from agentrl.trainer.roles import with_scores
 from agentrl.utils.errors import ConfigError
 from tests.trainer.learners import config_of, opened, start
+from tests.trainer.plain_trainer import Batch, load, norm_of, tokens_of
 from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 
-def tables(model: Any, batch: TensorDict, temperature: float) -> list[torch.Tensor]:
-    """log softmax(z / T) before each sampled token, by a plain forward pass a row: [M_row, V] each."""
-    found = []
-    for row in range(len(batch)):
-        ids, sampled = batch["token_ids"][row], batch["sampled"][row]
-        z = model(ids[None]).logits[0].double() / temperature
-        found.append(torch.log_softmax(z, -1)[:-1][sampled[1:]])
-    return found
-
-
-def plain(tiny: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager").double()
-
-
 def chosen(model: Any, batch: TensorDict, temperature: float) -> torch.Tensor:
-    """Logprobs of all sampled tokens, [M]."""
-    return torch.cat(
-        [
-            table.gather(1, batch["token_ids"][row][batch["sampled"][row]][:, None]).squeeze(1)
-            for row, table in enumerate(tables(model, batch, temperature))
-        ]
-    )
+    """Logprobs of all sampled tokens at T, [M], by plain transformers."""
+    return torch.cat(tokens_of(model, Batch(batch), temperature=temperature)[0])
 
 
 # -- temperature -----------------------------------------------------------------------------------
@@ -56,8 +33,8 @@ def test_actor_proximal_and_reference_are_all_taken_at_the_temperature_of_the_ro
     algorithm = AlgorithmConfig(minibatch=8, proximal="recompute", loss=Choice(name="reinforce"), kl=KlConfig(coef=0.5))
     learner = opened(tiny, config_of(algorithm=algorithm, rollout=RolloutConfig(temperature=0.7)))
     batch = collate(trajectories(8))
-    expected = chosen(plain(tiny), batch, 0.7).detach()
-    assert (expected - chosen(plain(tiny), batch, 1.0).detach()).abs().max() > 0.01  # a wrong one would be seen
+    expected = chosen(load(tiny), batch, 0.7).detach()
+    assert (expected - chosen(load(tiny), batch, 1.0).detach()).abs().max() > 0.01  # a wrong one would be seen
     seen: dict[str, Any] = {}
     arun = learner.actors.arun
 
@@ -82,12 +59,11 @@ def test_the_gradient_is_that_of_logprobs_at_the_temperature(tiny: str, temperat
     batch = make_batch(6)
     algorithm = AlgorithmConfig(minibatch=6, loss=Choice(name="reinforce"))
     metrics = train_batch(start(tiny, max_grad_norm=1e9), Actor.update, batch, algorithm, temperature=temperature)
-    model = plain(tiny)
+    model = load(tiny)
     loss = -(chosen(model, batch, temperature) * batch["advantages"].values()[batch["sampled"].values()].double()).mean()
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm_of(model), rel=1e-4)
 
 
 def test_greedy_rollouts_are_trained_at_temperature_one(tiny: str) -> None:
@@ -116,29 +92,6 @@ def test_the_policys_schedule_ends_with_the_run_when_the_critic_warms_up_first(t
 def test_the_kind_of_a_kl_is_k1_in_the_reward_and_k3_in_the_loss_unless_it_is_said() -> None:
     assert kl_kind(KlConfig(where="reward")) == "k1" and kl_kind(KlConfig()) == "k3"
     assert kl_kind(KlConfig(where="reward", kind="k3")) == "k3" and kl_kind(KlConfig(kind="k2")) == "k2"
-
-
-def test_the_kl_of_all_ledgers_is_taken_off_the_reward_of_an_episode() -> None:
-    """coef 0.2, d 0.5: 5 sampled tokens cost 0.5, 4 cost 0.4; so the group's advantages are -+0.05."""
-    algorithm = AlgorithmConfig(advantage=Choice(name="dr_grpo"), kl=KlConfig(coef=0.2, where="reward"))
-    made = []
-    for member, counts in enumerate([(3, 2), (4,)]):
-        ledgers = []
-        for count in counts:
-            ledger = TokenLedger()
-            ledger.append_context([5, 6], 0)
-            ledger.append_sampled(list(range(7, 7 + count)), [-1.0] * count, [0] * count, 0)
-            ledgers.append(ledger)
-        made.append(Trajectory("made-up", Task("t", 0), member=member, ledgers=ledgers, reward=1.0))
-    batch = collate(made)
-    sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
-    columns = {"old_logprobs": -1.0 * sampled, "ref_logprobs": -1.5 * sampled}
-    out, metrics = with_advantages(
-        Ragged.of(batch.update({name: nested_tensor(column, offsets) for name, column in columns.items()})), algorithm, 0.2
-    )
-    assert metrics["kl_reward"] == pytest.approx(0.5)
-    per_row = [float(out.row("advantages")[row][-1]) for row in range(3)]
-    assert per_row == pytest.approx([-0.05, -0.05, 0.05], abs=1e-6)
 
 
 def test_the_coefficient_is_steered_by_episodes_and_only_where_the_policy_learns(tiny: str) -> None:
@@ -201,18 +154,3 @@ def test_the_constant_length_is_what_an_episode_may_sample() -> None:
     given = norm.model_copy(update={"length_norm": 7})
     assert config_of(algorithm=given).settled_algorithm().length_norm == 7
     assert config_of().settled_algorithm().length_norm is None
-
-
-# -- the reward model's score ----------------------------------------------------------------------
-
-
-def test_a_score_lies_on_the_last_sampled_token_of_the_episode() -> None:
-    """The last ledger ends with an observation, and samples nothing; the score of its row counts all the same."""
-    first, second = TokenLedger(), TokenLedger()
-    first.append_context([5, 6], 0)
-    first.append_sampled([7, 8], [-1.0, -1.0], [0, 0], 0)
-    first.append_context([9], 0)
-    second.append_context([5, 6, 7], 1)
-    batch = collate([Trajectory("made-up", Task("t", 0), member=0, ledgers=[first, second], reward=0.0)])
-    out, mean = with_scores(Ragged.of(batch), torch.tensor([1.0, 3.0]), 2.0)
-    assert out.tokens("rewards").tolist() == [0, 0, 0, 6, 0, 0, 0, 0] and out.row("reward").tolist() == [6, 6] and mean == 3
