@@ -370,44 +370,6 @@ async def test_what_cannot_start_says_why(model_folder, tmp_path):
         await EmbeddedEngine(model_folder, max_context=4096).start()
 
 
-def _other_architectures():
-    from transformers import GemmaConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
-
-    small = {
-        "vocab_size": 400,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-    }
-    return [
-        LlamaConfig(**small),
-        Qwen2Config(**small),
-        MistralConfig(**small, sliding_window=24),
-        GemmaConfig(**small, head_dim=16),
-        Phi3Config(**small, pad_token_id=0),
-    ]
-
-
-@pytest.mark.parametrize("config", _other_architectures(), ids=lambda config: config.model_type)
-async def test_other_architectures(started, config, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    engine = await started(str(tmp_path))
-    model = load(tmp_path)
-    prompts = [prompt_of(10 + 9 * i, seed=i) for i in range(4)]
-    generations = await asyncio.gather(
-        *(engine.generate(p, Sampling(max_tokens=30, seed=i), f"{i}") for i, p in enumerate(prompts))
-    )
-    for prompt, generation in zip(prompts, generations, strict=True):
-        assert off(model, prompt, generation) < 5e-5
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_families_with_sinks_caps_windows_chunks_and_latent_attention_are_their_own_eager_forward(
     started, family, tmp_path
