@@ -6,7 +6,7 @@ import contextvars
 import numpy as np
 from ray.exceptions import RayActorError
 
-from agentrl.engines.vllm.replica_calls import FreshTokens
+from agentrl.engines.vllm.replica_calls import answer_batches
 from agentrl.rollout.engine import EngineStats, Generation
 from agentrl.rollout.workers.rollout_worker import WorkerCore
 
@@ -22,7 +22,7 @@ class Actor:
         self.calls, self.version, self.loaded, self.dead = [], 0, [], False
         self.open = asyncio.Event()
         self.open.set()
-        self.hold, self.paced, self.slow = None, {}, 0.0
+        self.hold, self.paced, self.slow, self.free = None, {}, 0.0, asyncio.Event()
         self.lingers = 0  # seconds for which a stream stays open after its last answer
 
     def __getattr__(self, name):
@@ -49,7 +49,7 @@ class Actor:
             return "import of vLLM"
         self.calls.append((name, *args) if name in ("sleep", "wake") else name)
         if name == self.hang_at:
-            await asyncio.sleep(3600)
+            await self.free.wait()
         if name == "start" and self.hold is not None:
             await self.hold.wait()
         elif name == "pause":
@@ -102,18 +102,18 @@ class Method:
         return self.answers(*args) if self.name == "generate_many" else self.actor.call(self.name, *args)
 
     async def answers(self, requests, live):
-        """A stream of references, each to the answer of one request; before them a token of those that are told."""
-        for place in (place for place, told in enumerate(live) if told and not self.actor.dead):
-            yield self.part(place)
-        for place, task in enumerate([asyncio.ensure_future(self.actor.call("generate", *each)) for each in requests]):
-            yield self.one(place, task)
+        """A stream of references, each to answers; those that are told hear of one token before."""
+
+        async def generate(*request):
+            *request, told = request if callable(request[-1]) else (*request, None)
+            if told is not None and not self.actor.dead:
+                told([1], [-1.0])
+                await asyncio.sleep(0.001)  # it is on its way
+            return await self.actor.call("generate", *request)
+
+        async for part in answer_batches(generate, requests, live):
+            yield asyncio.sleep(0, part)
         await asyncio.sleep(self.actor.lingers)
-
-    async def part(self, place):
-        return [(place, FreshTokens([1], [-1.0]))]
-
-    async def one(self, place, task):
-        return [(place, await task)]
 
 
 class Inside:

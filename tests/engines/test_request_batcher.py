@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from agentrl.engines.vllm.replica_calls import Answers, Request, RequestBatcher, answer_batches
+from agentrl.engines.vllm.replica_calls import Request, RequestBatcher, answer_batches
 from agentrl.rollout.engine import Generation, Sampling, Told
 from agentrl.utils.errors import EngineError
 
 
 class Local:
-    """The actor's side in this process, called as Ray calls it; `breaks`: the call dies after so many parts."""
+    """The actor's side in this process, called as Ray calls it; `breaks`: what its calls end with after one part."""
 
-    def __init__(self, breaks: int | None = None) -> None:
+    def __init__(self, *breaks: Exception | None) -> None:
         self.calls: list[int] = []
         self.breaks = breaks
         self.generate_many = self
@@ -31,16 +31,12 @@ class Local:
         return self._parts(requests, live)
 
     async def _parts(self, requests: Sequence[Request], live: Sequence[bool]) -> AsyncIterator[Any]:
-        sent = 0
         async for part in answer_batches(self._one, requests, live):
-            if sent == self.breaks:
-                raise RayActorError
-            sent += 1
-            yield self._value(part)
-
-    @staticmethod
-    async def _value(part: Answers) -> Answers:
-        return part
+            yield asyncio.sleep(0, part)
+            if self.breaks == (None,):
+                return
+            if self.breaks:
+                raise self.breaks[0]  # type: ignore[misc]
 
     @staticmethod
     async def _one(ids: list[int], sampling: Sampling, key: str, request_id: str, told: Told | None = None) -> Generation:
@@ -85,69 +81,49 @@ async def test_a_caller_that_left_before_the_call_is_not_sent() -> None:
     assert sum(actor.calls) <= 2 and gone.cancelled()
 
 
-async def test_death_of_the_actor_reaches_all_that_wait_and_none_that_were_answered() -> None:
-    request_batcher = RequestBatcher(Local(breaks=1))
+@pytest.mark.parametrize(
+    ("breaks", "heard"),
+    [
+        (RayActorError(), "The actor experienced"),
+        (ZeroDivisionError("unforeseen"), "unforeseen"),
+        (None, "stopped before all requests"),
+    ],
+)
+async def test_a_call_that_breaks_off_fails_all_that_wait_and_none_that_were_answered(
+    breaks: Exception | None, heard: str
+) -> None:
+    request_batcher = RequestBatcher(Local(breaks))
     calls = [asyncio.create_task(request_batcher.generate(request(n))) for n in (0, 40, 80)]
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    assert isinstance(found[0], Generation)
-    assert all(isinstance(answer, RayActorError) for answer in found[1:])
+    answered, *failed = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
+    assert isinstance(answered, Generation) and len(failed) == 2
+    for one in failed:
+        assert type(one) is (EngineError if breaks is None else type(breaks)) and heard in str(one)
 
 
-async def test_a_stream_that_is_closed_early_ends_its_requests_and_raises_nothing() -> None:
+@pytest.mark.parametrize("how", ["it is closed", "an error that nobody foresaw"])
+async def test_a_stream_that_ends_early_ends_its_requests(how: str) -> None:
     ended: list[str] = []
 
     async def generate(ids: list[int], sampling: Sampling, key: str, request_id: str) -> Generation:
-        try:
-            await asyncio.sleep(0 if ids == [1] else 3600)
-        except asyncio.CancelledError:
-            ended.append("cancelled")
-            raise
-        return Generation([7], [-1.0], [0], "stop")
-
-    stream = answer_batches(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2, 3)], [False] * 3)
-    [(place, answer)] = await anext(stream)
-    assert place == 0 and isinstance(answer, Generation)
-    await stream.aclose()  # type: ignore[attr-defined]
-    assert ended == ["cancelled", "cancelled"]
-
-
-async def test_an_error_that_nobody_foresaw_ends_the_stream_and_its_other_requests() -> None:
-    ended: list[str] = []
-
-    async def generate(ids: list[int], sampling: Sampling, key: str, request_id: str) -> Generation:
+        if ids == [1] and how == "it is closed":
+            return Generation([7], [-1.0], [0], "stop")
         if ids == [1]:
             raise ZeroDivisionError
         try:
             await asyncio.sleep(3600)
         finally:
-            ended.append("ended")
+            ended.append(request_id)
         raise AssertionError
 
-    stream = answer_batches(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2)], [False] * 2)
-    with pytest.raises(ZeroDivisionError):
-        await anext(stream)
-    assert ended == ["ended"]
-
-
-async def test_answers_that_break_off_are_an_engine_error() -> None:
-    class Short(Local):
-        async def _parts(self, requests: Sequence[Request], live: Sequence[bool]) -> AsyncIterator[Any]:
-            return
-            yield
-
-    with pytest.raises(EngineError, match="stopped before"):
-        await RequestBatcher(Short()).generate(request(1))
-
-
-async def test_an_error_that_nobody_foresaw_reaches_every_caller() -> None:
-    class Broken:
-        generate_many = None
-
-    request_batcher = RequestBatcher(Broken())
-    found = await asyncio.wait_for(
-        asyncio.gather(*(request_batcher.generate(request(n)) for n in (1, 2)), return_exceptions=True), 5
-    )
-    assert [type(one) for one in found] == [AttributeError, AttributeError]
+    stream = answer_batches(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2, 3)], [False] * 3)
+    if how == "it is closed":
+        [(place, answer)] = await anext(stream)
+        assert place == 0 and isinstance(answer, Generation)
+        await stream.aclose()  # type: ignore[attr-defined] # raises nothing
+    else:
+        with pytest.raises(ZeroDivisionError):
+            await anext(stream)
+    assert ended == ["2", "3"]
 
 
 async def test_who_listens_is_told_of_the_tokens_in_order_and_before_the_answer() -> None:

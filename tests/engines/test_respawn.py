@@ -28,13 +28,18 @@ SHORT = Sampling(max_tokens=2)
 
 @pytest.fixture
 async def started(model_folder, spawned):
-    """`await started(...)` -> an engine, which is closed after the test. `keep`: as on a CPU, else as on GPUs."""
+    """`await started(...)` -> an engine, which is closed after the test. `keep`: as on a CPU, else as on GPUs. `sleeps`: it now
+    does."""
     made = []
 
-    async def start(keep=True, **options):
-        made.append(engine := VllmEngine(model_folder, VllmConfig(**{"max_respawns": 0, **options})))
+    async def start(keep=True, sleeps=False, lora_rank=None, **options):
+        cfg = VllmConfig(**{"max_respawns": int(sleeps), **options})
+        made.append(engine := VllmEngine(model_folder, cfg, sleeps=sleeps, lora_rank=lora_rank))
         engine._keep &= keep
         await engine.start()
+        if sleeps:
+            await engine.pause()
+            await engine.sleep()
         return engine
 
     yield start
@@ -84,15 +89,18 @@ async def test_a_stream_moves_to_another_replica_only_while_nothing_was_told(sta
     assert len(told) == 3
 
 
-async def test_requests_wait_for_the_only_replica_to_come_back(started, spawned):
-    engine = await started(max_respawns=1)
+@pytest.mark.parametrize("keep", [True, False])
+async def test_requests_wait_for_the_only_replica_to_come_back(started, spawned, keep):
+    """Before the first publish it has the model's own weights, whether copies are kept or not."""
+    engine = await started(max_respawns=1, keep=keep)
     spawned.plan["hold"] = asyncio.Event()
     spawned[0].dead = True
     waiting = asyncio.ensure_future(engine.generate([5], SHORT, "a"))
     await asyncio.sleep(0.02)
     assert not waiting.done() and len(spawned) == 2
     spawned.plan["hold"].set()
-    assert (await asyncio.wait_for(waiting, 5)).token_ids == [1, 2]
+    answer = await asyncio.wait_for(waiting, 5)
+    assert (answer.token_ids, answer.versions) == ([1, 2], [0, 0])
     # a second death is one too many
     spawned[1].dead = True
     with pytest.raises(EngineError, match="no replica of the vLLM engine is alive"):
@@ -159,6 +167,33 @@ async def test_a_failed_update_is_not_given_to_a_new_replica(started, model, spa
     assert spawned[2].version == 3
 
 
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_request_that_comes_while_weights_arrive_waits_for_them(started, model, spawned, whole):
+    """It is no fault of its episode's, and it is never sampled from a part of the weights."""
+    engine = await started()
+    spawned[0].hang_at = "receive"
+    weights = parameters(model) if whole else {"model.norm.weight": torch.ones(64)}
+    publishing = asyncio.create_task(publish(engine, 1, weights))
+    async with asyncio.timeout(5):
+        while "receive" not in spawned[0].calls:
+            await asyncio.sleep(0.001)
+    waiting, gone = (asyncio.create_task(engine.generate([5], SHORT, key)) for key in "ab")
+    await asyncio.sleep(0.02)
+    assert not waiting.done() and engine.progress("a") == 0 and "generate" not in spawned[0].calls
+    gone.cancel()
+    spawned[0].free.set()
+    if whole:
+        await publishing
+        assert (await waiting).versions == [1, 1] and spawned[0].calls.count("generate") == 1
+        assert engine.progress("a") is None and engine.progress("b") is None
+        return
+    with pytest.raises(EngineError, match="not published"):
+        await publishing
+    with pytest.raises(EngineError, match=r"no generation until a publish succeeds: .*not published"):
+        await waiting
+    assert "generate" not in spawned[0].calls
+
+
 async def test_the_driver_asks_for_progress_only_while_there_are_requests(started, spawned, monkeypatch):
     monkeypatch.setattr(elastic, "ASK_S", 0.01)
     engine = await started(max_respawns=1)
@@ -203,17 +238,6 @@ async def test_the_stage_of_a_start_is_told_and_named_if_it_is_late(model_folder
     assert engine.starting() == ""
 
 
-async def test_closing_ends_what_is_just_starting(started, spawned):
-    engine = await started(replicas=2, max_respawns=1)
-    spawned.plan["hold"] = asyncio.Event()
-    spawned[0].dead = True
-    await engine.stats()
-    await asyncio.sleep(0.01)
-    assert len(spawned) == 3 and not spawned[2].dead
-    await engine.close()
-    assert spawned[2].dead
-
-
 async def test_a_closed_engine_has_no_task_left_whatever_was_under_way(started, spawned):
     """Ray exits the process if one of its calls is still awaited after `ray.shutdown`: open streams, requests and their
     cancels, statistics, polls, a replica that starts."""
@@ -235,6 +259,7 @@ async def test_a_closed_engine_has_no_task_left_whatever_was_under_way(started, 
     late[0].cancel()
     await asyncio.sleep(0)
     await engine.close()
+    assert spawned[3].dead  # which was just starting
     alive = {task.get_name() for task in asyncio.all_tasks() - before if task not in (*late, asked)}
     assert not [name for name in alive if "vLLM" in name], alive
     assert [type(one) for one in await asyncio.gather(*late, asked, return_exceptions=True)] == [
@@ -356,26 +381,12 @@ async def test_a_rollout_that_the_actors_wait_for_gets_the_same_weights_again(st
     assert len((await asyncio.wait_for(playing, 5)).versions) == 2
 
 
-async def test_before_the_first_publish_a_replacement_has_the_models_own_weights(started, spawned):
-    engine = await started(max_respawns=1, keep=False)
-    spawned[0].dead = True
-    assert (await asyncio.wait_for(engine.generate([5], SHORT, "a"), 2)).versions == [0, 0]
-
-
 # -- sleep (rollout.colocate) ------------------------------------------------------------------------
 
 
-async def sleeping(model_folder, **options):
-    engine = VllmEngine(model_folder, VllmConfig(max_respawns=1), sleeps=True, **options)
-    await engine.start()
-    await engine.pause()
-    await engine.sleep()
-    return engine
-
-
-async def test_it_sleeps_while_the_trainer_computes_and_wakes_in_two_stages(model_folder, model, spawned):
+async def test_it_sleeps_while_the_trainer_computes_and_wakes_in_two_stages(started, model, spawned):
     """The trainer is in the card's memory only while the engine has no cache there: the weights are of both."""
-    engine = await sleeping(model_folder)
+    engine = await started(sleeps=True)
     log = spawned[0].calls
 
     class Trainer(Holder):
@@ -400,11 +411,10 @@ async def test_it_sleeps_while_the_trainer_computes_and_wakes_in_two_stages(mode
     await publisher.send(2)
     assert (await engine.generate([5], SHORT, "a")).versions == [2, 2]
     await publisher.close()
-    await engine.close()
 
 
-async def test_weights_that_were_discarded_are_not_sampled_from(model_folder, model, spawned):
-    engine = await sleeping(model_folder)
+async def test_weights_that_were_discarded_are_not_sampled_from(started, model, spawned):
+    engine = await started(sleeps=True)
     await engine.wake("cache")  # not before the weights
     await engine.wake("weights")
     await engine.wake("weights")
@@ -414,11 +424,10 @@ async def test_weights_that_were_discarded_are_not_sampled_from(model_folder, mo
         await engine.generate([5], SHORT, "a")
     await publish(engine, 3, parameters(model))
     assert (await engine.generate([5], SHORT, "a")).versions == [3, 3]
-    await engine.close()
 
 
-async def test_weights_that_only_get_an_adapter_are_kept(model_folder, spawned):
-    engine = await sleeping(model_folder, lora_rank=8)
+async def test_weights_that_only_get_an_adapter_are_kept(started, spawned):
+    engine = await started(sleeps=True, lora_rank=8)
     assert spawned[0].calls[-1] == ("sleep", 1)
     await engine.wake("weights")
     with pytest.raises(EngineError, match="no cache yet"):
@@ -426,11 +435,10 @@ async def test_weights_that_only_get_an_adapter_are_kept(model_folder, spawned):
     await engine.wake("cache")
     await engine.resume()
     await engine.generate([5], SHORT, "a")
-    await engine.close()
 
 
-async def test_a_replica_that_is_replaced_during_the_sleep_sleeps_too(model_folder, model, spawned):
-    engine = await sleeping(model_folder)
+async def test_a_replica_that_is_replaced_during_the_sleep_sleeps_too(started, model, spawned):
+    engine = await started(sleeps=True)
     await publish(engine, 1, parameters(model))
     await engine.pause()
     await engine.sleep()
@@ -442,7 +450,6 @@ async def test_a_replica_that_is_replaced_during_the_sleep_sleeps_too(model_fold
     await publish(engine, 2, parameters(model))
     assert [call for call in spawned[1].calls if call[0] == "wake"] == [("wake", "weights"), ("wake", "kv_cache")]
     assert (await engine.generate([5], SHORT, "a")).versions == [2, 2]
-    await engine.close()
 
 
 async def test_an_engine_that_was_not_started_for_it_does_not_sleep(started, spawned):

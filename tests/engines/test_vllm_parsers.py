@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from agentrl.config import ModelConfig
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.vllm.tool_parsers import vllm_parser
-from agentrl.render import make_renderer
 from agentrl.render.tagged_syntaxes import parse_qwen_xml
 from agentrl.render.tool_calls import parse_tool_calls
 from agentrl.run.assembly import renderer_of
@@ -38,20 +37,6 @@ def test_hermes_agrees_with_our_own(tokenizer):
         assert [(c.name, c.arguments) for c in theirs[1]] == [(c.name, c.arguments) for c in ours[1]]
 
 
-def test_a_renderer_takes_it(tokenizer):
-    renderer = make_renderer(tokenizer, parser=vllm_parser("hermes", tokenizer))
-    turn = Message("assistant", "", (ToolCall("get", {"key": "a"}),))
-    (call,) = renderer.parse(renderer.assistant(turn), "stop").tool_calls
-    assert (call.name, call.arguments) == ("get", {"key": "a"})
-
-
-def test_schemas_reach_a_parser_that_needs_them(tokenizer):
-    parse = vllm_parser("qwen3_xml", tokenizer, TOOLS)
-    text = "<tool_call>\n<function=get>\n<parameter=key>\n7\n</parameter>\n</function>\n</tool_call>"
-    (call,) = parse(text)[1]
-    assert call.arguments == {"key": "7"}
-
-
 KINDS = {
     "n": {"type": "integer"}, "x": {"type": "number"}, "b": {"type": "boolean"}, "s": {"type": "string"},
     "l": {"type": "array", "items": {"type": "integer"}}, "o": {"type": "object"}, "e": {"enum": ["low", 3]},
@@ -73,11 +58,6 @@ def test_untyped_xml_is_read_as_vllm_reads_it(tokenizer, values):
     (theirs,) = vllm_parser("qwen3_coder", tokenizer, [TYPED])(text)[1]
     (ours,) = parse_qwen_xml(text, [TYPED])[1]
     assert json.dumps(ours.arguments, sort_keys=True) == json.dumps(theirs.arguments, sort_keys=True)
-
-
-def test_an_unknown_name_names_the_nearest(tokenizer):
-    with pytest.raises(ModelError, match="did you mean 'hermes'"):
-        vllm_parser("hermez", tokenizer)
 
 
 # The shape of a family whose call syntax is none of agentrl's own: calls and answers between control tokens.
