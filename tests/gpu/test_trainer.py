@@ -21,28 +21,18 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.update import Pack
 from tests.publishing import weights_of
+from tests.trainer.test_attention import by_hand
 from tests.trainer.train_batches import make_batch, toy_optim, train_batch
 
 pytestmark = pytest.mark.gpus(1, timeout=540)
 HALF = torch.bfloat16
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], form: AttentionForm) -> Tensor:
+def rows_by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], form: AttentionForm) -> Tensor:
     """Causal attention of each row alone, in float64: [T, H, E]."""
-    found, start = [], 0
-    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    for n in lengths:
-        rows = [t[start : start + n].double().transpose(0, 1) for t in (q, k, v)]
-        scores = rows[0] @ rows[1].transpose(1, 2) * form.scale
-        if form.cap is not None:
-            scores = form.cap * torch.tanh(scores / form.cap)
-        seen = torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(1 - (form.window or n))
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if form.sinks is not None:
-            scores = torch.cat([scores, form.sinks.view(-1, 1, 1).expand(-1, n, 1)], -1)
-        found.append((F.softmax(scores, -1)[..., :n] @ rows[2]).transpose(0, 1))
-        start += n
-    return torch.cat(found)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    rows = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+    return torch.cat([by_hand(*row, form, form.sinks, 0) for row in rows])
 
 
 FORMS = {  # the form, and the width of the values
@@ -81,15 +71,15 @@ def test_attention_is_that_of_each_row_alone(
 
     out = function(given[0], given[1], given[2], packed, formed(given))
     grads = torch.autograd.grad(out, given, push)
-    exact = [tensor.detach().double().requires_grad_() for tensor in given]
-    want = by_hand(exact[0], exact[1], exact[2], lengths, formed(exact))
-    wanted = torch.autograd.grad(want, exact, push.double())
+    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in given]
+    want = rows_by_hand(exact[0], exact[1], exact[2], lengths, formed(exact))
+    wanted = torch.autograd.grad(want, exact, push.double().cpu())
     for mine, right in zip((out, *grads), (want, *wanted), strict=True):
-        error = (mine.double() - right).norm() / right.norm()
+        error = (mine.double().cpu() - right).norm() / right.norm()
         assert float(error) < 0.01  # bfloat16 has 8 bits: 0.004 for each number
     # Control: a boundary in the wrong place is seen.
-    shifted = by_hand(exact[0], exact[1], exact[2], [2, *lengths[1:-1], lengths[-1] - 1], formed(exact))
-    assert float((out.double() - shifted).norm() / want.norm()) > 0.05
+    shifted = rows_by_hand(exact[0], exact[1], exact[2], [2, *lengths[1:-1], lengths[-1] - 1], formed(exact))
+    assert float((out.double().cpu() - shifted).norm() / want.norm()) > 0.05
 
 
 def gradient(folder: str, device: torch.device, **model: Any) -> tuple[float, Tensor]:

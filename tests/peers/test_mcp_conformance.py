@@ -33,48 +33,25 @@ FOLDER = ROOT / "build" / "peers" / "mcp"
 
 EQUAL, REFUSED, NOT_OFFERED = "equal", "refused by name", "not offered"
 SERVER = {
-    "server-initialize": EQUAL,
-    "ping": EQUAL,
-    "tools-list": EQUAL,
-    "tools-call-simple-text": EQUAL,
-    "tools-call-image": EQUAL,
-    "tools-call-error": EQUAL,
-    "json-schema-2020-12": EQUAL,
-    "server-sse-multiple-streams": EQUAL,
-    "dns-rebinding-protection": EQUAL,
-    "logging-set-level": REFUSED,
-    "completion-complete": REFUSED,
-    "tools-call-with-logging": REFUSED,
-    "resources-list": REFUSED,
-    "resources-read-text": REFUSED,
-    "resources-read-binary": REFUSED,
-    "resources-templates-read": REFUSED,
-    "resources-subscribe": REFUSED,
-    "resources-unsubscribe": REFUSED,
-    "prompts-list": REFUSED,
-    "prompts-get-simple": REFUSED,
-    "prompts-get-with-args": REFUSED,
-    "prompts-get-embedded-resource": REFUSED,
-    "prompts-get-with-image": REFUSED,
-    "tools-call-audio": NOT_OFFERED,
-    "tools-call-embedded-resource": NOT_OFFERED,
-    "tools-call-mixed-content": NOT_OFFERED,  # text and an image are; a resource is not
-    "tools-call-with-progress": NOT_OFFERED,
-    "tools-call-sampling": NOT_OFFERED,
-    "tools-call-elicitation": NOT_OFFERED,
-    "elicitation-sep1034-defaults": NOT_OFFERED,
-    "elicitation-sep1330-enums": NOT_OFFERED,
-    "server-sse-polling": NOT_OFFERED,
-}
+    **dict.fromkeys([
+        "server-initialize", "ping", "tools-list", "tools-call-simple-text", "tools-call-image", "tools-call-error",
+        "json-schema-2020-12", "server-sse-multiple-streams", "dns-rebinding-protection"
+    ], EQUAL),
+    **dict.fromkeys([
+        "logging-set-level", "completion-complete", "tools-call-with-logging", "resources-list", "resources-read-text",
+        "resources-read-binary", "resources-templates-read", "resources-subscribe", "resources-unsubscribe", "prompts-list",
+        "prompts-get-simple", "prompts-get-with-args", "prompts-get-embedded-resource", "prompts-get-with-image"
+    ], REFUSED),
+    **dict.fromkeys([  # of mixed content, text and an image are offered; a resource is not
+        "tools-call-audio", "tools-call-embedded-resource", "tools-call-mixed-content", "tools-call-with-progress",
+        "tools-call-sampling", "tools-call-elicitation", "elicitation-sep1034-defaults", "elicitation-sep1330-enums",
+        "server-sse-polling"
+    ], NOT_OFFERED),
+}  # fmt: skip
 CLIENT = {
-    "initialize": EQUAL,
-    "tools_call": EQUAL,
-    "sse-retry": EQUAL,
+    **dict.fromkeys(["initialize", "tools_call", "sse-retry"], EQUAL),
     "elicitation-sep1034-client-defaults": REFUSED,
-    "auth/metadata-default": NOT_OFFERED,
-    "auth/basic-cimd": NOT_OFFERED,
-    "auth/scope-step-up": NOT_OFFERED,
-    "auth/pre-registration": NOT_OFFERED,
+    **dict.fromkeys(["auth/metadata-default", "auth/basic-cimd", "auth/scope-step-up", "auth/pre-registration"], NOT_OFFERED),
 }
 """Of the 22 scenarios of OAuth four are played: the client authorizes nowhere, so all end alike, in an error with HTTP 401."""
 
