@@ -20,24 +20,12 @@ class Plain(Worker):
 
     collective = False
     dispatch_table: ClassVar[dict[str, Strategy]] = {
-        "where": Broadcast(),
-        "first": Broadcast(),
-        "double": Shard(),
+        **dict.fromkeys(("where", "first", "pid", "fail", "model_error", "echo", "env", "read", "built"), Broadcast()),
+        **dict.fromkeys(("double", "apply", "wrong_count", "listed", "scribble"), Shard()),
         "double_column": Shard(balance="column"),
         "count": Shard(collect="metrics"),
         "names": Shard(collect="metrics", stays=("half", "absent")),
         "count_column": Shard(collect="metrics", balance="column"),
-        "apply": Shard(),
-        "wrong_count": Shard(),
-        "listed": Shard(),
-        "scribble": Shard(),
-        "pid": Broadcast(),
-        "fail": Broadcast(),
-        "model_error": Broadcast(),
-        "echo": Broadcast(),
-        "env": Broadcast(),
-        "read": Broadcast(),
-        "built": Broadcast(),
     }
 
     def where(self, add: int) -> tuple[int, int, int]:

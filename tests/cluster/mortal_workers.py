@@ -11,13 +11,7 @@ class Mortal(Worker):
     """No collectives."""
 
     collective = False
-    dispatch_table: ClassVar[dict[str, Strategy]] = {
-        "pid": Broadcast(),
-        "die": Broadcast(),
-        "lose": Broadcast(),
-        "hang": Broadcast(),
-        "remember": Broadcast(),
-    }
+    dispatch_table: ClassVar[dict[str, Strategy]] = dict.fromkeys(("pid", "die", "lose", "hang", "remember"), Broadcast())
 
     def pid(self) -> int:
         return os.getpid()

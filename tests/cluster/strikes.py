@@ -72,12 +72,22 @@ VICTIMS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def line_of(process: psutil.Process) -> str:
+def line_of(process: psutil.Process | int) -> str:
     """Its command line; "" if it has ended."""
     try:
-        return " ".join(process.cmdline())
+        return " ".join((psutil.Process(process) if isinstance(process, int) else process).cmdline())
     except psutil.Error:
         return ""
+
+
+def carrying(mark: bytes) -> list[int]:
+    """The processes that were started with this `VARIABLE=VALUE` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
 
 
 def strike(victim: str, note: str) -> None:

@@ -65,11 +65,8 @@ def in_namespace(code: str, broken: bool, timeout: float = 60) -> subprocess.Com
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def test_a_namespace_that_routes_back_is_left_alone():
+def test_a_namespace_that_does_not_route_back_is_pinned_and_logged():
     assert in_namespace(PROBE, broken=False).stdout.split() == ["10.9.8.7", "True"]
-
-
-def test_a_namespace_that_does_not_is_pinned_and_logged():
     done = in_namespace(PROBE, broken=True)
     assert done.stdout.strip() == "10.9.8.7 False the address 10.9.8.7 does not route back to this machine"
     assert "pinned to loopback" in done.stderr and "GLOO_SOCKET_IFNAME=lo" in done.stderr

@@ -20,22 +20,39 @@ def port() -> Iterator[tuple[socket.socket, str]]:
         yield taken, f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def test_an_address_at_which_nothing_listens_is_refused_at_once(port: tuple[socket.socket, str]) -> None:
+FORM = r"^cluster.address = '{}': expected the head as .HOST:PORT.*or .auto"
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "said"),
+    [
+        (
+            "127.0.0.1:{port}",
+            None,
+            r"^cluster.address = '127.0.0.1:{port}': nothing answers there .*ray start --head --port={port};",
+        ),
+        ("127.0.0.1:1", "127.0.0.1:{port}", r"^cluster.address = '127.0.0.1:1': nothing answers"),
+        (
+            "",
+            "127.0.0.1:{port}",
+            r"^RAY_ADDRESS = '127.0.0.1:{port}' \(of the environment; unset it to run on this machine alone\): nothing answers",
+        ),
+        ("ray://127.0.0.1:{port}", None, "nothing answers there"),  # Ray itself takes half a minute
+        ("auto", "127.0.0.1:{port}", r"^cluster.address = '[0-9.]+:{port}': nothing answers there"),  # as Ray finds it
+        *((wrong, None, FORM.format(wrong)) for wrong in ("head", "10.0.0.1", "head:", "http://head:port")),
+    ],
+)
+def test_an_address_at_which_no_head_can_be_is_refused_at_once(
+    port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch, address: str, variable: str | None, said: str
+) -> None:
+    number = port[1].rpartition(":")[2]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable.format(port=number))
     began = time.monotonic()
-    with pytest.raises(ResourceError, match=rf"cluster.address = '{port[1]}': nothing answers there .*ray start --head --port="):
-        start_ray(ClusterConfig(address=port[1]))
+    with pytest.raises(ResourceError, match=said.format(port=number)):
+        start_ray(ClusterConfig(address=address.format(port=number)))
     assert time.monotonic() - began < joining.REACH_S + 2  # Ray itself takes a minute
-
-
-def test_an_address_of_the_environment_is_named_as_such(port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", port[1])
-    with pytest.raises(
-        ResourceError,
-        match=rf"^RAY_ADDRESS = '{port[1]}' \(of the environment; unset it to run on this machine alone\): nothing answers",
-    ):
-        start_ray(ClusterConfig())
-    with pytest.raises(ResourceError, match=r"^cluster.address = '127.0.0.1:1': nothing answers"):
-        start_ray(ClusterConfig(address="127.0.0.1:1"))
 
 
 def test_what_listens_but_is_no_head_is_given_up(port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +84,6 @@ def test_a_refused_token_says_where_it_came_from(
     assert said in str(caught.value) and "x" not in str(caught.value).split("RAY_AUTH_TOKEN is set")[0].split()
 
 
-def test_auto_is_asked_at_the_address_that_ray_finds(port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", port[1])  # which Ray prefers to a search for its processes
-    with pytest.raises(ResourceError, match=rf"cluster.address = '[0-9.]+:{port[1].split(':')[1]}': nothing answers there"):
-        joining.check_join("auto")
-
-
 def test_auto_without_a_cluster_says_how_to_plan_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
@@ -81,14 +92,3 @@ def test_auto_without_a_cluster_says_how_to_plan_one(monkeypatch: pytest.MonkeyP
         ResourceError, match=r"'auto': no Ray runs on this machine.*--address=HEAD:6379.*--dry-run --gpu-memory GIB --nodes 4x8"
     ):
         joining.check_join("auto")
-
-
-@pytest.mark.parametrize("address", ["head", "10.0.0.1", "head:", "http://head:port"])
-def test_what_is_no_address_is_told_what_one_is(address: str) -> None:
-    with pytest.raises(ResourceError, match=f"cluster.address = '{address}': expected the head as .HOST:PORT.*or .auto"):
-        joining.check_join(address)
-
-
-def test_a_client_server_that_is_not_there_is_refused_at_once(port: tuple[socket.socket, str]) -> None:
-    with pytest.raises(ResourceError, match="nothing answers there"):  # Ray itself takes half a minute
-        joining.check_join(f"ray://{port[1]}")

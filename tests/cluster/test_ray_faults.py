@@ -28,7 +28,7 @@ import pytest
 from agentrl.cluster import ray_cluster
 from agentrl.config.schema import ClusterConfig
 from agentrl.utils.errors import ConfigError, EngineError, ResourceError, WorkerDiedError
-from tests.cluster.strikes import CONFIG, SFT, VICTIMS, Struck, line_of
+from tests.cluster.strikes import CONFIG, SFT, VICTIMS, Struck, carrying, line_of
 from tests.conftest import proof
 from tests.e2e.runs import numbers, rows
 from tests.engines.vllm_parts import skip_without_vllm
@@ -343,21 +343,9 @@ def family(vital: dict[str, psutil.Process], mark: bytes) -> list[psutil.Process
             break
         assert time.monotonic() < until, found
         time.sleep(0.1)
-    known = {int(path.name) for path in carrying(mark)}
+    known = carrying(mark)
     assert [line_of(one) for one in found if one.is_running() and one.pid not in known] == []
     return [*vital.values(), *found]
-
-
-def carrying(mark: bytes) -> list[Path]:
-    """The processes of that Ray."""
-
-    def environ(process: Path) -> list[bytes]:
-        try:
-            return (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            return []
-
-    return [process for process in Path("/proc").glob("[0-9]*") if mark in environ(process)]
 
 
 # -- whole runs --------------------------------------------------------------------------------------

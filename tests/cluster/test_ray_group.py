@@ -29,7 +29,6 @@ from tests.cluster.cluster_batches import ragged_batch
 from tests.cluster.cluster_workers import Plain, Summing
 from tests.cluster.mortal_workers import Mortal
 from tests.cluster.test_strategies import SIZES, check_every_strategy
-from tests.conftest import proof
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -112,11 +111,6 @@ async def test_a_folder_that_the_processes_do_not_share_is_seen_before_a_run_and
         await four.in_processes(os.chdir, str(before))
 
 
-async def test_workers_of_a_local_ray_are_as_nice_as_their_driver(four):
-    """Ray would add 15: beside a busy program a start of vLLM then took minutes."""
-    assert await four.in_processes(os.getpriority, os.PRIO_PROCESS, 0) == [os.getpriority(os.PRIO_PROCESS, 0)] * 4
-
-
 async def test_awaited_calls(four):
     out = await four.arun(Plain.double, ragged_batch([1, 2, 3]))
     assert out["id"].tolist() == [0, 1, 2]
@@ -124,14 +118,12 @@ async def test_awaited_calls(four):
         await four.arun(Plain.fail)
 
 
-def test_workers_get_one_thread_and_the_shelf(four):
+async def test_workers_get_one_thread_and_the_shelf_and_no_records_of_calls(four):
+    """Ray would keep records of 100,000 calls, for lists that nobody asks a run's own Ray for, and would add 15 to the workers'
+    niceness: beside a busy program a start of vLLM then took minutes."""
     assert four.run(Plain.env, "OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS", "1")
     assert str(Path.cwd()) in four.run(Plain.env, "AGENTRL_PATH").split(os.pathsep)
-
-
-def test_rays_control_store_keeps_nothing_of_calls_that_are_over(four):
-    """It would keep a record of 100,000 calls, for lists and timelines that nobody asks a run's own Ray for."""
-    four.run(Plain.env, "MARK")
+    assert await four.in_processes(os.getpriority, os.PRIO_PROCESS, 0) == [os.getpriority(os.PRIO_PROCESS, 0)] * 4
     time.sleep(2.5)  # each process would send its records once a second
     assert ray.timeline() == []
 
@@ -153,15 +145,9 @@ def test_hung_workers_are_named(mortal):
     slow.close()
 
 
-@proof
-def test_a_rank_that_loses_its_peer_is_not_taken_for_the_cause(mortal):
+async def test_a_rank_that_loses_its_peer_is_not_taken_for_the_cause(mortal):
     pids = mortal.run_all(Mortal.pid)
     with pytest.raises(WorkerDiedError, match=rf"group 'mortal': Mortal\.lose: worker process gone: rank 1 \(pid {pids[1]} on"):
-        mortal.run(Mortal.lose)
-
-
-async def test_nor_is_it_if_the_call_is_awaited(mortal):
-    with pytest.raises(WorkerDiedError, match=r"Mortal\.lose: worker process gone: rank 1"):
         await mortal.arun(Mortal.lose)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from agentrl.cluster import ray_cluster, ray_keeper
 from agentrl.cluster.ray_cluster import MARK
+from tests.cluster.strikes import carrying, line_of
 from tests.conftest import proof
 
 pytestmark = [
@@ -35,29 +36,10 @@ time.sleep(100)
 """
 
 
-def alive(text: str) -> list[int]:
-    """Processes that were started with `text` in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if text.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def line_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
 @proof
 @pytest.mark.parametrize("moment", ["its agents start", "it is up"])
 def test_a_killed_driver_leaves_no_process_of_its_ray(moment: str) -> None:
-    tag = uuid.uuid4().hex
+    own = f"OF_TEST={(tag := uuid.uuid4().hex)}".encode()
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, env={**os.environ, "OF_TEST": tag}, start_new_session=True
     )
@@ -66,18 +48,18 @@ def test_a_killed_driver_leaves_no_process_of_its_ray(moment: str) -> None:
         if moment == "it is up":
             assert driver.stdout.readline() == b"up\n"
         else:
-            while not any("agent" in word for pid in alive(tag) for word in line_of(pid).split()[:4] if word.endswith(".py")):
+            while not any("agent" in word for pid in carrying(own) for word in line_of(pid).split()[:4] if word.endswith(".py")):
                 assert driver.poll() is None
         driver.kill()
         driver.wait()
         time.sleep(2)  # what was being forked shows
         until = time.monotonic() + 8
-        while alive(tag) and time.monotonic() < until:
+        while carrying(own) and time.monotonic() < until:
             time.sleep(0.1)
-        assert [line_of(pid)[-120:] for pid in alive(tag)] == []
+        assert [line_of(pid)[-120:] for pid in carrying(own)] == []
     finally:
         driver.stdout.close()
-        for pid in alive(tag):
+        for pid in carrying(own):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -91,9 +73,13 @@ def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-PARENT = (
-    "import os, subprocess, sys; subprocess.Popen([sys.executable, '-I', *sys.argv[1:], str(os.getpid())], stdin=subprocess.PIPE)"
-)
+SAYS = """
+import os, subprocess, sys
+keeper = subprocess.Popen([sys.executable, "-I", *sys.argv[2:], str(os.getpid())], stdin=subprocess.PIPE)
+keeper.stdin.write(sys.argv[1].encode())
+keeper.stdin.flush()
+os._exit(1)
+"""
 
 
 def test_the_keeper_ends_its_own_ray_alone_and_only_when_its_driver_is_dead(sleepers: list[subprocess.Popen[bytes]]) -> None:
@@ -102,18 +88,9 @@ def test_the_keeper_ends_its_own_ray_alone_and_only_when_its_driver_is_dead(slee
     told = subprocess.Popen([sys.executable, "-I", *keeper, str(os.getpid())], stdin=subprocess.PIPE, env={MARK: "of the driver"})
     told.communicate(b"\n", timeout=10)
     assert (told.returncode, mine.poll(), other.poll()) == (0, None, None)
-    subprocess.run([sys.executable, "-I", "-c", PARENT, *keeper], stdout=subprocess.DEVNULL, timeout=20, check=True)
+    subprocess.run([sys.executable, "-I", "-c", SAYS, "", *keeper], timeout=20, check=False)
     mine.wait(10)
     assert (mine.returncode, other.poll()) == (-signal.SIGKILL, None)
-
-
-SAYS = """
-import os, subprocess, sys
-keeper = subprocess.Popen([sys.executable, "-I", *sys.argv[2:], str(os.getpid())], stdin=subprocess.PIPE)
-keeper.stdin.write(sys.argv[1].encode())
-keeper.stdin.flush()
-os._exit(1)
-"""
 
 
 @pytest.mark.parametrize(
@@ -224,7 +201,7 @@ def test_the_folder_and_the_semaphores_of_killed_replicas_go_with_who_started_th
     """As vLLM's: a replica and its resource tracker are killed, so that nothing in it can tidy up."""
     (tmp_path / "held.py").write_text(HELD)
     program, words = HOLDER.format(path=str(tmp_path)), ["close"] * (how == "closed")
-    tag = uuid.uuid4().hex
+    own = f"OF_TEST={(tag := uuid.uuid4().hex)}".encode()
     driver = subprocess.Popen(
         [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, env={**os.environ, "OF_TEST": tag, MARK: tag}
     )
@@ -246,7 +223,7 @@ def test_the_folder_and_the_semaphores_of_killed_replicas_go_with_who_started_th
         assert not Path(folder).exists() and not path.exists()
     finally:
         driver.stdout.close()
-        for pid in alive(tag):
+        for pid in carrying(own):
             os.kill(pid, signal.SIGKILL)
         driver.wait()
 

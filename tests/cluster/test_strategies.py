@@ -75,12 +75,6 @@ def test_errors_name_worker_rank_and_method():
         group.run(Plain.listed, ragged_batch([1]))
 
 
-async def test_awaited_calls():
-    group = launch(Plain, backend="inline", world_size=3)
-    out = await group.arun(Plain.double, ragged_batch([1, 2]))
-    assert out["id"].tolist() == [0, 1]
-
-
 def test_a_row_of_rank_minus_one_goes_nowhere_where_results_are_no_rows():
     group = launch(Plain, backend="inline", world_size=2)
     batch = ragged_batch([1, 2, 3, 4]).update({"dp_rank": torch.tensor([1, -1, 0, 1])})
