@@ -18,7 +18,16 @@ class Held:
     def __init__(self) -> None:
         self.free, self.asked, self.cancelled = asyncio.Event(), asyncio.Event(), 0
 
-    async def __call__(self, messages: list, tools: list) -> str:
+    async def begin(self) -> tuple[FunctionEngine, asyncio.Task[Generation]]:
+        transcript = Transcript()
+        engine = FunctionEngine("held", self.answer, transcript)
+        ids = [transcript.add({"message": {"role": "user", "content": "hello"}})]
+        task = asyncio.create_task(engine.generate(ids, Sampling(max_tokens=8), "a"))
+        await asyncio.wait_for(self.asked.wait(), 10)
+        assert (await engine.stats()).running == 1
+        return engine, task
+
+    async def answer(self, messages: list, tools: list) -> str:
         self.asked.set()
         try:
             await self.free.wait()
@@ -28,22 +37,8 @@ class Held:
         return "done"
 
 
-async def begun() -> tuple[FunctionEngine, Held, asyncio.Task[Generation]]:
-    held, transcript = Held(), Transcript()
-
-    async def policy(messages: list, tools: list) -> str:
-        return await held(messages, tools)
-
-    engine = FunctionEngine("held", policy, transcript)
-    ids = [transcript.add({"message": {"role": "user", "content": "hello"}})]
-    task = asyncio.create_task(engine.generate(ids, Sampling(max_tokens=8), "a"))
-    await asyncio.wait_for(held.asked.wait(), 10)
-    assert (await engine.stats()).running == 1
-    return engine, held, task
-
-
 async def test_an_aborted_request_ends_as_aborted() -> None:
-    engine, held, task = await begun()
+    engine, task = await (held := Held()).begin()
     await engine.abort("a")
     found = await asyncio.wait_for(task, 10)
     assert (found.token_ids, found.finish, held.cancelled) == ([], "abort", 1)
@@ -51,7 +46,7 @@ async def test_an_aborted_request_ends_as_aborted() -> None:
 
 
 async def test_a_cancelled_caller_takes_its_request_with_it() -> None:
-    engine, held, task = await begun()
+    engine, task = await (held := Held()).begin()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -60,7 +55,7 @@ async def test_a_cancelled_caller_takes_its_request_with_it() -> None:
 
 
 async def test_what_has_ended_leaves_nothing() -> None:
-    engine, held, task = await begun()
+    engine, task = await (held := Held()).begin()
     held.free.set()
     assert (await asyncio.wait_for(task, 10)).finish == "stop"
     assert (await engine.stats()).running == 0 and not engine.under_way
