@@ -1,8 +1,10 @@
 """Parts for rollout tests: the real environment, renderer and reward spec; an engine whose faults are chosen."""
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -26,15 +28,9 @@ class FaultyEngine(Still, VersionOnly):
     """
 
     def __init__(
-        self,
-        stop: int,
-        *,
-        fail: float = 0.0,
-        hang: float = 0.0,
-        max_delay: float = 0.0,
-        seed: int = 0,
+        self, stop: int, *, fail: float = 0.0, hang: float = 0.0, max_delay: float = 0.0, seed: int = 0,
         stuck: tuple[str, ...] = (),
-    ):
+    ):  # fmt: skip
         self.stop, self.fail, self.hang, self.max_delay, self.stuck = stop, fail, hang, max_delay, stuck
         self.keys: list[str] = []
         self.random = random.Random(seed)
@@ -97,3 +93,20 @@ async def steps(collect: Collector, updates: int) -> list[Group]:
         collect.trained(groups)
         await exchange(collect)
     return found
+
+
+async def only_update(collect: Collector) -> list[Group]:
+    """The groups of one update; the collector is closed, whatever comes of it."""
+    try:
+        return await collect.collect()
+    finally:
+        await collect.close()
+
+
+async def resume(first: Collector, again: Collector) -> dict[str, Any]:
+    """End a run after an update and go on with it in another collector; the state between them, as a file has it."""
+    state: dict[str, Any] = json.loads(json.dumps(first.to_json()))
+    await first.close()
+    again.load_json(json.loads(json.dumps(state)))
+    await exchange(again)
+    return state

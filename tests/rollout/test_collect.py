@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import AsyncMock
@@ -15,7 +14,7 @@ from agentrl.config import RolloutConfig
 from agentrl.data.trajectory import Group, StopReason, Task, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
-from agentrl.reward import Scorer, compile_spec, load_spec
+from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Policy
@@ -24,18 +23,15 @@ from agentrl.rollout.samplers import TaskChoice
 from agentrl.utils.errors import EngineError, NothingScoredError, StalledError
 from tests.players import collector_of, tasks_of
 from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine, steps
+from tests.rollout.conftest import FaultyEngine, only_update, resume, steps
 
 ENV = EnvRef("key_value")
 
 
-def scorer() -> Scorer:
-    return compile_spec(load_spec(ENV.default_reward()))
-
-
 def collector(renderer: Renderer, engine: FaultyEngine, **rollout: Any) -> Collector:
     config = RolloutConfig(**{"groups": 2, "group_size": 3, "max_turns": 3, "stall_timeout": 20.0, **rollout})
-    return collector_of(ENV, Policy(engine, renderer), scorer(), config, context=2048, seed=0)
+    scorer = compile_spec(load_spec(ENV.default_reward()))
+    return collector_of(ENV, Policy(engine, renderer), scorer, config, context=2048, seed=0)
 
 
 async def batches_of(collect: Collector, updates: int) -> list[list[Group]]:
@@ -47,10 +43,6 @@ async def run(collect: Collector, updates: int) -> list[list[Group]]:
     batches = await batches_of(collect, updates)
     await collect.close()
     return batches
-
-
-def fingerprint(batches: list[list[Group]]) -> list[Any]:
-    return [[[t.ledgers[0].to_json() for t in group.trajectories] for group in groups] for groups in batches]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -163,35 +155,23 @@ async def test_an_episode_goes_on_over_three_updates_and_each_token_has_its_vers
         assert ledger.versions[ledger.sampled].tolist() == [0, 1, 2, 3, 3]
 
 
-def test_without_staleness_the_batches_are_those_of_a_plain_loop(renderer: Renderer) -> None:
-    stop = renderer.stop_token_ids[0]
-    calm = asyncio.run(_batches(renderer, FaultyEngine(stop)))
-    jittery = asyncio.run(_batches(renderer, FaultyEngine(stop, max_delay=0.01, seed=5)))
-    assert fingerprint(calm) == fingerprint(jittery)
-    assert [[group.index for group in groups] for groups in calm] == [[0, 1], [2, 3], [4, 5]]
+async def test_without_staleness_the_batches_are_those_of_a_plain_loop(renderer: Renderer) -> None:
+    stop, rows = renderer.stop_token_ids[0], []
+    for engine in (FaultyEngine(stop), FaultyEngine(stop, max_delay=0.01, seed=5)):
+        batches = await run(collector(renderer, engine), 3)
+        rows.append([[t.ledgers[0].to_json() for t in group.trajectories] for groups in batches for group in groups])
+        assert [[group.index for group in groups] for groups in batches] == [[0, 1], [2, 3], [4, 5]]
+    assert rows[0] == rows[1]
 
 
-async def _batches(renderer: Renderer, engine: FaultyEngine) -> list[list[Group]]:
-    return await run(collector(renderer, engine), 3)
-
-
-def test_when_no_episode_is_ever_scored_the_run_ends_with_an_updates_groups_and_says_why(renderer: Renderer) -> None:
+async def test_when_no_episode_is_ever_scored_the_run_ends_with_an_updates_groups_and_says_why(renderer: Renderer) -> None:
     """Not after 8 times as many groups, as when others were scored."""
-    played: list[int] = []
-
-    async def scenario() -> None:
-        collect = collector(renderer, FaultyEngine(renderer.stop_token_ids[0], fail=1.0), retries=0, groups=5, group_size=3)
-        try:
-            await collect.collect()
-        finally:
-            played.append(collect.stats.episodes)
-            await collect.close()
-
-    with pytest.raises(
-        NothingScoredError, match=r"none of the first \d+ episodes of \d groups.*engine_error.*the replica went away"
-    ):
-        asyncio.run(scenario())
-    assert 15 <= played[0] <= 30
+    collect = collector(renderer, FaultyEngine(renderer.stop_token_ids[0], fail=1.0), retries=0, groups=5, group_size=3)
+    said = r"none of the first \d+ episodes of \d groups.*engine_error.*the replica went away"
+    with pytest.raises(NothingScoredError, match=said):
+        await collect.collect()
+    assert 15 <= collect.stats.episodes <= 30
+    await collect.close()
 
 
 class FirstAreSlow(FaultyEngine):
@@ -208,52 +188,31 @@ class FirstAreSlow(FaultyEngine):
         raise EngineError("the replica went away")
 
 
-def test_what_fails_at_once_does_not_end_a_run_whose_older_groups_still_play(renderer: Renderer) -> None:
-    async def scenario() -> list[Group]:
-        collect = collector(renderer, FirstAreSlow(renderer.stop_token_ids[0]), retries=0, oversample=2.5)
-        try:
-            return await collect.collect()
-        finally:
-            await collect.close()
-
-    assert [group.index for group in asyncio.run(scenario())] == [0, 1]
+async def test_what_fails_at_once_does_not_end_a_run_whose_older_groups_still_play(renderer: Renderer) -> None:
+    collect = collector(renderer, FirstAreSlow(renderer.stop_token_ids[0]), retries=0, oversample=2.5)
+    assert [group.index for group in await only_update(collect)] == [0, 1]
 
 
-def test_a_resumed_run_that_had_scored_episodes_bears_as_many_failures_as_before(renderer: Renderer) -> None:
+async def test_a_resumed_run_that_had_scored_episodes_bears_as_many_failures_as_before(renderer: Renderer) -> None:
     """That none of its first episodes was scored would be wrong of it."""
-
-    async def scenario() -> None:
-        first = collector(renderer, FaultyEngine(renderer.stop_token_ids[0]))
-        await run(first, 1)
-        state = json.loads(json.dumps(first.to_json()))
-        again = collector(renderer, FaultyEngine(renderer.stop_token_ids[0], fail=1.0), retries=0)
-        again.load_json(state)
-        try:
-            await again.collect()
-        finally:
-            await again.close()
-
+    first = collector(renderer, FaultyEngine(renderer.stop_token_ids[0]))
+    await steps(first, 1)
+    again = collector(renderer, FaultyEngine(renderer.stop_token_ids[0], fail=1.0), retries=0)
+    await resume(first, again)
     with pytest.raises(StalledError, match=r"update 1: 1[78] groups failed \(limit 16\); the last: .*the replica went away"):
-        asyncio.run(scenario())
+        await only_update(again)
 
 
-def test_episodes_without_a_score_are_counted_also_those_of_dropped_groups(renderer: Renderer) -> None:
+async def test_episodes_without_a_score_are_counted_also_those_of_dropped_groups(renderer: Renderer) -> None:
     """Of 6 members with half of the requests failing, whole groups are lost; a row of an update has all of them."""
-
-    async def scenario() -> tuple[dict[str, float], list[Group], Counter[str], str | None]:
-        engine = FaultyEngine(renderer.stop_token_ids[0], fail=0.5, seed=1)
-        collect = collector(renderer, engine, retries=0, groups=3, group_size=3, min_survivors=2)
-        try:
-            groups = await collect.collect()
-            return collect.metrics(), groups, Counter(collect.ledger.counts()), collect.stats.fault
-        finally:
-            await collect.close()
-
-    metrics, groups, states, fault = asyncio.run(scenario())
-    ended = len(groups) + states["failed"]
-    assert states["failed"] > 0 and metrics["episodes_played"] == 3 * ended
+    engine = FaultyEngine(renderer.stop_token_ids[0], fail=0.5, seed=1)
+    collect = collector(renderer, engine, retries=0, groups=3, group_size=3, min_survivors=2)
+    groups = await collect.collect()
+    metrics, failed, fault = collect.metrics(), collect.ledger.counts()["failed"], collect.stats.fault
+    await collect.close()
+    assert failed > 0 and metrics["episodes_played"] == 3 * (len(groups) + failed)
     kept = sum(t.reward is None for group in groups for t in group.trajectories)
-    assert metrics["episodes_unscored"] >= kept + 2 * states["failed"]  # a group with two scored members is kept
+    assert metrics["episodes_unscored"] >= kept + 2 * failed  # a group with two scored members is kept
     assert fault is not None and "engine_error" in fault and "the replica went away" in fault
 
 
@@ -277,7 +236,7 @@ async def test_attempts_that_came_to_no_score_are_counted_wherever_they_ended(re
     collect = collector(renderer, Lost(renderer.stop_token_ids[0]), retries=1)
     rows = []
     for _ in range(2):
-        await batches_of(collect, 1)
+        await steps(collect, 1)
         rows.append(collect.metrics())
     await collect.close()
     [first, second], trouble = rows, collect.stats.trouble()
@@ -308,32 +267,25 @@ async def test_a_collector_says_how_far_the_next_update_is(renderer: Renderer) -
     assert waits.startswith("episode g1.m2.a0 for 0 s on ")
 
 
-def test_the_watchdog_names_what_it_waits_for(renderer: Renderer) -> None:
-    async def scenario() -> None:
-        engine = FaultyEngine(renderer.stop_token_ids[0], hang=1.0)
-        collect = collector(renderer, engine, stall_timeout=0.3)
-        try:
-            await collect.collect()
-        finally:
-            await collect.close()
-
+async def test_the_watchdog_names_what_it_waits_for(renderer: Renderer) -> None:
+    engine = FaultyEngine(renderer.stop_token_ids[0], hang=1.0)
     with pytest.raises(StalledError, match=r"update 0 waits for group 0, group 1"):
-        asyncio.run(scenario())
+        await only_update(collector(renderer, engine, stall_timeout=0.3))
 
 
 LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
 
 
-def test_groups_without_variance_are_replaced_and_only_those(renderer: Renderer) -> None:
-    async def scenario(filtering: bool) -> tuple[list[list[Group]], dict[str, int]]:
+async def test_groups_without_variance_are_replaced_and_only_those(renderer: Renderer) -> None:
+    found, counts = [], []
+    for filtering in (True, False):
         config = RolloutConfig(groups=3, group_size=2, filter_zero_variance=filtering)
         policy = Policy(FaultyEngine(renderer.stop_token_ids[0]), renderer)
         collect = collector_of(ENV, policy, compile_spec(LENGTH), config, context=2048, seed=0)
-        return await run(collect, 4), collect.ledger.counts()
-
-    kept, counts = asyncio.run(scenario(True))
-    everything, none = asyncio.run(scenario(False))
-    assert counts["filtered"] > 0 and none["filtered"] == 0
+        found.append(await run(collect, 4))
+        counts.append(collect.ledger.counts()["filtered"])
+    kept, everything = found
+    assert counts[0] > 0 == counts[1]
     assert [len(groups) for groups in kept] == [3] * 4
 
     def varied(group: Group) -> bool:
@@ -360,44 +312,35 @@ class Solved(FaultyEngine):
 
 
 def solved(
-    renderer: Renderer, varied: frozenset[int] = frozenset(), *, delay: float = 0.0, seed: int = 0, **rollout: Any
-) -> Collector:
+    renderer: Renderer, varied: frozenset[int] = frozenset(), kind: type[Solved] = Solved, *, delay: float = 0.0, seed: int = 0,
+    **rollout: Any,
+) -> Collector:  # fmt: skip
     config = RolloutConfig(**{"groups": 2, "group_size": 2, "max_turns": 1, "filter_zero_variance": True, **rollout})
-    engine = Solved(renderer.stop_token_ids[0], varied, max_delay=delay, seed=seed)
+    engine = kind(renderer.stop_token_ids[0], varied, max_delay=delay, seed=seed)
     return collector_of(ENV, Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)
 
 
-async def rows(collect: Collector, updates: int) -> list[tuple[list[int], float, float]]:
+async def rows(collect: Collector, updates: int, close: bool = True) -> list[tuple[list[int], float, float]]:
     """Of each update: its groups, how many were filtered for it, and how many of those taken have no variance."""
     found = []
     for _ in range(updates):
         groups = await steps(collect, 1)
         numbers = collect.metrics()
         found.append(([group.index for group in groups], numbers["groups_filtered"], numbers["groups_zero_variance"]))
+    if close:
+        await collect.close()
     return found
 
 
-def test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach(renderer: Renderer) -> None:
+async def test_the_bound_on_filtering_is_per_update_and_leaves_groups_that_teach(renderer: Renderer) -> None:
     """Only 1 and 7 of the first ten groups have variance. By hand, in the order of their numbers: update 0 filters 0
-    and 2, takes 1 and then 3 as it is; update 1 filters 4 and 5, takes 6 as it is, and 7."""
-
-    async def scenario(delay: float, seed: int) -> list[Any]:
-        collect = solved(renderer, frozenset({1, 7}), max_filtered=1.0, delay=delay, seed=seed)
-        found = await rows(collect, 2)
-        await collect.close()
-        return found
-
-    assert asyncio.run(scenario(0.0, 0)) == [([1, 3], 2.0, 1.0), ([6, 7], 2.0, 1.0)]
+    and 2, takes 1 and then 3 as it is; update 1 filters 4 and 5, takes 6 as it is, and 7. A bound of 0 filters none."""
+    varied = frozenset({1, 7})
+    assert await rows(solved(renderer, varied, max_filtered=1.0), 2) == [([1, 3], 2.0, 1.0), ([6, 7], 2.0, 1.0)]
     for seed in range(3):  # which of the groups without variance are taken hangs on who came first, nothing else does
-        first, second = asyncio.run(scenario(0.004, seed))
+        first, second = await rows(solved(renderer, varied, max_filtered=1.0, delay=0.004, seed=seed), 2)
         assert 1 in first[0] and 7 in second[0] and first[1:] == second[1:] == (2.0, 1.0)
-
-
-async def test_without_a_bound_of_filtering_none_is_filtered(renderer: Renderer) -> None:
-    collect = solved(renderer, max_filtered=0.0)
-    found = await rows(collect, 2)
-    await collect.close()
-    assert found == [([0, 1], 0.0, 2.0), ([2, 3], 0.0, 2.0)]
+    assert await rows(solved(renderer, max_filtered=0.0), 2) == [([0, 1], 0.0, 2.0), ([2, 3], 0.0, 2.0)]
 
 
 @pytest.mark.parametrize(("eta", "more"), [(0, 1.0), (0, 2.0), (2, 1.0), (1, 1.5)])
@@ -408,16 +351,12 @@ async def test_the_bound_on_filtering_with_staleness_oversampling_and_a_resume(r
         return solved(renderer, max_filtered=2.0, max_staleness=eta, oversample=more, delay=0.003, seed=seed)
 
     first = start(0)
-    found = await rows(first, 3)
-    state = json.loads(json.dumps(first.to_json()))
+    found = await rows(first, 3, close=False)
     before = first.ledger.counts()["filtered"]
-    await first.close()
-    assert sum(row[1] for row in found) + state["filtered"] == before
     again = start(1)
-    again.load_json(state)
-    await exchange(again)
+    state = await resume(first, again)
+    assert sum(row[1] for row in found) + state["filtered"] == before
     resumed = await rows(again, 3)
-    await again.close()
     assert all(row[1] <= 4.0 and row[2] == 2.0 for row in found + resumed)
     # Groups that ran ahead may come back after an update has all it needs: the next then has them already.
     assert eta or all(row[1] == 4.0 for row in found + resumed)
@@ -434,9 +373,7 @@ async def test_failed_groups_have_a_limit_of_their_own(renderer: Renderer) -> No
                 raise EngineError("the replica went away")
             return await super().generate(token_ids, sampling, request_key)
 
-    config = RolloutConfig(groups=2, group_size=2, max_turns=1, filter_zero_variance=True, max_filtered=100.0, retries=0)
-    policy = Policy(Lost(renderer.stop_token_ids[0]), renderer)
-    collect = collector_of(ENV, policy, compile_spec(LENGTH), config, context=2048, seed=0)
+    collect = solved(renderer, kind=Lost, max_filtered=100.0, retries=0)
     with pytest.raises(StalledError, match=r"1[78] groups failed \(limit 16\).*the replica went away"):
         await collect.collect()
     await collect.close()
@@ -450,9 +387,8 @@ async def test_a_group_lives_with_min_survivors_and_not_with_one_fewer(
 ) -> None:
     engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
     collect = collector(renderer, engine, turn_timeout=0.6, retries=0, groups=1, min_survivors=2)
-    groups = await collect.collect()
-    await collect.close()
-    [group], counts = groups, collect.ledger.counts()
+    [group] = await only_update(collect)
+    counts = collect.ledger.counts()
     assert (group.index == 0) is survives and counts["failed"] == (0 if survives else 1)
     assert len(group.trajectories) == 3 and len(group.scored()) == (2 if survives else 3)
 
@@ -464,14 +400,10 @@ async def test_groups_that_are_too_old_after_a_resume_are_replaced_at_once(rende
     while first.ledger.counts()["complete"] < 4:
         await asyncio.sleep(0.01)
     first.trained(groups)
-    state = json.loads(json.dumps(first.to_json()))
-    await first.close()
     # The config was changed between the two: what was sampled one version ago may not be trained any more.
     again = collector(renderer, FaultyEngine(stop), max_staleness=0)
-    again.load_json(state)
-    await exchange(again)
-    groups = await again.collect()
-    await again.close()
+    await resume(first, again)
+    groups = await only_update(again)
     assert [group.index for group in groups] == [4, 5]
 
 
@@ -483,13 +415,9 @@ async def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Re
         await asyncio.sleep(0.01)
     first.trained(groups)
     # Group 3 is complete and untrained, group 2 still runs.
-    state = json.loads(json.dumps(first.to_json()))
-    waiting = state["complete"]
-    await first.close()
     engine = FaultyEngine(stop)
     again = collector(renderer, engine, max_staleness=1)
-    again.load_json(state)
-    await exchange(again)
+    waiting = (await resume(first, again))["complete"]
     batches = await run(again, 3)
     assert sorted(group.index for groups in batches for group in groups) == [2, 3, 4, 5, 6, 7]
     assert [row["index"] for row in waiting] == [3]
