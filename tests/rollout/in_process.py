@@ -1,7 +1,8 @@
 """Rollout workers whose processes are tasks of this one: real sockets and frames, one start for many cases."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
@@ -42,46 +43,25 @@ class TaskSeat(Seat):
 
 
 class TaskSeats(Seats):
-    def __init__(self, make: Make, slow: Callable[[str], Awaitable[None]] | None = None, slow_loop: float = 0.0) -> None:
-        self.make, self.slow, self.slow_loop = make, slow, slow_loop
+    def __init__(self, make: Make, slow_loop: float = 0.0) -> None:
+        self.make, self.slow_loop = make, slow_loop
         self.seats: dict[str, TaskSeat] = {}
-        self.players: dict[str, LocalPlayer] = {}
 
     def host(self) -> str:
         return "127.0.0.1"
 
     def begin(self, name: str, door: Door) -> Seat:
         async def build(channel: Channel) -> Parts:
-            if self.slow is not None:
-                await self.slow(name)
             engine = DriverEngine(channel)
-            self.players[name] = player = LocalPlayer(self.make(engine), asks=False)
-            return Parts(player, engine)
+            return Parts(LocalPlayer(self.make(engine), asks=False), engine)
 
         self.seats[name] = seat = TaskSeat(WorkerCore(name, build, self.slow_loop), door)
         return seat
 
 
 def pool_in_process(
-    engine: Engine,
-    make: Make,
-    count: int,
-    *,
-    timeout: float = 60.0,
-    respawns: int = 2,
-    slow_loop: float = 0.0,
-    **more: object,
+    engine: Engine, make: Make, count: int, *, timeout: float = 60.0, respawns: int = 2, slow_loop: float = 0.0, **more: Any
 ) -> tuple[WorkerPool, TaskSeats]:
     seats = TaskSeats(make, slow_loop=slow_loop)
-    envs = make(engine)
-    pool = WorkerPool(
-        envs,
-        seats,
-        count=count,
-        engine=engine,
-        timeout=timeout,
-        startup_timeout=20.0,
-        respawns=respawns,
-        **more,  # type: ignore[arg-type]
-    )
-    return pool, seats
+    more |= {"count": count, "timeout": timeout, "startup_timeout": 20.0, "respawns": respawns}
+    return WorkerPool(make(engine), seats, engine=engine, **more), seats

@@ -112,7 +112,7 @@ class Actor(FaultyEngine):
 
     Parts: "bye" ends the episode; "think" says bye and samples on up to the limit; "silent" samples three tokens and then
     nothing; ("ponder", n) samples n tokens, ("slow", n, s) with s seconds for each; ("queue", s) waits s seconds for a place;
-    ("call", name, arguments, name, arguments, ...) calls tools. A token takes 10 ms.
+    ("call", name, arguments, name, arguments, ...) calls tools; "lost" is cancelled by the engine. A token takes 10 ms.
     """
 
     def __init__(self, renderer: Any, parts: dict[int, Sequence[Any]]) -> None:
@@ -140,6 +140,8 @@ class Actor(FaultyEngine):
             del self.seen[request_key]
 
     async def _play(self, step: Any, key: str, most: int) -> Generation:
+        if step == "lost":
+            raise asyncio.CancelledError
         if step[0] == "queue":
             await asyncio.sleep(step[1])
         if step in ("think", "silent") or step[0] in ("ponder", "slow"):
@@ -296,19 +298,26 @@ def test_a_run_whose_engine_is_silent_ends_with_its_speed_and_the_key(room: Any,
     assert len(engine.keys) == 2 + 8
 
 
-async def block(collect: Collector) -> None:
-    await asyncio.sleep(0.1)
-    time.sleep(1.0)
+class Mute(Actor):
+    """An engine that cannot tell how far its requests are."""
+
+    def progress(self, request_key: str) -> int | None:
+        return None
 
 
-def test_engines_that_cannot_tell_are_not_late_while_the_loop_is_blocked(room: Any, renderer: Renderer) -> None:
-    class Mute(Actor):
-        def progress(self, request_key: str) -> int | None:
-            return None
+@pytest.mark.parametrize(
+    ("kind", "members", "tokens", "limit"), [(Mute, 16, 20, {"turn_timeout": 0.6}), (Actor, 2, 30, {"stall_timeout": 0.5})]
+)
+def test_nothing_is_late_while_the_loop_is_blocked(
+    room: Any, renderer: Renderer, kind: type[Actor], members: int, tokens: int, limit: dict[str, float]
+) -> None:
+    async def block(collect: Collector) -> None:
+        await asyncio.sleep(0.1)
+        time.sleep(1.0)
 
-    parts: dict[int, Sequence[Any]] = {member: [("ponder", 20), "bye"] for member in range(16)}
-    members, engine = play(room(), renderer, parts, meanwhile=block, kind=Mute, turn_timeout=0.6)
-    assert [m.stop.value for m in members] == ["done"] * 16 and len(engine.keys) == 32
+    parts: dict[int, Sequence[Any]] = {member: [("ponder", tokens), "bye"] for member in range(members)}
+    found, engine = play(room(), renderer, parts, meanwhile=block, kind=kind, **limit)
+    assert [m.stop.value for m in found] == ["done"] * members and len(engine.keys) == 2 * members
 
 
 def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> None:
@@ -368,55 +377,40 @@ def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(room: A
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (("queue", 60), r"episode g0\.m0\.a0 for \d s on turn 0 at the engine \(0 tokens after \d s: 0 tokens/s\)"),
-        (
-            ("call", "work", {"code": "loop"}),
-            r"episode g0\.m0\.a0 for \d s on tool work \(c\w*\), which has been running for \d s",
-        ),
+        (("queue", 60), r"turn 0 at the engine \(0 tokens after \d s: 0 tokens/s\)"),
+        (("call", "work", {"code": "loop"}), r"tool work \(c\w*\), which has been running for \d s"),
     ],
 )
 def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, renderer: Renderer, part: Any, says: str) -> None:
-    with pytest.raises(StalledError, match=says) as stalled:
+    with pytest.raises(StalledError, match=rf"episode g0\.m0\.a0 for \d s on {says}") as stalled:
         play(room(), renderer, {0: [part], 1: ["bye"]}, stall_timeout=0.5)
-    assert "no token, tool call or episode came back for 0.5 s (rollout.stall_timeout); update 0 waits for group 0" in str(
-        stalled.value
-    )
+    stall = "no token, tool call or episode came back for 0.5 s (rollout.stall_timeout); update 0 waits for group 0"
+    assert stall in str(stalled.value)
 
 
-def test_a_blocked_loop_is_no_stall(room: Any, renderer: Renderer) -> None:
-    members, _ = play(room(), renderer, {key: [("ponder", 30), "bye"] for key in range(2)}, meanwhile=block, stall_timeout=0.5)
-    assert [m.stop.value for m in members] == ["done", "done"]
+SETUP = "env_error: RuntimeError: the setup of environment test/Room-v0 .*"
+FAULTS: dict[str, tuple[str, Any, str]] = {
+    # What is slow or broken of the room, what the policy does, and what is said of it.
+    "a setup that hangs": (
+        "setup", "bye", r"env_error: environment test/Room-v0: the setup of environment test/Room-v0 did not end within 0\.1 s "
+        r"\(rollout\.env_timeout\)"),
+    "a setup that cancels itself": ("cancelled setup", "bye", f"{SETUP}was cancelled from inside"),
+    "a setup that exits": ("exit", "bye", rf"{SETUP}sys\.exit\(3\)"),
+    "a request that the engine cancels": ("", "lost", "groups failed.*engine_error: turn 0.* was cancelled from inside"),
+    "a teardown that breaks after the environment's own end": (
+        "broken teardown", "bye", "env_error: OSError: the room is on fire"),
+    "a teardown that breaks": (
+        "broken teardown", ("call", "wait", {"seconds": 0.01}),
+        "env_error: environment test/Room-v0: its end failed: OSError: the room is on fire"),
+}  # fmt: skip
 
 
+@pytest.mark.parametrize(("slow", "step", "says"), FAULTS.values(), ids=FAULTS)
 @pytest.mark.usefixtures("patient")
-def test_a_setup_that_hangs_is_a_fault_that_names_the_environment(room: Any, renderer: Renderer) -> None:
-    with pytest.raises(
-        StalledError,
-        match=r"env_error: environment test/Room-v0: the setup of environment "
-        r"test/Room-v0 did not end within 0\.1 s \(rollout\.env_timeout\)",
-    ):
-        play(room(slow="setup"), renderer, {0: ["bye"], 1: ["bye"]}, env_timeout=0.1, retries=0)
-
-
-@pytest.mark.parametrize(("slow", "says"), [("cancelled setup", "was cancelled from inside"), ("exit", r"sys\.exit\(3\)")])
-@pytest.mark.usefixtures("patient")
-def test_a_setup_that_cancels_itself_or_exits_is_a_fault_and_no_stall(
-    room: Any, renderer: Renderer, slow: str, says: str
-) -> None:
-    with pytest.raises(StalledError, match=f"env_error: RuntimeError: the setup of environment test/Room-v0 .*{says}"):
-        play(room(slow=slow), renderer, {0: ["bye"], 1: ["bye"]}, stall_timeout=3.0, retries=0)
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_request_that_the_engine_cancels_is_a_fault_of_the_engine(
-    room: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def lost(self: Actor, step: Any, key: str, most: int) -> Generation:
-        raise asyncio.CancelledError
-
-    monkeypatch.setattr(Actor, "_play", lost)
-    with pytest.raises(StalledError, match=r"groups failed.*engine_error: turn 0.* was cancelled from inside"):
-        play(room(), renderer, {0: ["bye"], 1: ["bye"]}, stall_timeout=3.0, retries=0)
+def test_a_fault_around_an_episode_is_named_and_no_stall(room: Any, renderer: Renderer, slow: str, step: Any, says: str) -> None:
+    more = {"env_timeout": 0.1} if slow == "setup" else {}
+    with pytest.raises(StalledError, match=says):
+        play(room(slow=slow), renderer, {0: [step], 1: [step]}, stall_timeout=3.0, retries=0, max_turns=1, **more)
 
 
 def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, renderer: Renderer, caplog: Any) -> None:
@@ -425,22 +419,6 @@ def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, rende
         members, _ = play(room(slow="teardown"), renderer, {0: ["bye"], 1: ["think"]}, env_timeout=0.5, max_turn_tokens=20)
     assert [m.reward for m in members] == [1.0, 0.0] and time.monotonic() - began < 30
     assert "the teardown of environment test/Room-v0: not finished within 0.5 s; it is abandoned" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("step", "says"),
-    [
-        ("bye", "env_error: OSError: the room is on fire"),  # the environment's own end
-        (
-            ("call", "wait", {"seconds": 0.01}),
-            "env_error: environment test/Room-v0: its end failed: OSError: the room is on fire",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("patient")
-def test_a_teardown_that_breaks_is_a_fault_of_the_environment(room: Any, renderer: Renderer, step: Any, says: str) -> None:
-    with pytest.raises(StalledError, match=says):
-        play(room(slow="broken teardown"), renderer, {0: [step], 1: [step]}, retries=0, max_turns=1)
 
 
 def test_scoring_that_hangs_is_unscored_and_tried_again(room: Any, renderer: Renderer) -> None:
@@ -474,7 +452,7 @@ def test_a_request_that_is_given_up_does_not_run_on_beside_the_next_attempt(
 
     monkeypatch.setattr(Actor, "generate", watched)
     with pytest.raises(StalledError, match=r"engine_timeout: no token came for 0\.1 s"):
-        play(room(), renderer, {0: ["silent"], 1: ["silent"]}, turn_timeout=0.1, retries=3, max_episodes=1)
+        play(room(), renderer, {0: ["silent"], 1: ["silent"]}, turn_timeout=0.1, retries=1, max_episodes=1)
     assert len(beside) >= 4 and not any(beside)
 
 

@@ -5,7 +5,8 @@ import errno
 import json
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door, Hub, dial, fault_fields, fault_of
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
+from agentrl.rollout.workers.worker_pool import WorkerPool
 from agentrl.run.folder import lines
 from agentrl.utils.errors import ModelError, RenderError, WorkerDiedError, WorkerError
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine
-from tests.rollout.in_process import Make, pool_in_process
+from tests.rollout.in_process import Make, TaskSeats, pool_in_process
 from tests.run.test_services import MARKED, plant
 
 ENV = EnvRef("key_value")
@@ -89,6 +91,32 @@ def told(groups: Sequence[Group]) -> list[Any]:
     return rows
 
 
+def job_of(member: int = 0, group: int = 0) -> Job:
+    return Job(ENV.id, EpisodeSpec(3 + group, "train", 77, member, f"g{group}.m{member}.a0"))
+
+
+@asynccontextmanager
+async def pooled(
+    engine: Engine, make: Make, count: int, caches: bool = False, **more: Any
+) -> AsyncIterator[tuple[WorkerPool, TaskSeats]]:
+    """Workers that have started, until the end of the block."""
+    pool, seats = pool_in_process(engine, make, count, **more)
+    seats.caches = caches
+    await pool.start()
+    try:
+        yield pool, seats
+    finally:
+        await pool.close()
+
+
+async def opened() -> tuple[Hub, Door, list[Channel]]:
+    """A driver that expects one worker; its end of the channel comes into the list."""
+    hub, came = Hub(), list[Channel]()
+    door = await hub.open("127.0.0.1")
+    hub.expected["worker 0"] = came.append
+    return hub, door, came
+
+
 async def updates(make: Make, engine: SeededEngine, workers: int, count: int = 2, **more: Any) -> tuple[list[Any], Any]:
     """`count` updates with so many workers; `during` is run beside them."""
     during = more.pop("during", None)
@@ -121,10 +149,8 @@ async def test_the_same_seeds_give_the_same_groups_for_any_number_of_workers(ren
         runs.append((await updates(make, engine, workers))[0])
         asked.append({(key.partition("@")[0], seed) for key, seed in engine.asked})
     assert runs[0] == runs[1] == runs[2] == runs[3]
-    assert {(row["env"], member["env"]) for update in runs[0] for row in update for member in row["trajectories"]} == {
-        ("one", "one"),
-        ("other", "other"),
-    }
+    members = {(row["env"], member["env"]) for update in runs[0] for row in update for member in row["trajectories"]}
+    assert members == {("one", "one"), ("other", "other")}
     assert asked[0] == asked[1] == asked[2] == asked[3]
     retried = [key for key, _ in asked[0] if key.endswith(".a1")]
     assert retried, "no episode failed: this run shows nothing of retries"
@@ -132,18 +158,15 @@ async def test_the_same_seeds_give_the_same_groups_for_any_number_of_workers(ren
 
 async def test_the_driver_is_told_what_holds_up_a_workers_loop(renderer: Renderer) -> None:
     """0.3 s in which the loop that both workers share here stands still."""
-    said: list[str] = []
-    pool, _ = pool_in_process(SeededEngine(renderer.stop_token_ids[0]), envs(renderer), 2, slow_loop=0.05, say=said.append)
-    await pool.start()
-    await asyncio.sleep(0.1)
-    time.sleep(0.3)
-    found: dict[str, float] = {}
-    for _ in range(500):
-        await asyncio.sleep(0.01)
-        found = {key: found.get(key, 0.0) + value for key, value in pool.metrics().items() if key.endswith("/blocked_s")}
-        if len(said) == 2 and all(found.values()):
-            break
-    await pool.close()
+    said, found, engine = list[str](), dict[str, float](), SeededEngine(renderer.stop_token_ids[0])
+    async with pooled(engine, envs(renderer), 2, slow_loop=0.05, say=said.append) as (pool, _):
+        await asyncio.sleep(0.1)
+        time.sleep(0.3)
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            found = {key: found.get(key, 0.0) + value for key, value in pool.metrics().items() if key.endswith("/blocked_s")}
+            if len(said) == 2 and all(found.values()):
+                break
     assert sorted(line.partition(" stood still for ")[0] for line in said) == [
         f"warning: the event loop of rollout worker {number}" for number in range(2)
     ]
@@ -233,9 +256,8 @@ async def test_with_no_worker_left_the_run_ends_with_a_typed_error(renderer: Ren
             while len(pool.workers) == left:
                 await asyncio.sleep(0.001)
 
-    with pytest.raises(
-        WorkerDiedError, match=r"no rollout worker is left: rollout worker 0 .* its process ended; rollout worker 1"
-    ):
+    said = r"no rollout worker is left: rollout worker 0 .* its process ended; rollout worker 1"
+    with pytest.raises(WorkerDiedError, match=said):
         await updates(make, engine, 2, during=kill, respawns=0)
 
 
@@ -253,111 +275,82 @@ async def test_services_are_asked_in_the_driver_alone(
         made[-1].name = next(places)
         return compile_spec(MARKED, context=Context(services=services))
 
-    engine = SeededEngine(renderer.stop_token_ids[0])
-    pool, _ = pool_in_process(engine, envs(renderer, scorer=scorer), 2)
-    await pool.start()
-    trajectory = await pool.play(Job(ENV.id, EpisodeSpec(3, "train", 77, 0, "g0.m0.a0")), Watch())
-    await pool.close()
+    async with pooled(SeededEngine(renderer.stop_token_ids[0]), envs(renderer, scorer=scorer), 2) as (pool, _):
+        trajectory = await pool.play(job_of(), Watch())
     assert [name for one in made for name in one.course] == ["driver"] and trajectory.reward == 0.75
     assert json.loads("".join(lines([trajectory])))["reward"] == 0.75
 
 
-async def test_a_cancelled_episode_is_torn_down_there_before_its_caller_goes_on(renderer: Renderer) -> None:
-    engine = SeededEngine(renderer.stop_token_ids[0])
+@pytest.mark.parametrize("asked", [True, False], ids=["while it samples", "as it is sent"])
+async def test_a_cancelled_episode_is_torn_down_there_before_its_caller_goes_on(renderer: Renderer, asked: bool) -> None:
+    """If it is cancelled as it is sent, both frames leave together, and the episode there has not begun."""
+    engine, watch = SeededEngine(renderer.stop_token_ids[0]), Watch()
     engine.gate.clear()
-    pool, seats = pool_in_process(engine, envs(renderer), 1)
-    await pool.start()
-    job = Job(ENV.id, EpisodeSpec(3, "train", 77, 0, "g0.m0.a0"))
-    task = asyncio.create_task(pool.play(job, watch := Watch()))
-    while not engine.asked:
-        await asyncio.sleep(0.001)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert seats.seats["worker 0"].core._channel.serving == {} and not pool.workers[0].running
-    while not engine.cancelled:
-        await asyncio.sleep(0.001)
-    assert watch.waiting() == ""
-    await pool.close()
-
-
-async def test_an_episode_that_is_cancelled_in_the_moment_in_which_it_is_sent_ends(renderer: Renderer) -> None:
-    engine = SeededEngine(renderer.stop_token_ids[0])
-    pool, seats = pool_in_process(engine, envs(renderer), 1)
-    await pool.start()
-    task = asyncio.create_task(pool.play(Job(ENV.id, EpisodeSpec(3, "train", 77, 0, "g0.m0.a0")), Watch()))
-    while not pool.workers[0].running:
-        await asyncio.sleep(0)
-    task.cancel()  # both frames leave together, so that the episode there has not begun
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 5)
-    assert seats.seats["worker 0"].core._channel.serving == {} and not engine.asked
-    await pool.close()
+    async with pooled(engine, envs(renderer), 1) as (pool, seats):
+        task = asyncio.create_task(pool.play(job_of(), watch))
+        while not (engine.asked if asked else pool.workers[0].running):
+            await asyncio.sleep(0.001 if asked else 0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        assert seats.seats["worker 0"].core._channel.serving == {} and not pool.workers[0].running
+        while asked and not engine.cancelled:
+            await asyncio.sleep(0.001)
+        assert watch.waiting() == "" and bool(engine.asked) is asked
 
 
 async def test_what_episodes_elsewhere_wait_for_and_that_they_move_is_known_here(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.rollout.workers.rollout_worker.BEAT_S", 0.02)
-    engine = SeededEngine(renderer.stop_token_ids[0])
+    engine, watch = SeededEngine(renderer.stop_token_ids[0]), Watch()
     engine.gate.clear()
-    pool, _ = pool_in_process(engine, envs(renderer), 2)
-    await pool.start()
-    watch = Watch()
-    tasks = [asyncio.create_task(pool.play(Job(ENV.id, EpisodeSpec(3, "train", 77, m, f"g0.m{m}.a0")), watch)) for m in range(2)]
-    while "worker 1" not in watch.waiting() or "worker 0" not in watch.waiting():
-        await asyncio.sleep(0.005)
-    waits = watch.waiting()
-    assert "episode g0.m0.a0 for 0 s on turn 0 at the engine" in waits and "(in worker 0)" in waits
-    await asyncio.sleep(0.1)
-    settled = watch.moves
-    await asyncio.sleep(0.1)
-    assert watch.moves == settled, "a move is reported twice"
-    engine.gate.set()
-    await asyncio.gather(*tasks)
-    assert watch.moves > settled
-    await pool.close()
+    async with pooled(engine, envs(renderer), 2) as (pool, _):
+        tasks = [asyncio.create_task(pool.play(job_of(m), watch)) for m in range(2)]
+        while "worker 1" not in watch.waiting() or "worker 0" not in watch.waiting():
+            await asyncio.sleep(0.005)
+        waits = watch.waiting()
+        assert "episode g0.m0.a0 for 0 s on turn 0 at the engine" in waits and "(in worker 0)" in waits
+        await asyncio.sleep(0.1)
+        settled = watch.moves
+        await asyncio.sleep(0.1)
+        assert watch.moves == settled, "a move is reported twice"
+        engine.gate.set()
+        await asyncio.gather(*tasks)
+        assert watch.moves > settled
     assert watch.waiting() == ""
 
 
 async def test_a_slow_worker_is_named_once(renderer: Renderer) -> None:
     said: list[str] = []
-    engine = SeededEngine(renderer.stop_token_ids[0])
-    pool, _ = pool_in_process(engine, envs(renderer), 3, say=said.append)
-    await pool.start()
-    for worker, turn in zip(pool.workers, (0.010, 0.040, 0.011), strict=True):
-        worker.turn_s.extend([turn] * 12)
-    found = pool.metrics()
-    assert found["rollout/worker_1/turn_ms"] == pytest.approx(40.0)
-    assert len(said) == 1 and "worker 1" in said[0] and "40 ms a turn, others 10" in said[0]
-    pool.metrics()
-    assert len(said) == 1
-    await pool.close()
+    async with pooled(SeededEngine(renderer.stop_token_ids[0]), envs(renderer), 3, say=said.append) as (pool, _):
+        for worker, turn in zip(pool.workers, (0.010, 0.040, 0.011), strict=True):
+            worker.turn_s.extend([turn] * 12)
+        assert pool.metrics()["rollout/worker_1/turn_ms"] == pytest.approx(40.0)
+        assert len(said) == 1 and "worker 1" in said[0] and "40 ms a turn, others 10" in said[0]
+        pool.metrics()
+        assert len(said) == 1
 
 
-async def test_jobs_go_where_the_fewest_run_and_groups_stay_together_if_workers_have_caches(renderer: Renderer) -> None:
-    for together in (False, True):
-        engine = SeededEngine(renderer.stop_token_ids[0])
-        engine.gate.clear()
-        pool, seats = pool_in_process(engine, envs(renderer, CONFIG.model_copy(update={"max_episode_tokens": 500})), 2)
-        seats.caches = together
-        await pool.start()
-        specs = [EpisodeSpec(g, "train", m, m, f"g{g}.m{m}.a0") for g in range(2) for m in range(2)]
-        tasks = [asyncio.create_task(pool.play(Job(ENV.id, spec), Watch())) for spec in specs]
+@pytest.mark.parametrize(("together", "wanted"), [(False, "0101"), (True, "0011")])
+async def test_jobs_go_where_the_fewest_run_and_groups_stay_together_if_workers_have_caches(
+    renderer: Renderer, together: bool, wanted: str
+) -> None:
+    engine, four = SeededEngine(renderer.stop_token_ids[0]), [(m, g) for g in range(2) for m in range(2)]
+    engine.gate.clear()
+    make = envs(renderer, CONFIG.model_copy(update={"max_episode_tokens": 500}))
+    async with pooled(engine, make, 2, caches=together) as (pool, _):
+        tasks = [asyncio.create_task(pool.play(job_of(*one), Watch())) for one in four]
         while len(engine.asked) < 4:
             await asyncio.sleep(0.001)
         homes = {key.partition("@")[0][:5]: key[-1] for key, _ in engine.asked}
-        wanted = "0011" if together else "0101"
-        assert [homes[f"g{g}.m{m}"] for g in range(2) for m in range(2)] == list(wanted)
+        assert [homes[f"g{g}.m{m}"] for m, g in four] == list(wanted)
         engine.gate.set()
         await asyncio.gather(*tasks)
-        await pool.close()
 
 
 async def test_nobody_without_the_secret_becomes_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub, came = Hub(), list[Channel]()
-    door = await hub.open("127.0.0.1")
-    hub.expected["worker 0"] = came.append
+    hub, door, came = await opened()
     with pytest.raises(WorkerDiedError, match="did not let it in"):
         await dial(Door(door.host, door.port, b"guessed"), "worker 0", {})
     with pytest.raises(WorkerDiedError, match="did not let it in"):
@@ -400,10 +393,8 @@ async def test_what_cannot_be_built_is_the_error_of_the_start(name: str, rendere
 
 
 async def test_a_worker_that_waits_for_a_driver_that_is_gone_ends() -> None:
-    hub, begun = Hub(), asyncio.Event()
-    door = await hub.open("127.0.0.1")
-    came: list[Channel] = []
-    hub.expected["worker 0"] = came.append
+    hub, door, came = await opened()
+    begun = asyncio.Event()
 
     async def build(channel: Channel) -> Any:
         begun.set()
@@ -417,40 +408,28 @@ async def test_a_worker_that_waits_for_a_driver_that_is_gone_ends() -> None:
     hub.close()
 
 
-async def channels() -> tuple[Hub, Channel, Channel, list[Any]]:
-    """Both ends of a worker's channel; what arrives at the driver's is in the list."""
-    hub, came, arrived = Hub(), asyncio.get_running_loop().create_future(), list[Any]()
-    door = await hub.open("127.0.0.1")
-    hub.expected["worker 0"] = came.set_result
-    worker = await dial(door, "worker 0", {})
-    driver = await came
-    driver.on["told"] = arrived.append
-    return hub, driver, worker, arrived
-
-
-async def test_a_process_at_the_drivers_address_without_its_secret_is_not_believed() -> None:
+async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """It lets everyone in, and cannot prove who it is."""
+    for frame in (["nonce", {"nonce": "00"}], ["welcome", {"proof": "00"}]):
+        body = json.dumps(frame).encode()
+        writer.write(len(body).to_bytes(4, "little") + body)
+    await reader.read()
+    writer.close()
 
-    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for frame in (["nonce", {"nonce": "00"}], ["welcome", {"proof": "00"}]):
-            body = json.dumps(frame).encode()
-            writer.write(len(body).to_bytes(4, "little") + body)
-        await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (impostor, "did not let it in"),
+        # It says nothing, as most servers wait for a request; a worker waited until the run gave it up.
+        (lambda *_: None, r"rollout worker 0: the program that listens at .* does not answer as the driver"),
+    ],
+)
+async def test_another_program_at_the_drivers_address_is_not_believed(program: Any, said: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("agentrl.rollout.workers.channel.GREETING_S", 0.05 if program is not impostor else 5.0)
+    server = await asyncio.start_server(program, "127.0.0.1", 0)
     door = Door("127.0.0.1", server.sockets[0].getsockname()[1], b"secret")
-    with pytest.raises(WorkerDiedError, match="did not let it in"):
-        await asyncio.wait_for(dial(door, "worker 0", {}), 5)
-    server.close()
-
-
-async def test_another_program_at_the_drivers_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing, as most servers wait for a request; a worker waited until the run gave it up."""
-    monkeypatch.setattr("agentrl.rollout.workers.channel.GREETING_S", 0.05)
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    door = Door("127.0.0.1", server.sockets[0].getsockname()[1], b"secret")
-    with pytest.raises(WorkerDiedError, match=r"rollout worker 0: the program that listens at .* does not answer as the driver"):
+    with pytest.raises(WorkerDiedError, match=said):
         await asyncio.wait_for(dial(door, "worker 0", {}), 5)
     server.close()
 
@@ -466,7 +445,9 @@ async def test_an_episode_and_a_turn_arrive_as_they_were() -> None:
     sent = Trajectory("e", Task("t", 3, data={"a": "ü\ud800"}), ledgers=[long, TokenLedger(), routed], reward=0.1 + 0.2)
     experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     turn = Generation([5, 6], [-0.1, -1 / 3], [2, 3], "length", Usage(3, 4, 0.5), experts)
-    hub, _, worker, arrived = await channels()
+    hub, door, came = await opened()
+    worker, arrived = await dial(door, "worker 0", {}), list[Any]()
+    came[0].on["told"] = arrived.append
     worker.send("told", episode=sent, turn=turn)
     while not arrived:
         await asyncio.sleep(0.001)
@@ -494,12 +475,8 @@ def test_a_fault_arrives_as_it_was() -> None:
 
 async def test_a_worker_ends_with_the_driver(renderer: Renderer) -> None:
     """Nobody would end it else: it must not play for a driver that is gone."""
-    pool, seats = pool_in_process(SeededEngine(renderer.stop_token_ids[0]), envs(renderer), 1)
-    await pool.start()
-    core: WorkerCore = seats.seats["worker 0"].core
-    pool._closing = True
-    pool.workers[0]._channel.abort()  # type: ignore[union-attr]
-    async with asyncio.timeout(5):
-        await core._over.wait()
-    assert core._over.is_set()
-    await pool.close()
+    async with pooled(SeededEngine(renderer.stop_token_ids[0]), envs(renderer), 1) as (pool, seats):
+        pool._closing = True
+        pool.workers[0]._channel.abort()  # type: ignore[union-attr]
+        async with asyncio.timeout(5):
+            await seats.seats["worker 0"].core._over.wait()
