@@ -13,22 +13,21 @@ from tokenizers import Tokenizer
 
 from agentrl.config import RolloutConfig
 from agentrl.contrib.users import RuleUser
-from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
+from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
 from agentrl.env import Tool, ToolEnv, tool
 from agentrl.env.toolbox import MARK, Toolbox, estimate_tokens, fit
 from agentrl.render import base as text
 from agentrl.render import make_renderer
 from agentrl.render.base import Codec, Renderer
-from agentrl.reward import Context, compile_spec
+from agentrl.reward import Context, Scorer, compile_spec
 from agentrl.reward.leaves.answer import TextEquals
 from agentrl.reward.leaves.state import StateMatch
-from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils import schemas
 from agentrl.utils.schemas import within_seconds
 from agentrl.utils.threads import LONG_TEXT, TooLongError, at_once, size_of
-from tests.rollout.conftest import FaultyEngine
+from tests.players import Script
 
 LONG = 1_000_000
 SHORT_TEXT, LONG_ONE = "x y " * 50, "word and " * (LONG_TEXT // 8)
@@ -36,8 +35,8 @@ TOKENIZER = packaged_tokenizer(LONG)
 EQUALS: dict[str, Any] = {"use": "text.equals", "args": {"expect": "1"}}
 
 
-def spec(root: dict[str, Any]) -> dict[str, Any]:
-    return {"agentrl_reward": 1, "name": "x", "root": root}
+def scorer_of(root: dict[str, Any]) -> Scorer:
+    return compile_spec({"agentrl_reward": 1, "name": "x", "root": root}, context=Context())
 
 
 class Noting(Renderer):
@@ -72,18 +71,6 @@ class Noting(Renderer):
         return self.inner.assistant(message)
 
 
-class Says(FaultyEngine):
-    """The given turns, in order."""
-
-    def __init__(self, turns: list[list[int]]) -> None:
-        super().__init__(0)
-        self.turns = turns
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        ids = self.turns.pop(0)
-        return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
-
-
 class Long(ToolEnv):
     """`long` names what is long: the prompt, what a tool answers, the policy's turn, the state."""
 
@@ -112,29 +99,24 @@ class Long(ToolEnv):
 
 async def play(env: Long, renderer: Noting, root: dict[str, Any] = EQUALS) -> Trajectory:
     said = [Message("assistant", env.text("turn"), (ToolCall("look", {}),)), Message("assistant", "1")]
-    engine = Says([renderer.assistant(message) for message in said])
+    engine = Script([renderer.assistant(message) for message in said])
     limits = Limits.of(RolloutConfig(max_turn_tokens=LONG, max_episode_tokens=LONG), LONG)
-    made = await run_episode(
-        env, Policy(engine, renderer), EpisodeSpec(0, "train", 0, 0, "e"), limits, compile_spec(spec(root), context=Context())
-    )
-    assert made.stop is StopReason.DONE, made.error
+    policy, limits = Policy(engine, renderer), Limits.of(RolloutConfig(max_turn_tokens=LONG, max_episode_tokens=LONG), LONG)
+    made = await run_episode(env, policy, EpisodeSpec(0, "train", 0, 0, "e"), limits, scorer_of(root))
     return made
 
 
 @pytest.mark.parametrize(
     ("long", "aside"), [("", set()), ("prompt", {"start"}), ("answer", {"extend"}), ("turn", {"first parse"}), ("state", set())]
 )
-def test_an_episode_renders_and_parses_long_texts_in_threads_and_short_ones_at_once(long: str, aside: set[str]) -> None:
-    async def body() -> tuple[dict[str, bool], Trajectory]:
-        renderer, seen = Noting(), {}
-        renderer.parse = lambda ids, finish, parse=renderer.parse: (  # type: ignore[method-assign,misc]
-            parse(ids, finish),
-            seen.setdefault("first parse", renderer.on_loop["parse"]),
-        )[0]
-        made = await play(Long(long), renderer)
-        return {"start": renderer.on_loop["start"], "extend": renderer.on_loop["extend"], **seen}, made
-
-    on_loop, made = asyncio.run(body())
+async def test_an_episode_renders_and_parses_long_texts_in_threads_and_short_ones_at_once(long: str, aside: set[str]) -> None:
+    renderer, seen = Noting(), dict[str, bool]()
+    renderer.parse = lambda ids, finish, parse=renderer.parse: (  # type: ignore[method-assign,misc]
+        parse(ids, finish),
+        seen.setdefault("first parse", renderer.on_loop["parse"]),
+    )[0]
+    made = await play(Long(long), renderer)
+    on_loop = {"start": renderer.on_loop["start"], "extend": renderer.on_loop["extend"], **seen}
     assert {name for name, there in on_loop.items() if not there} == aside
     assert len(made.ledgers) == 1 and made.reward == 1.0
 
@@ -193,9 +175,7 @@ def test_the_tokenizer_lets_other_threads_go_on(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_an_answer_is_made_text_in_a_thread_if_it_is_long() -> None:
-    where: dict[str, bool] = {}
-
-    loop = threading.get_ident()
+    where, loop = dict[str, bool](), threading.get_ident()
 
     def count(text: str) -> int:
         where["long" if len(text) > LONG_TEXT else "short"] = threading.get_ident() == loop
@@ -212,9 +192,7 @@ async def test_an_answer_is_made_text_in_a_thread_if_it_is_long() -> None:
 
 @pytest.mark.parametrize("size", [1, 4000])
 async def test_arguments_are_checked_in_a_thread_if_they_are_long(size: int) -> None:
-    seen: list[bool] = []
-
-    loop = threading.get_ident()
+    seen, loop = list[bool](), threading.get_ident()
 
     async def take(rows: list[dict[str, int]]) -> int:
         return len(rows)
@@ -225,19 +203,14 @@ async def test_arguments_are_checked_in_a_thread_if_they_are_long(size: int) -> 
     assert (await Toolbox([made]).call(ToolCall("take", {"rows": [{"a": 1}] * size}))).value == size and seen == [size == 1]
 
 
-def test_a_pattern_that_never_ends_is_answered_and_the_loop_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pattern_that_never_ends_is_answered_and_the_loop_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """`re` took 0.1 s for 22 letters, twice that for each more, with the interpreter's lock: here it would be 10 years."""
     monkeypatch.setattr(schemas, "SCHEMA_S", 0.2)
     schema = {"type": "object", "properties": {"name": {"type": "string", "pattern": "^(a|aa)+$"}}, "required": ["name"]}
     box = Toolbox([Tool.from_schema("named", "", schema, lambda name: name)])
-
-    async def body(name: str) -> tuple[int, Any]:
-        return await ticks_during(lambda: box.call(ToolCall("named", {"name": name})))
-
-    ticks, result = asyncio.run(body("a" * 60 + "!"))
+    ticks, result = await ticks_during(lambda: box.call(ToolCall("named", {"name": "a" * 60 + "!"})))
     assert result.error == "invalid_argument" and "took longer than 0.2 s on 61 characters" in result.content and ticks >= 8
-    _, fine = asyncio.run(body("aaa"))
-    _, wrong = asyncio.run(body("b"))
+    fine, wrong = await box.call(ToolCall("named", {"name": "aaa"})), await box.call(ToolCall("named", {"name": "b"}))
     assert fine.value == "aaa" and "does not match" in wrong.content
 
 
@@ -255,11 +228,8 @@ def test_a_busy_machine_sends_no_check_against_a_schema_into_a_thread_but_much_t
         return best(errors)
 
     monkeypatch.setattr(schemas, "best_match", stopped)
-    many = {
-        "type": "array",
-        "items": {"type": "integer"},
-        "maxItems": numbers,
-    }  # another schema each, since checked ones are kept
+    # another schema each, since checked ones are kept
+    many = {"type": "array", "items": {"type": "integer"}, "maxItems": numbers}
     schema = {"type": "object", "properties": {"n": many}}
     box = Toolbox([Tool.from_schema("add", "", schema, lambda n: sum(n))])
     where.clear()  # the schema itself was checked
@@ -268,7 +238,7 @@ def test_a_busy_machine_sends_no_check_against_a_schema_into_a_thread_but_much_t
     aside = [] if numbers == 3 else [False]
     assert where == [True, *aside]
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": schema}}]
-    scorer = compile_spec(spec({"use": "calls.schema"}), context=Context())
+    scorer = scorer_of({"use": "calls.schema"})
     played = Trajectory("x", Task("t", 0), turns=[Turn(0, Message("assistant", "", tool_calls=[call]))], tools=tools)
     where.clear()
     assert asyncio.run(scorer.ascore(played)).value == 1.0
@@ -288,17 +258,13 @@ def test_a_match_that_is_late_once_because_another_thread_computed_is_tried_agai
         at_once(within_seconds, look, "a", 1.0)
 
 
-def test_a_spec_with_a_pattern_that_never_ends_lets_the_loop_go_on() -> None:
+async def test_a_spec_with_a_pattern_that_never_ends_lets_the_loop_go_on() -> None:
     """First it is tried at once, for 5 ms; an episode whose text fits at once is scored on the loop."""
-    leaf = {"use": "format.regex", "args": {"pattern": "(a|aa)+$", "seconds": 0.3}}
-    scorer = compile_spec(spec(leaf), context=Context())
-
-    def said(text: str) -> Trajectory:
-        return Trajectory("x", Task("t", 0), turns=[Turn(0, Message("assistant", text))])
-
-    ticks, score = asyncio.run(ticks_during(lambda: scorer.ascore(said("a" * 60 + "!"))))
+    scorer = scorer_of({"use": "format.regex", "args": {"pattern": "(a|aa)+$", "seconds": 0.3}})
+    late, fine = (Trajectory("x", Task("t", 0), turns=[Turn(0, Message("assistant", "a" * 60 + end))]) for end in ("!", ""))
+    ticks, score = await ticks_during(lambda: scorer.ascore(late))
     assert score.value is None and "took longer than 0.3 s" in json.dumps(score.evidence) and ticks >= 8
-    assert asyncio.run(scorer.ascore(said("aaa"))).value == 1.0
+    assert (await scorer.ascore(fine)).value == 1.0
 
 
 @pytest.mark.parametrize(("long", "aside"), [("", False), ("state", True), ("answer", False)])
@@ -308,23 +274,25 @@ async def test_a_long_episode_is_scored_in_a_thread(long: str, aside: bool, monk
     for leaf in (TextEquals, StateMatch):
         read = leaf.read
         monkeypatch.setattr(leaf, "read", lambda self, *a, read=read: (where.append(threading.get_ident()), read(self, *a))[1])
-
     renderer = Noting()
     await play(Long(long), renderer)
-    loop = renderer.loop
-    assert [thread != loop for thread in where] == [aside] * len(where) and where
+    assert [thread != renderer.loop for thread in where] == [aside] * len(where) and where
 
 
-def test_a_users_rule_that_never_ends_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_users_rule_that_never_ends_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.contrib.users.PATTERN_S", 0.2)
     user = RuleUser([("^(a|aa)+$", "letters"), ("!", "stop shouting")])
-    ticks, answer = asyncio.run(ticks_during(lambda: user.reply([Message("assistant", "a" * 60 + "!")])))
+    ticks, answer = await ticks_during(lambda: user.reply([Message("assistant", "a" * 60 + "!")]))
     assert answer == "stop shouting" and ticks >= 8
 
 
 def test_an_answer_is_cut_where_its_budget_ends_and_only_its_beginning_is_counted() -> None:
     """Against the definition: the longest beginning that fits together with the mark; counted are at most 16 characters for
     each token of the budget, and the mark."""
+
+    def cut(text: str, keep: int) -> str:
+        return text[:keep] + MARK.format(cut=len(text) - keep, total=len(text))
+
     rng, counted = random.Random(1), [0]
 
     def count(text: str) -> int:
@@ -339,10 +307,6 @@ def test_an_answer_is_cut_where_its_budget_ends_and_only_its_beginning_is_counte
     counted[:] = [0]
     assert fit("a" * LONG, 100, count) == cut("a" * LONG, 400 - len(MARK.format(cut=LONG - 400, total=LONG)))
     assert max(counted) <= 1600 + 60
-
-
-def cut(text: str, keep: int) -> str:
-    return text[:keep] + MARK.format(cut=len(text) - keep, total=len(text))
 
 
 def test_the_size_of_a_value_is_counted_no_further_than_needed() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import importlib.util
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,8 @@ from agentrl.reward import compile_spec
 from agentrl.rollout.context import ASK, HEAD, Compact, KeepRecent, Moment, Stop, Truncate, make_context_policy
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.run.assembly import Inputs, RunStart
-from agentrl.run.checks.rollout_checks import check_rollout
+from agentrl.run.assembly import Inputs
 from agentrl.trainer.pretrained import packaged_tokenizer
-from agentrl.utils.errors import ConfigError
 from tests.rollout.conftest import FaultyEngine
 
 TURNS = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.turns", "id": "n", "args": {"max": 100}}}
@@ -83,23 +80,22 @@ class Improviser(FaultyEngine):
 
 
 def play(
-    renderer: Renderer,
-    context: Any,
-    *,
-    seed: int = 0,
-    turns: int = 40,
-    room: int = 400,
-    budget: int = 20_000,
-    turn_tokens: int = 24,
-    words: int = 12,
-    env: ToolEnv | None = None,
+    renderer: Renderer, context: Any, *, seed: int = 0, turns: int = 40, room: int = 400, budget: int = 20_000, words: int = 12,
     writer: Policy | None = None,
-) -> tuple[Trajectory, Improviser]:
+) -> tuple[Trajectory, Improviser]:  # fmt: skip
     engine = Improviser(renderer, seed, words)
-    limits = Limits(turns, turn_tokens, budget, 10.0, 60.0, room)
-    policy = Policy(engine, renderer, context=context, writer=writer)
+    policy, limits = Policy(engine, renderer, context=context, writer=writer), Limits(turns, 24, budget, 10.0, 60.0, room)
     spec = EpisodeSpec(1, "train", 0, 0, "k")
-    return asyncio.run(run_episode(env or Endless(), policy, spec, limits, compile_spec(TURNS))), engine
+    return asyncio.run(run_episode(Endless(), policy, spec, limits, compile_spec(TURNS))), engine
+
+
+def full(messages: list[Message], tokens: int = 101, ask: Any = unasked) -> Moment:
+    """A context of 120 tokens of which so many are used, before a turn of 20: one of 101 is too full."""
+    return Moment(messages, 1, tokens, turn_tokens=20, context=120, ask=ask)
+
+
+def texts(messages: list[Message] | None) -> list[str] | None:
+    return None if messages is None else [message.content for message in messages]
 
 
 def replayed(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
@@ -158,21 +154,6 @@ def test_stop_ends_where_the_context_is_full_and_the_others_go_on(renderer: Rend
         assert trajectory.stop is StopReason.MAX_TURNS and len(trajectory.ledgers) > 1
 
 
-def test_truncate_leaves_a_marker_for_old_output_and_the_newest_whole(renderer: Renderer) -> None:
-    trajectory, _ = play(renderer, Truncate(keep=2), words=60)
-    first = trajectory.rewrites[0]
-    assert first["added"] and all(message["role"] == "tool" for message in first["added"])
-    shown = TOKENIZER.decode(trajectory.ledgers[1].token_ids.tolist())
-    assert "characters left out]" in shown
-    outputs = [message.content for message in trajectory.messages if message.role == "tool"]
-    assert all("left out" not in output for output in outputs), "the record was changed"
-    turns = [turn for turn in trajectory.turns if turn.index < first["turn"]]
-    for result in [result for turn in turns[-2:] for result in turn.results]:
-        assert result.content in shown
-    old = [result.content for turn in turns[:-2] for result in turn.results if len(result.content) > 40]
-    assert old and all(content not in shown.replace(outputs[-1], "") for content in old if content not in outputs[-2:])
-
-
 def test_a_summary_is_sampled_in_the_old_ledger_and_context_in_the_new_one(renderer: Renderer) -> None:
     trajectory, engine = play(renderer, Compact(summary_tokens=16, prompt="sum up"), seed=4)
     old, new, first = *trajectory.ledgers[:2], trajectory.rewrites[0]
@@ -213,35 +194,32 @@ def test_a_forgetful_template_does_not_undo_a_rewrite() -> None:
     assert noted and noted == list(range(noted[0], 30)), "a turn after the compaction saw everything again"
 
 
-async def test_keep_recent_keeps_the_opening_a_note_and_the_last_turns() -> None:
-    async def cut(messages: list[Message], tokens: int = 101) -> list[Message] | None:
-        return await KeepRecent(turns=1).rewrite(Moment(messages, 1, tokens, turn_tokens=20, context=120, ask=unasked))
-
-    opening = [Message("system", "s"), Message("user", "q")]
-    exchanges = [[Message("assistant", f"a{n}"), Message("tool", f"t{n}")] for n in range(5)]
-    first = await cut([*opening, *exchanges[0], *exchanges[1], *exchanges[2]])
-    assert first == [*opening, Message("user", "[2 earlier turns were left out]"), *exchanges[2]]
-    again = await cut([*first, *exchanges[3], *exchanges[4]])
-    assert again == [*opening, Message("user", "[4 earlier turns were left out]"), *exchanges[4]], "one note, its count goes on"
-    assert await cut([*opening, *exchanges[0]]) is None, "there is nothing older than the last turn"
-    assert await cut([*opening, *exchanges[0], *exchanges[1]], tokens=100) is None, "100 + 20 fit into 120"
-
-
 def test_the_last_turn_is_not_followed_by_a_summary(renderer: Renderer) -> None:
     trajectory, engine = play(renderer, Compact(tokens=50, summary_tokens=8, prompt="sum up", keep=0), turns=1)
     assert len(engine.calls) == 1 and trajectory.rewrites == []
 
 
 async def test_below_the_threshold_nothing_is_rewritten() -> None:
+    """20 tokens for the turn of 120; and for a summary 10, and 30 for the request of 30 characters: 60 are left."""
     messages = [Message("user", "x"), Message("assistant", "y"), Message("tool", "z" * 99)] * 3
-    moment = Moment(messages, 1, tokens=100, turn_tokens=20, context=120, ask=unasked)
-    assert await Truncate(keep=1).rewrite(moment) is None
-    assert await Compact(summary_tokens=1, prompt="", tokens=121).rewrite(Moment(messages, 1, 99, 20, 120, unasked)) is None
-    longer = Moment(messages, 1, tokens=101, turn_tokens=20, context=120, ask=unasked)
-    rewritten = await Truncate(keep=1).rewrite(longer)
+
+    async def ask(instruction: Message, tokens: int) -> str:
+        return "sum"
+
+    rewritten = await Truncate(keep=1).rewrite(full(messages))
     assert [m.content for m in rewritten or [] if m.role == "tool"] == ["[99 characters left out]"] * 2 + ["z" * 99]
-    assert await Truncate(keep=1, tokens=200).rewrite(moment) is None
-    assert await Truncate(keep=1, tokens=119).rewrite(moment) is not None
+    compact = Compact(summary_tokens=10, prompt="p" * 30)
+    assert (texts(await compact.rewrite(full(messages, 61, ask))) or [])[:2] == ["x", HEAD + "sum"]
+    for policy, tokens, rewrites in (
+        (Truncate(keep=1), 100, False),
+        (Truncate(keep=1, tokens=200), 100, False),
+        (Truncate(keep=1, tokens=119), 100, True),
+        (KeepRecent(turns=1), 100, False),
+        (KeepRecent(turns=1), 101, True),
+        (Compact(summary_tokens=1, prompt="", tokens=121), 99, False),
+        (compact, 60, False),
+    ):
+        assert (await policy.rewrite(full(messages, tokens, ask)) is not None) is rewrites, (policy, tokens)
 
 
 def conversation(*said: str) -> list[Message]:
@@ -255,67 +233,33 @@ async def test_truncate_lets_old_turns_go_once_their_output_is_gone() -> None:
     go, and of what the user said the request that the kept turns are about. The next time, half of what is there goes again."""
     turn = ["c" * 40, "t1"]
     messages = conversation("u task", *turn * 2, "u first", *turn, "u second", *turn * 7)
-    full = Moment(messages, 1, tokens=101, turn_tokens=20, context=120, ask=unasked)
-    first = await Truncate(keep=2).rewrite(full)
-    shown = ["u task", "[5 earlier turns were left out]", "u second", *turn * 5]
-    assert first is not None and [message.content for message in first] == shown
-    second = await Truncate(keep=2).rewrite(replace(full, messages=[*first, *conversation(*turn, "u third")]))
+    first = await Truncate(keep=2).rewrite(full(messages)) or []
+    assert texts(first) == ["u task", "[5 earlier turns were left out]", "u second", *turn * 5]
+    second = await Truncate(keep=2).rewrite(full([*first, *conversation(*turn, "u third")]))
     # Six turns: three go; what the user says now stays in its place, and the request before it went with its turns.
-    assert second is not None
-    assert [message.content for message in second] == ["u task", "[8 earlier turns were left out]", *turn * 3, "u third"]
+    assert texts(second) == ["u task", "[8 earlier turns were left out]", *turn * 3, "u third"]
     # `keep` turns stay whatever happens, and a first turn that fills the context alone is left as it is.
-    assert await Truncate(keep=2).rewrite(replace(full, messages=conversation("u task", *turn * 2))) is None
-    assert await Truncate(keep=0).rewrite(replace(full, messages=conversation("u task", *turn))) is None
+    assert await Truncate(keep=2).rewrite(full(conversation("u task", *turn * 2))) is None
+    assert await Truncate(keep=0).rewrite(full(conversation("u task", *turn))) is None
     # Output goes alone if that is a quarter of it all: 11 of 85 characters in six of eight turns are too few, 56 of 130 enough.
     for size, kept in ((35, 4), (80, 8)):
-        long = conversation("u task", *["c" * 50, "t" * size] * 8)
-        found = await Truncate(keep=2).rewrite(replace(full, messages=long))
+        found = await Truncate(keep=2).rewrite(full(conversation("u task", *["c" * 50, "t" * size] * 8)))
         assert found is not None and sum(message.role == "assistant" for message in found) == kept
 
 
-async def test_keep_recent_never_loses_the_request_that_is_worked_on() -> None:
-    turn = ["c1", "t1"]
-    policy, task = KeepRecent(turns=2), "u task"
-    full = Moment(conversation(task, *turn, "u request", *turn * 3), 1, tokens=101, turn_tokens=20, context=120, ask=unasked)
-    first = await policy.rewrite(full)
-    assert [m.content for m in first or []] == [task, "[2 earlier turns were left out]", "u request", *turn * 2]
-    second = await policy.rewrite(replace(full, messages=[*(first or []), *conversation(*turn)]))
-    assert [m.content for m in second or []] == [task, "[3 earlier turns were left out]", "u request", *turn * 2]
-    third = await policy.rewrite(replace(full, messages=[*(second or []), *conversation("u next", *turn)]))
-    assert [m.content for m in third or []] == [task, "[4 earlier turns were left out]", *turn, "u next", *turn]
-
-
-async def test_a_compaction_leaves_room_for_the_request_and_the_summary() -> None:
-    """20 tokens for the turn, 10 for the summary, 30 for the request of 30 characters: of 120, 60 are left to what is there."""
-
-    async def ask(instruction: Message, tokens: int) -> str:
-        return "sum"
-
-    messages = [Message("user", "x"), Message("assistant", "y"), Message("tool", "z")] * 3
-    policy = Compact(summary_tokens=10, prompt="p" * 30)
-    rewritten = [await policy.rewrite(Moment(messages, 1, tokens, 20, 120, ask)) for tokens in (60, 61)]
-    assert rewritten[0] is None and rewritten[1] is not None and rewritten[1][1].content == HEAD + "sum"
+async def test_keep_recent_keeps_the_opening_one_note_and_the_request_that_is_worked_on() -> None:
+    turn, policy, task = ["c1", "t1"], KeepRecent(turns=2), "u task"
+    first = await policy.rewrite(full(conversation(task, *turn, "u request", *turn * 3))) or []
+    assert texts(first) == [task, "[2 earlier turns were left out]", "u request", *turn * 2]
+    second = await policy.rewrite(full([*first, *conversation(*turn)])) or []
+    assert texts(second) == [task, "[3 earlier turns were left out]", "u request", *turn * 2], "the count of the one note goes on"
+    third = await policy.rewrite(full([*second, *conversation("u next", *turn)]))
+    assert texts(third) == [task, "[4 earlier turns were left out]", *turn, "u next", *turn]
+    assert await policy.rewrite(full(conversation(task, *turn * 2))) is None, "there is nothing older than the last turns"
 
 
 def config(**rollout: Any) -> TrainConfig:
-    env = {"id": "key_value", "wrappers": rollout.pop("wrappers", [])}
-    return TrainConfig.model_validate({"env": env, "rollout": rollout})
-
-
-@pytest.mark.parametrize(
-    ("rollout", "said"),
-    [
-        ({"context": {"name": "trunkate"}}, "did you mean 'truncate'"),
-        ({"context": {"name": "truncate", "args": {"kep": 1}}}, "did you mean 'keep'"),
-        ({"context": {"name": "compact", "args": {"summary_tokens": 0}}}, "greater than or equal to 1"),
-        ({"summary_model": "openai/x"}, 'only rollout.context.name = "compact"'),
-        ({"context": {"name": "keep_recent"}}, "argument 'turns' is required"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_before_the_run(rollout: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_rollout(RunStart(config(**rollout)))
-    assert said in str(caught.value)
+    return TrainConfig.model_validate({"env": {"id": "key_value"}, "rollout": rollout})
 
 
 def test_the_config_chooses_the_policy_and_who_writes(renderer: Renderer) -> None:

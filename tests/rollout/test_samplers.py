@@ -193,6 +193,20 @@ def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> No
         collector(renderer, UNIFORM).load_json(state)
 
 
+SAMPLERS: list[tuple[str, dict[str, Any], str]] = [
+    ("weigthed", {}, "did you mean"),
+    ("staged", {}, "'stages' is required"),
+    ("staged", {"stages": []}, "stages is empty"),
+    ("staged", {"stages": [{"calls": 2}], "treshold": 0.5}, "did you mean 'threshold'"),
+    ("staged", {"stages": [{"calls": 2}], "threshold": 1.5}, "less than or equal to 1"),
+    ("staged", {"stages": [{"calls": 2}, {"calls": 99}]}, "env.params = {'calls': 99}"),
+    ("staged", {"stages": [{"cals": 2}]}, "cals"),
+    ("success_weighted", {}, "set one of args.buckets"),
+    ("success_weighted", {"pool": 3, "buckets": [{"calls": 2}]}, "set one of args.buckets"),
+    ("success_weighted", {"buckets": [{"calls": 2}, {"calls": 2}]}, "the same"),
+]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -200,6 +214,12 @@ def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> No
         ({"rollout": {"colocate": True}, "model": {"path": "api:openai/x"}}, 'only engine = "embedded", "vllm" can free'),
         ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
         ({"rollout": {"filter_zero_variance": True}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
+        ({"rollout": {"context": {"name": "trunkate"}}}, "did you mean 'truncate'"),
+        ({"rollout": {"context": {"name": "truncate", "args": {"kep": 1}}}}, "did you mean 'keep'"),
+        ({"rollout": {"context": {"name": "compact", "args": {"summary_tokens": 0}}}}, "greater than or equal to 1"),
+        ({"rollout": {"context": {"name": "keep_recent"}}}, "argument 'turns' is required"),
+        ({"rollout": {"summary_model": "openai/x"}}, 'only rollout.context.name = "compact"'),
+        *(({"rollout": {"sampler": {"name": name, "args": args}}}, said) for name, args, said in SAMPLERS),
     ],
 )
 def test_what_does_not_go_together_is_said_before_the_run(
@@ -207,28 +227,6 @@ def test_what_does_not_go_together_is_said_before_the_run(
 ) -> None:
     monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)  # whether vLLM is installed is not the question here
     config = TrainConfig.model_validate({"env": {"id": "key_value"}, **more})
-    with pytest.raises(ConfigError) as caught:
-        check_rollout(RunStart(config))
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "said"),
-    [
-        ("weigthed", {}, "did you mean"),
-        ("staged", {}, "'stages' is required"),
-        ("staged", {"stages": []}, "stages is empty"),
-        ("staged", {"stages": [{"calls": 2}], "treshold": 0.5}, "did you mean 'threshold'"),
-        ("staged", {"stages": [{"calls": 2}], "threshold": 1.5}, "less than or equal to 1"),
-        ("staged", {"stages": [{"calls": 2}, {"calls": 99}]}, "env.params = {'calls': 99}"),
-        ("staged", {"stages": [{"cals": 2}]}, "cals"),
-        ("success_weighted", {}, "set one of args.buckets"),
-        ("success_weighted", {"pool": 3, "buckets": [{"calls": 2}]}, "set one of args.buckets"),
-        ("success_weighted", {"buckets": [{"calls": 2}, {"calls": 2}]}, "the same"),
-    ],
-)
-def test_what_is_wrong_is_said_before_the_run(name: str, args: dict[str, Any], said: str) -> None:
-    config = TrainConfig.model_validate({"env": {"id": "key_value"}, "rollout": {"sampler": {"name": name, "args": args}}})
     with pytest.raises(ConfigError) as caught:
         check_rollout(RunStart(config))
     assert said in str(caught.value)

@@ -1,6 +1,5 @@
 """Samplers and evaluation under rewards that a cost, a scale or a comparison shapes: they ask for success."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv, run_tasks, success_rate, summarize
 from agentrl.run.evaluate import make_report
 from tests.players import collector_of
-from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine, steps
 
 ANY = {"use": "format.regex", "args": {"pattern": "(?s).*", "where": "all"}}
 TOKENS = {"use": "cost.tokens", "args": {"max": 100}}
@@ -30,35 +28,29 @@ STAGED = Choice(name="staged", args={"stages": [{"calls": 2}, {"calls": 4}], "th
 
 
 @pytest.mark.parametrize("root", SHAPED.values(), ids=SHAPED)
-def test_a_curriculum_goes_on_though_nothing_earns_the_highest_reward(renderer: Renderer, root: dict[str, Any]) -> None:
+async def test_a_curriculum_goes_on_though_nothing_earns_the_highest_reward(renderer: Renderer, root: dict[str, Any]) -> None:
     """All 12 groups succeed: the first window of three fills the first stage."""
-
-    async def scenario() -> dict[str, float]:
-        engine = FaultyEngine(renderer.stop_token_ids[0])
-        config = RolloutConfig(groups=3, group_size=2, max_turns=2, sampler=STAGED)
-        scorer = compile_spec({"agentrl_reward": 1, "name": "shaped", "root": root})
-        collect = collector_of(EnvRef("key_value"), Policy(engine, renderer), scorer, config, context=2048, seed=0)
-        for _ in range(4):
-            collect.trained(await collect.collect())
-            await exchange(collect)
-        await collect.close()
-        return collect.metrics()
-
-    found = asyncio.run(scenario())
+    config = RolloutConfig(groups=3, group_size=2, max_turns=2, sampler=STAGED)
+    scorer = compile_spec({"agentrl_reward": 1, "name": "shaped", "root": root})
+    policy = Policy(FaultyEngine(renderer.stop_token_ids[0]), renderer)
+    collect = collector_of(EnvRef("key_value"), policy, scorer, config, context=2048, seed=0)
+    await steps(collect, 4)
+    await collect.close()
+    found = collect.metrics()
     assert (found["sampler/stage"], found["sampler/stage_success"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(("name", "reward"), [("a cost", 1.0), ("a comparison", None)])
-def test_an_evaluation_counts_successes(renderer: Renderer, name: str, reward: float | None) -> None:
+async def test_an_evaluation_counts_successes(renderer: Renderer, name: str, reward: float | None) -> None:
     engine = FaultyEngine(renderer.stop_token_ids[0])
     scorer = compile_spec({"agentrl_reward": 1, "name": "shaped", "root": SHAPED[name]})
     part = RunEnv("kv", EnvRef("key_value"), Policy(engine, renderer), scorer, Limits.of(RolloutConfig(), 2048))
-    found = summarize(asyncio.run(run_tasks(LocalPlayer([part]), "kv", [(0, 0), (1, 0), (2, 0)], seed=0, max_episodes=4)))
+    found = summarize(await run_tasks(LocalPlayer([part]), "kv", [(0, 0), (1, 0), (2, 0)], seed=0, max_episodes=4))
     assert (found.success, found.scored, found.unscored) == (1.0, 3, 0)
     assert (found.reward is None) if reward is None else (found.reward is not None and 0.5 < found.reward < reward)
 
 
-def test_an_evaluations_seed_moves_the_sampling_and_not_the_tasks() -> None:
+async def test_an_evaluations_seed_moves_the_sampling_and_not_the_tasks() -> None:
     asked: list[tuple[int, str, int]] = []
 
     class Stub(Player):
@@ -67,7 +59,7 @@ def test_an_evaluations_seed_moves_the_sampling_and_not_the_tasks() -> None:
             return [rated("x", 1.0, True)]
 
     for seed in (3, 4):
-        asyncio.run(run_tasks(Stub(), "kv", [(0, 0), (1, 0)], seed=seed, max_episodes=4))
+        await run_tasks(Stub(), "kv", [(0, 0), (1, 0)], seed=seed, max_episodes=4)
     assert asked == [(task, "heldout", derive(seed, "heldout", task, 0)) for seed in (3, 4) for task in (0, 1)]
 
 
@@ -77,13 +69,8 @@ def rated(task: str, reward: float | None, success: bool | None) -> Trajectory:
 
 def test_rates_are_over_what_is_known() -> None:
     """An outage knows neither; a success node without a value leaves a reward; a group leaf leaves a success."""
-    episodes = [
-        rated("a", 0.5, True),
-        rated("a", 0.9, False),
-        rated("b", None, None),
-        rated("b", 0.7, None),
-        rated("c", None, True),
-    ]
+    rows = [("a", 0.5, True), ("a", 0.9, False), ("b", None, None), ("b", 0.7, None), ("c", None, True)]
+    episodes = [rated(*row) for row in rows]
     assert success_rate(episodes) == pytest.approx(2 / 3) and success_rate(episodes[2:4]) is None
     found = summarize(episodes)
     assert (found.success, found.scored, found.unscored) == (pytest.approx(2 / 3), 4, 1)

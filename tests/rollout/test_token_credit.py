@@ -1,7 +1,6 @@
 """From spec over evidence to the token, through the real loop: environment, renderer, ledger, scorer, batch."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +8,12 @@ import numpy as np
 import pytest
 
 from agentrl.data.rows import collate
-from agentrl.data.trajectory import Message, ToolCall, Trajectory
+from agentrl.data.trajectory import ToolCall, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, token_rewards
-from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from tests.rollout.conftest import FaultyEngine
+from tests.players import Script
 
 REF = EnvRef("key_value", {"calls": 4, "set_share": 0.0})
 LIMITS = Limits(max_turns=8, max_turn_tokens=64, max_episode_tokens=2000, turn_timeout=5, episode_timeout=20, context=4096)
@@ -36,18 +34,6 @@ CASES = {
 }
 
 
-class Player(FaultyEngine):
-    """Samples fixed turns."""
-
-    def __init__(self, renderer: Renderer, turns: Sequence[Message]) -> None:
-        super().__init__(renderer.stop_token_ids[0])
-        self.left = [renderer.assistant(turn) for turn in turns]
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        ids = self.left.pop(0)
-        return Generation(ids, [-0.5] * len(ids), [0] * len(ids), "stop")
-
-
 def played(renderer: Renderer, root: dict[str, Any]) -> tuple[Trajectory, Any]:
     env = REF.build()
     env.reset(seed=1)
@@ -56,7 +42,7 @@ def played(renderer: Renderer, root: dict[str, Any]) -> tuple[Trajectory, Any]:
     wrong = ToolCall("get", {"key": "z"})
     turns[1] = replace(turns[1], tool_calls=(*turns[1].tool_calls, wrong))
     scorer = compile_spec({"agentrl_reward": 1, "name": "credit", "root": root})
-    policy = Policy(Player(renderer, turns), renderer)
+    policy = Policy(Script([renderer.assistant(turn) for turn in turns]), renderer)
     trajectory = asyncio.run(run_episode(REF.build(), policy, EpisodeSpec(1, "train", 0, 0, "k"), LIMITS, scorer))
     return trajectory, scorer.score(trajectory)
 
