@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +111,24 @@ async def resume(first: Collector, again: Collector) -> dict[str, Any]:
     again.load_json(json.loads(json.dumps(state)))
     await exchange(again)
     return state
+
+
+RUN = """
+base = "quickstart"
+name = "r"
+engine = "embedded"
+sft = false
+trackers = []
+cluster = { backend = "inline" }
+health = { idle_updates = 1000 }
+model = { init = { layers = 1, hidden = 16 } }
+"""
+
+
+def trained(folder: Path, keys: str) -> list[dict[str, Any]]:
+    """The rows of a run of a random model, which solves nothing and learns nothing, with these keys: `folder / "r"`."""
+    from agentrl.cli.main import main
+
+    (folder / "c.toml").write_text(RUN + keys)
+    assert main(["train", str(folder / "c.toml"), f"out={folder}"]) in (0, 1)
+    return [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]

@@ -1,14 +1,13 @@
 """A group whose members all score the same grows, and nothing else of it changes: from a config, with its neighbours."""
 
 import asyncio
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.config import RolloutConfig
+from agentrl.config import RolloutConfig, load_config
 from agentrl.config.load import config_from
 from agentrl.data.trajectory import Group
 from agentrl.render.base import Renderer
@@ -18,8 +17,8 @@ from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.loop import make_batch
 from agentrl.run.plan import Planner
 from agentrl.utils.errors import ConfigError
-from tests.publishing import exchange
-from tests.rollout.test_spent import made
+from tests.rollout.conftest import resume, trained
+from tests.rollout.test_spent import made, rows_of
 
 SIZE, GROW, MOST = 2, 2.5, 5
 
@@ -27,15 +26,9 @@ SIZE, GROW, MOST = 2, 2.5, 5
 def groups_of(renderer: Renderer, updates: int = 4, **more: Any) -> tuple[list[Group], list[dict[str, float]], Any]:
     async def scenario() -> tuple[list[Group], list[dict[str, float]], Any]:
         engine, collect = made(renderer, **{"group_size": SIZE, "groups": 3, **more})
-        groups, rows = [], []
-        for _ in range(updates):
-            batch = await collect.collect()
-            groups += batch
-            rows.append(collect.metrics())
-            collect.trained(batch)
-            await exchange(collect)
+        rows, batches = await rows_of(collect, updates)
         await collect.close()
-        return groups, rows, engine
+        return [group for groups in batches for group in groups], rows, engine
 
     return asyncio.run(scenario())
 
@@ -72,17 +65,19 @@ def test_a_resume_grows_the_same_groups(renderer: Renderer) -> None:
 
     async def broken() -> tuple[list[Group], list[dict[str, float]]]:
         groups, found = list[Group](), list[dict[str, float]]()
-        _, collect = made(renderer, group_size=SIZE, groups=3, grow=GROW, filter_zero_variance=True, max_delay=0.003)
+        options: dict[str, Any] = {
+            "group_size": SIZE,
+            "groups": 3,
+            "grow": GROW,
+            "filter_zero_variance": True,
+            "max_delay": 0.003,
+        }
+        _, collect = made(renderer, **options)
         for _ in range(4):
-            batch = await collect.collect()
-            groups += batch
-            found.append(collect.metrics())
-            collect.trained(batch)
-            state = json.loads(json.dumps(collect.to_json()))
-            await collect.close()
-            _, collect = made(renderer, group_size=SIZE, groups=3, grow=GROW, filter_zero_variance=True, seed=5, max_delay=0.003)
-            collect.load_json(state)
-            await exchange(collect)
+            rows, batches = await rows_of(collect, 1)
+            groups, found = groups + batches[0], found + rows
+            first, (_, collect) = collect, made(renderer, seed=5, **options)
+            await resume(first, collect)
         await collect.close()
         return groups, found
 
@@ -128,34 +123,15 @@ def test_what_cannot_grow_is_refused_by_name(more: dict[str, Any], said: str) ->
     assert said in str(refused.value)
 
 
-CONFIG = """
-base = "quickstart"
-name = "r"
-steps = 2
-engine = "embedded"
-sft = false
-trackers = []
-trajectories_every = 1
-cluster = { backend = "inline" }
-rollout = { groups = 2, group_size = 2, grow = 2.0, max_turns = 2, max_turn_tokens = 6 }
-eval = { tasks = 1 }
-health = { idle_updates = 1000 }
-model = { init = { layers = 1, hidden = 16 } }
-"""
-
-
 def test_a_run_from_a_config_grows_and_plans_for_it(tmp_path: Path) -> None:
-    """A random model solves nothing, so every group is as large as it may be."""
-    from agentrl.cli.main import main
-
-    (tmp_path / "c.toml").write_text(CONFIG)
-    assert main(["train", str(tmp_path / "c.toml"), f"out={tmp_path}"]) in (0, 1)
-    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    """No group has anything to say, so each is as large as it may be."""
+    rows = trained(tmp_path, """steps = 2
+        trajectories_every = 1
+        eval = { tasks = 1 }
+        rollout = { groups = 2, group_size = 2, grow = 2.0, max_turns = 2, max_turn_tokens = 6 }""")  # fmt: skip
     for row in (row for row in rows if row["phase"] == "train"):
         assert row["scored"] == 8 and row["members_grown"] == 4
         assert len((tmp_path / "r" / "trajectories" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()) == 8
-    from agentrl.config import load_config
-
     plan = Planner(load_config(tmp_path / "r" / "config.toml")).batches()
     assert (plan.episodes, plan.grown, plan.tokens) == (4, 8, 8 * plan.episode_tokens)
     assert RolloutConfig().grow == 1.0

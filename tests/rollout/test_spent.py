@@ -29,7 +29,7 @@ from agentrl.rollout.stats import RolloutStats
 from agentrl.run.metrics import info_of
 from agentrl.run.run_log import shown_of, thrown_away
 from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine, resume, trained
 from tests.rollout.in_process import pool_in_process
 from tests.rollout.test_samplers import LENGTH
 
@@ -80,10 +80,9 @@ def made(renderer: Renderer, *, odd: bool = False, greedy: bool = False, **more:
 async def rows_of(collect: Collector, updates: int) -> tuple[list[dict[str, float]], list[list[Group]]]:
     rows, batches = [], []
     for _ in range(updates):
-        groups = await collect.collect()
-        rows.append({key: value for key, value in collect.metrics().items() if key.startswith("tokens")})
-        batches.append(groups)
-        collect.trained(groups)
+        batches.append(await collect.collect())
+        rows.append(collect.metrics())
+        collect.trained(batches[-1])
         await exchange(collect)
     return rows, batches
 
@@ -99,10 +98,10 @@ def dropped(batches: list[list[Group]], last: int) -> list[str]:
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_a_filtered_group_is_thrown_away_and_a_refused_one_too(renderer: Renderer, greedy: bool) -> None:
+async def test_a_filtered_group_is_thrown_away_and_a_refused_one_too(renderer: Renderer, greedy: bool) -> None:
     for why, options in (("filtered", {"filter_zero_variance": True}), ("refused", {"odd": True})):
         engine, collect = made(renderer, greedy=greedy, **options)
-        rows, batches = asyncio.run(rows_of(collect, 6))
+        rows, batches = await rows_of(collect, 6)
         for row, groups in zip(rows, batches, strict=True):
             assert row["tokens_sampled"] == tokens(groups) + row["tokens_thrown"]
             assert row["tokens_thrown"] == row.get(f"tokens_thrown/{why}", 0)
@@ -114,10 +113,10 @@ def test_a_filtered_group_is_thrown_away_and_a_refused_one_too(renderer: Rendere
         assert spent["thrown"] == {why: spent["tokens_thrown"]} and spent["tokens_sampled"] == sum(engine.gave.values())
 
 
-def test_what_is_tried_again_or_fails_is_thrown_away(renderer: Renderer) -> None:
+async def test_what_is_tried_again_or_fails_is_thrown_away(renderer: Renderer) -> None:
     engine, collect = made(renderer, fail=0.35, seed=3, retries=1, min_survivors=2)
     engine.first = renderer.assistant(CALL)
-    rows, batches = asyncio.run(rows_of(collect, 6))
+    rows, batches = await rows_of(collect, 6)
     again = sum(n for key, n in engine.gave.items() if ".a0" in key and key.replace(".a0", ".a1") in engine.gave)
     assert sum(row.get("tokens_thrown/retried", 0) for row in rows) == again > 0
     assert sum(row["tokens_sampled"] for row in rows) == sum(engine.gave.values())
@@ -125,22 +124,18 @@ def test_what_is_tried_again_or_fails_is_thrown_away(renderer: Renderer) -> None
     assert collect.ledger.counts()["failed"] > 0 and sum(row.get("tokens_thrown/failed", 0) for row in rows) > 0
 
 
-def test_cancelled_episodes_count_with_the_turns_that_were_over(renderer: Renderer) -> None:
+async def test_cancelled_episodes_count_with_the_turns_that_were_over(renderer: Renderer) -> None:
     """Group 1 hangs in its second turn: what it sampled before is told with the next update, after its cancellation."""
-
-    async def scenario() -> tuple[Counting, list[dict[str, float]], list[list[Group]]]:
-        engine, collect = made(renderer, oversample=1.5)
-        engine.first, engine.held = renderer.assistant(CALL), ("g1.",)
-        first = await rows_of(collect, 1)
+    engine, collect = made(renderer, oversample=1.5)
+    engine.first, engine.held = renderer.assistant(CALL), ("g1.",)
+    rows = []
+    for update in range(3):
+        [row], [groups] = await rows_of(collect, 1)
+        rows.append(row)
+        if update == 0:
+            assert [group.index for group in groups] == [0, 2], "the update does without the one that hangs"
         await collect.rest()
-        second = await rows_of(collect, 1)
-        await collect.rest()
-        third = await rows_of(collect, 1)
-        await collect.close()
-        return engine, first[0] + second[0] + third[0], first[1] + second[1]
-
-    engine, rows, batches = asyncio.run(scenario())
-    assert [group.index for group in batches[0]] == [0, 2], "the update does without the one that hangs"
+    await collect.close()
     assert engine.of("g1.") == 2 * len(engine.first) and "tokens_thrown/cancelled" not in rows[0]
     assert rows[1]["tokens_thrown/cancelled"] >= engine.of("g1."), "told with the next update"
     assert all(row["tokens_thrown"] == row.get("tokens_thrown/cancelled", 0) for row in rows)
@@ -175,7 +170,7 @@ def test_a_checkpoint_has_what_was_thrown_since_the_update_and_what_waits_for_on
 
 
 @pytest.mark.parametrize("oversample", ["oversample", "oversample_members"])
-def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(renderer: Renderer, oversample: str) -> None:
+async def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(renderer: Renderer, oversample: str) -> None:
     """One member is a few turns of the loop later than the others, each number in turn: among them is the one in which its group
     no longer waits for it and has not stopped it yet."""
 
@@ -190,7 +185,7 @@ def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(renderer: 
 
     ends = set[float]()
     for pace in range(80):
-        gave, sampled, thrown, kept = asyncio.run(scenario(pace))
+        gave, sampled, thrown, kept = await scenario(pace)
         assert gave >= sampled == kept + thrown, pace
         ends.add(thrown)
     assert len(ends) > 1, "some ended in time and some did not"
@@ -227,43 +222,37 @@ async def test_a_worker_tells_what_an_episode_that_is_cancelled_had_sampled(
     st.integers(0, 2), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.003]), st.integers(0, 2**30), st.booleans(),
     st.sampled_from([1.0, 1.5]), st.sampled_from([1.0, 1.5]), st.integers(0, 3),
 )  # fmt: skip
-def test_no_token_is_lost_or_counted_twice(
+async def test_no_token_is_lost_or_counted_twice(
     renderer: Renderer, eta: int, fail: float, delay: float, seed: int, filters: bool, groups: float, members: float, killed: int
 ) -> None:
     options: dict[str, Any] = {
         "fail": fail, "max_delay": delay, "seed": seed, "max_staleness": eta, "filter_zero_variance": filters,
         "oversample": groups, "oversample_members": members, "odd": seed % 2 == 0,
     }  # fmt: skip
-
-    async def scenario() -> None:
-        engine, collect = made(renderer, **options)
-        found, engines = list[tuple[dict[str, float], list[Group]]](), [engine]
-        for update in range(3):
-            rows, batches = await rows_of(collect, 1)
-            found.append((rows[0], batches[0]))
-            if update == killed and eta == 0:
-                await collect.rest()
-                state = json.loads(json.dumps(collect.to_json()))
-                engine, collect = made(renderer, **options)
-                engines.append(engine)
-                collect.load_json(state)
-                await exchange(collect)
-        await collect.close()
-        waiting = collect.ledger.complete_groups()
-        rest = collect.stats.take([], False)
-        gave = sum(sum(engine.gave.values()) for engine in engines)
-        sampled = sum(row["tokens_sampled"] for row, _ in found) + rest["tokens_sampled"]
-        # What is cancelled in the moment in which a turn ends has not read it.
-        assert gave == sampled if eta == 0 and groups == members == 1 else gave >= sampled
-        thrown = sum(row["tokens_thrown"] for row, _ in found) + rest["tokens_thrown"]
-        kept = sum(tokens(batch) for _, batch in found) + tokens(waiting)
-        if eta == 0:
-            assert sampled == kept + thrown
-        for row, _ in found:
-            assert row["tokens_thrown"] == sum(value for key, value in row.items() if "/" in key)
-            assert all(info_of(key) for key in row)
-
-    asyncio.run(scenario())
+    engine, collect = made(renderer, **options)
+    found, engines = list[tuple[dict[str, float], list[Group]]](), [engine]
+    for update in range(3):
+        rows, batches = await rows_of(collect, 1)
+        found.append(({key: value for key, value in rows[0].items() if key.startswith("tokens")}, batches[0]))
+        if update == killed and eta == 0:
+            await collect.rest()
+            first, (engine, collect) = collect, made(renderer, **options)
+            engines.append(engine)
+            await resume(first, collect)
+    await collect.close()
+    waiting = collect.ledger.complete_groups()
+    rest = collect.stats.take([], False)
+    gave = sum(sum(engine.gave.values()) for engine in engines)
+    sampled = sum(row["tokens_sampled"] for row, _ in found) + rest["tokens_sampled"]
+    # What is cancelled in the moment in which a turn ends has not read it.
+    assert gave == sampled if eta == 0 and groups == members == 1 else gave >= sampled
+    thrown = sum(row["tokens_thrown"] for row, _ in found) + rest["tokens_thrown"]
+    kept = sum(tokens(batch) for _, batch in found) + tokens(waiting)
+    if eta == 0:
+        assert sampled == kept + thrown
+    for row, _ in found:
+        assert row["tokens_thrown"] == sum(value for key, value in row.items() if "/" in key)
+        assert all(info_of(key) for key in row)
 
 
 def test_the_display_says_the_share_that_was_thrown_away() -> None:
@@ -272,36 +261,18 @@ def test_the_display_says_the_share_that_was_thrown_away() -> None:
     assert shown_of(row | {"tokens_sampled": 400.0, "tokens_thrown": 100.0}, ["a"])[0]["thrown away"] == "25.0 %"
 
 
-CONFIG = """
-base = "quickstart"
-name = "r"
-steps = 3
-engine = "embedded"
-sft = false
-trackers = []
-cluster = { backend = "inline" }
-rollout = { groups = 2, group_size = 2, max_turns = 3, max_turn_tokens = 6, filter_zero_variance = true, max_filtered = 2.0 }
-eval = { tasks = 1 }
-health = { idle_updates = 1000 }
-model = { init = { layers = 1, hidden = 16 } }
-"""
-
-
 def test_a_run_from_a_config_says_it_in_rows_summary_and_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A random model solves nothing: of each update 4 groups are filtered, the limit, and 2 trained."""
-    from agentrl.cli.main import main
-
-    (tmp_path / "c.toml").write_text(CONFIG)
-    assert main(["train", str(tmp_path / "c.toml"), f"out={tmp_path}"]) in (0, 1)
-    run = tmp_path / "r"
-    rows = [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line))["phase"] == "train"]
+    """Of each update 4 groups are filtered, the limit, and 2 trained."""
+    rollout = "groups = 2, group_size = 2, max_turns = 3, max_turn_tokens = 6, filter_zero_variance = true, max_filtered = 2.0"
+    rows = trained(tmp_path, f"steps = 3\neval = {{ tasks = 1 }}\nrollout = {{ {rollout} }}")
+    rows = [row for row in rows if row["phase"] == "train"]
     assert len(rows) == 3
     for row in rows:
         assert row["tokens_sampled"] == row["tokens"] + row["tokens_thrown"] and row["groups_filtered"] == 4
         seconds = sum(row[f"time/{part}_s"] for part in ("rollout", "batch", "update", "publish"))
         assert 0 < row["throughput/sampled_tokens_per_s"] <= row["tokens_sampled"] / seconds * (1 + 1e-6)
         assert 0.5 < row["tokens_thrown"] / row["tokens_sampled"] < 0.8
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     sampled, away = (sum(row[key] for row in rows) for key in ("tokens_sampled", "tokens_thrown"))
     assert (summary["tokens_sampled"], summary["tokens_thrown"], summary["thrown"]) == (sampled, away, {"filtered": away})
     said = capsys.readouterr().out
