@@ -1,6 +1,5 @@
 """A finite pool of tasks is gone through without replacement, epoch by epoch, whatever is dropped, killed or resumed."""
 
-import asyncio
 import json
 import logging
 from collections import Counter
@@ -11,7 +10,6 @@ import pytest
 
 from agentrl.config import Choice, RolloutConfig
 from agentrl.contrib.toolkit.taskdata import load_tasks
-from agentrl.data.trajectory import Group
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
@@ -22,8 +20,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.utils.errors import EnvError
 from tests.players import collector_of, tasks_of
-from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine, steps
+from tests.rollout.conftest import FaultyEngine, resume, steps
 
 KEY_VALUE = EnvRef("key_value", {"calls": 2, "set_share": 0.0, "max_value": 1, "keys": 4})  # a few dozen tasks in all
 LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id": "n", "args": {"max": 4}}}
@@ -31,14 +28,10 @@ LENGTH = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.tokens", "id":
 
 def of_file(folder: Path, count: int, weight: float = 1.0) -> EnvRef:
     pytest.importorskip("mcp")
-    lines = [
-        {"prompt": f"question {n}", "gold": {"answer": n}, "split": "train", "weight": weight if n == 0 else 1.0}
-        for n in range(count)
-    ]
-    held = {"prompt": "held out", "gold": {"answer": "x"}, "split": "heldout"}
-    folder.mkdir(exist_ok=True)
-    file = folder / "tasks.jsonl"
-    file.write_text("\n".join(json.dumps(line) for line in [*lines, held]))
+    rows = [{"prompt": f"question {n}", "gold": {"answer": n}, "split": "train", "weight": 1.0} for n in range(count)]
+    rows[0]["weight"] = weight
+    rows.append({"prompt": "held out", "gold": {"answer": "x"}, "split": "heldout"})
+    (file := folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return EnvRef("mcp", {"tasks": str(file)})
 
 
@@ -102,38 +95,32 @@ def test_a_pool_skips_doubles_and_says_where_there_are_no_more(caplog: pytest.Lo
         seen = drawn(tasks, range(2 * there))
     assert Counter(seen) == dict.fromkeys(set(content), 2)
     assert f"{there} different tasks, not the 500" in caplog.text
-    small = source(KEY_VALUE, pool=10)
-    assert len(set(drawn(small, range(10)))) == 10 and sorted(small.pool()) == sorted(
-        next(seed for seed, text in enumerate(content) if text == wanted) for wanted in list(dict.fromkeys(content))[:10]
-    )
+    small, firsts = source(KEY_VALUE, pool=10), sorted(content.index(text) for text in list(dict.fromkeys(content))[:10])
+    assert len(set(drawn(small, range(10)))) == 10 and sorted(small.pool()) == firsts
 
 
 @pytest.mark.parametrize("count", [0, -1, "many", 2.5])
 def test_a_number_of_tasks_that_is_none_is_refused_by_name(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """0 and below would make the tasks endless without a word."""
-    kind = type(KEY_VALUE.build().unwrapped)
-    monkeypatch.setattr(kind, "task_count", lambda self, split: count)
+    monkeypatch.setattr(type(KEY_VALUE.build().unwrapped), "task_count", lambda self, split: count)
     with pytest.raises(EnvError, match=rf"KeyValue-v0: task_count\('train'\) returned {count!r}; expected 1 or more"):
         source(KEY_VALUE).draw(0)
 
 
 def test_all_tasks_are_those_of_the_training_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type(KEY_VALUE.build().unwrapped)
-    monkeypatch.setattr(kind, "task_count", lambda self, split: {"train": 3, "heldout": 5}[split])
+    counts = {"train": 3, "heldout": 5}
+    monkeypatch.setattr(type(KEY_VALUE.build().unwrapped), "task_count", lambda self, split: counts[split])
     tasks = source(KEY_VALUE)
     assert sorted(tasks.draw(index).seed for index in range(3)) == list(tasks.pool()) == [0, 1, 2]
 
 
-def test_another_pool_than_the_checkpoints_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_pool_than_the_checkpoints_is_warned_of_and_none_goes_on_with_one(caplog: pytest.LogCaptureFixture) -> None:
     drawn(before := source(KEY_VALUE, pool=4), range(1))
     for size, said in ((4, False), (3, True)):
         drawn(after := source(KEY_VALUE, pool=size), range(1))
         caplog.clear()
         after.load_json(before.to_json())
         assert (f"a pool of 4 tasks, now there are {size}" in caplog.text) is said
-
-
-def test_a_run_without_a_pool_goes_on_with_one() -> None:
     tasks = source(KEY_VALUE, pool=4)
     tasks.load_json(json.loads(json.dumps(source(EnvRef("key_value")).to_json())))
     assert len({tasks.draw(index).seed for index in range(4)}) == 4 and tasks.metrics()["sampler/epoch"] == 1.0
@@ -143,7 +130,6 @@ def test_arms_of_success_weighted_are_the_different_tasks() -> None:
     tasks = source(KEY_VALUE, name="success_weighted", pool=10)
     seeds = Counter(tasks.draw(index).seed for index in range(2000))
     assert set(seeds) == set(tasks.pool()) and len(seeds) == 10
-    state = json.loads(json.dumps(tasks.to_json()))
     late = max(tasks.pool())
     tasks.finish(next(i for i in range(2000) if tasks.draw(i).seed == late), 1.0)
     tasks.update()
@@ -164,13 +150,9 @@ def collector(renderer: Renderer, *, seed: int, pool: int, fail: float = 0.0, **
 async def test_a_killed_run_goes_on_in_the_epoch_without_a_repetition_or_a_gap(renderer: Renderer, eta: int) -> None:
     """12 tasks, 3 groups an update: four updates are an epoch, whether or not the run is killed after the third."""
 
-    first = collector(renderer, seed=1, pool=12, max_staleness=eta)
+    first, again = (collector(renderer, seed=seed, pool=12, max_staleness=eta) for seed in (1, 2))
     groups = await steps(first, 3)
-    state = json.loads(json.dumps(first.to_json()))
-    await first.close()
-    again = collector(renderer, seed=2, pool=12, max_staleness=eta)
-    again.load_json(state)
-    await exchange(again)
+    await resume(first, again)
     groups += await steps(again, 5)
     await again.close()
     seeds = [group.task_seed for group in sorted(groups, key=lambda group: group.index)]
@@ -179,17 +161,13 @@ async def test_a_killed_run_goes_on_in_the_epoch_without_a_repetition_or_a_gap(r
     assert len(seeds) == 24 and set(seeds) == set(range(12)) and max(Counter(seeds).values()) <= 2 + (eta > 0)
 
 
-def test_the_task_of_a_dropped_group_comes_again_in_the_next_epoch(renderer: Renderer) -> None:
+async def test_the_task_of_a_dropped_group_comes_again_in_the_next_epoch(renderer: Renderer) -> None:
     """Failed and filtered groups are replaced by the next task: no task is drawn twice in an epoch of 12."""
-
-    async def scenario() -> tuple[list[Group], dict[str, int], list[int]]:
-        collect = collector(renderer, seed=3, pool=12, fail=0.2, filter_zero_variance=True, max_filtered=2.0)
-        groups = await steps(collect, 4)
-        drawn = [tasks_of(collect).sampler.choose(0, index).seed for index in range(collect.ledger.total)]
-        await collect.close()
-        return groups, collect.ledger.counts(), drawn
-
-    groups, counts, drawn = asyncio.run(scenario())
+    collect = collector(renderer, seed=3, pool=12, fail=0.2, filter_zero_variance=True, max_filtered=2.0)
+    groups = await steps(collect, 4)
+    drawn = [tasks_of(collect).sampler.choose(0, index).seed for index in range(collect.ledger.total)]
+    await collect.close()
+    counts = collect.ledger.counts()
     assert counts["failed"] > 0 and counts["filtered"] > 0 and len(drawn) > 12
     assert sorted(drawn[:12]) == list(range(12)) and len(set(drawn[12:24])) == len(drawn[12:24])
     assert all(group.task_seed == drawn[group.index] for group in groups)

@@ -1,6 +1,5 @@
 """Groups of several environments in one run: in which shares they are drawn, what a resume draws, and what a collector does."""
 
-import asyncio
 import json
 import random
 import re
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import Choice, RolloutConfig
-from agentrl.data.trajectory import Group, Trajectory
+from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
@@ -21,8 +20,7 @@ from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.mixtures import EnvOutcome, MixedTasks, Part, make_mixture, pick
 from agentrl.rollout.player import LocalPlayer, RunEnv
 from agentrl.utils.errors import ConfigError, NothingScoredError, StalledError
-from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine, steps
+from tests.rollout.conftest import FaultyEngine, only_update, resume, steps
 from tests.rollout.test_samplers import BUCKETS, LENGTH, STAGES
 
 ENV = EnvRef("key_value")
@@ -131,12 +129,10 @@ def test_each_environment_goes_through_its_own_pool() -> None:
     """Of 24 groups in turn each environment gets 12: all tasks of its pool of 12, each once, in orders of their own."""
     tasks = mixed({"a": 1.0, "b": 1.0})
     seeds: dict[str, list[int]] = {"a": [], "b": []}
-    index = 0
-    while min(map(len, seeds.values())) < 12:
+    for index in range(27):
         choice = tasks.draw(index)
         seeds[choice.env].append(choice.seed)
-        index += 1
-    assert index <= 27 and [len(set(found[:12])) for found in seeds.values()] == [12, 12]
+    assert [len(set(found[:12])) for found in seeds.values()] == [12, 12]
     assert seeds["a"][:12] != seeds["b"][:12]
 
 
@@ -165,10 +161,8 @@ def collector(
     """Of environments that differ in name and, if it is "broken", in that no request of it is answered."""
     engine, broken = (FaultyEngine(renderer.stop_token_ids[0], max_delay=delay, seed=seed, fail=fail) for fail in (0.0, 1.0))
     config = RolloutConfig(**{"groups": 4, "group_size": 2, "max_turns": 2, "retries": 0, "stall_timeout": 20.0, **rollout})
-    limits, policies = (
-        Limits.of(config, 2048),
-        {name: Policy(broken if name == "broken" else engine, renderer) for name in weights},
-    )
+    limits = Limits.of(config, 2048)
+    policies = {name: Policy(broken if name == "broken" else engine, renderer) for name in weights}
     envs = [RunEnv(name, ENV, policies[name], compile_spec(LENGTH), limits) for name in weights]
     tasks = MixedTasks([Part(name, ENV, config.sampler, weight) for name, weight in weights.items()], mixture, 0)
     greedy = [name for name in weights if name == "greedy"]
@@ -186,90 +180,56 @@ def drawn(groups: list[Group]) -> list[Any]:
     [(FIXED, Choice(name="uniform")), (BY_SUCCESS, BUCKETS), (BY_TOKENS, STAGES)],
     ids=lambda choice: choice.name,
 )
-def test_k_updates_a_resume_and_k_more_are_2k(renderer: Renderer, mixture: Choice, sampler: Choice) -> None:
+async def test_k_updates_a_resume_and_k_more_are_2k(renderer: Renderer, mixture: Choice, sampler: Choice) -> None:
     """With groups filtered and replaced in between, and with other delays."""
     weights = {"a": 2.0, "b": 1.0, "greedy": [(0, 0.0), (3, 1.0)]}
-
-    async def run(kill: bool) -> tuple[list[Group], dict[str, float]]:
-        more = {"filter_zero_variance": True, "sampler": sampler}
-        collect = collector(renderer, weights, mixture, delay=0.004 * kill, **more)
-        groups = await steps(collect, 4)
-        if kill:
-            state = json.loads(json.dumps(collect.to_json()))
-            await collect.close()
-            collect = collector(renderer, weights, mixture, delay=0.004, seed=2, **more)
-            collect.load_json(state)
-            await exchange(collect)
-        groups += await steps(collect, 4)
-        await collect.close()
-        return groups, collect.metrics()
-
-    (straight, numbers), (resumed, same) = asyncio.run(run(False)), asyncio.run(run(True))
-    assert drawn(straight) == drawn(resumed) and numbers == same
+    more: dict[str, Any] = {"filter_zero_variance": True, "sampler": sampler}
+    whole, collect, again = (
+        collector(renderer, weights, mixture, delay=delay, seed=seed, **more)
+        for delay, seed in ((0.0, 0), (0.004, 0), (0.004, 2))
+    )
+    straight, resumed = await steps(whole, 8), await steps(collect, 4)
+    await resume(collect, again)
+    resumed += await steps(again, 4)
+    await whole.close()
+    await again.close()
+    assert drawn(straight) == drawn(resumed) and whole.metrics() == again.metrics()
     assert {group.env for group in straight} == set(weights)
     assert len({calls for _, calls in drawn(straight)}) > 1, "one kind of task only: nothing was sampled"
     for group in straight:
         assert {t.env for t in group.trajectories} == {group.env} and (group.baseline is not None) == (group.env == "greedy")
 
 
-def test_an_environment_that_always_fails_ends_the_run_by_its_name(renderer: Renderer) -> None:
+async def test_an_environment_that_always_fails_ends_the_run_by_its_name(renderer: Renderer) -> None:
     """The others fill every update, so without that it would be left out unnoticed. Its share of 4 groups an update is 1, so 8
     failures in a row are borne."""
     collect = collector(renderer, {"sound": 3.0, "broken": 1.0})
-
-    async def scenario() -> list[Group]:
-        groups: list[Group] = []
-        try:
-            for _ in range(40):
-                groups += await steps(collect, 1)
-        finally:
-            await collect.close()
-        return groups
-
-    with pytest.raises(
-        StalledError, match=r"the last 9 groups of environment 'broken' failed \(limit 8\).*the replica went away"
-    ):
-        asyncio.run(scenario())
+    said = r"the last 9 groups of environment 'broken' failed \(limit 8\).*the replica went away"
+    with pytest.raises(StalledError, match=said):
+        await steps(collect, 40)
     assert collect.ledger.counts()["failed"] == 9
+    await collect.close()
 
 
-def failing(renderer: Renderer) -> str:
-    """What a run says in which no request of any of two environments is answered."""
+async def test_that_nothing_was_ever_scored_is_counted_by_environment(renderer: Renderer, request: Any) -> None:
+    """No request of either is answered; a run that bears that goes on to the limit of groups, which it counts by environment."""
+    unscored = r"none of the first 8 episodes of 4 groups \(2 of broken, 2 of sound\) could be scored; the first: "
     collect = collector(renderer, {"broken": 1.0, "sound": 1.0})
     collect.envs["sound"].policy.engine.fail = 1.0  # type: ignore[attr-defined]
-
-    async def scenario() -> None:
-        try:
-            await collect.collect()
-        finally:
-            await collect.close()
-
-    with pytest.raises((StalledError, NothingScoredError)) as caught:
-        asyncio.run(scenario())
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-def test_that_nothing_was_ever_scored_is_counted_by_environment(renderer: Renderer) -> None:
-    said = failing(renderer)
-    assert re.match(
-        r"NothingScoredError: none of the first 8 episodes of 4 groups \(2 of broken, 2 of sound\) could be scored; the first: "
-        r".*engine_error: the replica went away",
-        said,
-    ), said
-
-
-@pytest.mark.usefixtures("patient")
-def test_the_text_of_a_stall_counts_by_environment(renderer: Renderer) -> None:
-    said = failing(renderer)
-    assert said.startswith("StalledError: ")
-    found = re.search(r"(\d+) groups failed \(limit 32\), of them (\d+) of broken, (\d+) of sound; the last:", said)
-    assert found is not None, said
+    with pytest.raises(NothingScoredError, match=f"^{unscored}.*engine_error: the replica went away"):
+        await only_update(collect)
+    request.getfixturevalue("patient")
+    collect = collector(renderer, {"broken": 1.0, "sound": 1.0})
+    collect.envs["sound"].policy.engine.fail = 1.0  # type: ignore[attr-defined]
+    with pytest.raises(StalledError) as caught:
+        await only_update(collect)
+    found = re.search(r"(\d+) groups failed \(limit 32\), of them (\d+) of broken, (\d+) of sound; the last:", str(caught.value))
+    assert found is not None, caught.value
     total, *parts = map(int, found.groups())
     assert total == sum(parts) > 32 and min(parts) >= 14
 
 
 def test_older_groups_and_trajectories_have_no_name() -> None:
-    from agentrl.data.trajectory import Task
 
     group = Group(3, 5, [Trajectory("made-up", task=Task("t", 0), env="a")], env="a")
     row = json.loads("".join(group.json_chunks()))
