@@ -12,11 +12,8 @@ from agentrl.config.load import config_from
 from agentrl.data.trajectory import Group
 from agentrl.render.base import Renderer
 from agentrl.rollout.group_ledger import alike
-from agentrl.run.assembly import RunStart
-from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.loop import make_batch
 from agentrl.run.plan import Planner
-from agentrl.utils.errors import ConfigError
 from tests.rollout.conftest import resume, trained
 from tests.rollout.test_spent import made, rows_of
 
@@ -106,21 +103,6 @@ def test_a_batch_knows_which_rows_are_compared(renderer: Renderer) -> None:
     batch = make_batch(groups, config_from({"env": {"id": "key_value"}}).algorithm.advantage)
     assert Counter(batch["group"].tolist()) == {group.index: len(group.trajectories) for group in groups}
     assert len(batch) > SIZE * len(groups)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"rollout": {"grow": 2.0, "oversample_members": 1.5}}, "rollout.oversample_members drops the slowest"),
-        ({"rollout": {"grow": 2.0}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
-        ({"rollout": {"grow": 2.0, "group_size": 1}}, "rollout.group_size = 1"),
-    ],
-)
-def test_what_cannot_grow_is_refused_by_name(more: dict[str, Any], said: str) -> None:
-    config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}, **more})
-    with pytest.raises(ConfigError, match=r"^rollout\.grow") as refused:
-        check_rollout(RunStart(config))
-    assert said in str(refused.value)
 
 
 def test_a_run_from_a_config_grows_and_plans_for_it(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Which task a group gets: middle success is preferred, stages advance, and a resume goes on exactly."""
 
-import asyncio
 import json
 from collections import Counter
 from typing import Any
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import Choice, RolloutConfig, TrainConfig
-from agentrl.data.trajectory import Group
 from agentrl.engines.vllm.vllm_maker import VllmMaker
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
@@ -26,8 +24,7 @@ from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import give
 from tests.players import collector_of, only, tasks_of
-from tests.publishing import publish
-from tests.rollout.conftest import FaultyEngine, steps
+from tests.rollout.conftest import FaultyEngine, resume, steps
 
 ENV = EnvRef("key_value")
 # Episodes of four tokens and more succeed: some members of most groups.
@@ -163,28 +160,16 @@ def collector(renderer: Renderer, sampler: Choice, *, delay: float = 0.0, seed: 
     return collector_of(ENV, Policy(engine, renderer), compile_spec(LENGTH), config, context=2048, seed=0)
 
 
-def tasks(groups: list[Group]) -> list[Any]:
-    return [(group.index, group.task_seed, len(group.trajectories[0].task.gold["calls"])) for group in groups]
-
-
-def test_a_group_that_ran_at_the_checkpoint_gets_its_task_again(renderer: Renderer) -> None:
-    async def scenario() -> tuple[list[Any], list[Any]]:
-        first = collector(renderer, STAGES, max_staleness=1)
-        only(first).policy.engine.stuck = ("g1.", "g4.")  # type: ignore[attr-defined]
-        await steps(first, 1)
-        drawn = [(index, choice.seed) for index, choice in tasks_of(first).drawn.items()]
-        state = json.loads(json.dumps(first.to_json()))
-        await first.close()
-        again = collector(renderer, STAGES, max_staleness=1)
-        again.load_json(state)
-        await publish(only(again).policy.engine, 1)
-        tasks_of(again).sampler.observe(outcomes("0", 1.0, 1.0, 1.0))  # it would choose otherwise by now
-        groups = await steps(again, 2)
-        await again.close()
-        return drawn, [(index, seed) for index, seed, _ in tasks(groups)]
-
-    drawn, ran = asyncio.run(scenario())
-    assert {index for index, _ in drawn} >= {1, 4} and set(drawn) <= set(ran)
+async def test_a_group_that_ran_at_the_checkpoint_gets_its_task_again(renderer: Renderer) -> None:
+    first, again = (collector(renderer, STAGES, max_staleness=1) for _ in range(2))
+    only(first).policy.engine.stuck = ("g1.", "g4.")  # type: ignore[attr-defined]
+    await steps(first, 1)
+    drawn = {(index, choice.seed) for index, choice in tasks_of(first).drawn.items()}
+    await resume(first, again)
+    tasks_of(again).sampler.observe(outcomes("0", 1.0, 1.0, 1.0))  # it would choose otherwise by now
+    groups = await steps(again, 2)
+    await again.close()
+    assert {index for index, _ in drawn} >= {1, 4} and drawn <= {(group.index, group.task_seed) for group in groups}
 
 
 def test_another_sampler_does_not_take_up_a_checkpoint(renderer: Renderer) -> None:
@@ -214,6 +199,12 @@ SAMPLERS: list[tuple[str, dict[str, Any], str]] = [
         ({"rollout": {"colocate": True}, "model": {"path": "api:openai/x"}}, 'only engine = "embedded", "vllm" can free'),
         ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
         ({"rollout": {"filter_zero_variance": True}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
+        ({"rollout": {"grow": 2.0, "oversample_members": 1.5}}, "and rollout.oversample_members drops the slowest"),
+        (
+            {"rollout": {"grow": 2.0}, "reward_model": {"path": "x"}},
+            "rollout.grow gives groups more members by the spec's rewards",
+        ),
+        ({"rollout": {"grow": 2.0, "group_size": 1}}, "rollout.grow: with rollout.group_size = 1"),
         ({"rollout": {"context": {"name": "trunkate"}}}, "did you mean 'truncate'"),
         ({"rollout": {"context": {"name": "truncate", "args": {"kep": 1}}}}, "did you mean 'keep'"),
         ({"rollout": {"context": {"name": "compact", "args": {"summary_tokens": 0}}}}, "greater than or equal to 1"),
@@ -234,9 +225,7 @@ def test_what_does_not_go_together_is_said_before_the_run(
 
 @pytest.mark.parametrize(("threshold", "window"), [(0.6, 16), (0.7, 24), (0.8, 100), (0.9, 64)])
 def test_a_stage_ends_at_the_threshold_itself(threshold: float, window: int) -> None:
-    sampler = make_sampler(Choice(name="staged", args={"stages": [{}, {}], "threshold": threshold, "window": window}))
-    sampler.observe([GroupOutcome(index, "0", threshold) for index in range(window)])
-    assert sampler.state()["stage"] == 1
-    below = make_sampler(Choice(name="staged", args={"stages": [{}, {}], "threshold": threshold, "window": window}))
-    below.observe([GroupOutcome(index, "0", threshold - 1e-3 * (index == 0)) for index in range(window)])
-    assert below.state()["stage"] == 0
+    for below, stage in ((0.0, 1), (1e-3, 0)):
+        sampler = make_sampler(Choice(name="staged", args={"stages": [{}, {}], "threshold": threshold, "window": window}))
+        sampler.observe([GroupOutcome(index, "0", threshold - below * (index == 0)) for index in range(window)])
+        assert sampler.state()["stage"] == stage
