@@ -35,32 +35,16 @@ _SHARED = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-}
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": EXPERTS},
-    "qwen2_moe": {
-        **_WIDE,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "num_experts": EXPERTS,
-    },
+    "qwen2_moe": {**_WIDE, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": EXPERTS},
     "mixtral": {"head_dim": 32, "intermediate_size": 64, "num_local_experts": EXPERTS},
     "olmoe": {**_WIDE, "num_experts": EXPERTS},
     "granitemoe": {**_WIDE, "num_local_experts": EXPERTS, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "glm4_moe": {**_SHARED, "head_dim": 32},
     "dots1": {**_SHARED, **_WIDE},
-    "deepseek_v2": {
-        **_SHARED,
-        **_LATENT,
-        "q_lora_rank": None,
-        "topk_method": "group_limited_greedy",
-    },
+    "deepseek_v2": {**_SHARED, **_LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_SHARED, **_LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "gpt_oss": {"head_dim": 32, "intermediate_size": 64, "num_local_experts": EXPERTS, "sliding_window": 64},
     "ernie4_5_moe": {

@@ -62,12 +62,7 @@ def tasks_of(collector: Collector) -> TaskSource:
 
 
 async def run_tasks(
-    env: EnvRef,
-    policy: Policy,
-    scorer: Scorer,
-    limits: Limits,
-    pairs: Sequence[tuple[int, int]],
-    **more: Any,
+    env: EnvRef, policy: Policy, scorer: Scorer, limits: Limits, pairs: Sequence[tuple[int, int]], **more: Any
 ) -> list[Trajectory]:
     """`evaluate.run_tasks`, played here."""
     part = RunEnv(env.id, env, policy, scorer, limits)

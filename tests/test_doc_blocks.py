@@ -22,10 +22,7 @@ from tests.e2e.runs import SMALL
 
 QUICK = {"docs/environments.md"}
 """Pages that take less than a second each, once the libraries are imported."""
-ELSEWHERE = {
-    "examples/": "tests/examples",
-    "CONTRIBUTING.md": "tests/test_contributing.py",
-}
+ELSEWHERE = {"examples/": "tests/examples", "CONTRIBUTING.md": "tests/test_contributing.py"}
 """Pages whose blocks other tests run, unchanged."""
 GUIDES = [page for page in PAGES if page.as_posix().startswith(("docs/tutorials/", "docs/howto/"))]
 

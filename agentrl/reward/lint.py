@@ -35,12 +35,7 @@ ENOUGH = 59
 
 
 def probe_episodes(
-    build: Callable[[], Any],
-    tasks: int,
-    seed: int = 0,
-    *,
-    enough: Callable[[], bool] = lambda: False,
-    gold_needed: bool = True,
+    build: Callable[[], Any], tasks: int, seed: int = 0, *, enough: Callable[[], bool] = lambda: False, gold_needed: bool = True
 ) -> dict[str, list[Trajectory]]:
     """Episodes by kind, one per task: gold, empty, silent, question, spam, listing, mute, padded and shuffled (see lint_probes).
     `build`: a new ToolEnv each time. None is begun once `enough`. Tasks of a finite split are spread over it, so that each family

@@ -36,10 +36,7 @@ MODS: Schema = {
     "weight": {"type": "number", "description": "factor in a sum or mean"},
     "scale": {**_PAIR, "description": "maps 0 to the first and 1 to the second number"},
     "clip": {**_PAIR, "description": "bounds, applied after scale"},
-    "missing": {
-        "enum": ["skip", 0, 1, "invalid"],
-        "description": "what to do if the node could not be scored",
-    },
+    "missing": {"enum": ["skip", 0, 1, "invalid"], "description": "what to do if the node could not be scored"},
     "scope": {"enum": list(SCOPES), "description": "evaluate once for each part of this kind"},
     "reduce": {"enum": list(REDUCES), "description": "how the parts become one value (default mean)"},
     "emit": {
@@ -87,11 +84,7 @@ _NODE_OR_NUMBER: Schema = {"if": {"type": "number"}, "then": True, "else": _NODE
 OP_SCHEMA: Schema = {
     "type": "object",
     "additionalProperties": False,
-    "properties": {
-        "op": {"enum": list(AGGREGATES)},
-        "of": {"type": "array", "items": _NODE, "minItems": 1},
-        **MODS,
-    },
+    "properties": {"op": {"enum": list(AGGREGATES)}, "of": {"type": "array", "items": _NODE, "minItems": 1}, **MODS},
     "required": ["op", "of"],
 }
 GATE_SCHEMA: Schema = {
@@ -123,11 +116,7 @@ SPEC_SCHEMA: Schema = {
             "else": {"$ref": "#/$defs/success"},
             "description": "an episode succeeds if this is 1; without it, see docs/rewards.md",
         },
-        "metrics": {
-            "type": "array",
-            "items": _NODE,
-            "description": "measured, not rewarded; each needs an id",
-        },
+        "metrics": {"type": "array", "items": _NODE, "description": "measured, not rewarded; each needs an id"},
     },
     "required": ["agentrl_reward", "name", "root"],
 }

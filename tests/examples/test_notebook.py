@@ -26,10 +26,7 @@ async def test_its_cells_run_in_order_beside_an_event_loop(capsys: pytest.Captur
     assert asyncio.get_running_loop().is_running()
     space: dict[str, Any] = {"__name__": "__main__"}
     for source in cells():
-        exec(
-            compile(source.replace("= 45, 4, 8, 32", "= 3, 2, 2, 4"), "<cell>", "exec"),
-            space,
-        )
+        exec(compile(source.replace("= 45, 4, 8, 32", "= 3, 2, 2, 4"), "<cell>", "exec"), space)
     said = capsys.readouterr().out
     assert "Vowels, please, soft. -> 0.4" in said and "success 1.000 over 10 tasks" in said
     assert len(space["curve"]) == 3 and space["before"].scored == 4 and "reward " in said

@@ -24,12 +24,7 @@ def gold(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def tool_schema(name: str, **types: str) -> dict[str, Any]:
     properties = {key: {"type": kind} for key, kind in types.items()}
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": list(types),
-        "additionalProperties": False,
-    }
+    parameters = {"type": "object", "properties": properties, "required": list(types), "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 

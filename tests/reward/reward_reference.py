@@ -131,10 +131,7 @@ def best(credit: Any, made: list[Any], gold: list[Any], order: str) -> Fraction:
         for rows in itertools.combinations(range(len(made)), size):
             columns = itertools.permutations if order == "free" else itertools.combinations
             for picked in columns(range(len(gold)), size):
-                top = max(
-                    top,
-                    sum((credit(made[i], gold[j]) for i, j in zip(rows, picked, strict=True)), Fraction(0)),
-                )
+                top = max(top, sum((credit(made[i], gold[j]) for i, j in zip(rows, picked, strict=True)), Fraction(0)))
     return top
 
 
@@ -166,9 +163,4 @@ def cost_calls(args: dict[str, Any], part: Part) -> Fraction:
     return min(Fraction(len(part.calls), args["max"]), Fraction(1))
 
 
-LEAVES = {
-    "calls.match": calls_match,
-    "calls.none": calls_none,
-    "text.equals": text_equals,
-    "cost.calls": cost_calls,
-}
+LEAVES = {"calls.match": calls_match, "calls.none": calls_none, "text.equals": text_equals, "cost.calls": cost_calls}

@@ -81,13 +81,7 @@ def test_order(made, free, ordered, prefix):
 )
 def test_arguments(arguments, exact, subset, superset, names, ignore):
     made, want = [call("f", **arguments)], [call("f", a=1, b=2)]
-    for how, hit in {
-        "exact": exact,
-        "subset": subset,
-        "superset": superset,
-        "names": names,
-        "ignore": ignore,
-    }.items():
+    for how, hit in {"exact": exact, "subset": subset, "superset": superset, "names": names, "ignore": ignore}.items():
         assert match(made, want, arguments=how) == hit, how
 
 
@@ -124,17 +118,7 @@ def test_a_malformed_call_counts_as_made_and_matches_nothing():
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        None,
-        "f",
-        7,
-        {"name": "f"},
-        [7],
-        [{"nam": "f"}],
-        [{"name": 1, "arguments": {}}],
-        [{"name": "f", "arguments": []}],
-    ],
+    "shape", [None, "f", 7, {"name": "f"}, [7], [{"nam": "f"}], [{"name": 1, "arguments": {}}], [{"name": "f", "arguments": []}]]
 )
 def test_gold_calls_of_another_shape_are_null(shape):
     trajectory = episode([call("f")], task_gold={"calls": shape})

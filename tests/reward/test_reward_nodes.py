@@ -81,8 +81,7 @@ def test_no_leaf_runs_after_an_infrastructure_failure(stop):
         raise AssertionError("a leaf ran")
 
     compiled = compile_spec(
-        spec(leaf("python", {"name": "f"}), metrics=[{**HALF, "id": "m"}]),
-        context=Context(python={"f": never}),
+        spec(leaf("python", {"name": "f"}), metrics=[{**HALF, "id": "m"}]), context=Context(python={"f": never})
     )
     score = compiled.score(episode("x", stop=stop))
     assert score.value is None
@@ -114,13 +113,7 @@ def four_turns():
 
 @pytest.mark.parametrize(
     ("reduce", "value", "steps"),
-    [
-        ("sum", 2, {0: 1, 3: 1}),
-        ("mean", 0.5, {0: 0.25, 3: 0.25}),
-        ("last", 1, {3: 1}),
-        ("min", 0, {}),
-        ("all", 0, {}),
-    ],
+    [("sum", 2, {0: 1, 3: 1}), ("mean", 0.5, {0: 0.25, 3: 0.25}), ("last", 1, {3: 1}), ("min", 0, {}), ("all", 0, {})],
 )
 def test_reduce_and_emit_by_turn(reduce, value, steps):
     """No call of g in turns 0 and 3."""
@@ -148,13 +141,7 @@ def test_by_round():
 
 
 def test_a_combinator_with_a_scope_sees_one_turn_at_a_time():
-    node = op(
-        "product",
-        leaf("calls.none", {"names": ["g"]}),
-        leaf("calls.none", {"names": ["f"]}),
-        scope="turn",
-        reduce="sum",
-    )
+    node = op("product", leaf("calls.none", {"names": ["g"]}), leaf("calls.none", {"names": ["f"]}), scope="turn", reduce="sum")
     assert run(node, four_turns()).value == 1  # only the last turn calls neither
 
 

@@ -151,10 +151,7 @@ def add(x, answer):
         (([add(2, "2")], [], [[*add(3, "5"), *add(1, "6")]]), 1),
         (([add(2, "2")], [], [add(4, "6")]), 0),  # the state is right, the answers "5" is missing
         (([add(2, "2")], [], [add(1, "3"), add(3, "6")]), 0),  # order changes the answers
-        (
-            ([add(1, "1"), add(1, "2")], [], [add(3, "5"), add(1, "6")]),
-            1,
-        ),  # more steps, same state and answers
+        (([add(1, "1"), add(1, "2")], [], [add(3, "5"), add(1, "6")]), 1),  # more steps, same state and answers
         (([add(3, "3")], [], [add(2, "5"), add(1, "6")]), 0),  # the state is wrong after the first round
         (([], [], [add(2, "2"), add(3, "5"), add(1, "6")]), 0),  # no call in a round that needs one
     ],
@@ -289,12 +286,7 @@ def test_format_outcome_pays_nothing_for_doing_nothing():
 
 def test_dense_gated():
     """Turn shares 1, 1/2 (one of two calls is right), 0: mean 1/2; so 0.5 + 0.5 * 1/2, the shares at their turns."""
-    turns = [
-        [call("get", key="a")],
-        [call("get", key="b"), call("get", key="x")],
-        [call("get", key="y")],
-        "7",
-    ]
+    turns = [[call("get", key="a")], [call("get", key="b"), call("get", key="x")], [call("get", key="y")], "7"]
     right = score("dense_gated", episode(*turns, task_gold={"answer": "7", "calls": PAIR}))
     assert right.value == pytest.approx(0.75)
     assert right.turns == pytest.approx({0: 0.5 / 3, 1: 0.25 / 3})

@@ -30,10 +30,7 @@ arguments = st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2)
 made_calls = st.tuples(names, arguments)
 gold_lists = st.lists(st.fixed_dictionaries({"name": names, "arguments": arguments}), max_size=3)
 malformed = st.builds(lambda name: ToolCall(name, None, id="bad", error="not JSON"), names)
-turns = st.one_of(
-    st.lists(st.one_of(made_calls, made_calls, malformed), min_size=1, max_size=2),
-    st.sampled_from(["a", "b", ""]),
-)
+turns = st.one_of(st.lists(st.one_of(made_calls, made_calls, malformed), min_size=1, max_size=2), st.sampled_from(["a", "b", ""]))
 episodes = st.lists(turns, max_size=3).map(lambda items: episode(*items))
 
 matches = st.fixed_dictionaries(
@@ -47,10 +44,7 @@ matches = st.fixed_dictionaries(
 leaves = st.one_of(
     st.builds(lambda args: leaf("calls.match", args), matches),
     st.builds(lambda args: leaf("calls.none", args), st.sampled_from([{}, {"names": ["f"]}])),
-    st.builds(
-        lambda text: leaf("text.equals", {"expect": text}),
-        st.sampled_from(["a", "b", {"$": "/task/gold/no"}]),
-    ),
+    st.builds(lambda text: leaf("text.equals", {"expect": text}), st.sampled_from(["a", "b", {"$": "/task/gold/no"}])),
     st.builds(lambda most: leaf("cost.calls", {"max": most}), st.integers(1, 4)),
 )
 
@@ -79,14 +73,7 @@ def nodes(draw, depth=3, scope="episode"):
     below = nodes(depth=depth - 1, scope=scope)
     if draw(st.integers(0, 4)) == 0:
         other = draw(st.one_of(tenths, below))
-        return {
-            "op": "gate",
-            "if": draw(below),
-            "gte": draw(tenths),
-            "then": draw(below),
-            "else": other,
-            **mods,
-        }
+        return {"op": "gate", "if": draw(below), "gte": draw(tenths), "then": draw(below), "else": other, **mods}
     op = draw(st.sampled_from(["sum", "mean", "product", "min", "max", "all", "any"]))
     of = draw(st.lists(below, min_size=1, max_size=3))
     if op == "mean" and not any(child.get("weight", 1) > 0 for child in of):
@@ -108,22 +95,7 @@ def test_the_compiled_spec_agrees_with_the_reference_evaluator(root, trajectory)
 
 EDITOR = jsonschema.Draft202012Validator(published_schema())
 odd_values = st.sampled_from(
-    [
-        None,
-        True,
-        -1,
-        1.5,
-        "",
-        "turn",
-        "x",
-        [],
-        [1, 2],
-        {},
-        {"$": "/task"},
-        {"$": 3},
-        {"use": "x"},
-        float("nan"),
-    ]
+    [None, True, -1, 1.5, "", "turn", "x", [], [1, 2], {}, {"$": "/task"}, {"$": 3}, {"use": "x"}, float("nan")]
 )
 
 
@@ -184,22 +156,9 @@ def test_scores_stay_in_the_declared_range_and_evidence_is_json(root, trajectory
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(
-    st.lists(made_calls, min_size=1, max_size=3),
-    st.sampled_from(["sum", "mean", "last", "min", "all"]),
-    tenths,
-    tenths,
-)
+@given(st.lists(made_calls, min_size=1, max_size=3), st.sampled_from(["sum", "mean", "last", "min", "all"]), tenths, tenths)
 def test_emissions_and_the_rest_add_up_to_the_value(calls, reduce, weight, low):
-    step = leaf(
-        "calls.none",
-        {"names": ["f"]},
-        scope="turn",
-        reduce=reduce,
-        emit="step",
-        weight=weight,
-        scale=[low, 1],
-    )
+    step = leaf("calls.none", {"names": ["f"]}, scope="turn", reduce=reduce, emit="step", weight=weight, scale=[low, 1])
     trajectory = episode(*[[made] for made in calls], "a")
     score = compile_spec(spec({"op": "sum", "of": [step, leaf("text.equals", {"expect": "a"})]})).score(trajectory)
     assert sum(score.turns.values()) + score.terminal == pytest.approx(score.value)

@@ -188,13 +188,7 @@ def test_what_the_policy_tried_in_vain_is_replayed_all_the_same():
 def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round():
     """Gold answers: "1" in round 0, "3" in round 1. The policy gets "0" in round 0 and "3" in round 1."""
     rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
-    trajectory = episode(
-        [(call("add", x=0), "0")],
-        "user: more",
-        [(call("add", x=3), "3")],
-        "end",
-        task_gold={"rounds": rounds},
-    )
+    trajectory = episode([(call("add", x=0), "0")], "user: more", [(call("add", x=3), "3")], "end", task_gold={"rounds": rounds})
     args = {"replay": {"$": "/task/gold/rounds"}}
     context = Context(replay_env=Counter)
     assert value("results.contains", args, trajectory, context, scope="round", reduce="last") == 1

@@ -146,16 +146,7 @@ def test_the_teacher_is_right_now_and_then() -> None:
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        {"level": 0},
-        {"level": [2, 1]},
-        {"level": 4},
-        {"cpu_s": 0},
-        {"wall_s": 0.5},
-        {"memory_mb": 10},
-        {"file_mb": 0},
-    ],
+    "params", [{"level": 0}, {"level": [2, 1]}, {"level": 4}, {"cpu_s": 0}, {"wall_s": 0.5}, {"memory_mb": 10}, {"file_mb": 0}]
 )
 def test_knobs_have_ranges(params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected"):

@@ -257,15 +257,7 @@ class StateAssert(Leaf):
     kind: ClassVar[str] = "state.assert"
     formula: ClassVar[str] = "1 if every comparison holds for the value at `path`, else 0; `absent` without a value"
     schema: ClassVar[dict[str, Any]] = {
-        **object_schema(
-            {
-                "path": _POINTER,
-                **COMPARISON_SCHEMA,
-                "absent": {"enum": [0, None]},
-                **EQUALITY,
-            },
-            ("path",),
-        ),
+        **object_schema({"path": _POINTER, **COMPARISON_SCHEMA, "absent": {"enum": [0, None]}, **EQUALITY}, ("path",)),
         "anyOf": [{"required": [key]} for key in (*COMPARISONS, "exists")],
     }
     example: ClassVar[dict[str, Any]] = {"path": "/orders/0/status", "eq": "shipped", "absent": 0}
