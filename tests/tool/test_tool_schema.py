@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 import pytest
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.env import Toolbox
-from agentrl.env.tools import Hidden, Tool, read_signature, tool
+from agentrl.env.tools import Tool, read_signature, tool
 
 
 class Color(Enum):
@@ -91,9 +92,8 @@ def test_descriptions_from_three_docstring_styles(text: str) -> None:
 
     f.__doc__ = text
     schema = tool(f).schema["function"]
-    assert schema["description"] == "Sum."
-    assert schema["parameters"]["properties"]["key"]["description"] == "the name"
-    assert schema["parameters"]["properties"]["other"]["description"] == "no"
+    shown = {name: one["description"] for name, one in schema["parameters"]["properties"].items()}
+    assert (schema["description"], shown) == ("Sum.", {"key": "the name", "other": "no"})
 
 
 def test_rich_types_become_schema_without_references() -> None:
@@ -111,8 +111,7 @@ def test_rich_types_become_schema_without_references() -> None:
     schema = parameters(f)
     assert "$defs" not in schema and "title" not in str(schema)
     properties = schema["properties"]
-    assert properties["color"]["enum"] == ["red", "blue"]
-    assert properties["mode"]["enum"] == ["fast", "slow"]
+    assert [properties[name]["enum"] for name in ("color", "mode")] == [["red", "blue"], ["fast", "slow"]]
     assert properties["where"]["properties"] == {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}}
     assert properties["home"]["properties"]["street"]["description"] == "name of the street"
     assert properties["counts"]["additionalProperties"] == {"type": "integer"}
@@ -160,9 +159,7 @@ def test_arguments_arrive_as_python_values() -> None:
         assert color is Color.BLUE and where == Point(1, 0) and isinstance(home, Address)
         return f"{either!r} {flag}"
 
-    result = run(f, {"color": "blue", "where": {"x": 1}, "home": {"street": "A"}, "either": "5"})
-    assert result.error is None, result.content
-    assert result.content == "'5' True"
+    assert run(f, {"color": "blue", "where": {"x": 1}, "home": {"street": "A"}, "either": "5"}).content == "'5' True"
 
 
 def test_a_whole_number_is_an_integer() -> None:
@@ -172,33 +169,10 @@ def test_a_whole_number_is_an_integer() -> None:
         return repr(x)
 
     assert run(f, {"x": 7.0}).content == "7"
-    assert run(f, {"x": 7.5}).error == "wrong_type"
-    assert run(f, {"x": True}).error == "wrong_type"
-
-
-def test_hidden_parameters_are_not_shown_and_come_from_the_box() -> None:
-    @tool(inline=True)
-    def who(prefix: str, user: Annotated[str, Hidden()]) -> str:
-        return prefix + user
-
-    box = Toolbox([who], hidden={"user": "ann"})
-    assert list(box.schemas()[0]["function"]["parameters"]["properties"]) == ["prefix"]
-    assert asyncio.run(box.call(ToolCall("who", {"prefix": "I am "}))).content == "I am ann"
-    forged = asyncio.run(box.call(ToolCall("who", {"prefix": "", "user": "eve"})))
-    assert forged.error == "unexpected_argument"
-
-
-def test_constraints_of_annotated_types_are_checked() -> None:
-    def f(n: Annotated[int, Field(ge=1, le=3)]) -> int:
-        return n
-
-    assert run(f, {"n": 3}).error is None
-    assert run(f, {"n": 4}).error == "invalid_argument"
+    assert [run(f, {"x": x}).error for x in (7.5, True)] == ["wrong_type"] * 2
 
 
 def test_a_refusal_that_no_schema_can_say_is_an_answer_too() -> None:
-    from pydantic import field_validator
-
     class Even(BaseModel):
         n: int
 
@@ -275,12 +249,8 @@ def test_a_schema_that_takes_no_object_is_refused_before_any_call_is(kind: Any, 
     async def answer(**values: Any) -> str:
         return "7"
 
-    item = Tool.from_schema("get", "", {"type": "object"}, answer)
-    if fine:
-        assert Tool.from_schema("get", "", {"type": kind}, answer).check({}) is None and item.check({}) is None
-        return
-    with pytest.raises(TypeError, match=r"tool get: .* at /type: .* takes no arguments"):
-        _ = Tool.from_schema("get", "", {"type": kind}, answer).check
+    with nullcontext() if fine else pytest.raises(TypeError, match=r"tool get: .* at /type: .* takes no arguments"):
+        assert Tool.from_schema("get", "", {"type": kind}, answer).check({}) is None
 
 
 def test_a_default_keeps_its_keys():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import sqlite3
@@ -23,13 +22,14 @@ from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxProvider
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of, sandbox_config
 from agentrl.data.trajectory import ToolResult
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.catalog import EnvRef, find_tools, load_tools
+from agentrl.env.catalog import EnvRef, load_tools
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
 from agentrl.env.spaces import run_sync
 from agentrl.reward import compile_spec
 from agentrl.run.digests import contents_of
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, ResourceError
+from tests.env.toyenvs import call
 
 STATEFUL = ("files", "http", "notes", "retrieval", "shell", "sqlite")
 
@@ -241,13 +241,8 @@ def test_requests_are_answered_from_the_recording_alone(cassette: str, monkeypat
     assert get("/items", method="DELETE", body="any") == "204\n"
     said = refused(env, "http_request", url="https://api.example/items", method="PUT")
     assert said.startswith("no answer to PUT https://api.example/items is recorded") and said.endswith("there is DELETE, POST")
-    for url, body in [
-        ("https://api.example/items?a=1", ""),
-        ("http://api.example/job", ""),
-        ("file:///etc/passwd", ""),
-        ("x", ""),
-    ]:
-        assert "there is no network" in refused(env, "http_request", url=url, body=body)
+    for url in ("https://api.example/items?a=1", "http://api.example/job", "file:///etc/passwd", "x"):
+        assert "there is no network" in refused(env, "http_request", url=url)
     assert "no answer to POST" in refused(env, "http_request", url="https://api.example/items", method="POST", body="{}")
     assert get("/tags?tag=a&tag=b&n=1") == "200\nab"
     assert held(env, "http")[-1]["query"] == {"n": "1", "tag": ["a", "b"]}, "a name that is there twice has both values"
@@ -288,12 +283,12 @@ def test_a_database_is_queried_and_changed(database: str, tmp_path: Path) -> Non
     assert ask(env, "query_database", sql="SELECT * FROM items") == "id | name\n1 | kettle"
     assert ask(env, "change_database", sql="INSERT INTO items VALUES (2, 'jigsaw'), (3, 'pillow')") == "done; 2 rows changed"
     assert ask(env, "query_database", sql="SELECT id FROM items").endswith("(only the first 2 rows are shown)")
-    ask(env, "change_database", sql="CREATE TABLE other AS SELECT name FROM items WHERE id = 2")
-    ask(env, "change_database", sql="CREATE VIEW names AS SELECT name FROM items")
-    ask(env, "change_database", sql="ALTER TABLE other ADD COLUMN price REAL")
-    ask(env, "change_database", sql="ALTER TABLE other RENAME COLUMN price TO cost")
-    ask(env, "change_database", sql="UPDATE items SET name = upper(name) WHERE id = 1")
-    ask(env, "change_database", sql="DELETE FROM items WHERE id = 3")
+    for sql in (
+        "CREATE TABLE other AS SELECT name FROM items WHERE id = 2", "CREATE VIEW names AS SELECT name FROM items",
+        "ALTER TABLE other ADD COLUMN price REAL", "ALTER TABLE other RENAME COLUMN price TO cost",
+        "UPDATE items SET name = upper(name) WHERE id = 1", "DELETE FROM items WHERE id = 3",
+    ):  # fmt: skip
+        ask(env, "change_database", sql=sql)
     assert held(env, "sqlite") == {"items": [[1, "KETTLE"], [2, "jigsaw"]], "other": [["jigsaw", None]]}
     assert sqlite3.connect(database).execute("SELECT * FROM items").fetchall() == [(1, "kettle")], "the file is never written"
     env.reset(seed=1)
@@ -338,9 +333,8 @@ def test_a_database_has_limits(database: str, tmp_path: Path) -> None:
     assert "this changes nothing" in refused(env, "change_database", sql="SELECT 1")
     assert "one SELECT" in refused(env, "query_database", sql="DELETE FROM items")
     assert "too large" in refused(env, "change_database", sql=f"INSERT INTO items VALUES (5, '{'x' * 3000}')")
-    assert "too big" in refused(
-        env, "change_database", sql="INSERT INTO items VALUES (5, replace(hex('" + "x" * 1400 + "'), '7', '77'))"
-    )
+    grows = f"INSERT INTO items VALUES (5, replace(hex('{'x' * 1400}'), '7', '77'))"
+    assert "too big" in refused(env, "change_database", sql=grows)
     row = f"INSERT INTO items (name) VALUES ('{'x' * 2900}')"
     for _ in range(30):
         if (answer := result(env, "change_database", sql=row)).error:
@@ -350,21 +344,12 @@ def test_a_database_has_limits(database: str, tmp_path: Path) -> None:
     assert "more than 0.2 s" in refused(env, "query_database", sql=cross)
     closed = begun("sqlite", database=database, read_only=True)
     assert refused(closed, "change_database", sql="DELETE FROM items") == "the database is read-only"
-    for text in ("\xff\xfe", "CREATE TABL"):
-        (tmp_path / "bad").write_text(text, encoding="latin-1")
+    for number, text in enumerate(("\xff\xfe", "CREATE TABL")):
+        (tmp_path / f"bad{number}").write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match="neither a SQLite file nor a script"):
-            ref("sqlite", database=str(tmp_path / "bad")).build()
-        load_set_cache_clear("sqlite", "_image")
+            ref("sqlite", database=str(tmp_path / f"bad{number}")).build()
     with pytest.raises(ConfigError, match="No such file"):
         ref("sqlite", database=str(tmp_path / "nowhere.db")).build()
-
-
-def load_set_cache_clear(name: str, function: str) -> None:
-    import sys
-
-    kind = load_tools(find_tools(name))
-    assert isinstance(kind, type)
-    getattr(sys.modules[kind.__module__], function).cache_clear()
 
 
 # -- notes and retrieval -------------------------------------------------------------------------------
@@ -378,9 +363,7 @@ def test_notes() -> None:
     assert "6 characters, and at most 5" in refused(env, "write_note", title="code", text="123456")
     assert "2 notes already" in refused(env, "write_note", title="c", text="x")
     assert "there are: code, b" in refused(env, "read_notes", title="c")
-    assert (
-        ask(env, "write_note", title="b", text="") == "removed" and ask(env, "write_note", title="b", text="") == "there was none"
-    )
+    assert [ask(env, "write_note", title="b", text="") for _ in range(2)] == ["removed", "there was none"]
     assert ask(env, "write_note", title="code", text="new") == "noted"
     assert held(env, "notes") == {"code": "new"}
 
@@ -426,17 +409,14 @@ def test_documents_are_found_and_read(tmp_path: Path) -> None:
     lines = (tmp_path / "docs" / "guide.md").read_text().splitlines()
     assert first["document"] == "guide.md" and "zebra crossing is at Mill Lane" in first["text"]
     assert lines[first["line"] - 1] == first["text"].splitlines()[0]
-    assert (
-        len(json.loads(ask(env, "search_documents", query="paragraph"))) == 2
-        and ask(env, "search_documents", query="xyz") == "[]"
-    )
+    assert len(json.loads(ask(env, "search_documents", query="paragraph"))) == 2
+    assert ask(env, "search_documents", query="xyz") == "[]"
     page = ask(env, "read_document", document="guide.md", line=81)
     assert page.startswith("The zebra crossing") and "(cut; go on at line " in page
     again = int(page.rpartition("line ")[2].rstrip(")"))
     assert page.split("\n(cut")[0].count("\n") == again - 81
     assert "did you mean 'guide.md'" in refused(env, "read_document", document="guid.md")
-    assert "no document" in refused(env, "read_document", document="../out.txt")
-    assert "no document" in refused(env, "read_document", document="link.txt")
+    assert all("no document" in refused(env, "read_document", document=name) for name in ("../out.txt", "link.txt"))
     assert "has 1 lines" in refused(env, "read_document", document="other.txt", line=2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no documents there"):
@@ -481,10 +461,7 @@ class Kept(ToolEnv):
         return {name: self.tool_set(name).state() for name in ("notes", "sqlite", "http")} if self.is_open else None
 
     def gold_turns(self, task: Task) -> list[Message]:
-        return [
-            Message("assistant", tool_calls=(ToolCall("write_note", {"title": "n", "text": "1"}),)),
-            Message("assistant", "done"),
-        ]
+        return [call("write_note", title="n", text="1"), Message("assistant", "done")]
 
 
 @pytest.fixture
@@ -496,10 +473,8 @@ def kept(cassette: str, database: str, folder: Path) -> Callable[[], ToolEnv]:
 
 def test_an_environment_with_every_set_passes_the_checks(kept: Callable[[], ToolEnv]) -> None:
     spec = {"agentrl_reward": 1, "name": "n", "root": {"use": "state.assert", "id": "n", "args": {"path": "/notes/n", "eq": "1"}}}
-    subject = Subject(kept, compile_spec(spec), tasks=2, fuzz=8)
-    findings = check_all(
-        subject, ["contract", "same seed", "fuzzed calls", "instances apart", "fork", "hang", "crash", "teardown"]
-    )
+    wanted = ["contract", "same seed", "fuzzed calls", "instances apart", "fork", "hang", "crash", "teardown"]
+    findings = check_all(Subject(kept, compile_spec(spec), tasks=2, fuzz=8), wanted)
     assert [finding for finding in findings if finding.ok is False] == []
 
 
@@ -565,11 +540,7 @@ def test_sets_are_opened_and_closed_once_an_episode(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tools", "error", "said"),
     [
-        (
-            {"sets": ["files"], "args": {"fils": {}}},
-            ConfigError,
-            r"tools\.args\.fils: tools\.sets has no set.*did you mean 'files'",
-        ),
+        ({"sets": ["files"], "args": {"fils": {}}}, ConfigError, r"args\.fils: tools\.sets has no set.*did you mean 'files'"),
         ({"sets": ["files"], "args": {"files": {"foldr": "x"}}}, ConfigError, "unknown argument 'foldr'; did you mean 'folder'"),
         ({"sets": ["files"], "args": {"files": {"most": 0}}}, ConfigError, "argument most = 0: .*greater than or equal to 1"),
         ({"sets": ["http"]}, ConfigError, r"tools\.args\.http: argument 'cassette' is required"),
@@ -598,13 +569,3 @@ def test_the_arguments_of_a_config_reach_the_set_and_its_files_the_identity(fold
     assert {key for key in before if before[key] != after[key]} == {"the files of tools.args"}
     plain = TrainConfig.model_validate({"env": {"id": "key_value"}})
     assert "the files of tools.args" not in contents_of(plain, "train")
-
-
-def test_calls_of_one_turn_and_the_record(database: str) -> None:
-    """As in a rollout: calls through `step`, two of a turn, with the set's tools in the record's schemas."""
-    env = ref("notes").build()
-    env.reset(seed=1)
-    calls = tuple(ToolCall("write_note", {"title": f"n{n}", "text": "x"}, id=str(n)) for n in range(3))
-    asyncio.run(env.astep(Message("assistant", tool_calls=calls)))
-    assert held(env, "notes") == {"n0": "x", "n1": "x", "n2": "x"}
-    assert "write_note" in [schema["function"]["name"] for schema in env.trajectory.tools]
