@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import pytest
 
 from agentrl.config.schema import RewardConfig
-from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv, draw, task_rng, tool
+from agentrl.env import Message, Task, Tool, ToolEnv, draw, task_rng, tool
 from agentrl.env.base import StepResult
 from agentrl.env.catalog import EnvRef, make_scorer
 from agentrl.env.check import CHECKS, check_all, share_interval
@@ -21,8 +19,7 @@ from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import EnvError, ToolError
 from tests.conftest import PROOFS, proof
 from tests.env.shelf import shelf
-
-sys.path.insert(0, str(Path(__file__).parent))
+from tests.env.toyenvs import call
 
 SPEC = {
     "agentrl_reward": 1,
@@ -68,8 +65,7 @@ class Sum(ToolEnv):
         return self.numbers.get(key)
 
     def gold_turns(self, task: Task) -> list[Message]:
-        looks = [Message("assistant", tool_calls=(ToolCall("look", {"key": key}),)) for key in "ab"]
-        return [*looks, Message("assistant", task.gold["answer"])]
+        return [call("look", key="a"), call("look", key="b"), Message("assistant", task.gold["answer"])]
 
 
 class BadId(Sum):
@@ -245,13 +241,8 @@ class MistypedGold(WrongGold):
     order_free = True
 
     def gold_turns(self, task: Task) -> list[Message]:
-        calls = [
-            ToolCall("look", {"key": "a"}),
-            ToolCall("look", {"kye": "b"}),
-            ToolCall("lok", {"key": "b"}),
-            ToolCall("lok", {}),
-        ]
-        return [Message("assistant", tool_calls=(call,)) for call in calls] + super().gold_turns(task)[-1:]
+        turns = [call("look", key="a"), call("look", kye="b"), call("lok", key="b"), call("lok")]
+        return [*turns, super().gold_turns(task)[-1]]
 
 
 def test_a_gold_solution_that_fails_says_which_of_its_calls_were_refused() -> None:
@@ -263,9 +254,6 @@ def test_a_gold_solution_that_fails_says_which_of_its_calls_were_refused() -> No
     assert "kye" in first and "lok" not in first
     [finding] = check_all(subject(MistypedGold), ["free order"])
     assert finding.ok is False and "; 3 of its 4 tool calls ended in errors (l" in finding.evidence
-
-
-def test_a_gold_solution_without_tool_errors_says_nothing_of_them() -> None:
     [finding] = check_all(subject(WrongGold), ["gold scores most"])
     assert finding.ok is False and "tool calls" not in finding.evidence
 
@@ -409,10 +397,9 @@ def test_every_environment_of_the_shelf_passes(entry: Any) -> None:
     path = entry.reward_path()
     assert path is not None, "every environment of the shelf names its reward spec"
     ref = EnvRef(entry.id)
-    tasks, fuzz = (12, 200) if PROOFS else (3, 24)
-    checked = Subject(
-        ref.build, make_scorer(load_spec(path), RewardConfig(), ref), tasks=tasks, fuzz=fuzz, portable=pickle.dumps(ref)
-    )
+    scorer = make_scorer(load_spec(path), RewardConfig(), ref)
+    sizes = {"tasks": 12, "fuzz": 200} if PROOFS else {"tasks": 3, "fuzz": 24}
+    checked = Subject(ref.build, scorer, portable=pickle.dumps(ref), **sizes)
     assert {f.check: f.evidence for f in check_all(checked) if f.ok is False} == {}
 
 

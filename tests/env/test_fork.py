@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from hypothesis import strategies as st
 
 from agentrl.env import ToolEnv
 from tests.env.shelf import shelf
-
-sys.path.insert(0, str(Path(__file__).parent))
 from tests.env.toyenvs import Notes, call
 
 

@@ -34,13 +34,10 @@ def played(env: ToolEnv, seed: int = 3) -> tuple[float, bool | None]:
 
 @pytest.mark.parametrize("name", ["key_value", "workspace"])
 def test_gold_is_worth_what_it_is_worth_elsewhere(name: str) -> None:
-    assert played(find_env(name).load()()) == (1.0, True) == played(make_env(name))
-
-
-def test_a_shrug_is_worth_nothing() -> None:
-    env = find_env("key_value").load()()
+    env = find_env(name).load()()
+    assert played(env) == (1.0, True) == played(make_env(name))
     env.reset(seed=3)
-    assert env.step("I do not know")[1] == 0.0 and env.trajectory.success is False
+    assert [env.step(text)[1] for text in ["I do not know"] * 5 if env.is_open][-1] == 0.0 and not env.trajectory.success
 
 
 def test_none_scores_nothing_and_so_does_a_reference_whose_run_scores() -> None:
@@ -60,16 +57,6 @@ def test_an_environment_is_not_pickled_and_says_what_is_and_a_deep_copy_is_a_for
     other = copy.deepcopy(env)
     assert [other.step(turn)[1] for turn in other.gold_turns(other.task)][-1] == 1.0
     assert env.is_open and env.trajectory.turns == []
-
-
-def test_a_fork_is_rewarded_as_well() -> None:
-    made: Any = find_env("key_value").load()
-    env = made(calls=2)
-    env.reset(seed=3)
-    other = env.fork()
-    for turn in other.gold_turns(other.task):
-        _, reward, *_ = other.step(turn)
-    assert reward == 1.0 and env.is_open
 
 
 HOME = """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +16,7 @@ from agentrl.env.users import RecordedUser, SilentUser, heard
 from agentrl.env.wrappers import SystemPrompt
 from agentrl.reward.values import turn_places
 from agentrl.utils.errors import EnvError, ToolTimeoutError
-
-sys.path.insert(0, str(Path(__file__).parent))
 from tests.env.phone import Phone
-
-PRESS = ["press", {"button": "power"}]
 
 
 def press(button: str) -> list[Any]:
@@ -78,9 +72,8 @@ def test_calls_are_made_before_the_user_speaks_and_told_to_the_user_alone() -> N
 
 
 def test_a_user_who_opens_may_call_before_its_first_words() -> None:
-    env = SystemPrompt(
-        Phone(script=[[PRESS], "it stays black", [press("a")], "now it works"], opens=True, scorer=None), "Be kind."
-    )
+    script = [[press("power")], "it stays black", [press("a")], "now it works"]
+    env = SystemPrompt(Phone(script=script, opens=True, scorer=None), "Be kind.")
     opening, _ = env.reset(seed=0)
     assert [m.role for m in opening] == ["system", "assistant", "user"] and opening[-1].content == "it stays black"
     assert made(env.trajectory) == [(-1, 0, "user_0", "power", "pressed power", None)]
@@ -94,14 +87,14 @@ def test_a_user_who_opens_may_call_before_its_first_words() -> None:
 
 def test_a_user_that_only_calls_is_cut_and_the_episode_is_scored() -> None:
     """A policy must not escape its score by sending the user in circles; before its first turn it is nobody's doing."""
-    env = Phone(script=[[PRESS]] * 9, scorer=None)
+    env = Phone(script=[[press("power")]] * 9, scorer=None)
     env.user_call_limit = 3
     env.reset(seed=0)
     observation, reward, over, cut, info = env.step("Press power until it works.")
     assert (observation, reward, over, cut, info["stop"]) == ([], 0.0, False, True, "max_turns")
     assert "4 calls in one answer" in info["error"] and not env.is_open
     assert len(env.trajectory.user_calls) == 3 and env.trajectory.truncated and not env.trajectory.stop.infrastructure
-    opens = Phone(script=[[PRESS]] * 9, opens=True, scorer=None)
+    opens = Phone(script=[[press("power")]] * 9, opens=True, scorer=None)
     opens.user_call_limit = 3
     with pytest.raises(EnvError, match="4 calls in one answer"):
         opens.reset(seed=0)
@@ -154,10 +147,8 @@ def test_a_fork_and_a_snapshot_have_their_own_user_tools_and_calls() -> None:
         assert one.state()["done"] == [["user", "press", "a"], ["user", "press", "b"]]
     env.restore(kept)
     assert len(env.trajectory.user_calls) == 1 and len(forked.trajectory.user_calls) == 2
-    assert env.step("second")[0][0].content == "two" and [one.call.id for one in env.trajectory.user_calls] == [
-        "user_0",
-        "user_1",
-    ]
+    assert env.step("second")[0][0].content == "two"
+    assert [one.call.id for one in env.trajectory.user_calls] == ["user_0", "user_1"]
 
 
 def test_the_row_of_an_episode_has_the_calls_and_older_rows_are_read() -> None:
@@ -274,9 +265,8 @@ def test_the_order_of_calls_is_the_order_of_the_script_and_a_recorded_user_repea
     assert [m.content for m in record.messages[2:] if m.role == "user"] == said
     asked = [m for m in heard(record) if m.role == "user" and m.tool_calls]
     assert [c.arguments["button"] for m in asked for c in m.tool_calls] == [button for _, _, button in calls]  # type: ignore[index]
-    assert [m for m in heard(record) if not m.tool_calls and m.role != "tool"] == [
-        m for m in record.messages if not m.tool_calls and m.role != "tool"
-    ]
+    plain = [[m for m in said if not m.tool_calls and m.role != "tool"] for said in (heard(record), record.messages)]
+    assert plain[0] == plain[1]
     assert len(turn_places(record)) == len(record.turns)
     twin = Phone(script=["another"], opens=opens, scorer=None)
     twin.reset(options={"task": record.task, "user": RecordedUser.of(record)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from agentrl.config import load_config
 from agentrl.data.trajectory import Message, StopReason, Task
 from agentrl.env import Action, StepResult, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
-from agentrl.env.wrappers import SystemPrompt, ToolFaults, ToolSubset, ToolWrapper, TurnLimit
+from agentrl.env.wrappers import WRAPPERS, SystemPrompt, ToolFaults, ToolSubset, ToolWrapper, TurnLimit
 from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parent))
 from tests.env.toyenvs import Notes, call
 from tests.tool.process_tools import square
 
@@ -146,7 +145,7 @@ def test_tools_come_and_go_and_the_record_has_them_all() -> None:
         assert "shout" in {t["function"]["name"] for t in env.trajectory.tools}
 
 
-WRAPPERS: dict[str, Any] = {
+WRAPPED: dict[str, Any] = {
     "turns": lambda env: TurnLimit(env, 50),
     "own": lambda env: TextLimit(env, 100_000),
     "subset": lambda env: ToolSubset(env, ["get", "add", "set", "list"]),
@@ -156,12 +155,11 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.filterwarnings("ignore:.*unwrapped version.*")
 def test_a_wrapped_environment_keeps_the_contract(name: str) -> None:
     def build() -> ToolEnv:
-        env: ToolEnv = WRAPPERS[name](EnvRef("key_value").build())
-        return env
+        return WRAPPED[name](EnvRef("key_value").build())  # type: ignore[no-any-return]
 
     spec = compile_spec(load_spec(EnvRef("key_value").default_reward() or ""))
     findings = check_all(Subject(build, spec, tasks=3, fuzz=15))
@@ -196,23 +194,7 @@ def test_an_environment_is_forked_once_for_its_wrapper(monkeypatch: pytest.Monke
     assert len(forks) == 1
 
 
-async def test_wrappers_run_in_rollouts_through_the_same_names() -> None:
-    """What the episode loop calls: areset, astep, aend, aclose, toolbox, trajectory, id."""
-    env = TurnLimit(Notes(), 3)
-    observation, _ = await env.areset(seed=0, options={"split": "train"})
-    assert observation and env.toolbox.schemas() and env.id == "tests/Notes-v0"
-    await env.astep(Message("assistant", tool_calls=call("write", text="a").tool_calls))
-    await env.aend(StopReason.MAX_TURNS)
-    assert env.trajectory.stop is StopReason.MAX_TURNS
-    await asyncio.gather(env.aclose(), env.aclose())
-
-
 def test_wrappers_of_a_config(tmp_path: Path) -> None:
-    import pickle
-
-    from agentrl.config import load_config
-    from agentrl.env.wrappers import WRAPPERS
-
     path = tmp_path / "run.toml"
     head = '[env]\nid = "key_value"\n'
     path.write_text(

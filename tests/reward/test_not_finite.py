@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory, Turn
+from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import compile_spec
 from agentrl.run.reader import episode_of
 from agentrl.utils.errors import AgentrlError
+from tests.reward.reward_episodes import episode, leaf, spec
 
 LEAF = """
 from agentrl.reward.leaf import LEAVES, Leaf, Reading, object_schema
@@ -28,10 +29,6 @@ class Planted(Leaf):
 """
 
 
-def episode(member: int = 0) -> Trajectory:
-    return Trajectory("made-up", Task(id="t", seed=0), member=member)
-
-
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plugins").mkdir()
@@ -39,12 +36,8 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def leaf(value: Any, **mods: Any) -> dict[str, Any]:
-    return {"use": "planted.leaf", "args": {"value": value}, **mods}
-
-
-def spec(root: dict[str, Any]) -> dict[str, Any]:
-    return {"agentrl_reward": 1, "name": "s", "root": root}
+def planted_leaf(value: Any) -> dict[str, Any]:
+    return leaf("planted.leaf", {"value": value})
 
 
 async def value_of(root: dict[str, Any]) -> tuple[float | None, str]:
@@ -54,15 +47,17 @@ async def value_of(root: dict[str, Any]) -> tuple[float | None, str]:
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 async def test_of_a_plug_in_leaf_alone_and_among_others(planted: None, value: str) -> None:
-    for root in (leaf(value), {"op": "sum", "of": [leaf(0.5), leaf(value)]}, {"op": "max", "of": [leaf(value), leaf(0.5)]}):
+    bad, half = planted_leaf(value), planted_leaf(0.5)
+    for root in (bad, {"op": "sum", "of": [half, bad]}, {"op": "max", "of": [bad, half]}):
         found, evidence = await value_of(root)
         assert found is None and "not a finite number" in evidence
         assert "NaN" not in evidence and "Infinity" not in evidence, "stored evidence is strict JSON"
-    assert (await value_of({"op": "sum", "of": [leaf(0.5), leaf(value, missing="skip")]}))[0] is not None, "as the spec asks"
+    skipped = {"op": "sum", "of": [half, {**bad, "missing": "skip"}]}
+    assert (await value_of(skipped))[0] == 0.5, "as the spec asks"
 
 
 async def test_a_plug_in_leaf_that_raises_is_named(planted: None) -> None:
-    found, evidence = await value_of(leaf("raise"))
+    found, evidence = await value_of(planted_leaf("raise"))
     assert found is None and "planted.leaf" in evidence and "KeyError" in evidence and "no such thing" in evidence
 
 
@@ -71,13 +66,6 @@ def test_of_a_stored_episode(word: str) -> None:
     line = json.dumps({**episode().to_json(), "reward": 0.25}).replace('"reward": 0.25', f'"reward": {word}')
     with pytest.raises(AgentrlError, match=r"file\.jsonl, line 1: .*reward: .* is not a finite number"):
         episode_of(line, "file.jsonl, line 1")
-
-
-def test_an_unscored_member_is_in_no_baseline() -> None:
-    members = [episode(0), episode(1), episode(2)]
-    members[0].reward, members[1].reward = 1.0, 0.0
-    group = Group(0, 0, members)
-    assert [one.reward for one in group.scored()] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

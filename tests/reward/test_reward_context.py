@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config import load_config
 from agentrl.config.schema import RewardConfig
 from agentrl.reward import Context, compile_spec, make_context
+from agentrl.run.assembly import scorer_of
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests.reward.reward_episodes import Counter, episode, gold, leaf, spec
 
@@ -57,8 +59,5 @@ def test_the_replay_environment_of_the_run_is_used_for_replays():
 
 def test_a_run_compiles_the_replaying_profiles():
     """The wiring of a training run: its environment is the replay environment of its reward spec."""
-    from agentrl.config import load_config
-    from agentrl.run.assembly import scorer_of
-
     config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml", ["env.reward=tau_bench"])
     assert scorer_of(config).name == "tau_bench"

@@ -81,8 +81,8 @@ def test_order(made, free, ordered, prefix):
 )
 def test_arguments(arguments, exact, subset, superset, names, ignore):
     made, want = [call("f", **arguments)], [call("f", a=1, b=2)]
-    for how, hit in {"exact": exact, "subset": subset, "superset": superset, "names": names, "ignore": ignore}.items():
-        assert match(made, want, arguments=how) == hit, how
+    hits = {"exact": exact, "subset": subset, "superset": superset, "names": names, "ignore": ignore}
+    assert {how: match(made, want, arguments=how) for how in hits} == hits
 
 
 def test_partial_credit_of_a_call():
@@ -118,7 +118,18 @@ def test_a_malformed_call_counts_as_made_and_matches_nothing():
 
 
 @pytest.mark.parametrize(
-    "shape", [None, "f", 7, {"name": "f"}, [7], [{"nam": "f"}], [{"name": 1, "arguments": {}}], [{"name": "f", "arguments": []}]]
+    "shape",
+    [
+        None,
+        "f",
+        7,
+        {"name": "f"},
+        [7],
+        [{"nam": "f"}],
+        [{"name": "f", "args": {"x": 1}}],
+        [{"name": 1, "arguments": {}}],
+        [{"name": "f", "arguments": []}],
+    ],
 )
 def test_gold_calls_of_another_shape_are_null(shape):
     trajectory = episode([call("f")], task_gold={"calls": shape})
@@ -607,13 +618,6 @@ def test_a_query_s_whole_numbers_are_exact(said, gold, truth):
     """A tolerance of a millionth of a number made a million and one right."""
     found = compile_spec(SHELF / "sql.json").score(episode("x", state={"results": [[[said]]]}, task_gold={"results": [[[gold]]]}))
     assert found.value == truth
-
-
-@pytest.mark.parametrize("key", ["args", "parameters"])
-def test_gold_whose_arguments_stand_under_another_name_scores_nothing(key):
-    gold = {"calls": [{"name": "f", key: {"x": 1}}]}
-    for made in (call("f"), call("f", x=1)):
-        assert value("calls.match", {"expect": {"$": "/task/gold/calls"}}, episode([made], task_gold=gold)) is None
 
 
 def test_a_text_is_the_same_in_both_spellings_of_unicode():

@@ -228,53 +228,47 @@ def toolrl_by_trying(made, want, tolerance):
     return (name + best) / (1 + len(want) + sum(len(wanted["arguments"]) for wanted in want))
 
 
+def most(weights, ordered=False):
+    """The greatest total of one-to-one pairings, by trying them all; of those that cross nowhere if `ordered`."""
+    wide = weights if not weights or len(weights) <= len(weights[0]) else list(zip(*weights, strict=True))
+    n, m = len(wide), len(wide[0]) if wide else 0
+    sizes, pick = (range(n + 1), itertools.combinations) if ordered else ([min(n, m)], itertools.permutations)
+    return max(
+        sum(wide[i][j] for i, j in zip(rows, columns, strict=True))
+        for size in sizes
+        for rows in itertools.combinations(range(n), size)
+        for columns in pick(range(m), size)
+    )
+
+
+def total(pairs, weights):
+    assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
+    return sum(weights[i][j] for i, j in pairs)
+
+
+def drawn(n, m, rng):
+    return [[rng.choice([0, 0.25, 0.5, 0.75, 1, rng.random()]) for _ in range(m)] for _ in range(n)]
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_assignments_against_trying_them_all(n, m, rng):
-    weights = np.array([[rng.choice([0, 0.25, 0.5, 1, rng.random()]) for _ in range(m)] for _ in range(n)]).reshape(n, m)
-
-    def total(pairs):
-        assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
-        return sum(weights[i, j] for i, j in pairs)
-
-    short = min(n, m)
-    free = ordered = 0.0
-    for rows in itertools.combinations(range(n), short):
-        for columns in itertools.permutations(range(m), short):
-            value = sum(weights[i, j] for i, j in zip(rows, columns, strict=True))
-            free = max(free, value)
-    for size in range(short + 1):
-        for rows in itertools.combinations(range(n), size):
-            for columns in itertools.combinations(range(m), size):
-                ordered = max(ordered, sum(weights[i, j] for i, j in zip(rows, columns, strict=True)))
-    assert total(assign.optimal(weights.tolist())) == pytest.approx(free)
-    monotone = assign.in_order(weights.tolist())
-    assert total(monotone) == pytest.approx(ordered)
+    weights = drawn(n, m, rng)
+    assert total(assign.optimal(weights), weights) == pytest.approx(most(weights))
+    monotone = assign.in_order(weights)
+    assert total(monotone, weights) == pytest.approx(most(weights, ordered=True))
     assert monotone == sorted(monotone)
     assert [j for _, j in monotone] == sorted(j for _, j in monotone)
-    most = max(
-        sum(weights[i, j] >= 1 - 1e-12 for i, j in zip(rows, columns, strict=True))
-        for rows in itertools.combinations(range(n), short)
-        for columns in itertools.permutations(range(m), short)
-    )
-    assert len(assign.optimal((weights >= 1 - 1e-12).astype(float))) == most
+    full = [[float(weight >= 1 - 1e-12) for weight in row] for row in weights]
+    assert len(assign.optimal(np.array(full).reshape(n, m))) == most(full)
 
 
 def test_the_optimal_assignment_on_many_seeded_problems():
     """Enough of them, and large enough, that wrong prices in the Hungarian method do show."""
     rng = random.Random(1)
-    levels = [0, 0.25, 0.5, 0.75, 1]
     for _ in range(400):
-        n, m = rng.choice([(5, 5), (5, 6), (6, 5)])
-        weights = [[rng.choice([*levels, rng.random()]) for _ in range(m)] for _ in range(n)]
-        wide = weights if n <= m else [list(column) for column in zip(*weights, strict=True)]
-        best = max(
-            sum(row[j] for row, j in zip(wide, picked, strict=True))
-            for picked in itertools.permutations(range(max(n, m)), min(n, m))
-        )
-        pairs = assign.optimal(weights)
-        assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
-        assert sum(weights[i][j] for i, j in pairs) == pytest.approx(best)
+        weights = drawn(*rng.choice([(5, 5), (5, 6), (6, 5)]), rng)
+        assert total(assign.optimal(weights), weights) == pytest.approx(most(weights))
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jsonschema
 import pytest
@@ -15,48 +16,48 @@ from tests.reward.reward_episodes import SHELF, call, episode, leaf, spec
 FINE = leaf("episode.stopped")
 
 
-@pytest.mark.parametrize(
-    ("broken", "place", "says"),
-    [
-        (spec({"use": "calls.mach", "args": {"expect": []}}), "/root/use", "did you mean 'calls.match'?"),
-        (spec({"op": "add", "of": [FINE]}), "/root/op", "known: sum, mean"),
-        (spec({"uses": "judge"}), "/root", "'uses': did you mean 'use'?"),
-        (spec({"use": "judge", "op": "sum"}), "/root", "this one has both"),
-        (spec(leaf("calls.match", {"expect": [], "oder": "free"})), "/root/args/oder", "did you mean 'order'?"),
-        (spec(leaf("calls.match", {"expect": [], "order": "fre"})), "/root/args/order", "did you mean 'free'?"),
-        (spec(leaf("calls.match", {"order": "free"})), "/root/args", "'expect' is missing"),
-        (spec(leaf("calls.match")), "/root", "'args' is missing"),
-        (spec(leaf("state.match", {"by": "hash"})), "/root/args", "exactly one of expect, replay"),
-        (spec(leaf("state.assert", {"path": "/a"})), "/root/args", "at least one of eq"),
-        (spec({"op": "sum", "of": []}), "/root/of", "non-empty"),
-        (spec({"op": "sum", "of": [FINE, {"op": "gate", "if": FINE}]}), "/root/of/1", "'then' is missing"),
-        (spec({"op": "gate", "if": FINE, "then": FINE, "else": "0"}), "/root/else", "an object"),
-        (spec({"op": "gate", "if": FINE, "then": FINE, "else": True}), "/root/else", "an object"),
-        (spec(leaf("episode.stopped", wieght=2)), "/root/wieght", "did you mean 'weight'?"),
-        (spec(leaf("episode.stopped", weight="2")), "/root/weight", "must be a number, not a string"),
-        (spec(leaf("episode.stopped", clip=[1, 0])), "/root/clip", "above the upper"),
-        (spec(leaf("episode.stopped", scale=[1])), "/root/scale", "short"),
-        (spec(leaf("episode.stopped", missing="maybe")), "/root/missing", "known: skip, 0, 1, invalid"),
-        (spec(leaf("episode.stopped", {"reasons": ["env_error"]})), "/root/args/reasons/0", "known: done"),
-        (spec(leaf("number.close", {"expect": {"$": "/gold/answer"}})), "/root/args/expect/$", ""),
-        (spec(leaf("number.close", {"expect": {"$": "/task/glod/answer"}})), "/root/args/expect/$", "did you mean 'gold'?"),
-        (spec(leaf("number.close", {"expect": {"$": "task/gold"}})), "/root/args/expect", ""),
-        (spec(leaf("text.equals", {"expect": "x"}, when={"$": "/episode/stp", "eq": 1})), "/root/when/$", "did you mean 'stop'?"),
+WRONG: list[Any] = [
+    (spec({"use": "calls.mach", "args": {"expect": []}}), "/root/use", "did you mean 'calls.match'?"),
+    (spec({"op": "add", "of": [FINE]}), "/root/op", "known: sum, mean"),
+    (spec({"uses": "judge"}), "/root", "'uses': did you mean 'use'?"),
+    (spec({"use": "judge", "op": "sum"}), "/root", "this one has both"),
+    (spec(leaf("calls.match", {"expect": [], "oder": "free"})), "/root/args/oder", "did you mean 'order'?"),
+    (spec(leaf("calls.match", {"expect": [], "order": "fre"})), "/root/args/order", "did you mean 'free'?"),
+    (spec(leaf("calls.match", {"order": "free"})), "/root/args", "'expect' is missing"),
+    (spec(leaf("calls.match")), "/root", "'args' is missing"),
+    (spec(leaf("state.match", {"by": "hash"})), "/root/args", "exactly one of expect, replay"),
+    (spec(leaf("state.assert", {"path": "/a"})), "/root/args", "at least one of eq"),
+    (spec({"op": "sum", "of": []}), "/root/of", "non-empty"),
+    (spec({"op": "sum", "of": [FINE, {"op": "gate", "if": FINE}]}), "/root/of/1", "'then' is missing"),
+    (spec({"op": "gate", "if": FINE, "then": FINE, "else": "0"}), "/root/else", "an object"),
+    (spec({"op": "gate", "if": FINE, "then": FINE, "else": True}), "/root/else", "an object"),
+    (spec(leaf("episode.stopped", wieght=2)), "/root/wieght", "did you mean 'weight'?"),
+    (spec(leaf("episode.stopped", weight="2")), "/root/weight", "must be a number, not a string"),
+    (spec(leaf("episode.stopped", clip=[1, 0])), "/root/clip", "above the upper"),
+    (spec(leaf("episode.stopped", scale=[1])), "/root/scale", "short"),
+    (spec(leaf("episode.stopped", missing="maybe")), "/root/missing", "known: skip, 0, 1, invalid"),
+    (spec(leaf("episode.stopped", {"reasons": ["env_error"]})), "/root/args/reasons/0", "known: done"),
+    (spec(leaf("number.close", {"expect": {"$": "/gold/answer"}})), "/root/args/expect/$", ""),
+    (spec(leaf("number.close", {"expect": {"$": "/task/glod/answer"}})), "/root/args/expect/$", "did you mean 'gold'?"),
+    (spec(leaf("number.close", {"expect": {"$": "task/gold"}})), "/root/args/expect", ""),
+    (spec(leaf("text.equals", {"expect": "x"}, when={"$": "/episode/stp", "eq": 1})), "/root/when/$", "did you mean 'stop'?"),
         # Literals, which no state equals: every episode was paid 0.
-        (spec(leaf("state.match", {"expect": {"$ref": "/task/gold/x"}})), "/root/args/expect/$ref", "it looks like a reference"),
-        (spec(leaf("state.match", {"expect": {"$": "/task/gold/x", "or": 1}})), "/root/args/expect/$", "alone or next to"),
-        (spec(leaf("text.equals", {"expect": "x"}, when={"$": "/episode/stop"})), "/root/when", ""),
-        (spec(FINE, metrics=[leaf("cost.turns", {"max": 3})]), "/metrics/0", 'needs an "id"'),
-        (spec(leaf("episode.stopped", id="a"), metrics=[leaf("calls.none", id="a")]), "/metrics/0/id", "also the id of /root"),
-        (spec(leaf("episode.stopped", weight=float("nan"))), "/root/weight", "must be finite"),
-        ({"agentrl_reward": 2, "name": "x", "root": FINE}, "/agentrl_reward", "must be 1"),
-        ({"agentrl_reward": 1, "root": FINE}, "(the top)", "'name' is missing"),
-        ({"agentrl_reward": 1, "name": "x", "rot": FINE}, "/rot", "did you mean 'root'?"),
-        (spec([FINE]), "/root", "not an array"),
-        (spec({"op": "sum", "of": [None]}), "/root/of/0", "not null"),
-        (spec(leaf("text.equals", {"expect": {1, 2}})), "/root/args/expect", "not a JSON value"),
-    ],
-)  # fmt: skip
+    (spec(leaf("state.match", {"expect": {"$ref": "/task/gold/x"}})), "/root/args/expect/$ref", "it looks like a reference"),
+    (spec(leaf("state.match", {"expect": {"$": "/task/gold/x", "or": 1}})), "/root/args/expect/$", "alone or next to"),
+    (spec(leaf("text.equals", {"expect": "x"}, when={"$": "/episode/stop"})), "/root/when", ""),
+    (spec(FINE, metrics=[leaf("cost.turns", {"max": 3})]), "/metrics/0", 'needs an "id"'),
+    (spec(leaf("episode.stopped", id="a"), metrics=[leaf("calls.none", id="a")]), "/metrics/0/id", "also the id of /root"),
+    (spec(leaf("episode.stopped", weight=float("nan"))), "/root/weight", "must be finite"),
+    ({"agentrl_reward": 2, "name": "x", "root": FINE}, "/agentrl_reward", "must be 1"),
+    ({"agentrl_reward": 1, "root": FINE}, "(the top)", "'name' is missing"),
+    ({"agentrl_reward": 1, "name": "x", "rot": FINE}, "/rot", "did you mean 'root'?"),
+    (spec([FINE]), "/root", "not an array"),
+    (spec({"op": "sum", "of": [None]}), "/root/of/0", "not null"),
+    (spec(leaf("text.equals", {"expect": {1, 2}})), "/root/args/expect", "not a JSON value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("broken", "place", "says"), WRONG)
 def test_load_names_the_place_and_a_way_out(broken, place, says):
     with pytest.raises(RewardSpecError) as caught:
         load_spec(broken)
@@ -153,28 +154,12 @@ def test_the_published_schema_agrees_with_load_spec():
     editor = jsonschema.Draft202012Validator(schema)
     for path in SHELF.glob("*.json"):
         if path.stem != "schema":
-            assert editor.is_valid(json.loads(path.read_text())), path
-    wrong = [
-        spec({"use": "calls.mach"}),
-        spec({"op": "add", "of": [FINE]}),
-        spec({"use": "episode.stopped", "op": "sum"}),
-        spec(leaf("calls.match", {"expect": [], "oder": "free"})),
-        spec({"op": "sum", "of": [leaf("cost.turns", {"max": "3"})]}),
-        spec({"op": "gate", "if": FINE, "then": FINE, "else": "0"}),
-        spec(leaf("number.close", {"expect": {"$": "/gold/answer"}})),
-        spec(leaf("episode.stopped", wieght=1)),
-    ]
-    for broken in wrong:
-        assert not editor.is_valid(broken), broken
-        with pytest.raises(RewardSpecError):
-            load_spec(broken)
-
-
-def test_no_code_in_a_spec():
-    """A spec cannot bring code along: whatever looks like it is data, or is refused."""
-    compiled = compile_spec(spec(leaf("text.equals", {"expect": "__import__('os').getcwd()"})))
-    assert compiled.score(episode("x")).value == 0
-    assert compiled.score(episode("__import__('os').getcwd()")).value == 1
+            assert editor.is_valid(json.loads(path.read_text())) and load_spec(path)["name"] == path.stem, path
+    beyond_a_grammar = [
+        "above the upper", "did you mean 'gold'?", "did you mean 'stop'?", "it looks like a reference", "alone or next to",
+        'needs an "id"', "also the id of /root", "must be finite",
+    ]  # fmt: skip
+    assert [says for broken, _, says in WRONG if editor.is_valid(broken)] == beyond_a_grammar
 
 
 def test_a_python_leaf_runs_what_the_run_allows_by_name():
@@ -184,7 +169,6 @@ def test_a_python_leaf_runs_what_the_run_allows_by_name():
     functions = {
         "share": share, "none": lambda view, args: None, "big": lambda view, args: 3.0,
         "nan": lambda view, args: float("nan"), "text": lambda view, args: "1", "yes": lambda view, args: True,
-        "boom": lambda view, args: 1 / 0,
     }  # fmt: skip
     context = Context(python=functions)
 
@@ -194,11 +178,7 @@ def test_a_python_leaf_runs_what_the_run_allows_by_name():
 
     assert value("share", {"of": 4}).value == 0.25
     assert value("share", {"of": 4}).evidence["root"]["evidence"] == {"calls": 1}
-    assert value("yes").value == 1.0
-    for name in ("none", "big", "nan", "text", "boom"):
+    assert value("yes").value == 1.0 and value("none").value is None
+    for name in ("big", "nan", "text"):
         found = value(name)
-        assert found.value is None, name
-        assert name in ("none", "boom") or "expected a number in [0, 1], a truth value or None" in json.dumps(found.evidence), (
-            name
-        )
-    assert "ZeroDivisionError" in value("boom").evidence["root"]["unscored"]
+        assert found.value is None and "expected a number in [0, 1], a truth value or None" in json.dumps(found.evidence), name
