@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,6 +24,27 @@ def play(env: ToolEnv, turns: Iterable[Message | str]) -> tuple[float, bool]:
     return reward, terminated
 
 
+def again(env: ToolEnv, turns: Iterable[Message | str], task: Task | None = None) -> tuple[float, bool]:
+    """`play` in a new episode of the same task, or of another."""
+    env.reset(options={"task": task or env.task})
+    return play(env, turns)
+
+
+def first_task(env: ToolEnv, wanted: Callable[[Task, list[Message]], bool]) -> list[Message]:
+    """Start the first episode whose task and gold turns satisfy `wanted`; returns its gold turns."""
+    for seed in range(300):
+        task = env.make_task(seed, "train")
+        turns = list(env.gold_turns(task))
+        if wanted(task, turns):
+            env.reset(options={"task": task})
+            return turns
+    raise AssertionError("no such task")
+
+
+def say(text: str) -> Message:
+    return Message("assistant", text)
+
+
 def gold_episode(env: ToolEnv, seed: int, split: str) -> tuple[float, Trajectory]:
     """The reward of the scripted gold policy, and its record. The episode ends by the task's own rules."""
     env.reset(seed=seed, options={"split": split})
@@ -33,13 +53,6 @@ def gold_episode(env: ToolEnv, seed: int, split: str) -> tuple[float, Trajectory
     assert terminated, f"{env.id} seed {seed}: the gold turns do not end the episode"
     assert len(env.trajectory.turns) == len(turns), f"{env.id} seed {seed}: gold turns are left over"
     return reward, env.trajectory
-
-
-def end_score(env: ToolEnv) -> float:
-    """The score of the episode as it stands, as though its turns had run out."""
-    assert env.scorer is not None
-    record = env.trajectory
-    return float(env.scorer.score(record).value)  # type: ignore[attr-defined]
 
 
 def null_policies(env: ToolEnv) -> dict[str, Callable[[list[Message]], Message]]:
@@ -72,16 +85,13 @@ def null_score(env: ToolEnv, seed: int, split: str, name: str) -> float:
         everything += observation
         if terminated:
             return float(reward)
-    return end_score(env)
+    assert env.scorer is not None
+    return float(env.scorer.score(env.trajectory).value)  # type: ignore[attr-defined]
 
 
 def seen_by_policy(trajectory: Trajectory) -> str:
     """All text that the policy was shown."""
     return "\n".join(m.content for m in trajectory.messages if m.role != "assistant")
-
-
-def task_json(task: Task) -> str:
-    return json.dumps([task.id, dict(task.data), dict(task.gold)], sort_keys=True)
 
 
 def build(name: str, **params: Any) -> ToolEnv:

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.env import Message
 from agentrl.env.catalog import find_env
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
 from tests.conftest import proof
 from tests.env.toyenvs import call
-from tests.shelf.conversation_probes import build, gold_episode, null_score, play, teacher_success
+from tests.shelf.conversation_probes import again, build, first_task, gold_episode, null_score, play, say, teacher_success
 
 PATH = find_env("service_desk").path
 assert PATH is not None
@@ -22,35 +21,16 @@ POLICY = load_module(PATH.parent / "policy.py")
 CUSTOMER = load_module(PATH.parent / "customer.py")
 
 
-def say(text):
-    return Message("assistant", text)
-
-
 def names(turns):
     return [turn.tool_calls[0].name if turn.tool_calls else "" for turn in turns]
-
-
-def first_task(env, wanted, seeds=range(300)):
-    """Start the first episode whose gold turns satisfy `wanted`; returns them."""
-    for seed in seeds:
-        task = env.make_task(seed, "train")
-        turns = env.gold_turns(task)
-        if wanted(task, turns):
-            env.reset(options={"task": task})
-            return turns
-    raise AssertionError("no such task")
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 @pytest.mark.parametrize(
     "params",
-    [
-        {},
-        {"goals": 4, "forbidden": 0.5},
-        {"goals": 3, "forbidden": 1.0, "pushy": 1.0},
-        {"goals": [1, 3], "forbidden": 0.0, "forgetful": 1.0, "customers": 12},
-    ],
-)
+    [{}, {"goals": 4, "forbidden": 0.5}, {"goals": 3, "forbidden": 1.0, "pushy": 1.0},
+     {"goals": [1, 3], "forbidden": 0.0, "forgetful": 1.0, "customers": 12}],
+)  # fmt: skip
 def test_gold_scores_one(params, split):
     env = build("service_desk", **params)
     for seed in range(8):
@@ -125,16 +105,6 @@ def test_what_goes_to_a_person_is_the_last_request_of_a_shift():
     assert found
 
 
-@pytest.mark.parametrize(
-    ("params", "says"),
-    [({"calls": 9}, "calls = 9"), ({"calls": [20, 201]}, "within 10..200"), ({"recalls": 0.5}, "set `calls`"),
-     ({"calls": 20, "recalls": -1}, "recalls = -1")],
-)  # fmt: skip
-def test_parameters_of_shifts_out_of_range_are_refused(params, says):
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        build("service_desk", **params)
-
-
 def test_every_rule_and_every_kind_comes_up():
     env = build("service_desk", goals=3, forbidden=0.7)
     rules, calls = Counter(), Counter()
@@ -183,8 +153,7 @@ def test_giving_in_to_a_pushy_customer_scores_nothing(rule):
     # Refused and recorded first, then done all the same; and done straight away.
     assert play(env, [*gold[:-1], action, gold[-1]])[0] == 0.0
     assert rule in {row["rule"] for row in env.trajectory.state["violations"]}
-    env.reset(options={"task": env.task})
-    assert play(env, [*gold[:at], action, *gold[at + 1 :]])[0] == 0.0
+    assert again(env, [*gold[:at], action, *gold[at + 1 :]])[0] == 0.0
 
 
 def test_a_refusal_needs_the_right_rule_and_a_word_to_the_customer():
@@ -193,11 +162,9 @@ def test_a_refusal_needs_the_right_rule_and_a_word_to_the_customer():
     at = names(gold).index("log_refusal")
     order = gold[at].tool_calls[0].arguments["order_id"]
     assert play(env, [*gold[:at], call("log_refusal", order_id=order, rule="R5"), *gold[at + 1 :]])[0] == 0.0
-    env.reset(options={"task": env.task})
     every = [call("log_refusal", order_id=order, rule=f"R{n}") for n in range(2, 10)]
-    assert play(env, [*gold[:at], *every, *gold[at + 1 :]])[0] == 0.0
-    env.reset(options={"task": env.task})
-    play(env, gold[:-1])
+    assert again(env, [*gold[:at], *every, *gold[at + 1 :]])[0] == 0.0
+    again(env, gold[:-1])
     score = env.scorer.score(env.trajectory)
     assert score.value == 0.0 and score.metrics["database"] == 1.0 and score.metrics["heard"] == 0.0
 
@@ -216,8 +183,7 @@ def test_the_figure_must_be_named_exactly_and_alone():
         "": 0.0,
     }
     for text, reward in said.items():
-        env.reset(options={"task": env.task})
-        assert play(env, [*gold[:-1], say(text)]) == (reward, True), text[:40]
+        assert again(env, [*gold[:-1], say(text)]) == (reward, True), text[:40]
 
 
 def test_harm_beside_the_request_scores_nothing():
@@ -226,8 +192,7 @@ def test_harm_beside_the_request_scores_nothing():
     order = gold[names(gold).index("cancel_order")].tool_calls[0].arguments["order_id"]
     other = next(number for number in env.task.data["shop"]["orders"] if number != order)
     assert play(env, [*gold[:-1], call("log_refusal", order_id=other, rule="R3"), gold[-1]])[0] == 0.0
-    env.reset(options={"task": env.task})
-    assert play(env, [*gold[:-1], call("transfer_to_human", summary="")]) == (0.0, True)
+    assert again(env, [*gold[:-1], call("transfer_to_human", summary="")]) == (0.0, True)
 
 
 def test_other_words_than_the_golds_work_as_well():
@@ -350,6 +315,10 @@ def test_gold_stays_hidden():
         ({"pushy": 2}, "pushy = 2"),
         ({"forgetful": 1.01}, "forgetful"),
         ({"customers": 1}, "customers = 1"),
+        ({"calls": 9}, "calls = 9"),
+        ({"calls": [20, 201]}, "within 10..200"),
+        ({"recalls": 0.5}, "set `calls`"),
+        ({"calls": 20, "recalls": -1}, "recalls = -1"),
     ],
 )
 def test_knobs_out_of_range_are_refused(params, says):
@@ -381,9 +350,8 @@ def test_leaving_out_any_one_change_or_word_scores_nothing():
             asking = "?" in turn.content and "confirm?" not in turn.content
             if reading or asking:
                 continue
-            env.reset(options={"task": task})
             # The last sentence may be missing at the end of a record that was cut short.
-            reward, over = play(env, [*gold[:at], *gold[at + 1 :]])
+            reward, over = again(env, [*gold[:at], *gold[at + 1 :]], task)
             assert (reward if over else env.scorer.score(env.trajectory).value) == 0.0, turn
             tried += 1
     assert tried > 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
@@ -15,26 +16,12 @@ from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.search_path import load_module
 from tests.conftest import proof
 from tests.env.toyenvs import call
-from tests.shelf.conversation_probes import build, gold_episode, null_score, play, task_json, teacher_success
+from tests.shelf.conversation_probes import again, build, first_task, gold_episode, null_score, play, say, teacher_success
 
 PATH = find_env("workspace").path
 assert PATH is not None
 PLAN = load_module(PATH.parent / "plan.py")
 USER = load_module(PATH.parent / "user.py")
-
-
-def say(text):
-    return Message("assistant", text)
-
-
-def first_task(env, wanted, seeds=range(300)):
-    """Start the first episode whose task satisfies `wanted`; returns its gold turns."""
-    for seed in seeds:
-        task = env.make_task(seed, "train")
-        if wanted(task):
-            env.reset(options={"task": task})
-            return env.gold_turns(task)
-    raise AssertionError("no such task")
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
@@ -139,7 +126,7 @@ def test_a_long_task_costs_in_proportion_to_its_calls(monkeypatch):
         env.reset(seed=1)
         play(env, env.gold_turns(env.task))
         assert len(states) <= 3, "the state is written out in every turn"
-        sizes[calls] = len(task_json(env.task))
+        sizes[calls] = len(json.dumps(env.trajectory.to_json()["task"]))
     assert sizes[200] < 4 * sizes[50]
 
 
@@ -172,8 +159,7 @@ def test_a_detail_left_out_is_told_when_asked_for_and_cannot_be_guessed():
         replies = [m.content for m in env.trajectory.messages if m.role == "user"]
         assert all(r["slot"]["reply"] in replies for r in task.data["requests"] if r["slot"])
         silent = [t for t in turns if t.tool_calls or "?" not in t.content]
-        env.reset(options={"task": task})
-        play(env, silent)
+        again(env, silent)
         heard = [m.content for m in env.trajectory.messages if m.role == "user"]
         assert not any(r["slot"]["reply"] in heard for r in task.data["requests"] if r["slot"])
     assert checked > 20
@@ -181,24 +167,20 @@ def test_a_detail_left_out_is_told_when_asked_for_and_cannot_be_guessed():
 
 def test_what_cannot_be_done_is_declined_and_nothing_else():
     env = build("workspace", withheld=1.0, missing=0.0, questions=0.0)
-    gold = first_task(env, lambda task: any(r["withheld"] and not r["restored"] for r in task.data["requests"]))
+    gold = first_task(env, lambda task, _: any(r["withheld"] and not r["restored"] for r in task.data["requests"]))
     withheld = [r["withheld"] for r in env.task.data["requests"] if r["withheld"]]
     assert not set(withheld) & set(env.toolbox.names)
     assert play(env, gold) == (1.0, True)
     for other in ("Done.", "I did that.", "I cannot do that."):
-        env.reset(options={"task": env.task})
-        turns = [say(other) if t.content.startswith("CANNOT") else t for t in gold]
-        assert play(env, turns)[0] == 0.0
+        assert again(env, [say(other) if t.content.startswith("CANNOT") else t for t in gold])[0] == 0.0
     # Declining what could be done costs as much as claiming what was not.
-    env.reset(options={"task": env.task})
-    assert play(env, [say("CANNOT: no") if t.content == "Done." else t for t in gold])[0] == 0.0
-    env.reset(options={"task": env.task})
-    assert play(env, [say("Done.\nCANNOT: no") if t.content == "Done." else t for t in gold])[0] == 0.0
+    assert again(env, [say("CANNOT: no") if t.content == "Done." else t for t in gold])[0] == 0.0
+    assert again(env, [say("Done.\nCANNOT: no") if t.content == "Done." else t for t in gold])[0] == 0.0
 
 
 def test_a_function_that_comes_back_is_offered_and_used():
     env = build("workspace", withheld=1.0, missing=0.0)
-    gold = first_task(env, lambda task: task.data["requests"][0]["restored"])
+    gold = first_task(env, lambda task, _: task.data["requests"][0]["restored"])
     name = env.task.data["requests"][0]["withheld"]
     assert name not in env.toolbox.names
     observation, *_ = env.step(gold[0])
@@ -214,7 +196,7 @@ def test_a_function_that_comes_back_is_offered_and_used():
 
 def test_a_way_round_a_missing_function_does_not_count():
     env = build("workspace", withheld=1.0, missing=0.0, questions=0.0)
-    gold = first_task(env, lambda task: task.data["requests"][0]["withheld"] == "forward_mail"
+    gold = first_task(env, lambda task, _: task.data["requests"][0]["withheld"] == "forward_mail"
                       and not task.data["requests"][0]["restored"])  # fmt: skip
     extra = call("send_mail", to="a@b.example", subject="Fwd", body="text")
     assert play(env, [extra, *gold])[0] == 0.0
@@ -222,7 +204,7 @@ def test_a_way_round_a_missing_function_does_not_count():
 
 def test_values_are_answered_in_their_line():
     env = build("workspace", questions=0.5, withheld=0.0, missing=0.0)
-    gold = first_task(env, lambda task: len(task.gold["talk"]["told"]) == 1)
+    gold = first_task(env, lambda task, _: len(task.gold["talk"]["told"]) == 1)
     at = next(i for i, turn in enumerate(gold) if turn.content.startswith("ANSWER"))
     value = gold[at].content.removeprefix("ANSWER: ")
     said = {
@@ -234,24 +216,19 @@ def test_values_are_answered_in_their_line():
         "ANSWER:": 0.0,
     }
     for text, reward in said.items():
-        env.reset(options={"task": env.task})
-        assert play(env, [*gold[:at], say(text), *gold[at + 1 :]])[0] == reward, text
+        assert again(env, [*gold[:at], say(text), *gold[at + 1 :]])[0] == reward, text
 
 
 def test_the_order_of_work_and_a_detour_do_not_matter_but_leftovers_do():
     env = build("workspace", calls=[5, 9], requests=1, missing=0.0, withheld=0.0, questions=0.0)
-    gold = first_task(env, lambda task: len(task.gold["writes"]) >= 4 and task.gold["writes"][0]["name"] == "send_mail")
+    gold = first_task(env, lambda task, _: len(task.gold["writes"]) >= 4 and task.gold["writes"][0]["name"] == "send_mail")
     assert play(env, [gold[0], *gold[-2:0:-1], gold[-1]]) == (1.0, True)
-    env.reset(options={"task": env.task})
     together = Message("assistant", tool_calls=tuple(turn.tool_calls[0] for turn in gold[1:-1]))
     detour = [call("create_folder", path="/x"), call("list_groups"), call("read_file", path="/no")]
-    assert play(env, [gold[0], together, gold[-1]]) == (1.0, True)
-    env.reset(options={"task": env.task})
-    assert play(env, [*detour, *gold])[0] == 0.0
-    env.reset(options={"task": env.task})
-    assert play(env, [*detour[1:], *gold])[0] == 1.0
-    env.reset(options={"task": env.task})
-    assert play(env, [*gold[:-1], gold[1], gold[-1]])[0] == 0.0  # one mail sent twice
+    assert again(env, [gold[0], together, gold[-1]]) == (1.0, True)
+    assert again(env, [*detour, *gold])[0] == 0.0
+    assert again(env, [*detour[1:], *gold])[0] == 1.0
+    assert again(env, [*gold[:-1], gold[1], gold[-1]])[0] == 0.0  # one mail sent twice
 
 
 def test_an_episode_cut_short_does_not_score():
@@ -317,9 +294,8 @@ def test_asking_for_what_is_not_missing_costs_half():
     env.reset(seed=0)
     gold = env.gold_turns(env.task)
     assert play(env, [say("At what time, who, which folder and what text?"), *gold])[0] == 0.5
-    env.reset(options={"task": env.task})
     polite = [say("Done. Is there anything else I can do?") if t.content == "Done." else t for t in gold]
-    assert play(env, polite)[0] == 1.0
+    assert again(env, polite)[0] == 1.0
 
 
 def test_gold_and_details_stay_hidden():
@@ -407,17 +383,15 @@ def test_leaving_out_or_spoiling_any_one_change_scores_nothing():
                 continue
             for key, value in made.arguments.items():
                 wrong = call(made.name, **{**made.arguments, key: spoilt[type(value)](value)})
-                env.reset(options={"task": task})
-                assert play(env, [*gold[:at], wrong, *gold[at + 1 :]])[0] == 0.0, (made, key)
-            env.reset(options={"task": task})
-            assert play(env, [*gold[:at], *gold[at + 1 :]])[0] == 0.0, made
+                assert again(env, [*gold[:at], wrong, *gold[at + 1 :]], task)[0] == 0.0, (made, key)
+            assert again(env, [*gold[:at], *gold[at + 1 :]], task)[0] == 0.0, made
             tried += 1
     assert tried > 20
 
 
 def test_a_fork_goes_its_own_way_also_with_other_tools():
     env = build("workspace", withheld=1.0, missing=0.0)
-    gold = first_task(env, lambda task: task.data["requests"][0]["restored"])
+    gold = first_task(env, lambda task, _: task.data["requests"][0]["restored"])
     name = env.task.data["requests"][0]["withheld"]
     snapshot, before = env.snapshot(), env.state()
     replay_env = env.fork()
