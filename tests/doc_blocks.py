@@ -23,7 +23,7 @@ import tempfile
 import tomllib
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -38,25 +38,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "envs/*/README.md")
 PAGES = sorted({path.relative_to(ROOT) for pattern in PATTERNS for path in ROOT.glob(pattern)})
 PROGRAMS = (
-    "agentrl",
-    "make",
-    "python",
-    "pip",
-    "pytest",
-    "cd",
-    "export",
-    "source",
-    "curl",
-    "kubectl",
-    "ray",
-    "ssh",
-    "sbatch",
-    "echo",
-    "docker",
-    "mv",
-    "rm",
-    "sed",
-)
+    "agentrl", "make", "python", "pip", "pytest", "cd", "export", "source", "curl", "kubectl", "ray", "ssh", "sbatch", "echo",
+    "docker", "mv", "rm", "sed",
+)  # fmt: skip
 FENCE = re.compile(r"^(?P<indent> *)```(?P<head>[^`\n]*)\n(?P<text>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL)
 REASON = re.compile(r"<!-- not run: ((?:(?!-->).)+?) -->\s*\Z", re.DOTALL)
 
@@ -192,19 +176,12 @@ def _read_agentrl(words: list[str]) -> list[str]:
             parsed = cli._parse(words)
         except SystemExit as end:
             return [] if not end.code else [f"agentrl {' '.join(words)}: {said.getvalue().strip().splitlines()[-1]}"]
-    overrides = [
-        word
-        for word in vars(parsed).get("overrides", [])
-        if "=" in word and parsed.command in ("train", "eval", "rollout", "sft")
-    ]
-    return [f"no config key {key}" for key in (word.partition("=")[0].lstrip("~") for word in overrides) if not is_override(key)]
-
-
-def is_override(dotted: str) -> bool:
-    """Whether a key can be set; `env.NAME.key` is one of the environment of that name."""
+    if parsed.command not in ("train", "eval", "rollout", "sft"):
+        return []
     from tests.test_docs import is_key
 
-    return is_key(dotted)
+    keys = [word.partition("=")[0].lstrip("~") for word in parsed.overrides if "=" in word]
+    return [f"no config key {key}" for key in keys if not is_key(key)]
 
 
 def _read_toml(block: Block) -> list[str]:
@@ -217,9 +194,7 @@ def _read_toml(block: Block) -> list[str]:
             if other.language == "toml" and other.name:
                 (folder / Path(other.name).name).write_text(other.text)
         base = str(table.get("base", ""))
-        there = base and (
-            (folder / base).with_suffix(".toml").is_file() or (ROOT / "configs" / base).with_suffix(".toml").is_file()
-        )
+        there = base and any((at / base).with_suffix(".toml").is_file() for at in (folder, ROOT / "configs"))
         if not there and not {"name", "model"} <= table.keys():
             table["base"] = "quickstart"
         (folder / "page.toml").write_text(tomli_w.dumps(table))
@@ -340,8 +315,3 @@ class Reader:
 
 async def _awaited(made):
     return await made
-
-
-def named(block: Block, name: str) -> Block:
-    """The same block as a file of that name."""
-    return replace(block, name=name)

@@ -48,10 +48,10 @@ def forked(work: Callable[[], object], seconds: int = 20) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("purpose", ["batch", "engine", "files", "load", "sandbox", "text", "update", "weights"])
+@pytest.mark.parametrize("purpose", ["batch", "engine", "files", "load", "sandbox", "text", "tools", "update", "weights"])
 def test_a_pool_that_the_parent_used(purpose: Any) -> None:
     def pid() -> int:
-        return asyncio.run(in_thread(purpose, os.getpid))
+        return asyncio.run(TOOLS.call("pid", os.getpid) if purpose == "tools" else in_thread(purpose, os.getpid))
 
     assert pid() == os.getpid()
 

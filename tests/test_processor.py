@@ -54,57 +54,52 @@ def real(tmp_path: Path) -> str:
 
 
 GROUPS: dict[str, tuple[str, dict[str, str], float, tuple[int, int]]] = {
-    "none": ("0::/\n", {}, 8, (100, 60)),
-    "version 2, no limit": ("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.current": "5\n"}, 8, (100, 60)),
+    "none": ("0::/", {}, 8, (100, 60)),
+    "version 2, no limit": ("0::/", {"cpu.max": "max 100000", "memory.max": "max", "memory.current": "5"}, 8, (100, 60)),
     "version 2, a container": (
-        "0::/\n",
-        {
-            "cpu.max": "250000 100000\n",
-            "memory.max": "40\n",
-            "memory.current": "30\n",
-            "memory.stat": "anon 1\ninactive_file 7\n",
-        },
+        "0::/",
+        {"cpu.max": "250000 100000", "memory.max": "40", "memory.current": "30", "memory.stat": "anon 1\ninactive_file 7"},
         2,
         (40, 17),
     ),
     "version 2, below a limited slice": (
-        "0::/a.slice/b.scope\n",
+        "0::/a.slice/b.scope",
         {
-            "a.slice/cpu.max": "100000 100000\n",
-            "a.slice/b.scope/cpu.max": "max 100000\n",
-            "a.slice/memory.max": "50\n",
-            "a.slice/memory.current": "45\n",
-            "a.slice/memory.stat": "inactive_file 0\n",
-            "a.slice/b.scope/memory.max": "max\n",
-            "a.slice/b.scope/memory.high": "80\n",
-            "a.slice/b.scope/memory.current": "20\n",
-            "a.slice/b.scope/memory.stat": "inactive_file 0\n",
+            "a.slice/cpu.max": "100000 100000",
+            "a.slice/b.scope/cpu.max": "max 100000",
+            "a.slice/memory.max": "50",
+            "a.slice/memory.current": "45",
+            "a.slice/memory.stat": "inactive_file 0",
+            "a.slice/b.scope/memory.max": "max",
+            "a.slice/b.scope/memory.high": "80",
+            "a.slice/b.scope/memory.current": "20",
+            "a.slice/b.scope/memory.stat": "inactive_file 0",
         },
         1,
         (50, 5),
     ),
-    "version 2 beside version 1": ("4:memory:/\n0::/x\n", {"unified/x/cpu.max": "300000 100000\n"}, 3, (100, 60)),
+    "version 2 beside version 1": ("4:memory:/\n0::/x", {"unified/x/cpu.max": "300000 100000"}, 3, (100, 60)),
     "version 1, no limit": (
-        "3:cpu:/\n4:memory:/\n",
-        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
-        | {"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory/memory.usage_in_bytes": "9\n", "memory/memory.stat": ""},
+        "3:cpu:/\n4:memory:/",
+        {
+            "cpu/cpu.cfs_quota_us": "-1",
+            "cpu/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": f"{2**63 - 4096}",
+            "memory/memory.usage_in_bytes": "9",
+            "memory/memory.stat": "",
+        },
         8,
         (100, 60),
     ),
-    "version 1, half a core": (
-        "3:cpu:/\n",
-        {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        1,
-        (100, 60),
-    ),
+    "version 1, half a core": ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1, (100, 60)),
     "version 1, joint controllers, below a limited group": (
-        "3:cpu,cpuacct:/job/step\n4:memory:/job/step\n",
+        "3:cpu,cpuacct:/job/step\n4:memory:/job/step",
         {
-            "cpu,cpuacct/job/cpu.cfs_quota_us": "400000\n",
-            "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
-            "memory/job/memory.limit_in_bytes": "30\n",
-            "memory/job/memory.usage_in_bytes": "40\n",
-            "memory/job/memory.stat": "total_inactive_file 3\n",
+            "cpu,cpuacct/job/cpu.cfs_quota_us": "400000",
+            "cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+            "memory/job/memory.limit_in_bytes": "30",
+            "memory/job/memory.usage_in_bytes": "40",
+            "memory/job/memory.stat": "total_inactive_file 3",
             "cpu,cpuacct/job/step/x": "",
             "memory/job/step/x": "",
         },
@@ -112,13 +107,13 @@ GROUPS: dict[str, tuple[str, dict[str, str], float, tuple[int, int]]] = {
         (30, 0),
     ),
     "version 1, a container that the host names": (
-        "3:cpu:/docker/12ab\n4:memory:/docker/12ab\n",
+        "3:cpu:/docker/12ab\n4:memory:/docker/12ab",
         {
-            "cpu/cpu.cfs_quota_us": "200000\n",
-            "cpu/cpu.cfs_period_us": "100000\n",
-            "memory/memory.limit_in_bytes": "20\n",
-            "memory/memory.usage_in_bytes": "5\n",
-            "memory/memory.stat": "total_inactive_file 0\n",
+            "cpu/cpu.cfs_quota_us": "200000",
+            "cpu/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": "20",
+            "memory/memory.usage_in_bytes": "5",
+            "memory/memory.stat": "total_inactive_file 0",
         },
         2,
         (20, 15),
@@ -130,10 +125,10 @@ GROUPS: dict[str, tuple[str, dict[str, str], float, tuple[int, int]]] = {
 @pytest.mark.parametrize("name", GROUPS)
 def test_control_groups_limit_cores_and_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, files, cores, memory = GROUPS[name]
-    (tmp_path / "own").write_text(own)
+    (tmp_path / "own").write_text(own + "\n")
     for file, text in files.items():
         (tmp_path / "root" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / file).write_text(text)
+        (tmp_path / "root" / file).write_text(f"{text}\n")
     monkeypatch.setattr(processor.control_groups, "__defaults__", (tmp_path / "root", tmp_path / "own"))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=100, available=60))
     assert usable_cpus() == cores
