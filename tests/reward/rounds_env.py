@@ -131,6 +131,14 @@ def played(task: Task, rounds: list[list[list[ToolCall]]], env: ToolEnv | None =
     return env.trajectory
 
 
+def by_gold(gold: list[list[ToolCall]], env: ToolEnv | None = None, **data: Any) -> Trajectory:
+    """The episode of a policy that makes the gold calls, each in a turn of its own."""
+    return played(task_of(gold, **data), [[[call] for call in calls] for calls in gold], env)
+
+
+X, Y = put("a", "x"), put("a", "y")
+
+
 def by_round(*leaves: str, make: Any = lambda task: Cabinet()) -> Scorer:
     """All of the leaves in every round that has gold calls."""
     root = {

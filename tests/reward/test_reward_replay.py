@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import pickle
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -50,22 +48,6 @@ def test_a_group_replays_its_gold_once():
     assert [scorer.score(member(total)).value for total in (5, 4, 5, 6)] == [1, 0, 1, 0]
     assert len(envs.built) == 1 and envs.built[0].closed
     assert scorer.score(member(4, gold={"calls": 3})).value is None
-
-
-def test_members_that_finish_together_replay_once():
-    class Slow(ReplayEnvs):
-        def __call__(self, task: Task) -> Counter:
-            time.sleep(0.05)
-            return super().__call__(task)
-
-    envs = Slow()
-    scorer = scorer_of(envs)
-
-    async def run() -> list[float | None]:
-        return [score.value for score in await asyncio.gather(*(scorer.ascore(member(n)) for n in (5, 4, 5)))]
-
-    assert asyncio.run(run()) == [1, 0, 1]
-    assert len(envs.built) == 1
 
 
 @pytest.mark.parametrize(
@@ -187,14 +169,18 @@ def test_what_the_policy_tried_in_vain_is_replayed_all_the_same():
 
 def test_results_contains_replay_by_round_wants_only_the_answers_of_that_round():
     """Gold answers: "1" in round 0, "3" in round 1. The policy gets "0" in round 0 and "3" in round 1."""
-    rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
-    trajectory = episode([(call("add", x=0), "0")], "user: more", [(call("add", x=3), "3")], "end", task_gold={"rounds": rounds})
-    args = {"replay": {"$": "/task/gold/rounds"}}
-    context = Context(replay_env=Counter)
-    assert value("results.contains", args, trajectory, context, scope="round", reduce="last") == 1
-    assert value("results.contains", args, trajectory, context, scope="round", reduce="all") == 0
-    earlier = episode([(call("add", x=3), "3"), (call("add", x=-2), "1")], "user: more", "end", task_gold={"rounds": rounds})
-    assert value("results.contains", args, earlier, context, scope="round", reduce="all") == 1  # got before counts
+    rounds = {"rounds": [gold(call("add", x=1)), gold(call("add", x=2))]}
+
+    def found(reduce, *turns):
+        args, made = {"replay": {"$": "/task/gold/rounds"}}, episode(*turns, task_gold=rounds)
+        return value("results.contains", args, made, Context(replay_env=Counter), scope="round", reduce=reduce)
+
+    turns = [(call("add", x=0), "0")], "user: more", [(call("add", x=3), "3")], "end"
+    assert (found("last", *turns), found("all", *turns)) == (1, 0)
+    got_before = [(call("add", x=3), "3"), (call("add", x=-2), "1")], "user: more", "end"
+    assert found("all", *got_before) == 1
+    came_later = "wait", "user: more", [(call("add", x=1), "1"), (call("add", x=2), "3")]
+    assert found("mean", *came_later) == 0.5
 
 
 def test_a_replay_environment_is_reset_with_the_tasks_seed_and_the_missing_answers_are_named():
@@ -214,22 +200,12 @@ def test_a_task_without_gold_calls_asks_for_no_answers():
     """What was asked and answered besides takes nothing from the whole share."""
     trajectory = episode([(call("add", x=1), "1")], "end", task_gold={"calls": []})
     for credit in ({}, {"credit": "partial"}):
-        args = {"replay": {"$": "/task/gold/calls"}, **credit}
-        assert value("results.contains", args, trajectory, Context(replay_env=Counter)) == 1
-
-
-def test_results_contains_replay_by_round_does_not_count_what_came_later():
-    rounds = [gold(call("add", x=1)), gold(call("add", x=2))]
-    later = [(call("add", x=1), "1"), (call("add", x=2), "3")]
-    trajectory = episode("wait", "user: more", later, task_gold={"rounds": rounds})
-    args = {"replay": {"$": "/task/gold/rounds"}}
-    assert value("results.contains", args, trajectory, Context(replay_env=Counter), scope="round", reduce="mean") == 0.5
+        assert value("results.contains", {**REPLAY, **credit}, trajectory, Context(replay_env=Counter)) == 1
 
 
 def test_results_contains_replay_is_a_multiset():
-    context = Context(replay_env=Counter)
+    context, args = Context(replay_env=Counter), REPLAY
     want = {"calls": gold(call("add", x=1), call("add", x=0))}  # answers "1", "1"
-    args = {"replay": {"$": "/task/gold/calls"}}
     twice = episode([(call("add", x=1), "1"), (call("add", x=0), "1")], task_gold=want)
     once = episode([(call("add", x=1), "1")], task_gold=want)
     assert value("results.contains", args, twice, context) == 1

@@ -20,20 +20,20 @@ from agentrl.reward import Context, compile_spec
 from agentrl.reward.leaf import episode_view
 from agentrl.reward.leaves.state import gold_end, replay
 from agentrl.reward.values import course_of
-from tests.reward.rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
+from tests.reward.rounds_env import Cabinet, Guest, X, Y, by_gold, by_round, played, put, swap, task_of
 
 
 def test_tools_that_arrive_with_a_users_turn_are_there_in_a_replay() -> None:
     """`swap` comes with round 1 only, as in BFCL's miss_func: there the gold scored 0."""
-    gold = [[put("a", "x")], [swap("a", "b")], [put("b", "y")]]
-    task = task_of(gold, brings={"1": ["swap"]})
-    right = played(task, [[[call] for call in calls] for calls in gold])
+    gold = [[X], [swap("a", "b")], [put("b", "y")]]
+    right = by_gold(gold, brings={"1": ["swap"]})
+    task = right.task
     assert [r.error for turn in right.turns for r in turn.results] == [None] * 3
     assert by_round().score(right).value == 1
-    early = played(task, [[[put("a", "x"), swap("a", "b")]], [[swap("a", "b")]], [[put("b", "y")]]])
+    early = played(task, [[[X, swap("a", "b")]], [[swap("a", "b")]], [[put("b", "y")]]])
     assert early.turns[0].results[1].error == "unknown_tool"
     assert by_round().score(early).value == 1  # the refused call did nothing, in the replay as in the episode
-    wrong = played(task, [[[put("a", "x")]], [[put("b", "x")]], [[put("b", "y")]]])
+    wrong = played(task, [[[X]], [[put("b", "x")]], [[put("b", "y")]]])
     scored = by_round("state.match").score(wrong)
     assert scored.value == 0 and [part["value"] for part in scored.evidence["root"]["parts"]] == [1, 0, 0]
 
@@ -47,61 +47,45 @@ def test_state_that_a_users_turn_changes_is_there_in_a_replay() -> None:
             seen.append(self.round)
             return super().state()
 
-    gold = [[put("a", "x")], [put("a", "y")], [put("a", "z")]]
-    assert (
-        by_round("state.match", make=lambda task: Seen()).score(played(task_of(gold), [[[c] for c in cs] for cs in gold])).value
-    )
+    gold = [[X], [Y], [put("a", "z")]]
+    assert by_round("state.match", make=lambda task: Seen()).score(by_gold(gold)).value
     assert seen == [0, 1, 2, 0, 1, 2]  # one pass of the gold calls and one of those made; no state is read twice
 
 
 def test_a_round_without_calls_goes_by() -> None:
-    gold = [[put("a", "x")], [], [put("a", "y")]]
-    episode = played(task_of(gold), [[[put("a", "x")]], [], [[put("a", "y")]]])
-    assert by_round().score(episode).value == 1
+    assert by_round().score(by_gold([[X], [], [Y]])).value == 1
 
 
 def test_an_opening_history_has_no_rounds() -> None:
     """user, assistant with a call, its result, assistant, and only then the episode's first user message."""
     shown = ToolCall("put", {"drawer": "z", "thing": "old"}, id="h")
-    said = [
-        Message("user", "before"),
-        Message("assistant", "", (shown,)),
-        Message("tool", "z has 1"),
-        Message("assistant", "done"),
-    ]
-    history = [asdict(message) for message in said]
-    gold = [[put("a", "x")], [put("a", "y")]]
-    task = task_of(gold, history=history)
-    right = played(task, [[[put("a", "x")]], [[put("a", "y")]]])
+    said = [("user", "before"), ("assistant", "", (shown,)), ("tool", "z has 1"), ("assistant", "done")]
+    right = by_gold([[X], [Y]], history=[asdict(Message(*one)) for one in said])
     assert by_round().score(right).value == 1
-    late = played(task, [[], [[put("a", "x"), put("a", "y")]]])
+    late = played(right.task, [[], [[X, Y]]])
     scored = by_round("state.match").score(late)
     assert [part["value"] for part in scored.evidence["root"]["parts"]] == [0, 1]
 
 
 def test_several_messages_of_the_user_in_a_row_are_one_turn() -> None:
-    gold = [[put("a", "x")], [put("a", "y")]]
-
     class Twice(Cabinet):
         async def user_reply(self, message):
             said = await super().user_reply(message)
             return said and [*said, Message("user", "please")]
 
-    episode = played(task_of(gold), [[[put("a", "x")]], [[put("a", "y")]]], Twice())
+    episode = by_gold([[X], [Y]], Twice())
     assert [m.role for m in episode.messages].count("user") == 3
     assert by_round(make=lambda task: Twice()).score(episode).value == 1
 
 
 def test_an_episode_that_ended_early_is_compared_as_far_as_it_went() -> None:
-    gold = [[put("a", "x")], [put("a", "y")], [ToolCall("nonsense", {})]]
-    episode = played(task_of(gold), [[[put("a", "x")]], [[put("a", "y")], [ToolCall("lock", {})]]])
+    episode = played(task_of([[X], [Y], [ToolCall("nonsense", {})]]), [[[X]], [[Y], [ToolCall("lock", {})]]])
     assert episode.turns[-1].message.tool_calls[0].name == "lock" and len(episode.turns) == 4
     assert by_round().score(episode).value == 1  # of gold round 2, which is refused, nothing was asked
 
 
 def test_gold_that_is_refused_in_a_later_round_spoils_no_earlier_one() -> None:
-    gold = [[put("a", "x")], [ToolCall("take", {"drawer": "b"})]]
-    episode = played(task_of(gold), [[[put("a", "x")]], [[put("a", "y")]]])
+    episode = played(task_of([[X], [ToolCall("take", {"drawer": "b"})]]), [[[X]], [[Y]]])
     parts = by_round("state.match").score(episode).evidence["root"]["parts"]
     assert parts[0]["value"] == 1 and parts[1]["value"] is None
     assert "refused gold call 2 of 2, take: tool_error: " in parts[1]["of"][0]["unscored"]
@@ -118,12 +102,9 @@ def test_what_a_user_hears_decides_what_the_user_of_a_replay_does() -> None:
                 self.drawers = {"from": ["user"]}
             return await super().user_reply(message)
 
-    gold = [[put("a", "x")], [put("a", "y")]]
-    task = task_of(gold)
-    plain = played(task, [[[put("a", "x")]], [[put("a", "y")]]], Hears())
-    env = Hears()
-    env.reset(seed=0, options={"task": task})
-    for turn in (Message("assistant", "", (put("a", "x"),)), "swap", Message("assistant", "", (put("a", "y"),)), "done"):
+    plain, env = by_gold([[X], [Y]], Hears()), Hears()
+    env.reset(seed=0, options={"task": plain.task})
+    for turn in (Message("assistant", "", (X,)), "swap", Message("assistant", "", (Y,)), "done"):
         env.step(turn)
     scorer = by_round(make=lambda task: Hears())
     assert env.trajectory.state["drawers"] == {"from": ["user"], "a": ["y"]}
@@ -131,8 +112,7 @@ def test_what_a_user_hears_decides_what_the_user_of_a_replay_does() -> None:
 
 
 def test_a_call_that_used_up_its_time_is_not_made_again() -> None:
-    gold = [[put("a", "x")]]
-    episode = played(task_of(gold), [[[put("a", "x")]]])
+    episode = by_gold([[X]])
     late = replace(episode.turns[0], index=1, message=Message("assistant", "", (ToolCall("lock", {}, id="l"),)), results=[])
     episode.turns[1:], episode.stop = [late], type(episode.stop).MAX_TOOL_TIME
     episode.messages[-1] = late.message
@@ -142,9 +122,8 @@ def test_a_call_that_used_up_its_time_is_not_made_again() -> None:
 @pytest.mark.parametrize("stop", ["MAX_TOOL_TIME", "MAX_EPISODE_TIME"])
 def test_of_a_turn_that_was_cut_the_calls_that_were_answered_are_made_again(stop: str) -> None:
     """Of two calls of an agent that makes its own, the first was answered, and the second had not ended."""
-    gold = [[put("a", "x"), put("a", "y")]]
-    episode = played(task_of(gold), [[[put("a", "x")]]])
-    calls = (replace(put("a", "y"), id="y"), ToolCall("take", {"drawer": "a"}, id="late"))
+    episode = played(task_of([[X, Y]]), [[[X]]])
+    calls = (replace(Y, id="y"), ToolCall("take", {"drawer": "a"}, id="late"))
     cut = replace(episode.turns[0], index=1, message=Message("assistant", "", calls), results=[ToolResult("y", "put", "a has 2")])
     episode.turns[1:], episode.stop = [cut], getattr(type(episode.stop), stop)
     episode.messages[-1] = cut.message
@@ -153,12 +132,11 @@ def test_of_a_turn_that_was_cut_the_calls_that_were_answered_are_made_again(stop
 
 def test_a_model_user_is_never_asked_by_a_replay_and_its_recorded_calls_are_made_again() -> None:
     Guest.asked = 0
-    gold = [[put("a", "x")], [swap("a", "guest")], [put("a", "y")]]
-    episode = played(task_of(gold), [[[call] for call in calls] for calls in gold], Guest())
+    episode = by_gold([[X], [swap("a", "guest")], [Y]], Guest())
     assert [made.call.arguments["thing"] for made in episode.user_calls] == ["1", "3", "5"] and Guest.asked == 6
     scorer = by_round(make=lambda task: Guest())
     assert scorer.score(episode).value == 1 and Guest.asked == 6
-    wrong = played(task_of(gold), [[[put("a", "x")]], [[put("guest", "x")]], [[put("a", "y")]]], Guest())
+    wrong = played(episode.task, [[[X]], [[put("guest", "x")]], [[Y]]], Guest())
     parts = by_round("state.match", make=lambda task: Guest()).score(wrong).evidence["root"]["parts"]
     assert [part["value"] for part in parts] == [1, 0, 0] and Guest.asked == 12
 
@@ -170,7 +148,7 @@ def test_a_gold_call_of_the_users_own_is_made_by_the_user() -> None:
     spec = {"agentrl_reward": 1, "name": "both", "root": root}
     scorer = compile_spec(spec, context=Context(replay_env=lambda task: Guest()))
     Guest.asked = 0
-    episode = played(task_of([[]]), [[[put("a", "x")]]], Guest())
+    episode = played(task_of([[]]), [[[X]]], Guest())
     assert scorer.score(episode).value == 0 and Guest.asked == 2
     episode.state = {"drawers": {"a": ["x", "x"]}, "round": 0}
     assert scorer.score(episode).value == 1  # of the answers only the policy's has to be read
@@ -179,13 +157,11 @@ def test_a_gold_call_of_the_users_own_is_made_by_the_user() -> None:
 @pytest.mark.parametrize(("thing", "value"), [("1", 1), ("7", 0)])
 def test_of_gold_that_names_the_users_calls_the_records_own_are_not_made_beside_them(thing: str, value: float) -> None:
     """In the record the guest put "1" after the first round; what it says is played all the same, and brings `swap`."""
-    gold = [[put("a", "x")], [put("guest", thing), swap("a", "guest")]]
-    task = task_of(gold)
+    task = task_of([[X], [put("guest", thing), swap("a", "guest")]])
     first, (users, last) = task.gold["rounds"]
     task = replace(task, gold={"rounds": [first, [{**users, "by": "user"}, last]]})
     Guest.asked = 0
-    env = Guest()
-    episode = played(task, [[[put("a", "x")]], [[swap("a", "guest")]]], env)
+    episode = played(task, [[[X]], [[swap("a", "guest")]]], Guest())
     assert [made.call.arguments["thing"] for made in episode.user_calls] == ["1", "3"]
     episode.user_calls.pop()  # as of an episode that was cut after its last call
     del episode.messages[-1], episode.turns[-1]
@@ -208,22 +184,19 @@ class Patient(Cabinet):
 
 def test_a_text_that_the_user_says_nothing_to_ends_no_round_and_is_heard_by_both_replays() -> None:
     """Of three members one waits in the first round, one in the second (twice), one never: each has its own gold."""
-    gold = [[put("a", "x")], [put("a", "y")]]
-    task = task_of(gold)
 
     def episode(*turns: Message | str | ToolCall) -> Trajectory:
         env = Patient()
-        env.reset(seed=0, options={"task": task})
+        env.reset(seed=0, options={"task": task_of([[X], [Y]])})
         for turn in turns:
             env.step(Message("assistant", "", (turn,)) if isinstance(turn, ToolCall) else turn)
         return env.trajectory
 
-    x, y = put("a", "x"), put("a", "y")
     members = [
-        episode(x, "wait", "done", y, "done"),
-        episode(x, "done", "wait 1", y, "wait 2", "done"),
-        episode(x, "done", y, "done"),
-        episode(x, "wait", "done", x, "done"),
+        episode(X, "wait", "done", Y, "done"),
+        episode(X, "done", "wait 1", Y, "wait 2", "done"),
+        episode(X, "done", Y, "done"),
+        episode(X, "wait", "done", X, "done"),
     ]
     assert members[1].state == {"drawers": {"a": ["x", "y"], "waited": ["wait 1", "wait 2"]}, "round": 2}
     for order in (1, -1):
@@ -241,10 +214,9 @@ def test_a_model_user_that_said_nothing_and_stayed_stays_in_a_replay() -> None:
             said = await self.ask_user()
             return None if said is None else [Message("user", said)] if said else []
 
-    gold = [[put("a", "x")], [put("a", "y")]]
     env = Quiet()
-    env.reset(seed=0, options={"task": task_of(gold)})
-    for turn in (put("a", "x"), "silence", "more", put("a", "y"), "done"):
+    env.reset(seed=0, options={"task": task_of([[X], [Y]])})
+    for turn in (X, "silence", "more", Y, "done"):
         env.step(turn if isinstance(turn, str) else Message("assistant", "", (turn,)))
     assert [m.content for m in env.trajectory.messages if m.role == "user"] == ["begin", "go on", "go on"]
     assert by_round(make=lambda task: Quiet()).score(env.trajectory).value == 1
@@ -266,9 +238,8 @@ def test_a_user_that_turned_the_cabinet_before_its_first_words_has_its_own_gold(
                 else Message("user", "", (put("guest", str(Guest.asked)),))
             )
 
-    gold = [[put("a", "x")], [put("a", "y")]]
     Guest.asked = 0
-    members = [played(task_of(gold), [[[call] for call in calls] for calls in gold], Opens()) for _ in range(2)]
+    members = [by_gold([[X], [Y]], Opens()) for _ in range(2)]
     things = [[made.call.arguments["thing"] for made in one.user_calls] for one in members]
     assert len(things[0]) == len(things[1]) == 1 and things[0] != things[1]
     scorer = by_round(make=lambda task: Opens())
@@ -284,9 +255,7 @@ def test_tasks_that_differ_in_a_type_only_share_no_gold() -> None:
             """shows"""
             return f"flag {json.dumps(self.task.data['flag'])}"
 
-    gold = [[ToolCall("show", {})], [put("a", "y")]]
-    tasks = [task_of(gold, flag=[flag]) for flag in (1, True, 1.0)]
-    members = [played(task, [[[call] for call in calls] for calls in gold], Shows()) for task in tasks]
+    members = [by_gold([[ToolCall("show", {})], [Y]], Shows(), flag=[flag]) for flag in (1, True, 1.0)]
     assert [one.turns[0].results[0].content for one in members] == ["flag [1]", "flag [true]", "flag [1.0]"]
     scorer = by_round(make=lambda task: Shows())
     assert [scorer.score(one).value for one in members] == [1, 1, 1]
@@ -353,8 +322,7 @@ def test_an_environment_ends_with_its_replay() -> None:
             made.append(weakref.ref(self))
             return await super().astep(action)
 
-    gold = [[put("a", "x")], [put("a", "y")]]
-    episode = played(task_of(gold), [[[call] for call in calls] for calls in gold])
+    episode = by_gold([[X], [Y]])
     scorer = by_round(make=lambda task: Counted())
     scorer.score(episode)
     made.clear()
@@ -373,8 +341,7 @@ def test_what_a_replay_opened_is_freed() -> None:
         async def teardown(self) -> None:
             Frees.freed += 1
 
-    gold = [[put("a", "x")], [put("a", "y")]]
-    episode = played(task_of(gold), [[[call] for call in calls] for calls in gold])
+    episode = by_gold([[X], [Y]])
     scorer = by_round(make=lambda task: Frees())
     assert [scorer.score(episode).value for _ in range(4)] == [1] * 4
     assert Frees.freed == 5  # of the gold's replay and of each episode's

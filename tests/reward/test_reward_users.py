@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -20,11 +21,10 @@ def user_call(turn, name, step=0, answer="ok", error=None, **arguments):
 
 def talked():
     """Opening call; round 0: the policy's f, a text, the user's press; round 1: g, a text."""
-    made = episode([call("f", x=1)], "press it", "user: done", [call("g", y=2)], "bye", user_calls=[
+    return episode([call("f", x=1)], "press it", "user: done", [call("g", y=2)], "bye", user_calls=[
         user_call(-1, "look"), user_call(1, "press", key="a"), user_call(1, "press", step=1, key="b", error="tool_error"),
         user_call(3, "look", answer="signal 4"),
     ])  # fmt: skip
-    return made
 
 
 def test_calls_are_in_the_order_in_which_they_were_made():
@@ -103,17 +103,13 @@ def test_other_leaves_of_calls():
         ("calls.match", {"expect": [], "assign": "reuse"}, "compare superset"),
         ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "order": "ordered"}, "order free"),
         ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "credit": "partial"}, "credit all or matched"),
+        ("calls.none", {"by": "user", "scope": "call"}, "/args/by: in the scope of a call"),
     ],
 )
 def test_what_makes_no_sense_is_refused(kind, args, says):
+    mods = {"scope": args.pop("scope"), "reduce": "mean"} if "scope" in args else {}
     with pytest.raises(RewardSpecError, match=says):
-        compile_spec(spec(leaf(kind, args)))
-
-
-def test_the_users_calls_have_no_scope_of_their_own():
-    inner = {**leaf("calls.none", {"by": "user"}), "scope": "call", "reduce": "mean"}
-    with pytest.raises(RewardSpecError, match="/args/by: in the scope of a call"):
-        compile_spec(spec(inner))
+        compile_spec(spec(leaf(kind, args, **mods)))
 
 
 def test_a_gold_of_another_shape_is_unscored():
@@ -165,9 +161,7 @@ def test_only_the_arguments_count_that_a_gold_call_names(compare, made, full, pa
 
 def test_text_beside_a_call_is_said_where_a_spec_says_so():
     one = episode([call("f")], "end")
-    one.turns[0].message = one.messages[1] = one.turns[0].message.__class__(
-        "assistant", "It costs 1,234 euros.", one.turns[0].message.tool_calls
-    )
+    one.turns[0].message = one.messages[1] = replace(one.turns[0].message, content="It costs 1,234 euros.")
     said = {where: value("text.contains", {"expect": ["1234"], "where": where, "strings": "tau"}, one)
             for where in ("answer", "replies", "all")}  # fmt: skip
     assert said == {"answer": 0.0, "replies": 0.0, "all": 1.0}
