@@ -270,7 +270,6 @@ def test_a_parameter_is_written_in_one_way_for_all_commands(
     monkeypatch.chdir(tmp_path)
     commands: list[list[str]] = [
         ["env", "show", "key_value", word],
-        ["env", "difficulty", "key_value", word, "-n", "2"],
         ["env", "floor", "key_value", word, "-n", "2"],
         ["rollout", "key_value", word, "--policy", "gold", "-n", "1", "--out", "out"],
         ["reward", "lint", "key_value", "--param", word, "-n", "2"],

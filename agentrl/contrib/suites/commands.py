@@ -1,4 +1,4 @@
-"""`agentrl env install`, `difficulty`, `floor` and `leaks`: benchmarks on this machine, and measures of tasks."""
+"""`agentrl env install`, `floor` and `leaks`: benchmarks on this machine, and measures of tasks."""
 
 from __future__ import annotations
 
@@ -13,80 +13,7 @@ from agentrl.utils.errors import CatalogError, UserError, did_you_mean
 from agentrl.utils.terminal import cell, console, folding, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from agentrl.env.catalog import EnvEntry
-
-# agentrl env difficulty
-
-DIFFICULTY_EPILOG = """examples:
-  agentrl env difficulty key_value calls=8                64 tasks of the split "train"
-  agentrl env difficulty tau2 --all-tasks                 every task of a benchmark, by family
-  agentrl env difficulty bfcl --split heldout --json      a row for each task
-  agentrl env difficulty workspace --tokenizer Qwen/Qwen3-0.6B     in a model's own tokens
-"""
-COLUMNS = ("calls", "turns", "user_turns", "prompt_tokens", "tool_tokens", "gold_tokens", "read_tokens", "writes")
-
-
-@COMMANDS.register("env difficulty")
-def add_difficulty_arguments(parser: argparse.ArgumentParser) -> None:
-    """calls, turns, tokens and state writes of its gold solutions."""
-    parser.epilog = DIFFICULTY_EPILOG
-    with_env(parser)
-    parser.add_argument("-n", "--tasks", type=int, default=64, help="tasks (default 64)")
-    parser.add_argument("--all-tasks", action="store_true", help="every task of an environment that has an end")
-    parser.add_argument("--split", help="split of the tasks (default train; all tasks of a suite)")
-    parser.add_argument("--tokenizer", metavar="MODEL", help="count the tokens of this model (default: four bytes each)")
-    parser.add_argument("--json", action="store_true", help="one JSON object with a row for each task")
-    parser.set_defaults(run=run_difficulty)
-
-
-def run_difficulty(args: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code: 1 if no gold solution could be played."""
-    from agentrl.contrib.suites.measures import measure_tasks
-    from agentrl.contrib.suites.suite import SuiteEnv
-    from agentrl.env.official import WHOLE
-    from agentrl.env.toolbox import estimate_tokens
-
-    if args.tasks < 1:
-        raise UserError(f"--tasks {args.tasks}: expected 1 or more")
-    count: Callable[[str], int] = estimate_tokens
-    if args.tokenizer is not None:
-        from agentrl.trainer.pretrained import load_tokenizer
-
-        tokenizer = load_tokenizer(args.tokenizer)
-        count = lambda text: len(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
-    ref = reference(args.env, args.params).with_gold_user()
-    env = ref.build(scorer=None)
-    split = args.split or (WHOLE if isinstance(env.unwrapped, SuiteEnv) else "train")
-    there = env.task_count(split)
-    if args.all_tasks and there is None:
-        raise UserError(f"--all-tasks: split {split!r} of {ref.id} has no end of tasks; use --tasks N")
-    wanted = args.tasks if there is None else min(args.tasks, there)
-    report = measure_tasks(env, split, range(there if args.all_tasks and there is not None else wanted), count)
-    if args.json:
-        say(json.dumps({"env": env.id, **report.to_json()}))
-    else:
-        from agentrl.contrib.suites.measures import SHARES
-
-        low, middle, high = (SHARES.index(share) for share in (0, 50, 100))
-        table = folding(
-            "family",
-            "tasks",
-            *COLUMNS,
-            title=f"{env.id}: gold of {len(report.tasks)} tasks of {report.split}: median (least to most)",
-        )
-        counts = report.counts()
-        for family, numbers in report.by_family().items():
-            cells = [f"{one[middle]:g} ({one[low]:g} to {one[high]:g})" for one in (numbers[name] for name in COLUMNS)]
-            table.add_row(cell(family or "-"), str(counts[family]), *cells)
-        console(highlight=False).print(table)
-        for task, reason in list(report.unplayed.items())[:4]:
-            say(f"without gold: {task}: {reason}")
-        if len(report.unplayed) > 4:
-            say(f"... and {len(report.unplayed) - 4} more (--json has all)")
-    return 0 if report.tasks else 1
-
 
 # agentrl env floor
 

@@ -1,132 +1,19 @@
-"""Measure tasks: how long gold solutions are, what agents that solve nothing earn, what splits share."""
+"""Measure tasks: what agents that solve nothing earn, what splits share."""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
-from agentrl.contrib.toolkit.branches import differences
 from agentrl.env.base import ToolEnv
 from agentrl.env.check import floors, share_interval
-from agentrl.env.check_tools import Subject, play
+from agentrl.env.check_tools import Subject
 from agentrl.env.official import WHOLE, Benchmark
-from agentrl.env.toolbox import CountTokens
-from agentrl.utils.errors import AgentrlError
-
-# Difficulty by gold solutions
-
-SHARES = (0, 25, 50, 75, 95, 100)
-"""Percentiles of a summary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difficulty:
-    """One task. `calls`, `turns`: the policy's, in the gold solution; `user_turns`: messages of the user, the opening ones
-    included; `user_calls`: the user's own calls of tools. `prompt_tokens`: of the opening messages; `tool_tokens`: of the schemas
-    of the tools that are offered at first; `gold_tokens`: of what the policy writes, calls included; `read_tokens`: of what it
-    is answered. `writes`: paths of the state that differ between its setup and its end."""
-
-    task: str
-    family: str
-    calls: int
-    turns: int
-    user_turns: int
-    user_calls: int
-    prompt_tokens: int
-    tool_tokens: int
-    gold_tokens: int
-    read_tokens: int
-    writes: int
-
-
-def difficulty(env: ToolEnv, seed: int, split: str, count: CountTokens) -> Difficulty:
-    """Plays the gold solution of a task. Raises NotImplementedError without one, EnvError if it cannot be played."""
-    inner = env.unwrapped
-    assert isinstance(inner, ToolEnv)
-    opening, _ = env.reset(seed=seed, options={"split": split})
-    gold = env.gold_turns(env.task)
-    before, offered = deepcopy(env.state()), json.dumps(env.toolbox.schemas(), ensure_ascii=False)
-    play(env, gold)
-    env.close()
-    record = env.trajectory
-    answers = [message for message in record.messages[len(opening) :] if message.role != "assistant"]
-    written = [turn.message.content for turn in record.turns if turn.message.content]
-    for call in (call for turn in record.turns for call in turn.message.tool_calls):
-        written.append(json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False))
-    return Difficulty(
-        task=record.task.id,
-        family=inner.family(record.task),
-        calls=sum(len(turn.message.tool_calls) for turn in record.turns),
-        turns=len(record.turns),
-        user_turns=sum(message.role == "user" for message in record.messages),
-        user_calls=len(record.user_calls),
-        prompt_tokens=sum(count(message.content) for message in opening),
-        tool_tokens=count(offered),
-        gold_tokens=sum(map(count, written)),
-        read_tokens=sum(count(message.content) for message in answers),
-        writes=sum(1 for _ in differences(before, record.state)),
-    )
-
-
-@dataclass(frozen=True)
-class DifficultyReport:
-    """Tasks of a split: those with a gold solution that could be played, and why the others could not, by task id."""
-
-    split: str
-    tasks: list[Difficulty]
-    unplayed: dict[str, str]
-
-    def by_family(self) -> dict[str, dict[str, list[float]]]:
-        """For each family, and for all under "all": the percentiles `SHARES` of each number."""
-        parts: dict[str, list[Difficulty]] = defaultdict(list)
-        for task in self.tasks:
-            parts[task.family].append(task)
-        families = {name: parts[name] for name in sorted(parts)}
-        # A single family is all of them.
-        groups = {**(families if len(families) > 1 else {}), "all": self.tasks} if self.tasks else {}
-        return {
-            family: {
-                name: [float(x) for x in np.percentile([getattr(task, name) for task in tasks], SHARES)]
-                for name in Difficulty.__slots__[2:]  # the numbers
-            }
-            for family, tasks in groups.items()
-        }
-
-    def counts(self) -> dict[str, int]:
-        """The number of tasks of each family."""
-        found = Counter(task.family for task in self.tasks)
-        return {**dict(sorted(found.items())), "all": len(self.tasks)}
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON."""
-        return {
-            "split": self.split,
-            "percentiles": list(SHARES),
-            "counts": self.counts(),
-            "families": self.by_family(),
-            "tasks": [asdict(task) for task in self.tasks],
-            "unplayed": self.unplayed,
-        }
-
-
-def measure_tasks(env: ToolEnv, split: str, seeds: Sequence[int], count: CountTokens) -> DifficultyReport:
-    """The report on the tasks of some seeds."""
-    report = DifficultyReport(split, [], {})
-    for seed in seeds:
-        try:
-            report.tasks.append(difficulty(env, seed, split, count))
-        except (NotImplementedError, AgentrlError) as reason:
-            report.unplayed[env.make_task(seed, split).id] = f"{type(reason).__name__}: {reason}"
-    return report
-
 
 # The floor
 
