@@ -97,16 +97,16 @@ class Link:
             )
         return self._clients[pool]
 
-    async def ask(self, route: str, body: Mapping[str, Json], watch: Watching, method: str = "POST") -> Json:
+    async def ask(self, route: str, body: Mapping[str, Json], watch: Watching) -> Json:
         """The answer. Raises RemoteEnvError if the server is not there or does not know the session, and what it refuses as
         `fault_of` says. Cancelling gives the request up; the server may still do it."""
-        return await asyncio.wrap_future(_submit(self._ask(route, body, watch, method, PATIENCE)))
+        return await asyncio.wrap_future(_submit(self._ask(route, body, watch, PATIENCE)))
 
     def ask_now(self, route: str, body: Mapping[str, Json], patience: float = PATIENCE) -> Json:
         """The same, blocking."""
-        return _submit(self._ask(route, body, lambda seen: None, "POST", patience)).result()
+        return _submit(self._ask(route, body, lambda seen: None, patience)).result()
 
-    async def _send(self, method: str, route: str, content: bytes) -> httpx.Response:
+    async def _send(self, route: str, content: bytes) -> httpx.Response:
         # The least busy one. httpx looks through all connections of a pool at each request, so one with a thousand would take
         # longer than the episodes do.
         pool = min(range(POOLS), key=self._busy.__getitem__)
@@ -114,15 +114,15 @@ class Link:
         try:
             # A deadline of the whole exchange beside httpx's, which are of each read.
             async with asyncio.timeout(wire.WAIT_SECONDS + 2 * _GRACE):
-                return await self._client(pool).request(method, route, content=content)
+                return await self._client(pool).post(route, content=content)
         finally:
             self._busy[pool] -= 1
 
-    async def _ask(self, route: str, body: Mapping[str, Json], watch: Watching, method: str, patience: float) -> Json:
+    async def _ask(self, route: str, body: Mapping[str, Json], watch: Watching, patience: float) -> Json:
         content, heard, tries = wire.dumps({**body, "protocol": wire.PROTOCOL}), time.monotonic(), 0
         while True:
             try:
-                answer = await self._send(method, route, content)
+                answer = await self._send(route, content)
             except (httpx.LocalProtocolError, httpx.UnsupportedProtocol) as problem:
                 raise RemoteEnvError(f"{self.url}: {problem}") from problem
             except (httpx.TransportError, TimeoutError) as problem:
@@ -244,11 +244,6 @@ class RemoteEnv(ToolEnv):
         return card_of(self._link, self._asked)
 
     @property
-    def session(self) -> str:
-        """The id with which another process can go on with this episode (`attach`): a secret."""
-        return self._session
-
-    @property
     def splits(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self.card["splits"])
 
@@ -362,21 +357,6 @@ class RemoteEnv(ToolEnv):
             raise EnvError(f"{self.id}: a call without a running episode; call reset first")
         async with self._gives_up():
             return result_of(self._take(await self._call("user_call", {"call": call}))["result"])
-
-    async def attach(self, session: str) -> Trajectory:
-        """Go on with a session that another process began; returns its record so far, without token ledgers.
-
-        Raises RemoteEnvError if the server does not know it.
-        """
-        await self.aclose()
-        self._session, self._record, self._released = session, None, False
-        try:
-            answer = await self._link.ask(f"/v1/sessions/{session}", {}, self._watch, "GET")
-        except LostError as lost:
-            raise self._lost_error(lost) from None
-        self._number = answer["number"]
-        self._take(answer)
-        return self.trajectory
 
     async def teardown(self) -> None:
         if self._released or self._record is None:

@@ -59,7 +59,6 @@ class EnvApp:
                 Route("/health", self._health),
                 Route("/v1/describe", self._guard(self._describe), methods=["POST"]),
                 Route("/v1/ask", self._guard(self._ask), methods=["POST"]),
-                Route("/v1/sessions/{key}", self._guard(self._whole), methods=["GET"]),
                 Route("/v1/sessions/{key}/{kind}", self._guard(self._call), methods=["POST"]),
                 *face.routes("/openenv/{player}"),
             ]
@@ -132,9 +131,6 @@ class EnvApp:
         else:
             raise RefusedError(400, "bad_request", f"what = {body['what']!r}: expected make_task, prompt or gold_turns")
         return self._answer(200, wire.dumps({"result": result}))
-
-    async def _whole(self, request: Request, body: Mapping[str, Json]) -> Response:
-        return self._answer(200, await self.sessions.find(request.path_params["key"]).whole())
 
     async def _call(self, request: Request, body: Mapping[str, Json]) -> Response:
         key, kind, number = request.path_params["key"], request.path_params["kind"], body["number"]

@@ -107,13 +107,6 @@ class EnvSession:
             {"name": one.tool.name, "call_id": one.call_id, "running": one.running, "by": one.tool.options.by} for one in calls
         ]
 
-    async def whole(self) -> bytes:
-        """All of it, for a client that has nothing: after the request in progress."""
-        self.touched = time.monotonic()
-        if self._work is not None:
-            await asyncio.wait([self._work])
-        return wire.dumps({**self._answer(self.number, True), "number": self.number})
-
     async def close(self) -> None:
         """Tear the episode down."""
         if self.running:

@@ -2,17 +2,40 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, HttpServer
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
-from agentrl.env.address import EnvAddress
+from agentrl.env import ToolEnv
+from agentrl.env.address import Asked, EnvAddress
 from agentrl.env.catalog import EnvRef
 from agentrl.run.digests import env_digest
 
 TOKEN = "a-token-of-the-tests-only"
 VARIABLE = "AGENTRL_TEST_ENV_TOKEN"
+
+
+class Offer:
+    """Offers an environment that no shelf has; `made` are those that were built."""
+
+    summary = "a toy"
+
+    def __init__(self, name: str, make: Callable[..., ToolEnv]) -> None:
+        self.name, self.play, self.made = name, make, list[Any]()
+
+    def build(self, asked: Asked) -> ToolEnv:
+        self.made.append(self.play(**asked.params))
+        return self.made[-1]
+
+    def card(self, asked: Asked) -> dict[str, Any]:
+        env = self.play(**asked.params)
+        return {
+            "env": {"id": env.id}, "splits": ["train"], "order_free": False, "idle_share": 0.0, "scripted": env.user_repeats,
+            "task_count": {}, "toolbox": wire.toolbox_row(env.toolbox),
+        }  # fmt: skip
 
 
 class Running:

@@ -12,7 +12,6 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
-from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.remote_envs.run_checks import check_servers, remote_lines
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.data.trajectory import StopReason
@@ -26,7 +25,7 @@ from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import RunStart, check_eval
 from agentrl.run.digests import contents_of
 from agentrl.trainer.pretrained import packaged_tokenizer
-from agentrl.utils.errors import CatalogError, ConfigError, UserError
+from agentrl.utils.errors import ConfigError, UserError
 from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Running, served
 from tests.contrib.remote_envs.test_equal_episodes import row_of
 from tests.players import collector_of, run_tasks
@@ -245,9 +244,3 @@ def test_the_command_serves_and_prints_how(capsys: pytest.CaptureFixture[str], m
     assert main(["env", "serve", "key_value", "--http", "9000", "--token-env", VARIABLE]) == 0
     out = capsys.readouterr().out
     assert "http://127.0.0.1:9000" in out and TOKEN not in out and f"token: in {VARIABLE}" in out
-
-
-def test_a_wrong_id_is_an_error_of_the_catalog(server: Running) -> None:
-    with pytest.raises(CatalogError):
-        EnvRef.of(made(server, "env.id=sql")).card()
-    assert link.PATIENCE == 30.0

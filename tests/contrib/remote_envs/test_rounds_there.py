@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from agentrl.contrib.remote_envs import client as link
-from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.data.trajectory import StopReason, Trajectory
@@ -15,7 +14,7 @@ from agentrl.env import Message, Task, ToolCall, tool
 from agentrl.env.address import Asked
 from agentrl.env.spaces import run_sync
 from agentrl.reward import Scorer
-from tests.contrib.remote_envs.served import TOKEN, Running
+from tests.contrib.remote_envs.served import TOKEN, Offer, Running
 from tests.reward.rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
 
@@ -52,33 +51,13 @@ class Hurried(Cabinet):
 KINDS: dict[str, type[Cabinet]] = {kind.__name__: kind for kind in (Cabinet, Chatty, Guest, Hurried, Leaves)}
 
 
-class Cabinets:
-    """Offers the cabinets, which no shelf has."""
-
-    name, summary = "tests/Cabinets-v0", "cabinets"
-    play = Cabinet
-
-    def build(self, asked: Asked) -> Cabinet:
-        env = KINDS[asked.params["kind"]]()
-        env.scorer = None
-        return env
-
-    def card(self, asked: Asked) -> dict[str, Any]:
-        env = self.build(asked)
-        return {
-            "env": {"id": env.id},
-            "splits": ["train"],
-            "order_free": False,
-            "idle_share": 0.0,
-            "scripted": env.user_repeats,
-            "task_count": {},
-            "toolbox": wire.toolbox_row(env.toolbox),
-        }
+def offer() -> Offer:
+    return Offer("tests/Cabinets-v0", lambda kind="Cabinet": KINDS[kind](scorer=None))
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running(Cabinets(), SessionLimits())
+    running = Running(offer(), SessionLimits())
     yield running
     running.close()
 
@@ -181,7 +160,7 @@ def test_a_call_of_the_users_that_ends_the_episode_is_seen(server: Running) -> N
 
 def test_a_server_that_dies_in_a_replay_leaves_the_episode_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "PATIENCE", 0.1)
-    server = Running(Cabinets(), SessionLimits())
+    server = Running(offer(), SessionLimits())
     steps: list[int] = []
 
     class Cut(RemoteEnv):

@@ -3,15 +3,11 @@
 import asyncio
 import hmac
 import json
-import os
 import pickle
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,7 +20,7 @@ from agentrl.contrib.remote_envs.client import POOLS, Link, RemoteEnv
 from agentrl.contrib.remote_envs.server import EnvOffer, open_socket
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.data.trajectory import StopReason, Trajectory
-from agentrl.env import Message, ToolEnv, tool
+from agentrl.env import Message, tool
 from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
@@ -32,11 +28,9 @@ from agentrl.env.check_tools import Subject
 from agentrl.rollout.deadlines import running
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, RemoteEnvError, ToolTimeoutError, UserError
 from tests.conftest import proof
-from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Running, served
+from tests.contrib.remote_envs.served import TOKEN, VARIABLE, Offer, Running, served
 from tests.contrib.remote_envs.test_equal_episodes import row_of
 from tests.env.toyenvs import Notes, call
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -57,34 +51,9 @@ class Slow(Notes):
         return "rested"
 
 
-class Toys:
-    """Offers toy environments, which no shelf has; `made` are those that were built."""
-
-    name, summary = "tests/Slow-v0", "a toy"
-
-    def __init__(self) -> None:
-        self.made: list[Slow] = []
-
-    def build(self, asked: Asked) -> ToolEnv:
-        self.made.append(Slow(**asked.params))
-        return self.made[-1]
-
-    play = Slow
-
-    def card(self, asked: Asked) -> dict[str, Any]:
-        return {
-            "env": {"id": self.name},
-            "splits": ["train"],
-            "order_free": False,
-            "idle_share": 0.0,
-            "task_count": {},
-            "toolbox": wire.toolbox_row(Slow().toolbox),
-        }
-
-
 class ToyServer(Running):
     def __init__(self, **limits: Any) -> None:
-        self.toys = Toys()
+        self.toys = Offer("tests/Slow-v0", Slow)
         super().__init__(self.toys, SessionLimits(**limits))
 
     def env(self, key: str = TOKEN) -> RemoteEnv:
@@ -149,7 +118,7 @@ async def test_a_request_whose_answer_is_lost_is_done_once(key_value: Running) -
 async def test_a_number_stands_for_one_request(toys: ToyServer) -> None:
     env = toys.env()
     await env.areset(seed=0)
-    asks = f"/v1/sessions/{env.session}/step"
+    asks = f"/v1/sessions/{env._session}/step"
     body = {"number": 1, "have": 0, "action": call("write", text="a")}
     again = [await env._link.ask(asks, body, lambda seen: None) for _ in range(3)]
     assert again[0] == again[1] == again[2] and again[0]["number"] == 1
@@ -168,50 +137,6 @@ async def test_a_number_stands_for_one_request(toys: ToyServer) -> None:
         assert told["record"]["messages"][0] == keep and keep + len(told["record"]["messages"][1]) == 1 + 2 * number
     env._number = 4
     await env.aclose()
-
-
-# -- the client ----------------------------------------------------------------------------------------
-
-FIRST = """
-import asyncio, os, sys
-from tests.contrib.remote_envs.test_sessions import remote_at
-async def begin():
-    env = remote_at(sys.argv[1]).build()
-    await env.areset(seed=7, options={"split": "heldout"})
-    await env.astep(env.gold_turns(env.task)[0])
-    print(env.session, flush=True)
-    os._exit(9)
-asyncio.run(begin())
-"""
-
-
-def remote_at(url: str) -> EnvRef:
-    from agentrl.env.address import EnvAddress
-
-    return EnvRef("key_value", {"calls": 2}, at=EnvAddress(url, "agentrl", VARIABLE))
-
-
-async def test_another_process_finishes_the_episode_of_one_that_died(key_value: Running) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST, key_value.url],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 9, done.stderr
-    env = remote(key_value).build()
-    assert isinstance(env, RemoteEnv)
-    record = await env.attach(done.stdout.strip())
-    assert [turn.index for turn in record.turns] == [0] and env.is_open
-    whole = EnvRef("key_value", {"calls": 2}).build()
-    await whole.areset(seed=7, options={"split": "heldout"})
-    gold = whole.gold_turns(whole.task)
-    await whole.astep(gold[0])
-    for turn in gold[1:]:
-        assert await env.astep(turn) == await whole.astep(turn)
-    assert row_of(env.trajectory) == row_of(whole.trajectory) and env.trajectory.terminated
 
 
 # -- the server ----------------------------------------------------------------------------------------
@@ -245,9 +170,9 @@ async def test_a_silent_session_is_closed_and_says_so() -> None:
         await env.areset(seed=0)
         await busy.areset(seed=0)
         working = asyncio.ensure_future(busy.astep(call("nap")))
-        while not server.app.sessions.find(busy.session).running:
+        while not server.app.sessions.find(busy._session).running:
             await asyncio.sleep(0.02)
-        for session in (env.session, busy.session):
+        for session in (env._session, busy._session):
             server.app.sessions.find(session).touched -= 51.0
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.app.sessions.sweep(), server._loop))
         assert server.app.sessions.episodes == 1  # a request in progress is no silence
@@ -336,7 +261,7 @@ async def test_a_server_of_an_older_protocol_is_told_to_be_upgraded() -> None:
             return httpx.Response(400, json={"refused": "protocol", "message": message})
 
     old = Link("http://old:1", TOKEN)
-    old._send = lambda method, route, content: httpx.AsyncClient(transport=Older()).request(method, old.url, content=content)
+    old._send = lambda route, content: httpx.AsyncClient(transport=Older()).post(old.url, content=content)
     with pytest.raises(RemoteEnvError, match=r"old:1: .* speaks protocol 2, the client 3; upgrade the server's agentrl$"):
         await old.ask("/v1/describe", {}, lambda seen: None)
 

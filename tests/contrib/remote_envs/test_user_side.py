@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,36 +15,14 @@ from agentrl.env import Message, ToolCall
 from agentrl.env.address import Asked
 from agentrl.env.users import RecordedUser, ScriptedUser
 from agentrl.utils.errors import EnvError
-from tests.contrib.remote_envs.served import TOKEN, Running
+from tests.contrib.remote_envs.served import TOKEN, Offer, Running
 from tests.contrib.remote_envs.test_equal_episodes import row_of
 from tests.env.phone import Phone
 
 
-class Phones:
-    """Offers the phone, which no shelf has."""
-
-    name, summary = "tests/Phone-v0", "a phone"
-    play = Phone
-
-    def build(self, asked: Asked) -> Phone:
-        return Phone(**asked.params, scorer=None)
-
-    def card(self, asked: Asked) -> dict[str, Any]:
-        toolbox = wire.toolbox_row(Phone().toolbox)
-        return {
-            "env": {"id": self.name},
-            "splits": ["train"],
-            "order_free": False,
-            "idle_share": 0.0,
-            "scripted": False,
-            "task_count": {},
-            "toolbox": toolbox,
-        }
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running(Phones(), SessionLimits())
+    running = Running(Offer("tests/Phone-v0", partial(Phone, scorer=None)), SessionLimits())
     yield running
     running.close()
 
@@ -111,7 +90,7 @@ async def test_a_users_call_in_progress_is_seen_here_and_is_nobodys_fault(
     monkeypatch.setattr(wire, "WAIT_SECONDS", 0.05)
     env = there(server, script=[[["wait", {}]], "never"])
     await env.areset(seed=0)
-    box = server.app.sessions.find(env.session)._env.user_toolbox
+    box = server.app.sessions.find(env._session)._env.user_toolbox
     box.replace(box["wait"].with_options(timeout=30.0))
     step = asyncio.ensure_future(env.astep("Wait."))
     for _ in range(200):
