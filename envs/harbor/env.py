@@ -152,7 +152,7 @@ class Harbor(SuiteEnv):
         parts = [done.stdout.rstrip("\n")] if done.stdout.strip() else []
         if done.cut:
             parts.append(f"[{done.cut} more bytes of output]")
-        if done.timed_out:
+        if done.end == "wall":
             parts.append(f"[stopped: not done after {self.command_s:g} s]")
         elif done.end not in ("ok", "error"):
             parts.append(f"[stopped: {done.end}]")

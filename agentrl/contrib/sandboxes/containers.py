@@ -106,11 +106,6 @@ class ContainerSandbox(Sandbox):
             done = await self._control(["commit", self.name, f"agentrl-snapshot:{uuid4().hex}"])
         return done.stdout.decode().split()[-1]  # podman says its steps before it
 
-    async def restore(self, snapshot: str) -> None:
-        async with self._turn:
-            await self.stop()
-            await self.begin(snapshot)
-
     # -- commands ----------------------------------------------------------------------------------
 
     async def exec(

@@ -38,9 +38,8 @@ class SandboxSpec:
     `image`: the container image, or the provider's word for one (None: none is needed); `build`: a folder with a Dockerfile
     to make it from. `files`: contents by path, there when it starts. `network`: "none" or "all". `memory`, `file_size` (one
     file) and `disk` (all files below the root) in bytes, None for no limit; `cpus`: processors at once; `cpu_s`: seconds of
-    processor time of one command; `pids`: processes and threads at once. `seconds`: how long the sandbox may live, for
-    providers that end it themselves. `env`: variables of every command. `processes`: False allows Python code only, in one
-    process (`Sandbox.python`).
+    processor time of one command; `pids`: processes and threads at once. `env`: variables of every command. `processes`: False
+    allows Python code only, in one process (`Sandbox.python`).
     """
 
     image: str | None = None
@@ -53,7 +52,6 @@ class SandboxSpec:
     pids: int = 256
     file_size: int | None = None
     disk: int | None = 4 << 30
-    seconds: float = 3600.0
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/app"
     processes: bool = True
@@ -84,14 +82,6 @@ class ExecResult:
     seconds: float
     end: End = "ok"
     cut: int = 0
-
-    @property
-    def timed_out(self) -> bool:
-        return self.end == "wall"
-
-    @property
-    def truncated(self) -> bool:
-        return self.cut > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +117,9 @@ class Sandbox(ABC):
 
     async def python(self, code: str, *, timeout: float = 60.0, max_output: int = 1 << 16) -> ExecResult:
         """Run Python code; the value of a last expression is printed too. Output and errors are in `stdout`, in order."""
-        argv = [self.python_path, "-P", "-B", "-X", "utf8", "-c", NOTEBOOK.read_text()]
+        argv = ["python3", "-P", "-B", "-X", "utf8", "-c", NOTEBOOK.read_text()]
         fed = code.encode("utf-8", "surrogatepass")  # half a character is the code's fault, told by the interpreter
         return await self.exec(argv, timeout=timeout, max_output=max_output, stdin=fed, merge=True)
-
-    python_path: str = "python3"
 
     @abstractmethod
     async def read(self, path: str, most: int = 1 << 26) -> bytes:
@@ -154,11 +142,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def snapshot(self) -> str:
-        """An id of the files as they are now, for `restore` and `SandboxProvider.start`."""
-
-    @abstractmethod
-    async def restore(self, snapshot: str) -> None:
-        """Bring all files back to those of a snapshot; what runs is killed."""
+        """An id of the files as they are now, for `SandboxProvider.start`."""
 
     async def kill(self) -> None:
         """Kill every process that a command left behind; nothing to do but for providers with the trait `lasting`."""

@@ -152,11 +152,6 @@ class Folder:
         copy_tree(self.root, other.root)
         return other
 
-    def become(self, other: Folder) -> None:
-        """Replace all files by those of another folder."""
-        remove_tree(self.root, keep=True)
-        copy_tree(other.root, self.root)
-
 
 def copy_tree(source: Path, target: Path) -> None:
     """Copy regular files, folders and links (as links); nothing is followed."""
@@ -271,10 +266,6 @@ class FolderSandbox(Sandbox):
             copied = await in_thread("sandbox", self.folder.copy)
         _SNAPSHOTS[str(copied.root)] = copied
         return str(copied.root)
-
-    async def restore(self, snapshot: str) -> None:
-        async with self._turn:
-            await in_thread("sandbox", self.folder.become, snapshot_folder(snapshot))
 
     async def stop(self) -> None:
         async with self._turn:  # a command under way is cancelled by whoever awaits it

@@ -58,7 +58,7 @@ class Contract:
         both, merged, echoed, plain, slept, absent = self.run(work)
         assert (both.code, both.stdout, both.stderr, both.end) == (3, "out\n", "err\n", "error")
         assert (merged.code, merged.stdout, merged.stderr, merged.end) == (0, "out\nerr\n", "", "ok")
-        assert (echoed.stdout, echoed.truncated, echoed.timed_out) == ("x" * 100_000, False, False)
+        assert (echoed.stdout, echoed.cut, echoed.end) == ("x" * 100_000, 0, "ok")
         assert plain.stdout == "a b|$HOME|'|"
         assert 0.3 <= slept.seconds < 30
         assert absent.code in (126, 127) and absent.end == "error"
@@ -122,7 +122,7 @@ class Contract:
             return late, seconds, alive, [info.path for info in await box.entries()]
 
         late, seconds, alive, files = self.run(work, files={})
-        assert (late.timed_out, late.end, late.stdout) == (True, "wall", "begun\n")
+        assert (late.end, late.stdout) == ("wall", "begun\n")
         assert 0.4 <= seconds < 20 and alive.stdout == "alive\n"
         assert files == []  # the child that would have written later is gone as well
 
@@ -133,10 +133,10 @@ class Contract:
             )
 
         cut, endless = self.run(work)
-        assert (cut.code, len(cut.stdout), cut.cut, cut.truncated) == (0, 1000, 2000, True)
+        assert (cut.code, len(cut.stdout), cut.cut) == (0, 1000, 2000)
         assert len(endless.stdout) == 1000 and endless.cut > 63_000 and endless.end == "output"
 
-    def test_a_snapshot_starts_another_and_goes_back(self) -> None:
+    def test_a_snapshot_starts_another(self) -> None:
         async def main() -> None:
             provider = self.provider()
             box = await provider.start(self.spec())
@@ -148,11 +148,9 @@ class Contract:
                 assert (await other.exec("cat l; ls in/deep")).stdout == "two\nb.bin\n"
                 await other.exec("echo four > a.txt")
                 assert (await box.exec("cat a.txt; ls")).stdout == "three\na.txt\nl\n"
-                await box.restore(saved)
-                assert (await box.exec("cat a.txt; ls in/deep")).stdout == "two\nb.bin\n"
-                assert (await other.exec("cat a.txt")).stdout == "four\n"
-                await box.stop()  # the snapshot outlives its sandbox
-                await other.restore(saved)
+                await box.stop()
+                await other.stop()
+                other = await provider.start(self.spec(), saved)  # the snapshot outlives its sandbox
                 assert await other.read("a.txt") == b"two\n"
             finally:
                 await box.stop()

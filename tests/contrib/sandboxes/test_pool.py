@@ -52,9 +52,6 @@ class Counted(Sandbox):
         self.provider.snapshots[name := f"s{len(self.provider.snapshots)}"] = dict(self.files)
         return name
 
-    async def restore(self, snapshot: str) -> None:
-        self.files = dict(self.provider.snapshots[snapshot])
-
     async def stop(self) -> None:
         assert not self.over
         self.abandon()

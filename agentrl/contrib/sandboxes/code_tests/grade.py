@@ -87,8 +87,8 @@ async def _grade(tests: str, code: str, module: str, limits: GradeLimits) -> Gra
     request = {"tests": tests, "code": code, "module": module, "seconds": limits.seconds, "total": limits.total}
     box = await provider.start(spec)
     try:
-        argv = [box.python_path, "-P", "-S", "-s", "-B", "-X", "utf8", "-c", _source("boot")]
-        text = json.dumps({**request, "program": _program(), "python": box.python_path}).encode()
+        argv = ["python3", "-P", "-S", "-s", "-B", "-X", "utf8", "-c", _source("boot")]
+        text = json.dumps({**request, "program": _program(), "python": "python3"}).encode()
         done = await box.exec(argv, timeout=seconds, max_output=REPORT, stdin=_archive() + text)
     finally:
         await box.stop()
