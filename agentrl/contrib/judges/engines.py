@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from agentrl.cluster.placement import has_gpus
 from agentrl.config import TrainConfig
@@ -30,9 +30,6 @@ from agentrl.trainer.pretrained import load_tokenizer, model_context, named_anyw
 from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, RenderError
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.redaction import redact_said
-
-if TYPE_CHECKING:
-    pass
 
 BACKOFF = 0.5
 """Seconds before the second attempt; each further one waits twice as long."""

@@ -153,9 +153,7 @@ class Link:
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             return ConfigError(f"{self.url}: {_message(answer)}; name the variable that has it in env.token_env")
         if body.get("refused") == "protocol":
-            # Servers of protocols before 3 do not say who has to be upgraded: they.
-            advice = "" if "upgrade" in _message(answer) else "; upgrade the server's agentrl"
-            return RemoteEnvError(f"{self.url}: {_message(answer)}{advice}")
+            return RemoteEnvError(f"{self.url}: {_message(answer)}")
         return LostError(f"{self.url}: {_message(answer)}", answer.headers.get("x-agentrl-boot"))
 
 

@@ -4,7 +4,6 @@ from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, FileInfo, 
 from agentrl.contrib.sandboxes.sandbox_pool import (
     HeldSandbox,
     SandboxPool,
-    close_pools,
     pool_of,
     provider_of,
     require,
@@ -13,5 +12,5 @@ from agentrl.contrib.sandboxes.sandbox_pool import (
 
 __all__ = [
     "SANDBOXES", "ExecResult", "FileInfo", "HeldSandbox", "Sandbox", "SandboxPool", "SandboxProvider", "SandboxSpec",
-    "close_pools", "pool_of", "provider_of", "require", "sandbox_config",
+    "pool_of", "provider_of", "require", "sandbox_config",
 ]  # fmt: skip

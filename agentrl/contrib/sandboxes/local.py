@@ -294,9 +294,13 @@ class FolderProvider(SandboxProvider):
         made."""
 
         def make() -> Folder:
-            made = Folder() if snapshot is None else snapshot_folder(snapshot).copy()
             if snapshot is None:
+                made = Folder()
                 made.write({spec.place(path): content for path, content in spec.files.items()})
+            elif snapshot in _SNAPSHOTS:
+                made = _SNAPSHOTS[snapshot].copy()
+            else:
+                raise SandboxError(f"there is no snapshot {snapshot}")
             (made.root / spec.place("").lstrip("/")).mkdir(parents=True, exist_ok=True)
             return made
 
@@ -311,12 +315,6 @@ class FolderProvider(SandboxProvider):
 
 
 _SNAPSHOTS: dict[str, Folder] = {}
-
-
-def snapshot_folder(snapshot: str) -> Folder:
-    if snapshot not in _SNAPSHOTS:
-        raise SandboxError(f"there is no snapshot {snapshot}")
-    return _SNAPSHOTS[snapshot]
 
 
 class LocalSandbox(FolderSandbox):

@@ -75,7 +75,20 @@ async def run_group(
     watching = asyncio.ensure_future(WATCHES.call("watch", attended.watch))
     try:
         await asyncio.sleep(0)  # the watch's thread is there before the program is
-        process = await _start([*command, str(writer)] if status else command, env, merge, writer if status else None)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *([str(writer)] if status else []),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT if merge else asyncio.subprocess.PIPE,
+                env={"PYTHONHASHSEED": "0"} if env is None else env,
+                cwd="/",
+                pass_fds=(writer,) if status else (),
+                start_new_session=True,
+            )
+        except OSError as problem:
+            raise SandboxError(f"{command[0]} does not start: {problem}") from problem
         attended.leader = process.pid
         attended.deadline = time.monotonic() + (START_SECONDS if status else watched.wall)
 
@@ -119,24 +132,6 @@ async def run_group(
         if process is not None:
             kill_group(process.pid)
             await asyncio.shield(_reap(process))
-
-
-async def _start(
-    command: Sequence[str], env: Mapping[str, str] | None, merge: bool, writer: int | None
-) -> asyncio.subprocess.Process:
-    try:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT if merge else asyncio.subprocess.PIPE,
-            env={"PYTHONHASHSEED": "0"} if env is None else env,
-            cwd="/",
-            pass_fds=() if writer is None else (writer,),
-            start_new_session=True,
-        )
-    except OSError as problem:
-        raise SandboxError(f"{command[0]} does not start: {problem}") from problem
 
 
 class _Attended:

@@ -226,12 +226,6 @@ def pool_of(config: SandboxConfig) -> SandboxPool:
     return pools[key]
 
 
-async def close_pools() -> None:
-    """Stop the warm sandboxes of the running event loop."""
-    for pool in _BY_LOOP.pop(asyncio.get_running_loop(), {}).values():
-        await pool.close()
-
-
 def _abandon_all(idle: deque[tuple[str, Sandbox]]) -> None:
     while idle:
         idle.pop()[1].abandon()

@@ -193,13 +193,6 @@ def checkout_version(folder: Path) -> str:
     return "no version"
 
 
-def require_files(folder: Path, names: Iterable[str]) -> None:
-    """Raises ConfigError naming the first of files and folders (relative to `folder`) that is missing."""
-    for name in names:
-        if not (folder / name).exists():
-            raise ConfigError(f"{name} is missing")
-
-
 def found_version(folder: Path) -> str:
     """The version of a checkout or package: that of its `pyproject.toml`, that written next to an installed package
     (`NAME-*.dist-info`), else `checkout_version`. Raises ConfigError for a `pyproject.toml` that is not one."""
@@ -299,7 +292,8 @@ class SuiteEnv(Benchmark):
     @classmethod
     def check_source(cls, folder: Path) -> str:
         """The benchmark's version at a folder (see `found_version`). Raises ConfigError naming what of `required` is missing."""
-        require_files(folder, cls.required)
+        if missing := [name for name in cls.required if not (folder / name).exists()]:
+            raise ConfigError(f"{missing[0]} is missing")
         return found_version(folder)
 
     @classmethod

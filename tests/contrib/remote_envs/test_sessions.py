@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import json
 import pickle
 import socket
 import time
@@ -250,20 +249,6 @@ async def test_a_client_of_another_protocol_and_a_body_too_large_are_refused(mon
                 Link(server.url, TOKEN).ask_now("/v1/describe", {"env": {"id": "x"}}, 1.0)
     finally:
         server.close()
-
-
-async def test_a_server_of_an_older_protocol_is_told_to_be_upgraded() -> None:
-    """It does not say so itself: those of protocol 2 named the two numbers only."""
-
-    class Older(httpx.AsyncBaseTransport):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            message = f"the server (agentrl 0.1.0) speaks protocol 2, the client {json.loads(await request.aread())['protocol']}"
-            return httpx.Response(400, json={"refused": "protocol", "message": message})
-
-    old = Link("http://old:1", TOKEN)
-    old._send = lambda route, content: httpx.AsyncClient(transport=Older()).post(old.url, content=content)
-    with pytest.raises(RemoteEnvError, match=r"old:1: .* speaks protocol 2, the client 3; upgrade the server's agentrl$"):
-        await old.ask("/v1/describe", {}, lambda seen: None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.contrib.suites.benchmarks import calling, groups, message_of, pass_hat_table, published_tool
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
-from agentrl.contrib.suites.suite import found_version, known_word, members, require_files, within
+from agentrl.contrib.suites.suite import found_version, known_word, members, within
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import find_env
 from agentrl.env.official import Played
@@ -51,9 +51,6 @@ def test_a_version_is_that_of_the_project_then_of_the_installed_package_then_of_
     (folder / "pyproject.toml").write_text("[project")
     with pytest.raises(ConfigError, match=r"pyproject\.toml: "):
         found_version(folder)
-    require_files(folder, ("pyproject.toml",))
-    with pytest.raises(ConfigError, match=r"^data/tasks is missing$"):
-        require_files(folder, ("pyproject.toml", "data/tasks", "later"))
 
 
 def test_words_numbers_and_groups_of_a_users_are_named_with_what_was_expected() -> None:
