@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import ModelConfig
-from agentrl.contrib.split.plans import EXPERT_FAMILIES
+from agentrl.contrib.split import EXPERT_FAMILIES
 from agentrl.data.rows import Ragged
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.update import Pack

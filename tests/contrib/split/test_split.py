@@ -10,7 +10,7 @@ import torch
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
-from agentrl.contrib.split.plans import EXPERT_FAMILIES, FAMILIES
+from agentrl.contrib.split import EXPERT_FAMILIES, FAMILIES
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.memory import count, shell
 from tests.conftest import PROOFS, proof
