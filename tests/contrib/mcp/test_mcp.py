@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,26 +77,10 @@ def stdio(script: Path) -> McpServerConfig:
     return McpServerConfig(command=[sys.executable, str(script)], timeout=30.0)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(300):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert process.poll() is None, "the server ended"
-        time.sleep(0.1)
-    raise AssertionError("the server does not listen")
-
-
-def env_with(config: McpServerConfig) -> Notes:
+def env_with(config: McpServerConfig, build: Callable[[], Any] | None = None, name: str = "shop") -> Notes:
+    """An environment with the tools of a server, which `build` makes in this process."""
     env = Notes()
-    env.add_source(McpSource("shop", config))
+    env.add_source(McpSource(name, config, build))
     return env
 
 
@@ -163,19 +147,12 @@ def test_the_gymnasium_face_works_too(stdio: McpServerConfig) -> None:
     assert gone(pid)
 
 
-async def test_a_server_that_dies_or_hangs_is_a_typed_outcome(stdio: McpServerConfig) -> None:
+async def test_a_server_that_dies_is_a_typed_outcome(stdio: McpServerConfig) -> None:
     env = env_with(stdio)
     await env.areset(seed=0)
     with pytest.raises(EnvError, match="die"):
         await env.astep(call("die"))
     assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None
-    await env.areset(seed=0)
-    pid = int(await answer(env, "pid"))
-    env.toolbox.replace(env.toolbox["sleep"].with_options(timeout=0.1))
-    with pytest.raises(EnvError, match="sleep"):
-        await env.astep(call("sleep"))
-    assert env.trajectory.stop is StopReason.TOOL_TIMEOUT
-    assert await asyncio.to_thread(gone, pid)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +164,7 @@ async def test_the_config_says_whose_doing_a_late_call_is(
 ) -> None:
     env = env_with(McpServerConfig.model_validate({**stdio.model_dump(), "late": late}))
     await env.areset(seed=0)
+    pid = int(await answer(env, "pid"))
     env.toolbox.replace(env.toolbox["sleep"].with_options(timeout=0.1))
     if unscored:
         with pytest.raises(EnvError, match="sleep"):
@@ -196,23 +174,20 @@ async def test_the_config_says_whose_doing_a_late_call_is(
         assert (observation, terminated, truncated) == ([], False, True)
         assert info["error"] == "tool sleep: no answer within 0.1 s"
     assert (env.trajectory.stop, env.trajectory.stop.infrastructure) == (stop, unscored)
+    assert await asyncio.to_thread(gone, pid)
 
 
 async def test_cancelling_while_the_server_starts_leaves_nothing(stdio: McpServerConfig) -> None:
     env = env_with(stdio)
-    before = children()
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    before = set(children.read_text().split())
     task = asyncio.create_task(env.areset(seed=0))
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert env.trajectory.stop is StopReason.CANCELLED
-    assert children() <= before
-
-
-def children() -> set[str]:
-    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    return set(path.read_text().split())
+    assert set(children.read_text().split()) <= before
 
 
 @pytest.mark.slow
@@ -223,7 +198,7 @@ async def test_servers_that_do_not_start_say_why_and_are_ended_at_once(monkeypat
         (McpServerConfig(command=["no-such-program-here"]), "no-such-program-here"),
         (McpServerConfig(command=[sys.executable, "-c", "pass"]), "shop"),
         (McpServerConfig(command=["sleep", "30"], timeout=0.3), "no answer within 0.3 s"),
-        (McpServerConfig(url=f"http://127.0.0.1:{free_port()}/mcp", timeout=5.0), "http://127"),
+        (McpServerConfig(url="http://127.0.0.1:9/mcp", timeout=5.0), "http://127"),
     ]
     for config, says in cases:
         env = env_with(config)
@@ -236,26 +211,19 @@ async def test_servers_that_do_not_start_say_why_and_are_ended_at_once(monkeypat
             McpSource("shop", config)
 
 
-async def test_a_subset_and_a_prefix(stdio: McpServerConfig) -> None:
-    changes = {"tools": ["count", "setting"], "prefix": "shop_", "env": {"SHOP_NAME": "corner"}}
-    env = env_with(stdio.model_copy(update=changes))
-    await env.areset(seed=0)
-    assert env.toolbox.names == ("write", "hang", "quit", "shop_count", "shop_setting")
-    assert await answer(env, "shop_setting") == "corner"
-    assert await answer(env, "shop_count", name="tea") == "3"
-    await env.aclose()
-    env = env_with(stdio.model_copy(update={"tools": ["cuont"]}))
-    with pytest.raises(EnvError, match="it has count"):
-        await env.areset(seed=0)
-
-
 @contextmanager
 def serving(*args: str) -> Iterator[str]:
     """The address of a server over HTTP: python with `args` and a port."""
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     process = subprocess.Popen([sys.executable, *args, str(port)], start_new_session=True)
     try:
-        wait_for(port, process)
+        for _ in range(300):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, "the server ended"
+            time.sleep(0.1)
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
         process.terminate()
