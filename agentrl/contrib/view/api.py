@@ -19,7 +19,6 @@ from typing import Any
 from agentrl.config.schema import TrainConfig
 from agentrl.contrib.toolkit.branches import differences
 from agentrl.contrib.view import episode as episodes_of
-from agentrl.contrib.view import episode as tokens
 from agentrl.contrib.view import queries
 from agentrl.contrib.view.library import Library, Shelved
 from agentrl.contrib.view.queries import suspects
@@ -67,34 +66,34 @@ def state_diff(run: RunRecord, found: Mapping[str, Json], allowed: bool) -> dict
 def _initial(path: Path, config: str, env: str, seed: int, split: str, content: str) -> str:
     """The first state of a task as JSON text. Raises AgentrlError if it is not the task of then, or would start other processes;
     TimeoutError; and whatever the environment raises."""
-    return asyncio.run(asyncio.wait_for(_set_up(RunRecord(path), env, seed, split, content), LIMIT_S))
+    from agentrl.env.catalog import EnvRef
+
+    whole = _config_of(RunRecord(path))
+    config = next((one for one in whole.envs if one.called == env), whole.envs[0])
+    tools, agent = config.tools or whole.tools, config.agent or whole.agent
+    for key, value in {"url": config.url, "sandbox": config.sandbox, "agent": agent, "tools": tools.mcp}.items():
+        if value:
+            raise AgentrlError(f"env.{key}: it would be started for it")
+    made = EnvRef(config.id, config.params).build()
+    # Of a class that runs commands in a sandbox, or has a server of tools: a run folder must not choose what is started.
+    if "sandbox" in inspect.signature(type(made).__init__).parameters or made._sources:
+        raise AgentrlError(f"{made.id} starts other processes")
+
+    async def set_up() -> str:
+        try:
+            await made.areset(seed=seed, options={"split": split})
+            if json.dumps([made.task.data, made.task.gold], sort_keys=True, default=dict) != content:
+                raise AgentrlError("the environment makes another task of this seed than then")
+            return json.dumps(made.state())
+        finally:
+            await made.aclose()
+
+    return asyncio.run(asyncio.wait_for(set_up(), LIMIT_S))
 
 
 def _config_of(run: RunRecord) -> TrainConfig:
     """The config of a run; of a folder of episodes, whose note says what they are, one with their environment."""
     return run.config if run.evaluation is None else TrainConfig.model_validate({"env": run.evaluated_env()})
-
-
-async def _set_up(run: RunRecord, name: str, seed: int, split: str, content: str) -> str:
-    from agentrl.env.catalog import EnvRef
-
-    config = _config_of(run)
-    env = next((env for env in config.envs if env.called == name), config.envs[0])
-    tools = env.tools or config.tools
-    for key, value in {"url": env.url, "sandbox": env.sandbox, "agent": env.agent or config.agent, "tools": tools.mcp}.items():
-        if value:
-            raise AgentrlError(f"env.{key}: it would be started for it")
-    made = EnvRef(env.id, env.params).build()
-    # Of a class that runs commands in a sandbox, or has a server of tools: a run folder must not choose what is started.
-    if "sandbox" in inspect.signature(type(made).__init__).parameters or made._sources:
-        raise AgentrlError(f"{made.id} starts other processes")
-    try:
-        await made.areset(seed=seed, options={"split": split})
-        if json.dumps([made.task.data, made.task.gold], sort_keys=True, default=dict) != content:
-            raise AgentrlError("the environment makes another task of this seed than then")
-        return json.dumps(made.state())
-    finally:
-        await made.aclose()
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,15 +148,18 @@ class Api:
         summary = None if row["status"] == "damaged" else fresh.summary
         with suppress(ValueError):
             learn(toml_table(fresh.text))
-        config = redact_said(fresh.text)
-        tables = {} if fresh.evaluation is None else fresh.official
+        # Name (or pattern), unit, meaning and phases of all that stands in metrics.jsonl, under the table's headings.
+        metric_table = [
+            {"name": info.name, "unit": info.unit, "meaning": info.meaning, "phases": list(info.phases), "heading": heading}
+            for heading, info in metrics_table()
+        ]
         return {
             **row,
-            "config": config,
+            "config": redact_said(fresh.text),
             "evaluations": evaluations,
-            "official": redact_json(tables, said=True),
+            "official": redact_json({} if fresh.evaluation is None else fresh.official, said=True),
             "summary": redact_json(summary, said=True),
-            "metric_table": metric_table(),
+            "metric_table": metric_table,
             "steps": steps,
         }
 
@@ -172,9 +174,9 @@ class Api:
         return {"rows": rows[0 if anew else after :], "next": len(rows), "edition": edition, "anew": anew}
 
     def episodes(self, ident: str, asked: Asked) -> Json:
-        one, page = self.library.get(ident), queries.page_of(asked)
+        one = self.library.get(ident)
         with self._index(one) as db:
-            found = queries.episodes(db, page, self._high(db, ident))
+            found = queries.episodes(db, asked, self._high(db, ident))
         indexed, of = one.index.progress()
         return {"total": found["total"], "indexed": indexed, "of": of, "rows": found["rows"], "problem": one.problem}
 
@@ -197,11 +199,11 @@ class Api:
         _only(asked, "ledger", "offset", "limit")
         one = self.library.get(ident)
         ledger, offset = (queries.whole(asked, name, 0, 0, 1 << 31) for name in ("ledger", "offset"))
-        limit = queries.whole(asked, "limit", 4000, 1, tokens.MOST)
+        limit = queries.whole(asked, "limit", 4000, 1, episodes_of.MOST)
         with self._index(one) as db:
             row = episodes_of.find(db, episode)
-        with tokens.name_damage(one.run, row):
-            return tokens.columns(RunRecord(one.run.path), row, tokens.stored_row(one.run, row), ledger, offset, limit)
+        with episodes_of.name_damage(one.run, row):
+            return episodes_of.columns(RunRecord(one.run.path), row, episodes_of.stored_row(one.run, row), ledger, offset, limit)
 
     def groups(self, ident: str, asked: Asked) -> Json:
         _only(asked, "step", "limit", "offset")
@@ -226,11 +228,32 @@ class Api:
             return self._once(db, key, lambda: suspects(db, rows, self._maxima(one)))
 
     def compare(self, asked: Asked) -> Json:
+        """Episodes of the same tasks side by side."""
         _only(asked, "a", "b")
         sides = [self._tasks(asked.get(side, ""), side) for side in ("a", "b")]
         if sides[0][0] != sides[1][0]:  # a step has an evaluation in one run alone: of both, its training
             sides = [self._tasks(asked[side], side, held_out=False) for side in ("a", "b")]
-        return queries.compare_episodes(*(tasks for _, tasks in sides))
+        one, other = (tasks for _, tasks in sides)
+        shared = [key for key in one if key in other]
+
+        def distance(key: tuple[str, str, str]) -> list[float]:
+            """To sort by: first where success differs most, then where the reward does."""
+            means = [
+                [sum(float(row[name] or 0) for row in side[key]) / len(side[key]) for side in (one, other)]
+                for name in ("success", "reward")
+            ]
+            return [-abs(a - b) for a, b in means]
+
+        pairs = [
+            {"task": key[2], "env": key[0], "split": key[1], "a": a, "b": b, "verdict": queries.verdict(a, b)}
+            for key in sorted(shared, key=distance)
+            for a, b in [(one[key], other[key])]
+        ]
+        alone = [
+            [{"task": key[2], "env": key[0], "split": key[1], "episodes": mine[key]} for key in mine if key not in others]
+            for mine, others in ((one, other), (other, one))
+        ]
+        return {"pairs": pairs, "only_a": alone[0], "only_b": alone[1]}
 
     def _tasks(self, given: str, side: str, held_out: bool = True) -> tuple[bool, Json]:
         """Return True if the episodes of a side are of training, and the episodes by task."""
@@ -271,14 +294,6 @@ class Api:
         self.library.want(one, FIRST_S)
         with one.index.reading() as db:
             yield db
-
-
-def metric_table() -> list[dict[str, Json]]:
-    """Name (or pattern), unit, meaning and phases of all that stands in metrics.jsonl, under the table's headings."""
-    return [
-        {"name": info.name, "unit": info.unit, "meaning": info.meaning, "phases": list(info.phases), "heading": heading}
-        for heading, info in metrics_table()
-    ]
 
 
 def _step(asked: Asked) -> int | None:

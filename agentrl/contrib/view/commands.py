@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS
 from agentrl.utils.errors import RunFolderError
 from agentrl.utils.files import shown_path
+from agentrl.utils.terminal import console as safe_console
 from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
     from agentrl.contrib.view.api import Api
+    from agentrl.contrib.view.library import Library, Shelved
     from agentrl.run.reader import RunRecord
+
+_LARGE = 64 << 20
 
 
 # agentrl view
@@ -127,31 +132,33 @@ def run_list(args: argparse.Namespace) -> int:
 def run_compare(args: argparse.Namespace) -> int:
     """Compare runs: a table of config keys that differ, and one of figures."""
     from agentrl.contrib.view.library import overview
-    from agentrl.contrib.view.terminal import config_differences, console, figures, print_json, table
+    from agentrl.contrib.view.terminal import console, figures, flat, print_json, table
     from agentrl.run.reader import load_run
 
     runs = [load_run(folder) for folder in args.folders]
     names = [shown_path(run.path) for run in runs]
-    differ = config_differences([run.table for run in runs])
+    tables = [flat(run.table) for run in runs]
+    keys = dict.fromkeys(key for found in tables for key in found if key not in ("name", "out"))  # of the runs themselves
+    values = {key: [found.get(key) for found in tables] for key in keys}  # None for a run that does not set it
+    differ = {key: of for key, of in values.items() if any(value != of[0] for value in of)}
     rows: list[dict[str, Any]] = [overview(run) for run in runs]
     found = figures([run.metrics for run in runs], rows)
     if args.json:
         print_json({"runs": names, "config": differ, "figures": found})
         return 0
     out = console()
-    out.print(table("what differs in the configs", ("key", *names), [(key, *values) for key, values in differ.items()]))
-    out.print(table("figures", ("", *names), [(key, *values) for key, values in found.items()]))
+    out.print(table("what differs in the configs", ("key", *names), [(key, *of) for key, of in differ.items()]))
+    out.print(table("figures", ("", *names), [(key, *of) for key, of in found.items()]))
     return 0
 
 
 def run_failures(args: argparse.Namespace) -> int:
     """Failures by reason."""
     from agentrl.contrib.view import queries
-    from agentrl.contrib.view.index import read_now
     from agentrl.contrib.view.terminal import console, failures_table, print_json
-    from agentrl.run.reader import load_run
 
-    with read_now(load_run(args.folder)) as db:
+    _, one = _read(args.folder)
+    with one.index.reading() as db:
         rows = queries.failures(db, args.step)
         counts = dict(db.execute("SELECT step, count(*) FROM episodes GROUP BY step").fetchall())
     if args.step is not None and args.step not in counts:
@@ -196,26 +203,42 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
 def run_show(args: argparse.Namespace) -> int:
     """Show; returns 0. Raises RunFolderError or NotFoundError if it is missing."""
     from agentrl.contrib.view.api import Api
-    from agentrl.contrib.view.index import say_reading
-    from agentrl.contrib.view.library import Library
-    from agentrl.run.reader import load_run
+    from agentrl.contrib.view.terminal import PAGE, console, episode_text, print_json
 
     if _show_parts(args):
         return 0
-    found = load_run(args.folder)
-    library = Library([Path(args.folder)])
-    [one] = library.scan()
-    with say_reading(found):
-        library.refresh(one)
-    if one.problem is not None:
-        from agentrl.utils.errors import RunFolderError
-
-        raise RunFolderError(one.problem)
+    library, one = _read(args.folder)
     # The state that an episode began with would run the environment: that is for who looks in the browser.
     api = Api(library, envs=False)
-    if args.episode is not None:
-        return _episode(api, one.ident, args)
-    return _step(api, one.ident, args) if args.step is not None else _run(api, one.ident, args)
+    if args.episode is None:
+        return _step(api, one.ident, args) if args.step is not None else _run(api, one.ident, args)
+    row = api.episode(one.ident, args.episode, {})
+    if args.json:
+        print_json(row)
+    else:
+        out = console()
+        out.print(episode_text(row), width=min(out.width, PAGE))  # boxes are as wide as they may be
+    return 0
+
+
+def _read(folder: str) -> tuple[Library, Shelved]:
+    """A run with its index brought up to date. Says on a terminal that a large run is being read, which can take a while.
+
+    Raises RunFolderError."""
+    from agentrl.contrib.view.index import file_size
+    from agentrl.contrib.view.library import Library
+    from agentrl.run.reader import load_run
+
+    load_run(folder)  # which says what is wrong
+    library = Library([Path(folder)])
+    [one] = library.scan()
+    size = sum(file_size(file.path) for file in one.run.files)
+    err = safe_console(stderr=True)
+    with err.status(f"reading {size >> 20} MB of episodes") if size > _LARGE and err.is_terminal else nullcontext():
+        library.refresh(one)
+    if one.problem is not None:
+        raise RunFolderError(one.problem)
+    return library, one
 
 
 def _show_parts(args: argparse.Namespace) -> bool:
@@ -245,21 +268,9 @@ def _show_parts(args: argparse.Namespace) -> bool:
     return True
 
 
-def _episode(api: Api, ident: str, args: argparse.Namespace) -> int:
-    from agentrl.contrib.view.terminal import PAGE, console, episode_text, print_json
-
-    row = api.episode(ident, args.episode, {})
-    if args.json:
-        print_json(row)
-    else:
-        out = console()
-        out.print(episode_text(row), width=min(out.width, PAGE))  # boxes are as wide as they may be
-    return 0
-
-
 def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
     from agentrl.contrib.view.queries import NotFoundError, list_steps
-    from agentrl.contrib.view.terminal import console, episodes_table, print_json, table
+    from agentrl.contrib.view.terminal import console, print_json, table
 
     step = str(args.step)
     metrics = [row for row in api.metrics(ident, {})["rows"] if row.get("step") == args.step and row.get("phase") not in _WARM]
@@ -282,7 +293,10 @@ def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
     rewards = [" ".join("-" if m["reward"] is None else f"{m['reward']:.3g}" for m in group["members"]) for group in groups]
     keys = ("group", "task", "mean", "std")
     out.print(table("groups", columns, [(*(g[k] for k in keys), r) for g, r in zip(groups, rewards, strict=True)]))
-    out.print(episodes_table(f"episodes ({len(page['rows'])} of {page['total']})", page["rows"]))
+    headings = ("episode", "task", "reward", "success", "stop", "turns", "calls", "tool errors", "tokens", "signs")
+    keys = ("id", "task", "reward", "success", "stop", "turns", "calls", "tool_errors", "tokens")
+    shown = [[*(row[key] for key in keys), " ".join(row["suspects"])] for row in page["rows"]]
+    out.print(table(f"episodes ({len(shown)} of {page['total']})", headings, shown, most=40))
     return 0
 
 
@@ -290,7 +304,7 @@ _WARM = ("sft", "gate")
 
 
 def _run(api: Api, ident: str, args: argparse.Namespace) -> int:
-    from agentrl.contrib.view.terminal import console, evaluations_table, failures_table, print_json, runs_table, table
+    from agentrl.contrib.view.terminal import console, failures_table, print_json, runs_table, table
     from agentrl.run.compare import print_official
 
     run = api.run(ident, {})
@@ -303,8 +317,13 @@ def _run(api: Api, ident: str, args: argparse.Namespace) -> int:
     out.print(runs_table([planned]))
     if run["error"]:
         out.print(table("", ("error",), [(run["error"],)], most=2000))
-    if run["evaluations"]:
-        out.print(evaluations_table(run["evaluations"]))
+    if held := run["evaluations"]:
+        names = list(dict.fromkeys(name for row in held for name in row["rates"] if name != "pass^1"))  # which is pass@1
+        keys = ("phase", "step", "env", "tasks", "episodes", "unscored")
+        cells = [[*(row[key] for key in keys), *(row["rates"].get(name) for name in names)] for row in held]
+        interval = "{mean:.3f} ({low:.3f} to {high:.3f})"
+        cells = [[interval.format(**cell) if isinstance(cell, dict) else cell for cell in row] for row in cells]
+        out.print(table("held-out tasks (95 % intervals)", (*keys, *names), cells))
     print_official(run["official"], out)
     keys = ("file", "phase", "step", "episodes", "damaged", "problem")
     out.print(table("episodes", keys, [[file[key] for key in keys] for file in run["steps"]]))

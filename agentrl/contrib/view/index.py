@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,6 @@ from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.utils.errors import RunFolderError
 from agentrl.utils.files import open_plain
 from agentrl.utils.parsing import read_json
-from agentrl.utils.terminal import console as safe_console
 from agentrl.utils.terminal import say
 
 
@@ -65,7 +64,6 @@ _made: list[tempfile.TemporaryDirectory[str]] = []
 
 _PRINT = 4096
 _BATCH = 2000
-_LARGE = 64 << 20
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
   id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL, phase TEXT NOT NULL, step INTEGER NOT NULL,
@@ -119,11 +117,8 @@ class Index:
     def __init__(self, run: RunRecord) -> None:
         self.run = run
         self._lock = threading.Lock()
-        self.path = self._place()
+        self.path = cache_folder(self.run.path) / f"index-{SCHEMA}.sqlite"
         self._seen: Looks = {}
-
-    def _place(self) -> Path:
-        return cache_folder(self.run.path) / f"index-{SCHEMA}.sqlite"
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -164,7 +159,7 @@ class Index:
         if self._seen:  # all was read at the last look
             return rows, rows
         done = sum(row["done"] for row in known.values())
-        size = sum(_size(file.path) for file in self.run.files)
+        size = sum(file_size(file.path) for file in self.run.files)
         return rows, (max(rows, round(rows * size / done)) if done else (1 if size else 0))
 
     # -- writing -------------------------------------------------------------------------------------
@@ -173,7 +168,7 @@ class Index:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         if not self.run.path.is_dir():
             raise RunFolderError(f"{self.run.path}: the run's folder is gone")
-        self.path = self._place()
+        self.path = cache_folder(self.run.path) / f"index-{SCHEMA}.sqlite"
         try:
             # Without its parents inside a run: a folder that somebody has just deleted must not come back.
             self.path.parent.mkdir(parents=not self.path.is_relative_to(self.run.path), exist_ok=True)
@@ -252,26 +247,6 @@ def _look(path: Path | int) -> tuple[int, int, int] | None:
 
 
 @contextmanager
-def read_now(run: RunRecord) -> Iterator[sqlite3.Connection]:
-    """The run's index, brought up to date first, for a command that is done after one question."""
-    index = Index(run)
-    with say_reading(run):
-        index.refresh()
-    with index.reading() as db:
-        yield db
-
-
-@contextmanager
-def say_reading(run: RunRecord) -> Iterator[None]:
-    """Says on a terminal's standard error that a large run is being read, which can take a while the first time."""
-
-    console = safe_console(stderr=True)
-    size = sum(_size(file.path) for file in run.files)
-    with console.status(f"reading {size >> 20} MB of episodes") if size > _LARGE and console.is_terminal else nullcontext():
-        yield
-
-
-@contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.row_factory = sqlite3.Row
     db.execute("BEGIN IMMEDIATE")
@@ -283,7 +258,8 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.execute("COMMIT")
 
 
-def _size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Bytes; 0 of a file that cannot be looked at."""
     try:
         return path.stat().st_size
     except OSError:
@@ -369,23 +345,19 @@ class Groups:
     def of(self, features: Features) -> int:
         """The group of the next episode."""
         member = int(features.columns["member"])
-        found = self._current.get(features.task) or self._before(features)
+        found = self._current.get(features.task)
+        if found is None and not self._first:  # the task's newest group among the rows that were indexed earlier
+            rows = self._db.execute(
+                "SELECT grp, member FROM episodes WHERE file = ? AND task = ? AND env = ? ORDER BY grp DESC",
+                (self._file, features.columns["task"], features.columns["env"]),
+            ).fetchall()
+            found = (rows[0][0], {row[1] for row in rows if row[0] == rows[0][0]}) if rows else None
         if found is None or member in found[1]:
             found = (self._next, set())
             self._next += 1
         found[1].add(member)
         self._current[features.task] = found
         return found[0]
-
-    def _before(self, features: Features) -> tuple[int, set[int]] | None:
-        """The task's newest group among the rows that were indexed earlier."""
-        if self._first:
-            return None
-        found = self._db.execute(
-            "SELECT grp, member FROM episodes WHERE file = ? AND task = ? AND env = ? ORDER BY grp DESC",
-            (self._file, features.columns["task"], features.columns["env"]),
-        ).fetchall()
-        return (found[0][0], {row[1] for row in found if row[0] == found[0][0]}) if found else None
 
 
 def _forget(db: sqlite3.Connection, name: str) -> None:

@@ -68,34 +68,27 @@ class Metrics:
         """All whole rows. Raises RunFolderError for a damaged one."""
         with self._lock:
             try:
-                self._read()
+                stat = self._path.stat()
+                if stat.st_ino != self._inode or stat.st_size < self._done:
+                    self._rows, self._done, self._inode = [], 0, stat.st_ino
+                    self.edition += 1
+                if stat.st_size == self._done:
+                    return self._rows
+                with open_plain(self._path) as file:
+                    file.seek(self._done)
+                    new = file.read()
+                whole = new[: new.rfind(b"\n") + 1]
+                fresh = [read_json(line) for line in whole.split(b"\n") if line.strip()]
+                if not all(isinstance(row, dict) for row in fresh):
+                    raise ValueError("a row that is no JSON object")
+                # A new list: whoever got the last one may still read it.
+                self._rows = [*self._rows, *fresh]
+                self._done += len(whole)
             except FileNotFoundError:
                 self._rows, self._done = [], 0
             except (OSError, ValueError, RecursionError) as problem:
                 raise RunFolderError(f"{self._path}: damaged: {problem}") from None
             return self._rows
-
-    def _read(self) -> None:
-        stat = self._path.stat()
-        if stat.st_ino != self._inode or stat.st_size < self._done:
-            self._rows, self._done, self._inode = [], 0, stat.st_ino
-            self.edition += 1
-        if stat.st_size == self._done:
-            return
-        with open_plain(self._path) as file:
-            file.seek(self._done)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        # A new list: whoever got the last one may still read it.
-        self._rows = [*self._rows, *(_row(line) for line in whole.split(b"\n") if line.strip())]
-        self._done += len(whole)
-
-
-def _row(line: bytes) -> dict[str, Json]:
-    found = read_json(line)
-    if not isinstance(found, dict):
-        raise ValueError("a row that is no JSON object")
-    return {**found}
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ import re
 import sqlite3
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from agentrl.env.official import success_rates
@@ -48,46 +47,6 @@ def list_steps(steps: Iterable[int]) -> str:
     """Steps in order for a message, the first twelve of them."""
     found = sorted(steps)
     return ", ".join(map(str, found[:12])) + (" ..." if len(found) > 12 else "") if found else "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """`WHERE` with its values, the order, and which rows of it."""
-
-    where: str
-    values: tuple[Any, ...]
-    order: str
-    offset: int
-    limit: int
-
-
-def page_of(asked: Mapping[str, str]) -> Page:
-    """Page that an address's parameters ask for. Raises UserError for one that is unknown or has no such value."""
-    known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
-    for name in asked:
-        if name not in known:
-            raise UserError(f"there is no filter {name!r}{hint_text(name, known)}")
-    parts: list[str] = []
-    values: list[Any] = []
-    for name, given in asked.items():
-        if given != "" and name not in _PAGE:
-            part, own = _condition(name, given)
-            parts.append(part)
-            values.extend(own)
-    sort, order = asked.get("sort") or "", asked.get("order") or ""
-    if sort and sort not in _SORTS:
-        raise UserError(f"sort={sort!r}: expected one of {', '.join(_SORTS)}{hint_text(sort, _SORTS)}")
-    if order not in ("", "asc", "desc"):
-        raise UserError(f"order={order!r}: expected asc or desc")
-    way = "ASC" if order == "asc" else "DESC"
-    sorted_by = f"{_SORTS[sort]} {way}, e.id {way}" if sort else "e.id ASC" if order == "asc" else "e.step DESC, e.id ASC"
-    return Page(
-        f"WHERE {' AND '.join(parts)}" if parts else "",
-        tuple(values),
-        sorted_by,
-        whole(asked, "offset", 0, 0, 1 << 40),
-        whole(asked, "limit", 50, 1, MOST),
-    )
 
 
 def _condition(name: str, given: str) -> tuple[str, list[Any]]:
@@ -138,40 +97,56 @@ def _int(name: str, given: str) -> int:
         raise UserError(f"{name}={given!r}: expected a whole number") from None
 
 
-def episodes(db: sqlite3.Connection, page: Page, high: Mapping[str, float]) -> dict[str, Json]:
-    """One page of episodes, and how many there are in all."""
-    total = db.execute(f"SELECT count(*) FROM episodes e {page.where}", page.values).fetchone()[0]
+def episodes(db: sqlite3.Connection, asked: Mapping[str, str], high: Mapping[str, float]) -> dict[str, Json]:
+    """The page of episodes that an address's parameters ask for, and how many there are in all. Raises UserError for a parameter
+    that is unknown or has no such value."""
+    known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
+    for name in asked:
+        if name not in known:
+            raise UserError(f"there is no filter {name!r}{hint_text(name, known)}")
+    parts: list[str] = []
+    values: list[Any] = []
+    for name, given in asked.items():
+        if given != "" and name not in _PAGE:
+            part, own = _condition(name, given)
+            parts.append(part)
+            values.extend(own)
+    sort, order = asked.get("sort") or "", asked.get("order") or ""
+    if sort and sort not in _SORTS:
+        raise UserError(f"sort={sort!r}: expected one of {', '.join(_SORTS)}{hint_text(sort, _SORTS)}")
+    if order not in ("", "asc", "desc"):
+        raise UserError(f"order={order!r}: expected asc or desc")
+    way = "ASC" if order == "asc" else "DESC"
+    by = f"{_SORTS[sort]} {way}, e.id {way}" if sort else "e.id ASC" if order == "asc" else "e.step DESC, e.id ASC"
+    offset, limit = whole(asked, "offset", 0, 0, 1 << 40), whole(asked, "limit", 50, 1, MOST)
+    where = f"WHERE {' AND '.join(parts)}" if parts else ""
+    total = db.execute(f"SELECT count(*) FROM episodes e {where}", values).fetchone()[0]
     # The page's numbers first, from an index alone if there is one; then their rows.
     found = db.execute(
-        f"SELECT {COLUMNS} {FROM} WHERE e.id IN (SELECT e.id FROM episodes e {page.where} ORDER BY {page.order} "
-        f"LIMIT ? OFFSET ?) ORDER BY {page.order}",
-        (*page.values, page.limit, page.offset),
+        f"SELECT {COLUMNS} {FROM} WHERE e.id IN "
+        f"(SELECT e.id FROM episodes e {where} ORDER BY {by} LIMIT ? OFFSET ?) ORDER BY {by}",
+        (*values, limit, offset),
     )
     return {"total": total, "rows": [episode_row(row, high) for row in found]}
 
 
 def episode_row(row: sqlite3.Row, high: Mapping[str, float]) -> dict[str, Json]:
-    """A row of the index as the page gets it. `high`: as `high_rewards`."""
+    """A row of the index as the page gets it, with the kinds of suspicion that the episode itself is under. `high`: as
+    `high_rewards`."""
+    gold = max(row["gold_answer"] or 0.0, row["gold_calls"] or 0.0)
+    earned = row["reward"] is not None and row["reward"] >= high.get(row["env"], math.inf)
+    signs = {
+        "gold_far": earned and gold >= GOLD_FAR,
+        "repeated_text": row["repeated"] >= REPEATED,
+        "judge_disagreement": row["judge"] is not None and row["judge"] >= JUDGE_GAP,
+    }
     return {
         **{name: row[name] for name in _SHOWN},
         "group": row["grp_id"],
         "success": None if row["success"] is None else bool(row["success"]),
         "terms": json.loads(row["terms"]),
-        "suspects": suspicions(row, high),
+        "suspects": [name for name, there in signs.items() if there],
     }
-
-
-def suspicions(row: sqlite3.Row, high: Mapping[str, float]) -> list[str]:
-    """The kinds of suspicion that an episode itself is under."""
-    gold = max(row["gold_answer"] or 0.0, row["gold_calls"] or 0.0)
-    found = []
-    if row["reward"] is not None and row["reward"] >= high.get(row["env"], math.inf) and gold >= GOLD_FAR:
-        found.append("gold_far")
-    if row["repeated"] >= REPEATED:
-        found.append("repeated_text")
-    if row["judge"] is not None and row["judge"] >= JUDGE_GAP:
-        found.append("judge_disagreement")
-    return found
 
 
 def high_rewards(db: sqlite3.Connection, maxima: Mapping[str, float]) -> dict[str, float]:
@@ -294,21 +269,6 @@ def evaluations(db: sqlite3.Connection) -> list[dict[str, Json]]:
     return out
 
 
-def compare_episodes(one: Mapping[Any, Json], other: Mapping[Any, Json]) -> dict[str, Json]:
-    """Episodes of the same tasks side by side: first where success differs most, then where the reward does."""
-    pairs = [
-        {"task": key[2], "env": key[0], "split": key[1], "a": one[key], "b": other[key], "verdict": verdict(one[key], other[key])}
-        for key in one
-        if key in other
-    ]
-    pairs.sort(key=lambda pair: [-abs(_mean(pair["a"], name) - _mean(pair["b"], name)) for name in ("success", "reward")])
-    alone = [
-        [{"task": key[2], "env": key[0], "split": key[1], "episodes": mine[key]} for key in mine if key not in others]
-        for mine, others in ((one, other), (other, one))
-    ]
-    return {"pairs": pairs, "only_a": alone[0], "only_b": alone[1]}
-
-
 def verdict(one: Sequence[Mapping[str, Json]], other: Sequence[Mapping[str, Json]]) -> str:
     """Compare the success of two sides on a task. Rewards decide nothing: a task that neither side solved is won by none."""
     known = [[float(row["success"]) for row in side if row["success"] is not None] for side in (one, other)]
@@ -318,10 +278,6 @@ def verdict(one: Sequence[Mapping[str, Json]], other: Sequence[Mapping[str, Json
     if a != b:
         return "won" if b > a else "lost"
     return "neither solved" if a == 0 else "both solved" if a == 1 else "same"
-
-
-def _mean(rows: Sequence[Mapping[str, Json]], name: str) -> float:
-    return sum(float(row[name] or 0) for row in rows) / max(len(rows), 1)
 
 
 EXAMPLES = 20
@@ -366,7 +322,11 @@ def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima:
         f"e.judge >= {JUDGE_GAP} OR (e.judged IS NOT NULL AND (e.env, e.task, e.did) IN ({unlike}))",
         [],
         "coalesce(e.judge, 0) DESC, e.id DESC",
-        _judge_text,
+        lambda row: (
+            f"the judge is {row['judge']:.2g} from the other terms"
+            if (row["judge"] or 0) >= JUDGE_GAP
+            else f"judged {row['judged']:.2g}, and an equal episode of the task otherwise"
+        ),
         "judge_disagreement",
         "The judge disagrees",
         f"a judge's value is {JUDGE_GAP:g} or more from the mean of the terms that are computed, from another judge's, or from "
@@ -385,12 +345,6 @@ def _far_text(row: sqlite3.Row) -> str:
     if (row["gold_calls"] or 0) > 0:
         said.append(f"{row['gold_calls']:.0%} of the gold calls were not made")
     return f"reward {row['reward']:.3g}: {', '.join(said)}"
-
-
-def _judge_text(row: sqlite3.Row) -> str:
-    if (row["judge"] or 0) >= JUDGE_GAP:
-        return f"the judge is {row['judge']:.2g} from the other terms"
-    return f"judged {row['judged']:.2g}, and an equal episode of the task otherwise"
 
 
 def _suspicion_row(

@@ -77,7 +77,7 @@ def make_app(library: Library, envs: bool = True) -> Starlette:
         "/api/compare": lambda p, q: api.compare(q),
     }
     found = [Route(path, _answering(ask), methods=["GET"]) for path, ask in routes.items()]
-    return Starlette(routes=[*found, Route("/api/{rest:path}", _unknown), Route("/{path:path}", _asset, methods=["GET"])])
+    return Starlette(routes=[*found, Route("/api/{rest:path}", _missing), Route("/{path:path}", _asset, methods=["GET"])])
 
 
 def guard_app(app: Any) -> Any:
@@ -138,7 +138,7 @@ def _json(status: int, body: Any) -> Response:
     return Response(json_text(body, separators=(",", ":")), status, media_type="application/json")
 
 
-def _unknown(request: Request) -> Response:
+def _missing(request: Request) -> Response:
     return _json(404, {"error": f"there is no {request.url.path}"})
 
 
@@ -150,7 +150,7 @@ def _asset(request: Request) -> Response:
     name = str(path) if path.suffix in KINDS else "index.html"
     body = assets().get(name)
     if body is None:
-        return _json(404, {"error": f"there is no {request.url.path}"})
+        return _missing(request)
     return Response(body, media_type=KINDS[PurePosixPath(name).suffix])
 
 

@@ -24,7 +24,6 @@ _LAST = (
     "reward", "success", "unscored", "tool_error_rate", "turns", "entropy", "kl_behaviour", "mismatch_kl", "clip_fraction",
     "grad_norm",
 )  # fmt: skip
-_NAMES = ("name", "out")
 
 
 def flat(table: Mapping[str, Json], at: str = "") -> dict[str, Json]:
@@ -39,15 +38,6 @@ def flat(table: Mapping[str, Json], at: str = "") -> dict[str, Json]:
         else:
             out[f"{at}{key}"] = value
     return out
-
-
-def config_differences(tables: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
-    """The keys whose values are not equal in all, with each run's value; None for one that it does not set. Names and places of
-    the runs themselves are left out."""
-    all_flat = [flat(table) for table in tables]
-    keys = list(dict.fromkeys(key for found in all_flat for key in found))
-    out = {key: [found.get(key) for found in all_flat] for key in keys if key not in _NAMES}
-    return {key: values for key, values in out.items() if any(value != values[0] for value in values)}
 
 
 def figures(metrics: Sequence[Sequence[Mapping[str, Json]]], overviews: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
@@ -145,29 +135,6 @@ def failures_table(rows: Sequence[Mapping[str, Json]]) -> Table:
         for row in rows
     ]
     return table("why episodes did not succeed", columns, shown, most=90)
-
-
-def evaluations_table(rows: Sequence[Mapping[str, Json]]) -> Table:
-    """Held-out episodes by file and environment, with pass@k and pass^k, as `queries.evaluations` gives them."""
-    names = list(dict.fromkeys(name for row in rows for name in row["rates"] if name != "pass^1"))  # which is pass@1
-    keys = ("phase", "step", "env", "tasks", "episodes", "unscored")
-    rates = [[_rate_text(row["rates"].get(name)) for name in names] for row in rows]
-    return table(
-        "held-out tasks (95 % intervals)",
-        (*keys, *names),
-        [(*(row[key] for key in keys), *own) for row, own in zip(rows, rates, strict=True)],
-    )
-
-
-def _rate_text(rate: Mapping[str, float] | None) -> str:
-    return "-" if rate is None else f"{rate['mean']:.3f} ({rate['low']:.3f} to {rate['high']:.3f})"
-
-
-def episodes_table(title: str, rows: Sequence[Mapping[str, Json]]) -> Table:
-    """A page of episodes."""
-    columns = ("episode", "task", "reward", "success", "stop", "turns", "calls", "tool errors", "tokens", "signs")
-    keys = ("id", "task", "reward", "success", "stop", "turns", "calls", "tool_errors", "tokens")
-    return table(title, columns, [(*(row[key] for key in keys), " ".join(row["suspects"])) for row in rows], most=40)
 
 
 def episode_text(row: Mapping[str, Json]) -> RenderableType:

@@ -78,19 +78,12 @@ def hostile_run(at: Path) -> None:
     """A run in which every name that somebody else chooses is markup."""
     bad = episode(0, 0, 0.0, env=MARK, error=MARK, stop=StopReason.ENV_ERROR, said=MARK, split=MARK)
     bad.task = dataclasses.replace(bad.task, id=MARK, data={MARK: MARK}, gold={MARK: [MARK]})
-    bad.turns[0].message = dataclasses.replace(
-        bad.turns[0].message, reasoning=MARK, tool_calls=(ToolCall(MARK, {MARK: MARK}, "c"),)
-    )
+    calls = (ToolCall(MARK, {MARK: MARK}, "c"),)
+    bad.turns[0].message = bad.messages[1] = dataclasses.replace(bad.turns[0].message, reasoning=MARK, tool_calls=calls)
     bad.turns[0].results[0] = ToolResult("c", MARK, MARK, error=MARK)
-    bad.messages[1], bad.tools, bad.state = (
-        bad.turns[0].message,
-        [{"function": {"name": MARK, "description": MARK}}],
-        {MARK: MARK},
-    )
-    bad.evidence = {
-        "spec": MARK,
-        "root": {"node": MARK, "at": MARK, "id": MARK, "value": 0.0, "unscored": MARK, "evidence": {MARK: MARK}},
-    }
+    bad.tools, bad.state = [{"function": {"name": MARK, "description": MARK}}], {MARK: MARK}
+    root = {"node": MARK, "at": MARK, "id": MARK, "value": 0.0, "unscored": MARK, "evidence": {MARK: MARK}}
+    bad.evidence = {"spec": MARK, "root": root}
     bad.rewrites, bad.cause, bad.metrics = [{"turn": 1, "ledger": 0, "tokens": 3, "added": MARK}], {MARK: MARK}, {MARK: 0.5}
     bad.user_calls = acted(MARK)
     folder = run_folder(at, {"step_000001": [bad, episode(1)]}, [{"step": 1, "phase": "train", f"env/{MARK}/{MARK}": 1.0}])
@@ -104,13 +97,9 @@ def trained_on(one: Trajectory) -> dict[str, Any]:
         return {"check": check_of(one.ledgers), "ledgers": None}
     ledgers = []
     for ledger in one.ledgers:
-        advantages, ratios = (
-            np.resize(values, ledger.sampled_tokens) for values in ([1.5, -0.5, 0.75, 0.75], [0.125, -0.25, 0.0, 2.0])
-        )
-        encoded = [
-            base64.b64encode(values.astype(kind).tobytes()).decode() for values, kind in ((advantages, "<f4"), (ratios, "<f2"))
-        ]
-        ledgers.append({"advantage": encoded[0], "log_ratio": encoded[1]})
+        columns = {"advantage": ([1.5, -0.5, 0.75, 0.75], "<f4"), "log_ratio": ([0.125, -0.25, 0.0, 2.0], "<f2")}
+        whole = {name: np.resize(values, ledger.sampled_tokens).astype(kind) for name, (values, kind) in columns.items()}
+        ledgers.append({name: base64.b64encode(values.tobytes()).decode() for name, values in whole.items()})
     return {"check": check_of(one.ledgers), "ledgers": ledgers}
 
 
@@ -120,6 +109,10 @@ def reward(seed: int, member: int) -> float:
 
 def held(*rewards: float) -> list[Trajectory]:
     return [episode(seed, 0, value, split="heldout", said=f"{seed}" if value else "no") for seed, value in enumerate(rewards)]
+
+
+def files_of_first() -> dict[str, list[Trajectory]]:
+    return {"before_000000": held(0.0, 1.0, 0.0, 1.0), "step_000006": trained(), "after_000006": held(1.0, 0.0, 0.0, 1.0)}
 
 
 PICTURE = Image.of(Pictures.new("RGB", (7, 3), (220, 30, 30)))
@@ -136,8 +129,7 @@ def pictured(one: Trajectory) -> Trajectory:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("runs")
-    first = {"before_000000": held(0.0, 1.0, 0.0, 1.0), "step_000006": trained(), "after_000006": held(1.0, 0.0, 0.0, 1.0)}
-    folder = run_folder(at / "first", first, metrics())
+    folder = run_folder(at / "first", files_of_first(), metrics())
     folder.model.mkdir()
     shutil.copy(TOKENIZER_FILE, folder.model / "tokenizer.json")
     folder.tokens.mkdir()
@@ -238,16 +230,7 @@ def test_what_a_curve_is_made_of(tab: Tab) -> None:
 
 def test_the_table_of_steps(tab: Tab) -> None:
     tab.go("run/first/steps?c=success~loss", "table.steps tbody tr")
-    assert tab.column("table.steps", "step") == [
-        "6",
-        "6",
-        "5",
-        "4",
-        "3",
-        "2",
-        "1",
-        "0",
-    ]  # newest first; the warm start has neither
+    assert tab.column("table.steps", "step") == list("66543210")  # newest first; the warm start has neither
     tab.page.get_by_role("button", name="loss").click()
     tab.wait("() => document.querySelector('table.steps [aria-sort=descending]')")
     assert tab.column("table.steps", "loss") == ["1", "0.5", "0.3333", "0.25", "0.2", "0.1667", "–", "–"]
@@ -259,8 +242,7 @@ def test_the_table_of_steps(tab: Tab) -> None:
 
 def expected_rows() -> list[dict[str, Any]]:
     """All episodes of the run `first`, as the test knows them."""
-    files = {"before_000000": held(0.0, 1.0, 0.0, 1.0), "step_000006": trained(), "after_000006": held(1.0, 0.0, 0.0, 1.0)}
-    return [{"id": f"{name}.{row}", "of": one} for name, ones in files.items() for row, one in enumerate(ones)]
+    return [{"id": f"{name}.{row}", "of": one} for name, ones in files_of_first().items() for row, one in enumerate(ones)]
 
 
 def ids(tab: Tab) -> list[str]:
@@ -330,9 +312,8 @@ def test_keys_walk_through_episodes(tab: Tab) -> None:
     shows(tab, 3)
     found = ids(tab)
     assert found == [f"step_000006.{15 + member}" for member in sorted(range(3), key=lambda m: (-reward(5, m), -m))]
-    tab.page.keyboard.press("j")
-    tab.page.keyboard.press("ArrowDown")
-    tab.page.keyboard.press("k")
+    for key in ("j", "ArrowDown", "k"):
+        tab.page.keyboard.press(key)
     assert tab.page.get_attribute("tr.chosen", "data-episode") == found[0]
     tab.page.keyboard.press("Enter")
     tab.page.wait_for_selector("text=1 of 3 in the list")
@@ -434,17 +415,8 @@ def test_hostile_text_is_text(tab: Tab) -> None:
 def test_hostile_names_are_text_on_every_page(tab: Tab) -> None:
     shown = MARK.replace("\u202e", "U+202E")
     pages = ["?runs=hostile&steps=1", "run/hostile/config", "compare?a=hostile:step_000001&b=hostile:step_000001"]
-    parts = [
-        "",
-        "/episodes",
-        "/groups",
-        "/failures",
-        "/suspects",
-        "/steps",
-        "/episode/step_000001.0",
-        "/episode/step_000001.0?view=json",
-    ]
-    for address in [*pages, *(f"run/hostile{part}" for part in parts)]:
+    parts = "episodes groups failures suspects steps episode/step_000001.0 episode/step_000001.0?view=json"
+    for address in [*pages, "run/hostile", *(f"run/hostile/{part}" for part in parts.split())]:
         tab.go(address, "main")
         tab.wait("text => document.body.textContent.includes(text)", shown)
         assert tab.count("main b, main img, .bar b, .bar img") == 0, address
@@ -487,24 +459,16 @@ def test_tokens_are_colored_by_what_is_known_of_them(tab: Tab, theme: str) -> No
     tab.page.emulate_media(color_scheme=theme)
     tab.go("run/first/episode/step_000006.0?view=tokens", ".ledger [data-t]")
     words = Tokenizer.from_file(str(TOKENIZER_FILE))
-    assert tab.texts(".ledger [data-t]") == [
-        words.decode([token], skip_special_tokens=False) for token in (1, 2, 3, 4, 5, 6, 7, 7)
-    ]
+    ids = (1, 2, 3, 4, 5, 6, 7, 7)
+    assert tab.texts(".ledger [data-t]") == [words.decode([token], skip_special_tokens=False) for token in ids]
     logprobs = [None, None, None, -0.5, -0.25, None, -0.125, -0.125]
     assert grounds(tab) == [None if value is None else mixed(theme, "warm", value / -4) for value in logprobs]
-    tab.page.locator("button", has_text="advantage").click()
-    tab.page.wait_for_selector(".scale[aria-label='advantage: legend']")
     # Advantages 1.5 and -0.5 of the first turn's tokens, 0.75 of the others; the largest one has the full color.
-    values = [None, None, None, 1.5, -0.5, None, 0.75, 0.75]
-    expected = [None if value is None else mixed(theme, "down" if value < 0 else "up", abs(value) / 1.5) for value in values]
-    assert grounds(tab) == expected
-    tab.page.locator("button", has_text="ratio").click()
-    tab.page.wait_for_selector(".scale[aria-label='ratio: legend']")
-    logs = [None, None, None, 0.125, -0.25, None, 0.0, 2.0]
-    expected = [
-        None if value is None else mixed(theme, "down" if value < 0 else "up", abs(value) / math.log(1.5)) for value in logs
-    ]
-    assert grounds(tab) == expected
+    for mode, full, values in (("advantage", 1.5, (1.5, -0.5, 0.75, 0.75)), ("ratio", math.log(1.5), (0.125, -0.25, 0.0, 2.0))):
+        tab.page.locator("button", has_text=mode).click()
+        tab.page.wait_for_selector(f".scale[aria-label='{mode}: legend']")
+        first, second, *rest = [mixed(theme, "down" if value < 0 else "up", abs(value) / full) for value in values]
+        assert grounds(tab) == [None, None, None, first, second, None, *rest], mode
     tab.page.locator("[data-t='4']").hover()
     tab.page.wait_for_selector(".tip")
     tip = dict(zip(tab.texts(".tip dt"), tab.texts(".tip dd"), strict=True))
@@ -531,10 +495,8 @@ def test_a_long_ledger_is_read_where_it_is_looked_at(tab: Tab) -> None:
     tab.requests.clear()
     tab.go("run/first/episode/step_000006.9?view=tokens&ledger=1", ".ledger [data-t]")
     assert tab.texts("select[aria-label=ledger] option") == ["0: 8 tokens, 4 sampled", "1: 30,000 tokens, 30,000 sampled"]
-    to_the_end = (
-        "() => { scrollTo(0, document.body.scrollHeight); return document.querySelector(`[data-block='29'] [data-t='999']`); }"
-    )
-    tab.wait(to_the_end)
+    last = "[data-block='29'] [data-t='999']"
+    tab.wait("s => { scrollTo(0, document.body.scrollHeight); return document.querySelector(s); }", last)
     asked = {int(url.split("offset=")[1].split("&")[0]) // 1000 for url in tab.requests if "/tokens?" in url}
     assert {0, 29} <= asked and len(asked) < 20
     assert 0 < tab.count("[data-t]") <= 12_000
@@ -717,11 +679,8 @@ def test_a_run_of_100_000_episodes_and_5_000_updates_is_usable(browser: Any, tmp
     ]
     folder = run_folder(tmp_path / "large", {}, [])
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [
-        json.dumps(episode(seed, member, float((seed + member) % 2)).to_json()) + "\n"
-        for seed in range(125)
-        for member in range(8)
-    ]
+    members = [(seed, member) for seed in range(125) for member in range(8)]
+    lines = [json.dumps(episode(seed, member, float((seed + member) % 2)).to_json()) + "\n" for seed, member in members]
     for step in range(1, 101):
         (folder.trajectories / f"step_{step:06d}.jsonl").write_text("".join(lines))
     with serving(tmp_path) as base:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sqlite3
 import threading
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 import agentrl.contrib.view.index as module
 from agentrl.contrib.view.index import Index, cache_folder
+from agentrl.data.trajectory import Trajectory
+from agentrl.run.folder import RunFolder
 from agentrl.run.reader import RunRecord
 from agentrl.utils.errors import RunFolderError
 from tests.run.made_folders import episode, run_folder
@@ -28,6 +31,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(module, "features_of", counted)
     return seen
+
+
+def indexed(at: Path, *members: Trajectory) -> tuple[RunFolder, Index]:
+    """A run with one file, and its index, which is up to date."""
+    folder = run_folder(at / "r", {"step_000001": [*members]})
+    index = Index(RunRecord(folder.path))
+    index.refresh()
+    return folder, index
 
 
 def ids(index: Index) -> list[str]:
@@ -64,9 +75,7 @@ def test_a_file_that_grows_is_read_on_from_where_it_ended(tmp_path: Path, read: 
 
 
 def test_a_file_that_was_written_anew_is_read_again(tmp_path: Path, read: list[str]) -> None:
-    folder = run_folder(tmp_path / "r", {"step_000001": [episode(1), episode(2)]})
-    index = Index(RunRecord(folder.path))
-    index.refresh()
+    folder, index = indexed(tmp_path, episode(1), episode(2))
     folder.write_trajectories("step_000001", [episode(3)])  # as a resumed run does
     index.refresh()
     assert ids(index) == ["step_000001.0"] and read[-1] == "t/train/3"
@@ -127,21 +136,19 @@ def test_damaged_rows_are_counted_and_named_and_hide_no_other(tmp_path: Path) ->
 
 
 def test_a_damaged_index_is_made_anew(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "r", {"step_000001": [episode(1)]})
-    index = Index(RunRecord(folder.path))
-    index.refresh()
-    index.path.write_bytes(b"no database at all" * 100)
-    with pytest.raises(sqlite3.DatabaseError):
-        ids(index)
-    index.refresh()
-    assert ids(index) == ["step_000001.0"]
-    index._drop()
-    with sqlite3.connect(index.path) as db:
-        db.execute("CREATE TABLE files (other INTEGER)")
-    with pytest.raises(sqlite3.DatabaseError):
-        ids(index)
-    index.refresh()
-    assert ids(index) == ["step_000001.0"]
+    _, index = indexed(tmp_path, episode(1))
+
+    def of_other_tables() -> None:
+        index._drop()
+        with sqlite3.connect(index.path) as db:
+            db.execute("CREATE TABLE files (other INTEGER)")
+
+    for damage in (lambda: index.path.write_bytes(b"no database at all" * 100), of_other_tables):
+        damage()
+        with pytest.raises(sqlite3.DatabaseError):
+            ids(index)
+        index.refresh()
+        assert ids(index) == ["step_000001.0"], damage
 
 
 def test_the_index_lies_in_the_run_or_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +164,7 @@ def test_the_index_lies_in_the_run_or_in_the_users_cache(tmp_path: Path, monkeyp
 
 
 def test_a_run_that_is_started_over_is_indexed_anew(tmp_path: Path) -> None:
-    import shutil
-
-    folder = run_folder(tmp_path / "r", {"step_000001": [episode(1)]})
-    index = Index(RunRecord(folder.path))
-    index.refresh()
+    folder, index = indexed(tmp_path, episode(1))
     shutil.rmtree(folder.path)
     run_folder(tmp_path / "r", {"step_000002": [episode(2)]})
     index.refresh()
@@ -175,9 +178,7 @@ def test_a_run_that_is_started_over_is_indexed_anew(tmp_path: Path) -> None:
 
 
 def test_a_look_at_a_run_in_which_nothing_is_new_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = run_folder(tmp_path / "r", {"step_000001": [episode(1)]})
-    index = Index(RunRecord(folder.path))
-    index.refresh()
+    _, index = indexed(tmp_path, episode(1))
     real, opened = index._writing, []
     monkeypatch.setattr(index, "_writing", lambda: opened.append(1) or real())
     assert not index.refresh() and opened == []

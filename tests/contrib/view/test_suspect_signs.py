@@ -125,14 +125,15 @@ def test_the_constant_of_a_success_by_id_is_a_reason_only_alone() -> None:
     assert reasons(0.7) == {"/success/else (constant) below 0.5"}
 
 
+def grown(step: int, tokens: int, success: float) -> dict[str, Any]:
+    return {"phase": "train", "step": step, "tokens": tokens, "scored": 90, "unscored": 10, "success": success}
+
+
 def test_what_a_run_is_suspected_of(tmp_path: Path) -> None:
     judged = [{"node": "judge", "at": "/root/of/1", "value": 0.0, "id": "judge", "evidence": {"score": 0}}]
     rows = [episode(1), episode(2, said="nothing"), episode(3, key="wrong"), episode(4, reward=0.25, said="no")]
     rows += [episode(5, said="5 go " * 20), episode(6, leaves=judged)]
-    train = [
-        {"phase": "train", "step": n, "tokens": 100 * (10 + 2 * n), "scored": 90, "unscored": 10, "success": 0.5}
-        for n in range(1, 10)
-    ]
+    train = [grown(n, tokens=100 * (10 + 2 * n), success=0.5) for n in range(1, 10)]
     run_folder(tmp_path / "r", {"step_000009": [episode(7, tokens=9), episode(8)], "step_000001": rows}, train)
     asking = client(tmp_path)
     found = {one["kind"]: one for one in asking.ask("/runs/r/suspects")}
@@ -159,11 +160,9 @@ def test_a_high_reward_is_one_near_the_maximum_of_the_spec(tmp_path: Path, most:
     spec = {"use": "text.contains", "args": {"expect": "x"}}
     scaled = {"agentrl_reward": 1, "name": "s", "root": {"op": "sum", "of": [{**spec, "weight": most}]}}
     (tmp_path / "spec.json").write_text(json.dumps(scaled))
-    run_folder(
-        tmp_path / "r", {"step_000001": [episode(1, said="nothing", env="key_value"), episode(2, reward=0.25, env="key_value")]}
-    )
-    config = (tmp_path / "r" / "config.toml").read_text()
-    (tmp_path / "r" / "config.toml").write_text(config + f'reward = "{tmp_path / "spec.json"}"\n')
+    members = [episode(1, said="nothing", env="key_value"), episode(2, reward=0.25, env="key_value")]
+    with run_folder(tmp_path / "r", {"step_000001": members}).config.open("a") as config:
+        config.write(f'reward = "{tmp_path / "spec.json"}"\n')
     asking = client(tmp_path)
     found = [one for one in asking.ask("/runs/r/suspects") if one["kind"] == "gold_far"]
     assert [example["id"] for one in found for example in one["episodes"]] == suspected
@@ -176,9 +175,8 @@ def test_a_judge_that_judges_equal_episodes_otherwise(tmp_path: Path) -> None:
     def one(seed: int, member: int, value: float, said: str) -> Any:
         leaf = {"node": "judge", "at": "/root/of/1", "value": value, "id": "judge", "evidence": {}}
         made = episode(seed, member, 0.5, said=said)
-        return type(made).from_json(
-            {**made.to_json(), "evidence": {"root": {"node": "sum", "at": "/root", "value": 1, "of": [leaf]}}}
-        )
+        made.evidence = {"root": {"node": "sum", "at": "/root", "value": 1, "of": [leaf]}}
+        return made
 
     equal = [one(1, 0, 0.9, "1 a"), one(1, 1, 0.25, "1 a")]
     others = [one(1, 2, 0.1, "1 b"), one(2, 0, 0.9, "2 a"), one(2, 1, 0.5, "2 a")]  # another answer; another task; 0.4 apart
@@ -192,8 +190,5 @@ def test_a_judge_that_judges_equal_episodes_otherwise(tmp_path: Path) -> None:
 
 
 def test_growth_with_success_is_no_suspicion(tmp_path: Path) -> None:
-    train = [
-        {"phase": "train", "step": n, "tokens": 100 * n, "scored": 100, "unscored": 0, "success": 0.1 * n} for n in range(1, 10)
-    ]
-    run_folder(tmp_path / "r", {"step_000001": [episode(1)]}, train)
+    run_folder(tmp_path / "r", {"step_000001": [episode(1)]}, [grown(n, 100 * n, success=0.1 * n) for n in range(1, 10)])
     assert client(tmp_path).ask("/runs/r/suspects") == []
