@@ -437,13 +437,13 @@ class ToolEnv(Forkable):
         """Tear down the running episode, if there is one; the record stays. Cancellation does not skip the teardown."""
         if not self._open or self._record is None:
             return
+        if self._record.stop is StopReason.DONE and not self._record.terminated:  # nobody ended it
+            self._record.stop = StopReason.CANCELLED
         try:
             self._record.state = self.state() if not self._record.stop.infrastructure else None
         finally:
             # Closed before the first await, so that no second aclose tears down again; shielded from cancellation below.
             self._open = False
-            if self._record.stop is StopReason.DONE and not self._record.terminated:  # nobody ended it
-                self._record.stop = StopReason.CANCELLED
             # Tools added or removed in this episode must not carry over to the next one.
             self.toolbox.table, self.user_toolbox.table = self._tools_before, self._user_tools_before
             await asyncio.shield(self._tear_down())
