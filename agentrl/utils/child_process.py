@@ -5,6 +5,7 @@ and the next call starts another. A child imports the tool's module itself, so t
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import multiprocessing
@@ -14,7 +15,6 @@ import signal
 import sys
 import time
 import types
-from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from multiprocessing.connection import Connection
@@ -81,7 +81,7 @@ class Child:
         began = self._processor_s()
         try:
             answered, result = await TOOLS.call(name, self._ask, place, values)
-        except CancelledError:
+        except asyncio.CancelledError:
             self.used = self._processor_s() - began
             self._kill()
             raise
@@ -124,7 +124,8 @@ def serve(pipe: Connection, path: list[str]) -> None:
         answer: tuple[bool, Any]
         try:
             function = _find(*place)
-            answer = True, function(**values) if values is not None else None
+            made = None if values is None else function(**values)
+            answer = True, asyncio.run(made) if inspect.iscoroutine(made) else made  # of a plain one around an async one
         except BaseException as fault:
             answer = False, exception_for(fault, place[1])
         answered, result = answer

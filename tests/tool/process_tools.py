@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import sys
 import time
@@ -15,6 +17,17 @@ def square(n: int) -> list[int]:
     if n < 0:
         raise ToolError(f"{n} is negative")
     return [n * n, os.getpid()]
+
+
+async def double(n: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * n
+
+
+@tool(process=True, timeout=20)
+@functools.wraps(double)
+def wrapped(n: int) -> object:
+    return double(n)
 
 
 @tool(process=True, timeout=0.5)

@@ -17,7 +17,7 @@ from agentrl.env.catalog import load_tools
 from agentrl.utils import child_process as children
 from agentrl.utils.errors import EnvError, ToolTimeoutError
 from agentrl.utils.threads import TOOLS
-from tests.tool.process_tools import die, leave, nap, refuse, sleep, spin, square, unfit
+from tests.tool.process_tools import die, leave, nap, refuse, sleep, spin, square, unfit, wrapped
 
 
 def call(item: Tool, **arguments: Any) -> Any:
@@ -43,6 +43,7 @@ def test_a_call_runs_in_another_process_which_serves_the_next_one_too() -> None:
     assert first[0] == 9 and first[1] != os.getpid()
     assert second.error == "tool_error" and "-4 is negative" in second.content
     assert again == [25, first[1]]
+    assert call(wrapped, n=4).value == 8  # a plain function around an async one, as decorators make
 
 
 @pytest.mark.parametrize("hang", [spin, sleep], ids=["spins", "sleeps"])
