@@ -6,12 +6,12 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from agentrl.data.trajectory import Blame, Json
-from agentrl.utils.errors import ToolSchemaError, did_you_mean
+from agentrl.utils.errors import ConfigError, ToolSchemaError, check_arguments, did_you_mean
 from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, fault_words, first_fault
 
 
@@ -193,7 +193,7 @@ class Options:
     `{message}` stands for the message, `{json}` for the same as a JSON text with its quotes, `{error}` for its kind
     ("tool_error", say) and `{tool}` for the tool's name.
 
-    Raises ValueError for another name in braces, or another `check` or `on_error`.
+    Raises ValueError for another name in braces, and ConfigError for a value of another type or out of range.
     """
 
     timeout: float = 30.0
@@ -211,10 +211,11 @@ class Options:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        if self.check not in get_args(Strictness):
-            raise ValueError(f'check = {self.check!r}; expected "strict", "lenient" or "off"')
-        if self.on_error not in (None, *get_args(OnTimeout)):
-            raise ValueError(f'on_error = {self.on_error!r}; expected "stop" or "answer"')
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        check_arguments(Options, (), given)
+        for name in ("timeout", "max_output", "concurrency"):
+            if given[name] is not None and not given[name] > 0:
+                raise ConfigError(f"Options: {name} = {given[name]!r}; expected more than 0")
         for name in FIELD.findall(self.error or ""):
             if name not in _FIELDS:
                 known = ", ".join(f"{{{field}}}" for field in _FIELDS)

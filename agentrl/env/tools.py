@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cache, cached_property
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Optional, Protocol, get_args, get_origin, get_type_hints, overload
@@ -17,12 +18,14 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.fields import FieldInfo
 from pydantic_core import SchemaError
 
 from agentrl.data.trajectory import Json
 from agentrl.env.call_options import DEFAULT, Options, Problem, as_called, as_object, compile_validator, safe_schema
 from agentrl.utils.child_process import Child, child_for, function_ref
 from agentrl.utils.errors import ToolSchemaError
+from agentrl.utils.parsing import parts_of
 from agentrl.utils.registry import Registry
 from agentrl.utils.schemas import DATA
 from agentrl.utils.threads import TOOLS
@@ -84,6 +87,8 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         if get_origin(hint) is Annotated and any(item is Hidden or isinstance(item, Hidden) for item in get_args(hint)[1:]):
             hidden.append(parameter.name)
             continue
+        if isinstance(parameter.default, FieldInfo):  # which Python would pass on as the value
+            raise ToolSchemaError(f"{place} has a Field as its default. Write Annotated[TYPE, Field(...)] = DEFAULT")
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         if default is None:  # `x: int = None`, whose default would not fit its own schema
             base, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -105,6 +110,11 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         place = f"parameter {of[1]!r}" if of else "its parameters"
         why = re.sub(r"^\s*(\w*Error|error): ", "", said.splitlines()[-1])
         raise ToolSchemaError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
+    for part in parts_of(model.__pydantic_core_schema__):
+        for value in part["expected"] if isinstance(part, dict) and part.get("type") == "literal" else ():
+            if isinstance(value, Enum) and not isinstance(value, str | int):  # pydantic takes it only as a Python object
+                fix = f"Write Literal[{value.value!r}], or {type(value).__name__}"
+                raise ToolSchemaError(f"tool {function.__name__}: no JSON form for Literal[{value}]. {fix}")
     hints = {name: hint for name, (hint, _) in fields.items()}
     plain = all((hint is Any or isinstance(hint, type)) and hint in _AS_JSON for hint in hints.values())
     return Signature(summary, schema, tuple(hidden), hints, None if plain else model)
@@ -410,6 +420,8 @@ def tool(
     """
 
     def decorate(target: Callable[..., Any]) -> Tool:
+        if not callable(target) or not hasattr(target, "__name__"):
+            raise ToolSchemaError(f"tool {name or ''}: {target!r:.80} is no function. Write one around it, with @tool above")
         # A function written inside a class body is a method; its first parameter is the environment.
         first = next(iter(inspect.signature(target).parameters), None)
         made = Tool(target, name or target.__name__, Options(**options), method=first == "self")
@@ -486,13 +498,21 @@ class ToolSet:
 
 
 def tool_methods(owner: type) -> Iterator[Tool]:
-    """The tools among a class's attributes, in order of definition, those of its bases first."""
+    """The tools among a class's attributes, in order of definition, those of its bases first. Raises TypeError for one that
+    would stand in for a method of agentrl's own classes, and for one that another decorator hides."""
     found: dict[str, Tool] = {}
+    taken = {name for base in owner.__mro__ if base.__module__.startswith(("agentrl.env.", "gymnasium.")) for name in vars(base)}
     for base in reversed(owner.__mro__):
         # A name that a subclass redefines as something else is not a tool any longer.
         for name, value in vars(base).items():
             found.pop(name, None)
+            if isinstance(getattr(value, "__wrapped__", None), Tool):
+                raise ToolSchemaError(f"{base.__qualname__}.{name}: a decorator hides its @tool. Put @tool above all others")
             if isinstance(value, Tool):
+                if name in taken:
+                    raise ToolSchemaError(
+                        f"{base.__qualname__}.{name}: runs call this method. Rename it, with @tool(name={value.name!r})"
+                    )
                 found[name] = value
     return iter(found.values())
 

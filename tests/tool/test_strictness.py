@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Annotated, Any
 
 import pytest
@@ -18,7 +19,8 @@ from jsonschema import Draft202012Validator
 from agentrl.data.trajectory import ToolCall, ToolResult
 from agentrl.env import Hidden, Tool, Toolbox, tool
 from agentrl.env.call_options import Options, Problem, compile_validator
-from agentrl.utils.errors import EnvError, ToolError
+from agentrl.env.tools import tool_methods
+from agentrl.utils.errors import ConfigError, EnvError, ToolError, ToolSchemaError
 from tests.conftest import examples
 
 PUBLISHED = {
@@ -213,10 +215,43 @@ def test_an_environments_own_words_are_for_every_error_that_no_tool_words() -> N
 def test_options_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\{mesage\} stands for nothing; did you mean 'message'"):
         Options(error="Error: {mesage}")
-    with pytest.raises(ValueError, match="check = 'loose'"):
-        tool(check="loose")(pay)
-    with pytest.raises(ValueError, match="on_error = 'raise'"):
-        Options(on_error="raise")  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {
+        "check": "loose", "on_error": "raise", "on_timeout": "anser", "late": "me", "by": "usr", "timeout": "5", "parallel": "no",
+    }  # fmt: skip
+    for name, value in [*wrong.items(), ("timeout", 0), ("timeout", float("nan")), ("concurrency", 0), ("max_output", -1)]:
+        with pytest.raises(ConfigError, match=f"{name} = {value!r}.*; expected "):
+            tool(**{name: value})(pay)
+
+
+class Bare:
+    """An environment's class, as far as its tools are looked for."""
+
+    __module__ = "agentrl.env.base"
+
+    def state(self) -> int:
+        return 1
+
+
+def test_a_tool_that_no_policy_could_use_is_refused() -> None:
+    """The first was the record's state; the second was not there, without a word."""
+
+    class Shadow(Bare):
+        @tool
+        def state(self) -> int:
+            return 2
+
+    class Hides:
+        @staticmethod
+        @tool
+        def get(x: int) -> int:
+            return x
+
+    for owner, said in ((Shadow, r"Shadow\.state: .*@tool\(name='state'\)"), (Hides, r"Hides\.get: a decorator hides")):
+        with pytest.raises(ToolSchemaError, match=said):
+            list(tool_methods(owner))
+    for made in (partial(pay, 1), classmethod(pay), "pay"):
+        with pytest.raises(ToolSchemaError, match=r"tool f: .* is no function"):
+            tool(name="f")(made)  # type: ignore[arg-type]
 
 
 def test_a_tool_without_a_limit_has_that_of_its_toolbox_and_an_errors_message_too() -> None:

@@ -205,7 +205,12 @@ def test_what_has_no_schema_is_refused_when_the_tool_is_made_ready() -> None:
 
     def odd(x: asyncio.Lock) -> None: ...
 
-    for function, word in ((bare, "annotation"), (star, "variadic"), (odd, "JSON")):
+    def given(x: int = Field(5, ge=1)) -> None: ...  # it got the Field itself
+
+    def member(x: list[Literal[Color.RED]]) -> None: ...  # every call of it was refused
+
+    wrong = [(bare, "annotation"), (star, "variadic"), (odd, "JSON")]
+    for function, word in [*wrong, (given, r"given: parameter 'x' has a Field"), (member, r"Literal\['red'\], or Color")]:
         with pytest.raises(TypeError, match=word):
             Toolbox([function])
     with pytest.raises(TypeError, match="two tools"):
