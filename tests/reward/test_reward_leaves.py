@@ -633,3 +633,9 @@ def test_a_text_is_the_same_in_both_spellings_of_unicode():
         assert value("calls.match", gold, episode([call("open", name=said)])) == 1
         for by in ("hash", "fields"):
             assert value("state.match", {"expect": {"n": expect}, "by": by}, episode(said, state={"n": said})) == 1
+            both, changed = {expect: 1, said: 2}, {expect: 2, said: 1}  # two keys that differ by their spelling alone
+            for state, right in (({said: 1}, 1), ({"cafe": 1}, 0), (both, 0)):
+                assert value("state.match", {"expect": {expect: 1}, "by": by}, episode(said, state=state)) == right
+            assert value("state.match", {"expect": both, "by": by}, episode(said, state=changed)) == 0
+        gold = {"expect": [{"name": "open", "arguments": {"at": {expect: 1}}}]}
+        assert value("calls.match", gold, episode([call("open", at={said: 1})])) == 1
