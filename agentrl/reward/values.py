@@ -122,6 +122,8 @@ def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
 
 def composed(value: Mapping[Any, Json]) -> Mapping[Any, Json]:
     """The object with its keys as texts are compared (`exact`), if all are different then."""
+    if all(key.isascii() for key in value if isinstance(key, str)):
+        return value
     made = {exact(key) if isinstance(key, str) else key: item for key, item in value.items()}
     return made if len(made) == len(value) else value
 
