@@ -33,14 +33,13 @@ CONFIG_EPILOG = """examples:
   agentrl config show my.toml optim.lr=1e-5 --given    only what files and overrides set
   agentrl config diff runs/a runs/b                    keys with different values; files, run folders, shelf names
   agentrl config diff my.toml steps=3 '~sft'           what overrides change
-  agentrl config schema > agentrl.schema.json          JSON Schema: completion and checks in an editor
 """
 CONFIG = "a TOML file, a run's folder, or the name of a packaged config"
 
 
 @COMMANDS.register("config")
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Explain keys, show and compare configs, print a schema for editors."""
+    """Explain keys, show and compare configs."""
     parser.epilog = CONFIG_EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     docs = actions.add_parser("docs", help="what keys mean, with type, default and unit", epilog=CONFIG_EPILOG)
@@ -58,8 +57,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("overrides", nargs="+", metavar="CONFIG [a.b=c ...]", help=f"one or two of: {CONFIG}; each with overrides")
     diff.add_argument("--json", action="store_true", help="one JSON object: key -> [first value, second value]")
     diff.set_defaults(run=run_diff)
-    schema = actions.add_parser("schema", help="JSON Schema of a config file", epilog=CONFIG_EPILOG)
-    schema.set_defaults(run=run_schema)
 
 
 def run_docs(args: argparse.Namespace) -> int:
@@ -159,16 +156,6 @@ def run_diff(args: argparse.Namespace) -> int:
         say(f"{key:{width}}  {before:{first}}  ->  {after}")
     if not shown:
         say("no key differs")
-    return 0
-
-
-def run_schema(args: argparse.Namespace) -> int:
-    """Print the JSON Schema of a config file; returns the exit code."""
-    from agentrl.config.keys import json_schema
-    from agentrl.run.registries import REGISTRIES, registry_of
-
-    names = {key: list(registry_of(key) or ()) for key in REGISTRIES}
-    say(json.dumps(json_schema(names), indent=2))
     return 0
 
 

@@ -43,7 +43,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, tasks=16, split="train", folder="rollouts")
     values = "continuations of each turn, which measure the chance of success before it (default none)"
     parser.add_argument("--values", type=whole_number(2), default=0, metavar="N", help=values)
-    parser.set_defaults(run=run_rollout)
+    parser.set_defaults(run=lambda args: with_parent(args, _roll_out))
 
 
 def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, folder: str, models: bool = False) -> None:
@@ -94,11 +94,6 @@ def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
     if args.max_concurrent is not None:
         overrides.append(f"rollout.max_episodes={args.max_concurrent}")
     return overrides
-
-
-def run_rollout(args: argparse.Namespace) -> int:
-    """Roll out; returns the exit code."""
-    return with_parent(args, _roll_out)
 
 
 def _roll_out(args: argparse.Namespace, _: int) -> int:

@@ -67,14 +67,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NODESxCARDS",
         help="with --gpu-memory: plan for this many nodes of this many cards each (default: one, with all that the run takes)",
     )
-    parser.set_defaults(run=run_train)
-
-
-def run_train(args: argparse.Namespace) -> int:
-    """Train; returns the exit code."""
-    if args.dry_run:
-        return _run(args, 0)
-    return with_parent(args, _run, _run)
+    parser.set_defaults(run=lambda args: _run(args, 0) if args.dry_run else with_parent(args, _run, _run))
 
 
 def _run(args: argparse.Namespace, restarts: int) -> int:
@@ -214,12 +207,7 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-task", type=int, metavar="K", help="of episodes: at most this many per task, the best first")
     parser.add_argument("--resume", metavar="RUN", help="continue the run on data in this folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
-    parser.set_defaults(run=run_sft)
-
-
-def run_sft(args: argparse.Namespace) -> int:
-    """Train; returns the exit code."""
-    return with_parent(args, _run_sft, partial(_resume, warm_start=True))
+    parser.set_defaults(run=lambda args: with_parent(args, _run_sft, partial(_resume, warm_start=True)))
 
 
 def _run_sft(args: argparse.Namespace, restarts: int) -> int:

@@ -1,10 +1,10 @@
-"""List every config key with type, default, unit and meaning; the JSON Schema of a config file."""
+"""List every config key with type, default, unit and meaning."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import UnionType
@@ -119,11 +119,6 @@ def named_sections_of(annotation: Any) -> type[BaseModel] | None:
     return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
-def takes_none(annotation: Any) -> bool:
-    """Return True if the key can be unset although TOML has no null."""
-    return get_origin(annotation) in (Union, UnionType) and type(None) in get_args(annotation)
-
-
 def takes_switch(annotation: Any) -> bool:
     """Return True if true and false are values of the key."""
     return annotation is bool or any(takes_switch(part) for part in get_args(annotation) if isinstance(part, type))
@@ -218,67 +213,3 @@ def _below(inner: str, outer: str) -> bool:
     """Return True if the key `inner` is inside of `outer`."""
     size = len(outer.split("."))
     return inner.count(".") >= size and _fits(".".join(inner.split(".")[:size]), outer)
-
-
-# JSON Schema of a config file
-
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-BASE = {
-    "type": "string",
-    "description": "The config that this one builds on: the name of one next to it or on a shelf, or a path. This file then "
-    "contains only what differs.",
-}
-
-
-def json_schema(names: Mapping[str, Sequence[str]] | None = None) -> dict[str, Any]:
-    """The schema of a config file before it is joined to its base: nothing is required, `false` unsets what may be unset, `[env]`
-    is one environment, a list, or parts of a base's list by name. `names`: the registered names that a key takes, offered but
-    not demanded, since a plug-in may bring others."""
-    schema = _rewrite(TrainConfig.model_json_schema(), _relax)
-    schema["properties"] = {"base": BASE, **schema["properties"]}
-    env = schema["properties"]["env"]
-    given, unset = env["anyOf"]
-    one, several = given["oneOf"]
-    env["anyOf"] = [one, several, {"type": "object", "additionalProperties": one}, unset]
-    for key, known in (names or {}).items():
-        _offer(schema, key, sorted(known))
-    return {"$schema": DIALECT, "title": "A config of agentrl", **schema}
-
-
-def _rewrite(part: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A copy of a schema, with `change` applied to each of its tables from the inside out."""
-    if isinstance(part, list):
-        return [_rewrite(inner, change) for inner in part]
-    return change({key: _rewrite(inner, change) for key, inner in part.items()}) if isinstance(part, dict) else part
-
-
-def _relax(part: dict[str, Any]) -> dict[str, Any]:
-    """Nothing is required, what may be null may be false instead, no title repeats a key, and no default is null."""
-    if part.get("type") == "null":
-        return {"const": False}
-    dropped = {"required"} | {"title" for title in [part.get("title")] if isinstance(title, str)}
-    if part.get("default", 0) is None:
-        dropped.add("default")  # TOML has no null
-    return {key: value for key, value in part.items() if key not in dropped}
-
-
-def _offer(schema: dict[str, Any], key: str, known: Sequence[str]) -> None:
-    """The names as values of a string, or as the `name` in a table of name and args (or a list of such tables)."""
-    parents, _, last = key.rpartition(".")
-    section = section_at(parents.split(".") if parents else [])
-    assert section is not None, key
-    inside = schema if section is TrainConfig else schema["$defs"][section.__name__]
-    described = inside["properties"][last]
-    offered = {"anyOf": [{"enum": list(known)}, {"type": "string"}]}
-    if "#/$defs/Choice" in str(described):
-        choice = schema["$defs"]["Choice"]
-        name = {**{word: value for word, value in choice["properties"]["name"].items() if word != "type"}, **offered}
-        table = {**choice, "properties": {**choice["properties"], "name": name}}
-
-        def replace_choice(part: dict[str, Any]) -> dict[str, Any]:
-            refers = part.get("$ref") == "#/$defs/Choice"
-            return {**table, **{word: value for word, value in part.items() if word != "$ref"}} if refers else part
-
-        inside["properties"][last] = _rewrite(described, replace_choice)
-    elif described.get("type") == "string":
-        inside["properties"][last] = {**{word: value for word, value in described.items() if word != "type"}, **offered}

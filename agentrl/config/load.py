@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from agentrl.config.envs import as_list, check_envs, entry_of, find_entry, name_of
-from agentrl.config.keys import find_keys, inline, section_at, section_of, takes_none, takes_switch
+from agentrl.config.keys import find_keys, inline, section_at, section_of, takes_switch
 from agentrl.config.schema import ONE, SEVERAL, AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
 from agentrl.config.schema.episodes import entry_name
 from agentrl.utils.errors import ConfigError, UserError, hint_text
@@ -435,7 +436,7 @@ def _without_false(table: Table, model: type[BaseModel]) -> Table:
     for key, value in table.items():
         field = model.model_fields.get(key)
         section = section_of(field.annotation) if field is not None else None
-        if field is not None and value is False and takes_none(field.annotation) and not takes_switch(field.annotation):
+        if field is not None and value is False and NoneType in get_args(field.annotation) and not takes_switch(field.annotation):
             if field.default is not None:
                 kept[key] = None
             continue
