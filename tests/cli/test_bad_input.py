@@ -17,12 +17,12 @@ from agentrl.cli.main import _parse, main
 from agentrl.config import load_config
 from agentrl.run.folder import RunFolder, lock_folder
 
+SMALL = ["engine=embedded", "cluster.backend=inline", "sft=false"]
+LONG, SPLIT = "rollout.max_episode_tokens=3000", ["optim.micro_tokens=2000", "model.sequence_parallel=2", "cluster.actors=2"]
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml")
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,22 +63,9 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
         (["train", QUICKSTART, "model.path=nowhere/model"], ["model.path = nowhere/model", "there is no such folder"]),
         (["train", QUICKSTART, "~model.inti"], ["override '~model.inti'", "did you mean 'model.init'"]),
         (["train", QUICKSTART, "cluster.actors=5000"], ["cannot run", "cluster.actors=5000"]),
-        (
-            ["train", QUICKSTART, "rollout.max_episode_tokens=3000", "optim.micro_tokens=2999"],
-            ["optim.micro_tokens = 2999", "rollout.max_episode_tokens = 3000", "at least 3000"],
-        ),
+        (["train", QUICKSTART, LONG, "optim.micro_tokens=2999"], ["micro_tokens = 2999", "tokens = 3000", "at least 3000"]),
         (["train", QUICKSTART, "rollout.max_episode_tokens=90000", "optim.micro_tokens=4095"], ["takes 4096", "at least 4096"]),
-        (
-            [
-                "train",
-                QUICKSTART,
-                "rollout.max_episode_tokens=3000",
-                "optim.micro_tokens=2000",
-                "model.sequence_parallel=2",
-                "cluster.actors=2",
-            ],
-            ["optim.micro_tokens = 2000", "at least 3000"],
-        ),
+        (["train", QUICKSTART, LONG, *SPLIT], ["optim.micro_tokens = 2000", "at least 3000"]),
         (["train", QUICKSTART, "rollout.group_size=1"], ["rollout.group_size = 1", '"grpo"', "2 or more", "remax"]),
         (["train", QUICKSTART, "name=../evil"], ["name", "'../evil' is not the name of one folder", "set out"]),
         (["train", QUICKSTART, "name=/tmp/evil", "--overwrite"], ["name", "not the name of one folder"]),
@@ -89,11 +76,7 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing_behind(
-    args: list[str],
-    expected: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "odd.json").write_text('{"agentrl_reward": 1, "name": "x", "root": {"use": "text.equls"}}')
@@ -126,20 +109,14 @@ def test_a_mistyped_word_of_the_command_line(args: list[str], ends: str, capsys:
     assert capsys.readouterr().err.rstrip().endswith(ends)
 
 
-def test_a_run_of_that_name_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
-    (tmp_path / "runs" / "quickstart" / "notes.txt").write_text("mine")
-    for more in ([], ["--overwrite"]):  # it does not look like a run: never removed
+@pytest.mark.parametrize("taken", ["quickstart", "quickstart/notes.txt"])
+def test_what_is_no_run_is_not_overwritten(taken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "runs" / taken).parent.mkdir(parents=True)
+    file.write_text("mine")
+    for more in ([], ["--overwrite"]):
         assert main(["train", QUICKSTART, *more]) == 2
         assert "runs/quickstart: it exists and is no run; choose another name: name=quickstart-2" in capsys.readouterr().err
-    assert (tmp_path / "runs" / "quickstart" / "notes.txt").read_text() == "mine"
-
-
-def test_a_file_where_the_runs_folder_would_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "quickstart").write_text("mine")
-    assert main(["train", QUICKSTART]) == 2
-    assert "runs/quickstart: it exists and is no run" in capsys.readouterr().err
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -161,10 +138,9 @@ def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
     Path("file").write_text("mine")
     Path("there/mine").mkdir(parents=True)
     Path("there/mine/notes.txt").write_text("mine")
-    config = ["engine=embedded", "cluster.backend=inline", "sft=false", *(arg for arg in args if arg.startswith("-"))]
-    run = RunFolder.create(load_config(QUICKSTART, ["out=there", "name=run", *config[:3]]))
+    run = RunFolder.create(load_config(QUICKSTART, ["out=there", "name=run", *SMALL]))
     before = sorted(tmp_path.rglob("*"))
-    words = [*args, *config[:3]] if args[0] == "--resume" else [QUICKSTART, *args, *config[:3]]
+    words = [*args, *SMALL] if args[0] == "--resume" else [QUICKSTART, *args, *SMALL]
     with lock_folder(run.path) if "--overwrite" in args or args[0] == "--resume" else nullcontext():
         assert main(["train", *words]) == 2
         refused = capsys.readouterr().err
@@ -175,10 +151,10 @@ def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
 
 
 def test_a_dry_run_of_a_name_that_is_taken_plans_and_says_that_the_start_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
-    config = [QUICKSTART, "engine=embedded", "cluster.backend=inline", "sft=false"]
+    config = [QUICKSTART, *SMALL]
     assert main(["train", *config, "--dry-run", "--json"]) == 0
     free = capsys.readouterr()
-    RunFolder.create(load_config(QUICKSTART, config[1:]))
+    RunFolder.create(load_config(QUICKSTART, SMALL))
     assert main(["train", *config]) == 2
     refused = capsys.readouterr().err.removeprefix("agentrl: ")
     assert main(["train", *config, "--dry-run", "--json"]) == 0
@@ -205,16 +181,10 @@ def test_a_name_that_is_taken_is_told_before_a_server_is_started(
 
 
 def test_a_dry_run_with_overwrite_leaves_the_run_that_it_would_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = ["engine=embedded", "cluster.backend=inline", "sft=false"]
-    run = RunFolder.create(load_config(QUICKSTART, ["name=run", *config]))
+    run = RunFolder.create(load_config(QUICKSTART, ["name=run", *SMALL]))
     before = sorted(tmp_path.rglob("*"))
-    assert main(["train", QUICKSTART, "name=run", *config, "--overwrite", "--dry-run"]) == 0
+    assert main(["train", QUICKSTART, "name=run", *SMALL, "--overwrite", "--dry-run"]) == 0
     assert run.config.is_file() and sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_word_that_is_in_no_metric_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "entropi"]) == 1
-    assert "no metric has 'entropi' in its name or meaning; did you mean 'entropy'?" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_a_message_and_not_a_trace(
@@ -262,13 +232,19 @@ def test_a_full_standard_output_is_one_line(tmp_path: Path, words: str) -> None:
     assert done.stderr == "agentrl: standard output: cannot be written: No space left on device. Send it elsewhere\n"
 
 
-def test_a_parameter_of_the_name_of_a_section_is_told_from_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollout", "function_calling", "--policy", "gold", "data=rows.json"]) == 2
-    said = "data is a section. Write data.KEY=VALUE, or of the environment env.params.data=rows.json"
-    assert said in capsys.readouterr().err
+PLAY = ["--policy", "gold", "-n", "1"]
 
 
-def test_a_split_that_is_none_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    """It stayed with the wrong split in its note, and the right command was refused by it."""
-    assert main(["eval", "key_value", "--policy", "gold", "-n", "1", "--split", "tset"]) == 2
-    assert "no split 'tset'" in capsys.readouterr().err and not Path("evals").exists()
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["metrics", "entropi"], 1, "no metric has 'entropi' in its name or meaning; did you mean 'entropy'?"),
+        (["rollout", "function_calling", *PLAY, "data=rows.json"], 2,
+         "data is a section. Write data.KEY=VALUE, or of the environment env.params.data=rows.json"),
+        # The folder stayed with the wrong split in its note, and the right command was refused by it.
+        (["eval", "key_value", *PLAY, "--split", "tset"], 2, "no split 'tset'"),
+    ],
+)  # fmt: skip
+def test_a_word_that_is_none_is_said(words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == code
+    assert said in capsys.readouterr().err and not Path("evals").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,6 @@ def run(*words: str) -> int:
     return code
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_list_and_show(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == 0
     assert "agentrl/KeyValue-v0" in capsys.readouterr().out
@@ -50,13 +45,6 @@ def test_a_broken_file_is_shown_as_left_out(here: Path, capsys: pytest.CaptureFi
     assert "skipped:" in out and "bad.py" in out
 
 
-def run_own_tests(here: Path) -> int | None:
-    """The exit code of the tests of envs/todo."""
-    command = Command(here, "-q", "-p", "no:cacheprovider", "envs/todo", program="pytest")
-    finish(command)
-    return command.returncode
-
-
 def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("new", "todo") == 0
     source = (here / "envs" / "todo" / "env.py").read_text()
@@ -66,9 +54,11 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
     out = capsys.readouterr().out
     assert "my/Todo-v0: all checks passed" in out and "FAIL" not in out
     # The test it wrote is a real one: it passes, and fails once the environment is broken.
-    assert run_own_tests(here) == 0
-    (here / "envs" / "todo" / "env.py").write_text(source.replace('task.gold["answer"])]', '"none")]'))
-    assert run_own_tests(here) == 1
+    for code, written in ((0, source), (1, source.replace('task.gold["answer"])]', '"none")]'))):
+        (here / "envs" / "todo" / "env.py").write_text(written)
+        own = Command(here, "-q", "-p", "no:cacheprovider", "envs/todo", program="pytest")
+        finish(own)
+        assert own.returncode == code
     with pytest.raises(UserError, match="exists already"):
         run("new", "todo")
     with pytest.raises(UserError, match="lower-case"):
@@ -114,9 +104,8 @@ def test_check_fails_with_evidence(here: Path, capsys: pytest.CaptureFixture[str
     run("new", "odd")
     path = here / "envs" / "odd" / "env.py"
     path.write_text(path.read_text().replace("summary =", "idle_share = 0.0\n    summary ="))
-    (here / "envs" / "odd" / "reward.json").write_text(
-        json.dumps({"agentrl_reward": 1, "name": "odd", "root": {"use": "episode.stopped"}})
-    )
+    stopped = {"agentrl_reward": 1, "name": "odd", "root": {"use": "episode.stopped"}}
+    (here / "envs" / "odd" / "reward.json").write_text(json.dumps(stopped))
     capsys.readouterr()
     assert run("check", "odd", "--fuzz", "30", "--json") == 1
     report = json.loads(capsys.readouterr().out)
@@ -139,9 +128,7 @@ def test_tools_that_are_the_same_for_each_task_are_shown_once_with_those_of_own_
 ) -> None:
     own = here / "elsewhere" / "tools"
     own.mkdir(parents=True)
-    (own / "mine.py").write_text(
-        'from agentrl.env import tool\n\n\n@tool\ndef ring(times: int) -> str:\n    """ring a bell"""\n    return \'ring\'\n'
-    )
+    (own / "mine.py").write_text('from agentrl.env import tool\n@tool\ndef ring(times: int) -> str:\n    """ring a bell"""\n')
     monkeypatch.setenv("AGENTRL_PATH", str(own.parent))
     assert run("show", "key_value", 'tools.sets=["mine", "calculator"]') == 0
     out = capsys.readouterr().out
@@ -166,9 +153,9 @@ def test_mistakes_are_user_errors(words: tuple[str, ...], says: str, here: Path)
         run(*words)
 
 
-def played(lines: list[str], **params: Any) -> tuple[int, str]:
-    shown: list[str] = []
-    feed = iter(lines)
+def played(lines: list[str], **more: Any) -> tuple[int, str]:
+    """The exit code, and what was shown, of an episode with two calls."""
+    shown, feed = list[str](), iter(lines)
 
     def read(prompt: str) -> str:
         try:
@@ -176,7 +163,7 @@ def played(lines: list[str], **params: Any) -> tuple[int, str]:
         except StopIteration:
             raise EOFError from None
 
-    code = play_by_hand(make_env("key_value", calls=2, **params), 3, "train", read, shown.append)
+    code = play_by_hand(make_env("key_value", calls=2), 3, "train", read, shown.append, **more)
     return code, "\n".join(shown)
 
 
@@ -189,6 +176,12 @@ def test_a_person_plays_to_the_reward() -> None:
     assert code == 0 and f"get: {value}" in out and "missing argument" in out and "reward 0" in out
     code, out = played(["/quit"])
     assert code == 130 and "not scored" in out
+    # A slip does not end the episode.
+    code, out = played([f"gett key={key}", "gett", f"get key={key}", f"add x={value}", f"it is {value}"])
+    assert code == 0 and "reward 1" in out and out.count("no tool 'gett'; did you mean 'get'?") == 2
+    scorer = compile_spec({"agentrl_reward": 1, "name": "mine", "root": {"use": "calls.none", "id": "few"}})
+    last = played(["it is 3"], scorer=scorer)[1].rpartition("mine: ")[2]
+    assert "[few]" in last and "it is 3" not in last, "the reward is explained"
 
 
 ROOM = {"type": "object", "properties": {"room": {"type": "string"}, "n": {"type": "integer"}, "any": {}}}
@@ -206,10 +199,12 @@ ROOM = {"type": "object", "properties": {"room": {"type": "string"}, "n": {"type
         ("book room=a=b", {"room": "a=b"}),
         ('book(room="101", n=3)', {"room": "101", "n": 3}),
         ("book()", {}),
+        ("get key=a n=3", {"key": "a", "n": 3}),
+        ("get", {}),
     ],
 )
 def test_a_line_is_a_call_with_values_that_the_tool_takes(line: str, arguments: dict[str, Any]) -> None:
-    assert parse_line(line, {"book": ROOM, "list": {}}).tool_calls == (ToolCall("book", arguments),)
+    assert parse_line(line, {"book": ROOM, "get": {}}).tool_calls == (ToolCall(re.split(r"\W", line)[0], arguments),)
 
 
 @pytest.mark.parametrize("line", ["boook room=101", "boook", "pay amount=3", "boook(room=1)", "book(1)", "book(room=open())"])
@@ -218,29 +213,10 @@ def test_a_slip_is_said_and_is_no_turn(line: str) -> None:
         parse_line(line, {"book": ROOM})
 
 
-def test_a_slip_does_not_end_the_episode() -> None:
-    task = make_env("key_value", calls=2).make_task(3, "train")
-    key, value = task.gold["reads"][0], task.gold["answer"]
-    code, out = played([f"gett key={key}", "gett", f"get key={key}", f"add x={value}", f"it is {value}"])
-    assert code == 0 and "reward 1" in out and out.count("no tool 'gett'; did you mean 'get'?") == 2
-
-
-def test_the_reward_is_explained() -> None:
-    spec = compile_spec({"agentrl_reward": 1, "name": "mine", "root": {"use": "calls.none", "id": "few"}})
-    shown: list[str] = []
-    feed = iter(["it is 3"])
-    play_by_hand(make_env("key_value", calls=2), 3, "train", lambda _: next(feed), shown.append, scorer=spec)
-    assert shown[-1].startswith("mine: ") and "[few]" in shown[-1]
-
-
-def test_what_a_line_means() -> None:
-    tools: dict[str, Any] = {"get": {}, "list": {}}
-    assert parse_line("get key=a n=3", tools).tool_calls == (ToolCall("get", {"key": "a", "n": 3}),)
-    assert parse_line("list", tools).tool_calls == (ToolCall("list", {}),)
-    for text in ("get the key", "it's", "", "yes", "f(x) = 3 is it"):
-        assert parse_line(text, tools) == Message("assistant", text)
-    assert parse_line(": list", tools) == Message("assistant", "list")
-    assert parse_line("{oops", tools).tool_calls[0].error is not None
+@pytest.mark.parametrize("text", ["get the key", "it's", "", "yes", "f(x) = 3 is it", ": list"])
+def test_what_is_no_call_is_an_answer(text: str) -> None:
+    assert parse_line(text, {"get": {}, "list": {}}) == Message("assistant", text.removeprefix(": "))
+    assert parse_line("{oops", {}).tool_calls[0].error is not None
 
 
 def test_tool_sets_are_named_as_in_a_config_and_are_checked_and_played(
@@ -262,12 +238,9 @@ def test_tool_sets_are_named_as_in_a_config_and_are_checked_and_played(
 
 
 @pytest.mark.parametrize("word", ["calls=3", "env.params.calls=3"])
-def test_a_parameter_is_written_in_one_way_for_all_commands(
-    word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parameter_is_written_in_one_way_for_all_commands(word: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
     """As a bare a=b, or as in a config."""
     pytest.importorskip("agentrl.contrib.suites")
-    monkeypatch.chdir(tmp_path)
     commands: list[list[str]] = [
         ["env", "show", "key_value", word],
         ["env", "floor", "key_value", word, "-n", "2"],
@@ -276,7 +249,7 @@ def test_a_parameter_is_written_in_one_way_for_all_commands(
     ]
     for words in commands:
         assert main(words) == 0, (words, capsys.readouterr().err)
-    [row] = (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
+    [row] = (here / "out" / "trajectories.jsonl").read_text().splitlines()
     assert sum(len(turn["message"]["tool_calls"]) for turn in json.loads(row)["turns"]) == 3
     assert main(["rollout", "key_value", "cals=3", "--policy", "gold", "-n", "1", "--out", "other"]) == 2
     assert "did you mean 'calls'" in capsys.readouterr().err
@@ -320,27 +293,17 @@ def write_env(folder: Path, more: str = "", **bodies: str) -> Path:
 )
 @pytest.mark.parametrize("action", ["show", "play"])
 def test_a_mistake_in_a_hook_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    action: str,
-    bodies: dict[str, str],
-    more: str,
-    said: str,
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, action: str, bodies: dict[str, str], more: str, said: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_env(tmp_path, more, **bodies)
+    write_env(here, more, **bodies)
     monkeypatch.setattr("builtins.input", lambda prompt="": "/quit")
     assert main(["env", action, "wrong"]) in (1, 2)
     ours = TypeError("Saver.close() takes 1 positional argument but 2 were given")  # of a method with a hook's name
     assert said in capsys.readouterr().err and _of_shelf(ours) is None
 
 
-def test_a_class_without_an_id_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = write_env(tmp_path)
+def test_a_class_without_an_id_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_env(here)
     file.write_text(file.read_text().replace("    id = 'my/Wrong-v0'\n", ""))
     assert main(["env", "list"]) == 0 and main(["env", "show", "wrong"]) == 2
     found = capsys.readouterr()
@@ -349,10 +312,9 @@ def test_a_class_without_an_id_is_named(
 
 
 def test_the_next_commands_name_a_shelf_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+    tmp_path = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.delenv("AGENTRL_PATH", raising=False)
     assert main(["env", "new", "else_where", "--shelf", str(tmp_path / "a shelf")]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))

@@ -28,9 +28,7 @@ name = "b"
 NO_Y = "agentrl/KeyValue-v0: no parameter 'y'; known: calls, "
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +49,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{TWO}sft = {{ params = {{ y = 1 }} }}", [], f"c.toml: env[1] (b).sft.params.y: {NO_Y}"),
         (TWO, ["env.b.params.y=1"], f"override env.b.params.y=1: env[1] (b).params.y: {NO_Y}"),
         (TWO, ["env.a.id=nope"], "override env.a.id=nope: env[0] (a).id: no environment 'nope'"),
+        ("[env]\nparams = { y = 1 }", ["base"], "below.toml: env.id: no environment 'nope'"),
     ],
 )
 @pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"], ["sft"]])
@@ -58,17 +57,14 @@ def test_the_key_and_its_place_are_named(
     command: list[str], text: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("c.toml").write_text(f"{SMALL}{text}\n")
+    if words == ["base"]:  # the place may be there
+        Path("below.toml").write_text(f"{SMALL}[env]\nid = 'nope'\n")
+        Path("c.toml").write_text(f'base = "below"\n{text}\n')
+        words = []
     short = ["steps=1", "sft.min_steps=1", "sft.max_steps=1", "eval.tasks=1"]  # of a run that should not have begun
     assert main([command[0], "c.toml", *words, *short, *command[1:]]) == 2
     assert capsys.readouterr().err.startswith(f"agentrl: {said}")
     assert not Path("runs").exists()
-
-
-def test_the_place_may_be_in_the_base(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("below.toml").write_text(f"{SMALL}[env]\nid = 'nope'\n")
-    Path("c.toml").write_text('base = "below"\n[env]\nparams = { y = 1 }\n')
-    assert main(["train", "c.toml"]) == 2
-    assert capsys.readouterr().err.startswith("agentrl: below.toml: env.id: no environment 'nope'")
 
 
 @pytest.mark.parametrize(
@@ -78,10 +74,7 @@ def test_the_place_may_be_in_the_base(capsys: pytest.CaptureFixture[str]) -> Non
         (["eval", "--run", "runs/r"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
         (["eval", "key_value", "env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
         (["rollout", "key_value", "env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
-        (
-            ["eval", "key_value", "sql", "env.key_value.params.y=1"],
-            "override env.key_value.params.y=1: env[0] (key_value).par",
-        ),
+        (["eval", "key_value", "sql", "env.key_value.params.y=1"], "override env.key_value.params.y=1: env[0] (key_value).par"),
         (["eval", "key_value", "env.id=nope"], "override env.id=nope: env.id: no environment 'nope'"),
         (["eval", "key_valu"], "no environment 'key_valu'; did you mean 'key_value'?"),
         (["rollout", "key_valu"], "no environment 'key_valu'; did you mean 'key_value'?"),

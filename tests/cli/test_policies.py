@@ -74,31 +74,18 @@ class Speechless(Support):
     def gold_turns(self, task):
         raise NotImplementedError("nobody knows the solution")
 '''
-SPEC = {
-    "agentrl_reward": 1,
-    "name": "support",
-    "root": {
-        "op": "product",
-        "of": [
-            {"use": "episode.stopped"},
-            {
-                "use": "calls.match",
-                "id": "calls",
-                "args": {"expect": {"$": "/task/gold/calls"}, "by": "both", "order": "ordered", "compare": "superset"},
-            },
-        ],
-    },
-}
+CALLS = {"expect": {"$": "/task/gold/calls"}, "by": "both", "order": "ordered", "compare": "superset"}
+PARTS = [{"use": "episode.stopped"}, {"use": "calls.match", "id": "calls", "args": CALLS}]
+SPEC = {"agentrl_reward": 1, "name": "support", "root": {"op": "product", "of": PARTS}}
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "envs" / "phone"
+def shelf(here: Path) -> Path:
+    folder = here / "envs" / "phone"
     folder.mkdir(parents=True)
     (folder / "env.py").write_text(PHONE.read_text() + MORE)
     (folder / "support.json").write_text(json.dumps(SPEC))
-    return tmp_path
+    return here
 
 
 def rows(folder: str) -> list[dict[str, Any]]:
@@ -146,13 +133,6 @@ def test_states_that_json_lacks_are_written_as_strict_json(shelf: Path) -> None:
     [row] = dict(read_strictly(shelf / "live"))["trajectories.jsonl"]
     large = "an integer of about 5000 digits"
     assert row["state"]["odd"] == ["Infinity", "NaN", large, chr(0xD800), chr(0x1F600), {"nan": 1}]
-
-
-def test_packaged_environments_are_solved_by_their_gold(shelf: Path) -> None:
-    for env in ("key_value", "service_desk"):
-        assert main(["eval", env, "--policy", "gold", "--policy", "idle", "-n", "2", "--out", f"{env}_out"]) == 0
-        rewards = [[row["success"] for row in rows(f"{env}_out/policy_{name}")] for name in ("gold", "idle")]
-        assert rewards == [[True, True], [False, False]]
 
 
 def test_checks_of_an_environment_ask_no_model_either(shelf: Path) -> None:
@@ -205,10 +185,7 @@ def test_in_worker_processes_a_script_plays_the_same_episodes(shelf: Path, capsy
     ("args", "says"),
     [
         (["tests/Support-v0", "--policy", "golt"], "expected gold, idle, refuse, echo, spam; did you mean 'gold'?"),
-        (
-            ["tests/Support-v0", "--policy", "idle", "env.params.scripted=false"],
-            "its user is a model, and a scripted policy",
-        ),
+        (["tests/Support-v0", "--policy", "idle", "env.params.scripted=false"], "its user is a model, and a scripted policy"),
         (["tests/Speechless-v0", "--policy", "gold"], "--policy gold: nobody knows the solution"),
         (["tests/Support-v0", "--policy", "gold", "rollout.top_k=3"], "a scripted policy draws nothing"),
         (["tests/Support-v0"], "--policy gold"),

@@ -26,14 +26,13 @@ ROWS = [
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with two runs, the second of another seed, learning rate and outcome."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    run_folder(tmp_path / "runs" / "a", {"step_000001": [episode(1), episode(2, 1, 0.0, tool_error="bad"), unscored(3)]}, ROWS)
-    other = run_folder(tmp_path / "runs" / "b", {"step_000001": [episode(1)]}, [*ROWS[:3], {**ROWS[3], "success": 0.5}])
+    run_folder(here / "runs" / "a", {"step_000001": [episode(1), episode(2, 1, 0.0, tool_error="bad"), unscored(3)]}, ROWS)
+    other = run_folder(here / "runs" / "b", {"step_000001": [episode(1)]}, [*ROWS[:3], {**ROWS[3], "success": 0.5}])
     other.config.write_text(other.config.read_text().replace("steps = 4", "steps = 4\nseed = 1") + "[optim]\nlr = 0.5\n")
-    return tmp_path
+    return here
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -195,9 +194,8 @@ def test_damaged_runs_are_said(home: Path, capsys: pytest.CaptureFixture[str]) -
         [row] = told(capsys, "runs", "list", f"runs/{name}")
         assert row["status"] == "damaged" and "damaged" in row["error"]
         assert "runs/" + name in said(capsys, "runs")
-    emptied = run_folder(
-        home / "runs" / "emptied", {"step_000001": [episode(1)]}, [{**ROWS[0], "phase": "data", "step": 1, "epoch": 1.0}]
-    )
+    data = {**ROWS[0], "phase": "data", "step": 1, "epoch": 1.0}
+    emptied = run_folder(home / "runs" / "emptied", {"step_000001": [episode(1)]}, [data])
     emptied.config.write_text("")
     assert [row["updates"] for row in told(capsys, "runs", "list", "runs/emptied")] == [1]
     assert main(["show", "runs/metrics"]) == 2 and "metrics.jsonl: damaged" in capsys.readouterr().err
