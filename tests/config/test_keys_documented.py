@@ -26,15 +26,6 @@ def test_the_key_has_a_meaning_and_a_unit(key: keys.Key) -> None:
     assert key.unit == expected, "its name says another unit"
 
 
-def test_no_two_keys_of_a_section_have_the_same_words() -> None:
-    """A text that was copied says nothing about the second key."""
-    seen: dict[tuple[str, str], str] = {}
-    for key in all_keys():
-        where = (key.name.rpartition(".")[0], key.meaning)
-        assert where not in seen, f"{key.name} and {seen[where]}"
-        seen[where] = key.name
-
-
 def test_the_list_is_of_every_key_of_the_schema() -> None:
     """Against a count of its own: the fields of all sections, once each; one that stands in two places is a key in the second."""
 

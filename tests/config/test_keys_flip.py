@@ -48,203 +48,94 @@ GATE = {"temperature": 0.0, "tasks": 64, "seed": 0, "split": "train", "params": 
 EVAL = {"temperature": 1.0, "tasks": 100, "seed": 0, "split": "heldout", "params": {}}
 ASKED = (2048, 1.0, 1.0, 0)  # max_tokens, temperature, top_p, top_k
 
+INIT: dict[str, tuple[Any, Any]] = {
+    "layers": (1, 2), "hidden": (16, 32), "mlp": (16, 48), "heads": (2, 4), "kv_heads": (1, 2), "head_dim": (8, 16),
+    "context": (128, 256), "init_std": (0.05, 0.5),
+}  # fmt: skip
 # key -> what observes it, further overrides, and what is observed for each value
 Effects = dict[str, Any]
 EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
-    **{
-        f"InitModelConfig.{key}": (
-            see.built_model,
-            "",
-            {f"model.init.{key}={value}": see.sizes(**{name: value}) for value in two},
-        )
-        for key, name, two in [
-            ("layers", "layers", (1, 2)),
-            ("hidden", "hidden", (16, 32)),
-            ("mlp", "mlp", (16, 48)),
-            ("heads", "heads", (2, 4)),
-            ("kv_heads", "kv_heads", (1, 2)),
-            ("head_dim", "head_dim", (8, 16)),
-            ("context", "context", (128, 256)),
-            ("init_std", "std", (0.05, 0.5)),
-        ]
-    },
+    **{f"InitModelConfig.{key}": (see.built_model, "",
+        {f"model.init.{key}={value}": see.sizes(**{"std" if key == "init_std" else key: value}) for value in two})
+        for key, two in INIT.items()},
     "EnvConfig.max_output": (see.longest_answer, "", {"env.max_output=64": 64, "~env.max_output": 2048}),
     "RolloutConfig.groups": (see.admitted, "", {"rollout.groups=2": 2, "rollout.groups=3": 3}),
-    "RolloutConfig.oversample": (
-        see.admitted,
-        "rollout.groups=4",
-        {"rollout.oversample=1.0": 4, "rollout.oversample=1.25": 5, "rollout.oversample=2.0": 8},
-    ),
-    "RolloutConfig.max_staleness": (
-        see.admitted,
-        "rollout.groups=4",  # Eq. 3 of AReaL: (staleness + 1) x groups at version 0
-        {"rollout.max_staleness=0": 4, "rollout.max_staleness=1": 8, "rollout.max_staleness=3": 16},
-    ),
-    "RolloutConfig.max_episodes": (
-        see.most_at_once,
-        "rollout.group_size=6",
-        {"rollout.max_episodes=2": 2, "rollout.max_episodes=5": 5, "rollout.max_episodes=9": 6},
-    ),
-    "RolloutConfig.max_turns": (
-        see.ends,
-        PLAY,
-        {"rollout.max_turns=1": [(1, "max_turns")] * 2, "rollout.max_turns=4": [(4, "max_turns")] * 2},
-    ),
-    "RolloutConfig.max_turn_tokens": (
-        see.asked,
-        PLAY,
-        {"rollout.max_turn_tokens=8": {(8, 1.0, 1.0, 0)}, "rollout.max_turn_tokens=99": {(99, 1.0, 1.0, 0)}},
-    ),
-    "RolloutConfig.max_episode_tokens": (
-        see.tokens,
-        "rollout.group_size=2 rollout.max_turns=90",
-        {f"rollout.max_episode_tokens={n}": ({"max_tokens"}, True) for n in (600, 601, 1000)},
-    ),
-    "RolloutConfig.temperature": (
-        see.asked,
-        PLAY,
-        {
-            "rollout.temperature=1.0": {ASKED},
-            "rollout.temperature=0.5": {(2048, 0.5, 1.0, 0)},
-            "rollout.temperature=[[0,0.75]]": {(2048, 0.75, 1.0, 0)},
-        },
-    ),
+    "RolloutConfig.oversample": (see.admitted, "rollout.groups=4",
+        {"rollout.oversample=1.0": 4, "rollout.oversample=1.25": 5, "rollout.oversample=2.0": 8}),
+    "RolloutConfig.max_staleness": (see.admitted, "rollout.groups=4",  # Eq. 3 of AReaL: (staleness + 1) x groups at version 0
+        {"rollout.max_staleness=0": 4, "rollout.max_staleness=1": 8, "rollout.max_staleness=3": 16}),
+    "RolloutConfig.max_episodes": (see.most_at_once, "rollout.group_size=6",
+        {"rollout.max_episodes=2": 2, "rollout.max_episodes=5": 5, "rollout.max_episodes=9": 6}),
+    "RolloutConfig.max_turns": (see.ends, PLAY,
+        {"rollout.max_turns=1": [(1, "max_turns")] * 2, "rollout.max_turns=4": [(4, "max_turns")] * 2}),
+    "RolloutConfig.max_turn_tokens": (see.asked, PLAY,
+        {"rollout.max_turn_tokens=8": {(8, 1.0, 1.0, 0)}, "rollout.max_turn_tokens=99": {(99, 1.0, 1.0, 0)}}),
+    "RolloutConfig.max_episode_tokens": (see.tokens, "rollout.group_size=2 rollout.max_turns=90",
+        {f"rollout.max_episode_tokens={n}": ({"max_tokens"}, True) for n in (600, 601, 1000)}),
+    "RolloutConfig.temperature": (see.asked, PLAY, {"rollout.temperature=1.0": {ASKED},
+        "rollout.temperature=0.5": {(2048, 0.5, 1.0, 0)}, "rollout.temperature=[[0,0.75]]": {(2048, 0.75, 1.0, 0)}}),
     "RolloutConfig.top_p": (see.asked, PLAY, {"rollout.top_p=1.0": {ASKED}, "rollout.top_p=0.5": {(2048, 1.0, 0.5, 0)}}),
     "RolloutConfig.top_k": (see.asked, PLAY, {"rollout.top_k=0": {ASKED}, "rollout.top_k=5": {(2048, 1.0, 1.0, 5)}}),
-    "RolloutConfig.router_replay": (
-        see.told,
-        PLAY,
-        {"rollout.router_replay=false": {None}, "rollout.router_replay=true": {0}},
-    ),
+    "RolloutConfig.router_replay": (see.told, PLAY, {"rollout.router_replay=false": {None}, "rollout.router_replay=true": {0}}),
     "RolloutConfig.group_size": (see.members, "", {"rollout.group_size=2": (2, 2, 0), "rollout.group_size=3": (3, 3, 0)}),
-    "RolloutConfig.oversample_members": (
-        see.members,
-        "rollout.group_size=4",  # started, back, cancelled
-        {"rollout.oversample_members=1.0": (4, 4, 0), "rollout.oversample_members=1.5": (6, 4, 2)},
-    ),
-    "RolloutConfig.grow": (
-        see.members,
-        "rollout.group_size=4",  # none of them wins
-        {"rollout.grow=1.0": (4, 4, 0), "rollout.grow=1.5": (6, 6, 0), "rollout.grow=2.5": (10, 10, 0)},
-    ),
-    "RolloutConfig.retries": (
-        see.attempts,
-        PLAY,
-        {"rollout.retries=0": (2, 2), "rollout.retries=1": (4, 4), "rollout.retries=3": (8, 8)},
-    ),
+    "RolloutConfig.oversample_members": (see.members, "rollout.group_size=4",  # started, back, cancelled
+        {"rollout.oversample_members=1.0": (4, 4, 0), "rollout.oversample_members=1.5": (6, 4, 2)}),
+    "RolloutConfig.grow": (see.members, "rollout.group_size=4",  # none of them wins
+        {"rollout.grow=1.0": (4, 4, 0), "rollout.grow=1.5": (6, 6, 0), "rollout.grow=2.5": (10, 10, 0)}),
+    "RolloutConfig.retries": (see.attempts, PLAY,
+        {"rollout.retries=0": (2, 2), "rollout.retries=1": (4, 4), "rollout.retries=3": (8, 8)}),
     "RolloutConfig.colocate": (see.at("rest"), LOOP, {"rollout.colocate=false": [], "rollout.colocate=true": [0, 1, 2, 3]}),
-    "SglangConfig.servers": (
-        sglang("servers"),
-        "",
-        {
-            'sglang.servers=["http://a:1"]': ["http://a:1"],
-            'sglang.servers=["http://a:1/","http://b:2"]': ["http://a:1", "http://b:2"],
-        },
-    ),
+    "SglangConfig.servers": (sglang("servers"), "", {'sglang.servers=["http://a:1"]': ["http://a:1"],
+        'sglang.servers=["http://a:1/","http://b:2"]': ["http://a:1", "http://b:2"]}),
     "SglangConfig.seeds": (sglang("refused"), "", {"sglang.seeds=true": "ignores seeds", "sglang.seeds=false": None}),
-    "SglangConfig.timeout": (
-        sglang("timeout", "load"),
-        "",
-        {"sglang.timeout=1.5": {"timeout": 1.5, "load": 7.5}, "sglang.timeout=2.0": {"timeout": 2.0, "load": 10.0}},
-    ),
-    "SglangConfig.api_key_env": (
-        sglang("key"),
-        "",
-        {"seed=0": None, "sglang.api_key_env=AGENTRL_TEST_A": "Bearer a", "sglang.api_key_env=AGENTRL_TEST_B": "Bearer b"},
-    ),
+    "SglangConfig.timeout": (sglang("timeout", "load"), "",
+        {"sglang.timeout=1.5": {"timeout": 1.5, "load": 7.5}, "sglang.timeout=2.0": {"timeout": 2.0, "load": 10.0}}),
+    "SglangConfig.api_key_env": (sglang("key"), "",
+        {"seed=0": None, "sglang.api_key_env=AGENTRL_TEST_A": "Bearer a", "sglang.api_key_env=AGENTRL_TEST_B": "Bearer b"}),
     "VllmConfig.replicas": (vllm("replicas"), "", {"vllm.replicas=1": 1, "vllm.replicas=3": 3}),
     "VllmConfig.max_replicas": (vllm("most"), "", {"vllm.replicas=1": None, "vllm.max_replicas=4": 4}),
     "VllmConfig.max_respawns": (vllm("respawns"), "", {"vllm.max_respawns=0": 0, "vllm.max_respawns=2": 2}),
     "VllmConfig.call_timeout": (vllm("call_timeout"), "", {"vllm.call_timeout=1.5": 1.5, "vllm.call_timeout=2.0": 2.0}),
-    "VllmConfig.startup_timeout": (
-        vllm("startup_timeout"),
-        "",
-        {"vllm.startup_timeout=1.5": 1.5, "vllm.startup_timeout=2.0": 2.0},
-    ),
+    "VllmConfig.startup_timeout": (vllm("startup_timeout"), "",
+        {"vllm.startup_timeout=1.5": 1.5, "vllm.startup_timeout=2.0": 2.0}),
     "VllmConfig.args": (vllm("block_size"), "", {"vllm.args={seed=1}": 32, "vllm.args={block_size=64}": 64}),
-    "VllmConfig.tensor_parallel": (
-        vllm("tensor_parallel_size", "distributed_executor_backend", "gpus"),
-        "",
-        {
-            f"vllm.tensor_parallel={n}": {"tensor_parallel_size": n, "distributed_executor_backend": how, "gpus": n}
-            for n, how in ((1, "uni"), (2, "mp"))
-        },
-    ),
-    "VllmConfig.kv_cache_mib": (
-        vllm("kv_cache_memory_bytes"),
-        "",
-        {"vllm.kv_cache_mib=64": 67_108_864, "vllm.kv_cache_mib=65": 68_157_440},
-    ),
-    "VllmConfig.max_model_len": (
-        vllm("max_model_len"),
-        "",  # the model's own is 4096
-        {"vllm.max_model_len=64": 64, "vllm.max_model_len=9999": 4096},
-    ),
+    "VllmConfig.tensor_parallel": (vllm("tensor_parallel_size", "distributed_executor_backend", "gpus"), "",
+        {f"vllm.tensor_parallel={n}": {"tensor_parallel_size": n, "distributed_executor_backend": how, "gpus": n}
+         for n, how in ((1, "uni"), (2, "mp"))}),
+    "VllmConfig.kv_cache_mib": (vllm("kv_cache_memory_bytes"), "",
+        {"vllm.kv_cache_mib=64": 67_108_864, "vllm.kv_cache_mib=65": 68_157_440}),
+    "VllmConfig.max_model_len": (vllm("max_model_len"), "",  # the model's own is 4096
+        {"vllm.max_model_len=64": 64, "vllm.max_model_len=9999": 4096}),
     "TrainConfig.steps": (see.at("update"), LOOP, {"steps=4": [0, 1, 2, 3], "steps=5": [0, 1, 2, 3, 4]}),
-    "TrainConfig.stop_at_success": (
-        see.at("update"),
-        LOOP,
-        {"stop_at_success=0.5": [0, 1], "stop_at_success=0.51": [0, 1, 2, 3]},
-    ),
-    "TrainConfig.trajectories_every": (
-        see.at("write"),
-        LOOP,
-        {"trajectories_every=1": [1, 2, 3, 4], "trajectories_every=2": [2, 4], "trajectories_every=3": [3, 4]},
-    ),
+    "TrainConfig.stop_at_success": (see.at("update"), LOOP,
+        {"stop_at_success=0.5": [0, 1], "stop_at_success=0.51": [0, 1, 2, 3]}),
+    "TrainConfig.trajectories_every": (see.at("write"), LOOP,
+        {"trajectories_every=1": [1, 2, 3, 4], "trajectories_every=2": [2, 4], "trajectories_every=3": [3, 4]}),
     "EvalConfig.tasks": (see.first_evaluation, LOOP, {f"eval.tasks={n}": {**EVAL, "tasks": n} for n in (3, 4)}),
-    "EvalConfig.split": (see.first_evaluation, LOOP, {f"eval.split={name}": {**EVAL, "split": name} for name in ("train", "x")}),
-    "EvalConfig.every": (
-        see.at("evaluation"),
-        LOOP,
-        {"eval.every=0": [], "eval.every=1": [1, 2, 3], "eval.every=2": [2], "eval.every=3": [3]},
-    ),
-    "EvalConfig.temperature": (
-        see.first_evaluation,
-        LOOP,
-        {"eval.temperature=0.0": {**EVAL, "temperature": 0.0}, "eval.temperature=0.7": {**EVAL, "temperature": 0.7}},
-    ),
-    "CheckpointConfig.every": (
-        see.at("save"),
-        LOOP,
-        {"checkpoint.every=1": [1, 2, 3, 4], "checkpoint.every=3": [3, 4], "checkpoint.every=9": [4]},
-    ),
-    "SftConfig.max_steps": (
-        warm("rows", "end"),
-        SHUT,
-        {f"sft.max_steps={n}": {"rows": rows, "end": "shut"} for n, rows in ((20, [8] * 20), (40, [8] * 40), (13, [8] * 13))},
-    ),
-    "SftConfig.batch": (
-        warm("rows", "firsts"),
-        SHUT,
-        {
-            "sft.batch=2": {"rows": [2] * 40, "firsts": list(range(0, 80, 2))},
-            "sft.batch=3": {"rows": [3] * 40, "firsts": list(range(0, 120, 3))},
-        },
-    ),
+    "EvalConfig.split": (see.first_evaluation, LOOP,
+        {f"eval.split={name}": {**EVAL, "split": name} for name in ("train", "x")}),
+    "EvalConfig.every": (see.at("evaluation"), LOOP,
+        {"eval.every=0": [], "eval.every=1": [1, 2, 3], "eval.every=2": [2], "eval.every=3": [3]}),
+    "EvalConfig.temperature": (see.first_evaluation, LOOP,
+        {"eval.temperature=0.0": {**EVAL, "temperature": 0.0}, "eval.temperature=0.7": {**EVAL, "temperature": 0.7}}),
+    "CheckpointConfig.every": (see.at("save"), LOOP,
+        {"checkpoint.every=1": [1, 2, 3, 4], "checkpoint.every=3": [3, 4], "checkpoint.every=9": [4]}),
+    "SftConfig.max_steps": (warm("rows", "end"), SHUT,
+        {f"sft.max_steps={n}": {"rows": [8] * n, "end": "shut"} for n in (20, 40, 13)}),
+    "SftConfig.batch": (warm("rows", "firsts"), SHUT, {"sft.batch=2": {"rows": [2] * 40, "firsts": list(range(0, 80, 2))},
+        "sft.batch=3": {"rows": [3] * 40, "firsts": list(range(0, 120, 3))}}),
     "SftConfig.teacher": (warm("transcripts"), SHUT, {"sft.teacher={wrong=0.5}": ({}, {"wrong": 0.5})}),
-    "SftConfig.params": (
-        warm("transcripts", "gate"),
-        SHUT,
-        {"sft.params={calls=2}": {"transcripts": ({"calls": 2}, {}), "gate": GATE}},
-    ),
-    "SftConfig.gate": (
-        warm("gates", "end"),
-        SHUT,
-        {"sft.gate=0.5": {"gates": [20], "end": "open"}, "sft.gate=0.51": {"gates": [20, 40], "end": "shut"}},
-    ),
+    "SftConfig.params": (warm("transcripts", "gate"), SHUT,
+        {"sft.params={calls=2}": {"transcripts": ({"calls": 2}, {}), "gate": GATE}}),
+    "SftConfig.gate": (warm("gates", "end"), SHUT,
+        {"sft.gate=0.5": {"gates": [20], "end": "open"}, "sft.gate=0.51": {"gates": [20, 40], "end": "shut"}}),
     "SftConfig.min_steps": (warm("gates"), SHUT, {"sft.min_steps=10": [20, 40], "sft.min_steps=30": [40]}),  # the rate: STARTS
-    "SftConfig.gate_params": (
-        warm("transcripts", "gate"),
-        SHUT,
-        {"sft.gate_params={calls=2}": {"transcripts": ({}, {}), "gate": {**GATE, "params": {"calls": 2}}}},
-    ),
+    "SftConfig.gate_params": (warm("transcripts", "gate"), SHUT,
+        {"sft.gate_params={calls=2}": {"transcripts": ({}, {}), "gate": {**GATE, "params": {"calls": 2}}}}),
     "SftConfig.gate_tasks": (warm("gate"), SHUT, {f"sft.gate_tasks={n}": {**GATE, "tasks": n} for n in (3, 4)}),
-    "SftConfig.gate_every": (
-        warm("gates"),
-        SHUT,
-        {"sft.gate_every=10": [10, 20, 30, 40], "sft.gate_every=30": [30, 40], "sft.gate_every=15": [15, 30, 40]},
-    ),
-}
+    "SftConfig.gate_every": (warm("gates"), SHUT,
+        {"sft.gate_every=10": [10, 20, 30, 40], "sft.gate_every=30": [30, 40], "sft.gate_every=15": [15, 30, 40]}),
+}  # fmt: skip
 
 CASES = [(key, value) for key, (_, _, effects) in EFFECTS.items() for value in effects]
 

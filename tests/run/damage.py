@@ -20,20 +20,11 @@ from typing import Any
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import Provenance
 from tests.e2e.inside import config_of, execute, logging_kept, numbers
+from tests.run.broken_off import TINY, without_clock
 
 STEPS = 4
 NOBODY = 65534
-CONFIG = [
-    "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}",
-    "checkpoint.every=1",
-    "checkpoint.keep=3",
-    "eval.tasks=2",
-    "rollout.groups=2",
-    "rollout.group_size=4",
-    "rollout.max_turns=2",
-    "rollout.max_turn_tokens=48",
-    "optim.schedule=constant",
-]
+CONFIG = [*TINY, "checkpoint.keep=3", "eval.tasks=2", "rollout.max_turns=2", "rollout.max_turn_tokens=48"]
 LAST, PENULTIMATE = "checkpoints/step_000003", "checkpoints/step_000002"
 FILES = [
     "config.toml", "provenance.json", "metrics.jsonl", "summary.json", "log.txt", ".lock", "curve.png", "config_history",
@@ -216,21 +207,15 @@ def view(run: Path) -> Outcome:
     from agentrl.utils.errors import AgentrlError
 
     said: list[str] = []
+    of_run = ("run", "metrics", "episodes", "facets", "failures", "suspects", "groups")
+    of_episode = {name: ("run", "step_000002.1", {}) for name in ("episode", "tokens")}
     try:
         with limited(10):
             library = Library([run.parent])
             for one in library.scan():
                 library.refresh(one)  # as its thread does
             api = Api(library)
-            asked = {
-                "runs": ({},),
-                **{name: ("run", {}) for name in ("run", "metrics", "episodes", "facets", "failures", "suspects", "groups")},
-            }
-            for name, arguments in {
-                **asked,
-                "episode": ("run", "step_000002.1", {}),
-                "tokens": ("run", "step_000002.1", {}),
-            }.items():
+            for name, arguments in {"runs": ({},), **dict.fromkeys(of_run, ("run", {})), **of_episode}.items():
                 try:
                     said.append(str(getattr(api, name)(*arguments)))
                 except AgentrlError as error:
@@ -288,11 +273,7 @@ def numbers_or_none(run: Path) -> Any:
     except (OSError, ValueError, AssertionError):
         return None
     # Speeds and the loop's silence are a clock's.
-    return [
-        json.dumps({k: v for k, v in row.items() if not k.startswith("loop/")})
-        for row in rows
-        if row["phase"] != "after" or row["step"] == STEPS
-    ]
+    return [json.dumps(without_clock(row)) for row in rows if row["phase"] != "after" or row["step"] == STEPS]
 
 
 def tried(name: str, file: str, kind: str, runs: Runs, place: Path) -> tuple[str, Outcome]:

@@ -117,93 +117,48 @@ def other_tokenizer(folder: Path) -> None:
 ROW = torch.zeros(2, 32)
 LAYER, HEAD = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 FAULTS: dict[str, tuple[Change, list[str]]] = {
-    "a broken template": (
-        lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"),
-        ["the chat template refused the messages", "model.chat_template"],
-    ),
-    "no template": (
-        lambda folder: (folder / "chat_template.jinja").unlink(),
-        ["no chat template", "instruction-tuned", "model.chat_template"],
-    ),
-    "more tokens than rows": (
-        more_tokens,
-        ["ids up to 402 ('<new2>')", "embeds 400 (vocab_size", "resize_token_embeddings(403)"],
-    ),
-    "another tokenizer": (
-        other_tokenizer,
-        ["no token for 39600 of the 40000 ids", "another model's tokenizer"],
-    ),
+    "a broken template": (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"),
+        ["the chat template refused the messages", "model.chat_template"]),
+    "no template": (lambda folder: (folder / "chat_template.jinja").unlink(),
+        ["no chat template", "instruction-tuned", "model.chat_template"]),
+    "more tokens than rows": (more_tokens,
+        ["ids up to 402 ('<new2>')", "embeds 400 (vocab_size", "resize_token_embeddings(403)"]),
+    "another tokenizer": (other_tokenizer, ["no token for 39600 of the 40000 ids", "another model's tokenizer"]),
     "a missing weight": (tensors(**{LAYER: None}), [f"1 of 24 are not in its files: {LAYER}."]),
-    "missing weights": (
-        edited(num_hidden_layers=4, layer_types=None),
-        ["22 of 46 are not in its files: model.layers.2.", "and 19 more"],
-    ),
-    "a config that contradicts itself": (
-        edited(num_hidden_layers=4),
-        ["no model config can be loaded", "`num_hidden_layers` (4) must be equal to the number of `layer_types` (2)"],
-    ),
-    "an extra weight": (
-        tensors(**{"model.layers.1.mlp.gate.weight": ROW}),
-        ["1 of its files have no place in Qwen3ForCausalLM: model.layers.1.mlp.gate.weight"],
-    ),
+    "missing weights": (edited(num_hidden_layers=4, layer_types=None),
+        ["22 of 46 are not in its files: model.layers.2.", "and 19 more"]),
+    "a config that contradicts itself": (edited(num_hidden_layers=4),
+        ["no model config can be loaded", "`num_hidden_layers` (4) must be equal to the number of `layer_types` (2)"]),
+    "an extra weight": (tensors(**{"model.layers.1.mlp.gate.weight": ROW}),
+        ["1 of its files have no place in Qwen3ForCausalLM: model.layers.1.mlp.gate.weight"]),
     "extra layers": (edited(num_hidden_layers=1, layer_types=None), ["11 of its files have no place", "and 8 more"]),
-    "another shape": (
-        edited(intermediate_size=48),
-        ["6 have another shape", "(64x32 in its files, 48x32 by config.json)"],
-    ),
+    "another shape": (edited(intermediate_size=48), ["6 have another shape", "(64x32 in its files, 48x32 by config.json)"]),
     "cut off": (cut, ["model.safetensors (", "damaged or cut off", "fetch it again"]),
     "a pointer": (pointer("model.safetensors"), ["model.safetensors is a git-LFS pointer", "git lfs pull"]),
-    "a pointer for the tokenizer": (
-        pointer("tokenizer.json"),
-        ["tokenizer.json is a git-LFS pointer", "git lfs pull"],
-    ),
-    "a damaged tokenizer": (
-        lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        ["no tokenizer can be loaded from it", "added_tokens"],
-    ),
-    "no shard": (
-        indexed,
-        ["1 of the 2 files that model.safetensors.index.json names are not there: model-00002-of-00002"],
-    ),
-    "another program's": (
-        renamed("consolidated.00.pth"),
-        ["no weights: expected model.safetensors", "found consolidated.00.pth", "save_pretrained"],
-    ),
+    "a pointer for the tokenizer": (pointer("tokenizer.json"), ["tokenizer.json is a git-LFS pointer", "git lfs pull"]),
+    "a damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        ["no tokenizer can be loaded from it", "added_tokens"]),
+    "no shard": (indexed, ["1 of the 2 files that model.safetensors.index.json names are not there: model-00002-of-00002"]),
+    "another program's": (renamed("consolidated.00.pth"),
+        ["no weights: expected model.safetensors", "found consolidated.00.pth", "save_pretrained"]),
     "adapters": (renamed("adapter_model.safetensors"), ["adapters alone", "merge"]),
-    "gptq": (
-        edited(quantization_config={"quant_method": "gptq", "bits": 4}),
-        ["quantized by gptq (quantization_config of config.json)", "made from"],
-    ),
+    "gptq": (edited(quantization_config={"quant_method": "gptq", "bits": 4}),
+        ["quantized by gptq (quantization_config of config.json)", "made from"]),
     "awq": (edited(quantization_config={"quant_method": "awq"}), ["quantized by awq"]),
-    "fp8": (
-        edited(quantization_config={"quant_method": "fp8"}),
-        ["quantized by fp8", "FineGrainedFP8Config(dequantize=True)"],
-    ),
-    "mxfp4": (
-        edited(quantization_config={"quant_method": "mxfp4"}),
-        ["quantized by mxfp4", "Mxfp4Config(dequantize=True)", "save_pretrained"],
-    ),
-    "bitsandbytes": (
-        edited(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        ["quantized by bitsandbytes"],
-    ),
-    "quantized without a word": (
-        tensors(**{LAYER: torch.zeros(64, 32, dtype=torch.int8)}),
-        [f"{LAYER} is stored as I8", "quantized"],
-    ),
-    "code of its own": (
-        edited(model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.My"}),
-        ["code of its own (config.json names mine.MyConfig, config.json names mine.My)", "model.trust_remote_code = true"],
-    ),
-    "a tokenizer of its own": (
-        own_tokenizer,
-        ["config.json names m.C, tokenizer_config.json names tok.My", "trust_remote_code"],
-    ),
-    "a short context": (
-        edited(max_position_embeddings=50),
-        ["opening prompt of key_value (task seed ", "the model takes 50 (max_position", "no turn could be sampled"],
-    ),
-}
+    "fp8": (edited(quantization_config={"quant_method": "fp8"}), ["quantized by fp8", "FineGrainedFP8Config(dequantize=True)"]),
+    "mxfp4": (edited(quantization_config={"quant_method": "mxfp4"}),
+        ["quantized by mxfp4", "Mxfp4Config(dequantize=True)", "save_pretrained"]),
+    "bitsandbytes": (edited(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ["quantized by bitsandbytes"]),
+    "quantized without a word": (tensors(**{LAYER: torch.zeros(64, 32, dtype=torch.int8)}),
+        [f"{LAYER} is stored as I8", "quantized"]),
+    "code of its own": (edited(model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.My"}),
+        ["code of its own (config.json names mine.MyConfig, config.json names mine.My)", "model.trust_remote_code = true"]),
+    "a tokenizer of its own": (own_tokenizer,
+        ["config.json names m.C, tokenizer_config.json names tok.My", "trust_remote_code"]),
+    "a short context": (edited(max_position_embeddings=50),
+        ["opening prompt of key_value (task seed ", "the model takes 50 (max_position", "no turn could be sampled"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -304,6 +259,8 @@ def test_a_context_is_the_text_models_and_stretched_by_its_rotary_positions(fold
     assert context(rope_parameters=yarn) == 1000  # counted already
     whole = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "max_position_embeddings": 77}}
     assert context(**whole) == 77
+    with pytest.raises(ModelError, match=r"its config\.json has no max_position_embeddings"):
+        context(model_type="bloom", n_layer=1, max_position_embeddings=None)  # a family without a longest sequence
 
 
 def test_a_name_that_the_hub_does_not_give_is_told_at_once(

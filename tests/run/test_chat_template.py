@@ -21,6 +21,7 @@ from tests.run.test_tool_parser import NO_TOOLS
 from tests.tiny import build
 
 ROOT = Path(__file__).resolve().parents[2]
+IGNORED = r"ignores tools \(it ends a turn with '<\|im_end\|>'\).*set model\.chat_template to \"hermes\".*model\.tool_parser"
 TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "of a key", "parameters": {"type": "object"}}}]
 
 
@@ -44,7 +45,7 @@ def prompt(config: TrainConfig) -> str:
 def test_a_name_or_a_file_makes_tools_usable(model: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(CHAT_TEMPLATES["chatml"].replace("Tools:", "At hand:"))
-    with pytest.raises(ModelError, match=r'model\.chat_template to "hermes"'):
+    with pytest.raises(ModelError, match=IGNORED):
         check_assembly(RunStart(config_of(model)))
     listed = 'You can call these tools:\n{"name": "look_up"'
     shown = {"hermes": listed, "chatml": "Tools: look_up()", str(file): "At hand: look_up()"}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import TrainConfig
 from agentrl.config.schema import ToolsConfig
 from agentrl.contrib.mcp.client import McpSession
 from agentrl.env.catalog import EnvRef
@@ -23,27 +22,23 @@ TURNS = {"use": "cost.turns", "weight": -0.1, "args": {"max": 10}}
 MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{transcript}"}}
 
 
-def made(tmp_path: Path, root: dict[str, Any], success: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
-    return with_spec(tmp_path, root, success, **sections)
-
-
 def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}))
+        check_config(with_spec(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, None))
     told = str(caught.value)
     for part in ("env.reward", "'mine'", "key_value/train/0", "the task part of /root is not 1", "reward 0.5", '"success"',
                  f"agentrl reward lint {tmp_path}/mine.json --env key_value"):  # fmt: skip
         assert part in told, part
     at = "reward spec 'mine' at /root: the gold solution earns"
-    assert f"{at} 0.5, the maximum is 1" in check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
+    assert f"{at} 0.5, the maximum is 1" in check_config(with_spec(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
     # A cost is no part of the task.
-    assert check_config(made(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]})) == [f"{at} 0.95, the maximum is 1"]
+    assert check_config(with_spec(tmp_path, {"op": "sum", "of": [RIGHT, TURNS]}, None)) == [f"{at} 0.95, the maximum is 1"]
 
 
 def test_faults_that_a_wrapper_injects_are_no_fault_of_the_gold(tmp_path: Path) -> None:
     """A script cannot try again, as a policy can. Without any fault the same gold is a success."""
-    faults = [{"name": "tool_faults", "args": {"rate": 1.0}}]
-    notes = check_config(made(tmp_path, RIGHT, env={"id": "service_desk", "reward": "service_desk", "wrappers": faults}))
+    env = {"id": "service_desk", "reward": "service_desk", "wrappers": [{"name": "tool_faults", "args": {"rate": 1.0}}]}
+    notes = check_config(with_spec(tmp_path, RIGHT, None, env=env))
     assert not [note for note in notes if "gold" in note]
 
 
@@ -89,7 +84,7 @@ class Broken(ToolEnv):
 def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(here: Path, how: str, says: str) -> None:
     (here / "envs" / "broken").mkdir(parents=True)
     (here / "envs" / "broken" / "env.py").write_text(BROKEN)
-    config = made(here, RIGHT, rollout={"env_timeout": 0.5, "episode_timeout": 1.0})
+    config = with_spec(here, RIGHT, None, rollout={"env_timeout": 0.5, "episode_timeout": 1.0})
     config = config.model_copy(update={"env": config.env.model_copy(update={"id": "broken", "params": {"how": how}})})
     with pytest.raises(ConfigError, match=rf"env\.id: the gold solution of a task of 'broken' cannot be played: .*{says}"):
         check_success(scored(config))
@@ -98,18 +93,17 @@ def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(here: Path,
 def test_every_kind_of_task_that_the_sampler_may_choose_is_tried(tmp_path: Path) -> None:
     """Gold of 2 and 4 calls fits; of 6 calls it does not."""
     short = {"op": "all", "of": [RIGHT, {"use": "cost.calls", "scale": [2, 0], "args": {"max": 10}}]}
-    sampler = {"name": "staged", "args": {"stages": [{"calls": 2}, {"calls": 2}, {"calls": 4}, {"calls": 6}]}}
-    check_config(
-        made(tmp_path, short, rollout={"sampler": {"name": "staged", "args": {"stages": sampler["args"]["stages"][:3]}}})
-    )
+    stages = [{"calls": 2}, {"calls": 2}, {"calls": 4}, {"calls": 6}]
+    few, all_of = ({"sampler": {"name": "staged", "args": {"stages": some}}} for some in (stages[:3], stages))
+    check_config(with_spec(tmp_path, short, None, rollout=few))
     with pytest.raises(ConfigError, match="is not a success"):
-        check_config(made(tmp_path, short, rollout={"sampler": sampler}))
+        check_config(with_spec(tmp_path, short, None, rollout=all_of))
 
 
 def test_a_spec_in_which_nothing_decides_is_refused_for_training_and_for_evaluation(tmp_path: Path) -> None:
     for refuse in (check_config, check_eval):
         with pytest.raises(ConfigError, match=r"'mine' does not say what a success is.*\"success\""):
-            refuse(made(tmp_path, {"op": "sum", "of": [TURNS]}))
+            refuse(with_spec(tmp_path, {"op": "sum", "of": [TURNS]}, None))
 
 
 def test_an_environment_without_gold_is_said_and_not_refused(
@@ -122,16 +116,16 @@ def test_an_environment_without_gold_is_said_and_not_refused(
 
     monkeypatch.setattr(module, "gold_episode", without)
     with caplog.at_level(logging.WARNING, logger="agentrl"):
-        check_success(scored(made(tmp_path, NEVER)))
+        check_success(scored(with_spec(tmp_path, NEVER, None)))
     assert "not checked" in caplog.text and "no scripted gold policy" in caplog.text
 
 
 def test_the_best_by_reward_needs_a_reward_of_single_episodes(tmp_path: Path) -> None:
     rank = {"use": "group.rank", "scope": "group", "args": {"of": TURNS}}
     root = {"op": "sum", "of": [RIGHT, rank]}
-    check_success(scored(made(tmp_path, root)))
+    check_success(scored(with_spec(tmp_path, root, None)))
     with pytest.raises(ConfigError, match=r"checkpoint\.best.*compares the members"):
-        check_success(scored(made(tmp_path, root, checkpoint={"best": "reward"})))
+        check_success(scored(with_spec(tmp_path, root, None, checkpoint={"best": "reward"})))
 
 
 OPENING = """
@@ -170,7 +164,7 @@ class Opens(ToolEnv):
 def test_the_opening_of_an_episode_counts_with_what_its_user_says_and_its_setup_adds(here: Path) -> None:
     (here / "envs" / "opens").mkdir(parents=True)
     (here / "envs" / "opens" / "env.py").write_text(OPENING)
-    config = made(here, RIGHT)
+    config = with_spec(here, RIGHT, None)
 
     def tokens(**params: Any) -> int:
         section = config.env.model_copy(update={"id": "opens", "params": params})  # type: ignore[union-attr]
@@ -197,6 +191,6 @@ def test_a_server_that_does_not_answer_is_waited_for_once(here: Path, monkeypatc
 
     monkeypatch.setattr(McpSession, "open", never)
     tools = ToolsConfig.model_validate({"mcp": {"x": {"command": ["sleep"]}}})
-    one = made(here, RIGHT).model_copy(update={"tools": tools})
+    one = with_spec(here, RIGHT, None).model_copy(update={"tools": tools})
     assert longest_prompt(one.model, EnvRef.of(one), one.rollout.env_timeout) == (0, 0)
     assert tried == ["MCP server 'x'"]

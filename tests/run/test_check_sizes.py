@@ -26,8 +26,8 @@ from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import LossInput, LossOutput
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.optim import optims_of
-from agentrl.trainer.pretrained import count_parameters, model_context
-from agentrl.utils.errors import ConfigError, ModelError
+from agentrl.trainer.pretrained import count_parameters
+from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Entry
 from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture
 from tests.run.starts import start_of
@@ -198,32 +198,12 @@ def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tm
     assert said("optim.lr=1e-3") == []
 
 
-@pytest.mark.parametrize(("asked", "given"), [(16384, 4096), (100, 100)])
-def test_vllm_is_asked_for_no_longer_sequences_than_the_model_takes(
-    asked: int, given: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import agentrl.engines.vllm.vllm_engine as backend
-
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(backend, "VllmEngine", lambda model, cfg, **options: seen.update(cfg))
-    EngineChoice(config_of(f"vllm.max_model_len={asked}"), "vllm").make(model(tmp_path, 1))
-    assert seen["max_model_len"] == given
-
-
 def test_the_defaults_hold_one_another() -> None:
     """A micro-batch holds an episode, a sequence of vLLM too, and an update is one optimizer step."""
     config = config_of(model={"init": {"context": 1 << 20}})
     rollout = config.rollout
     assert config.optim.micro_tokens >= rollout.max_episode_tokens <= config.vllm.max_model_len
     assert config.algorithm.minibatch == rollout.groups * rollout.group_size
-
-
-def test_a_models_context_is_what_its_config_says_or_an_error(tmp_path: Path) -> None:
-    path = Path(model(tmp_path, 1))
-    assert model_context(str(path)) == 4096
-    (path / "config.json").write_text(json.dumps({"model_type": "bloom", "n_layer": 1}))  # a family without a longest sequence
-    with pytest.raises(ModelError, match=r"its config\.json has no max_position_embeddings"):
-        model_context(str(path))
 
 
 BF16 = ["algorithm.proximal=behaviour", "model.dtype=bfloat16"]

@@ -101,20 +101,27 @@ def test_a_warm_start_of_adapters_is_refused() -> None:
         check_warm_start(RunStart(config))
 
 
+def learned(folder: Path, micro_tokens: int, calls: list[Any], steps: int) -> tuple[list[dict[str, float]], Path]:
+    """The metrics of a warm start in these calls of so many steps, and its weights."""
+    small = InitModelConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16)
+    actor = launch(Actor, backend="inline")
+    model = str(init_model(small, folder / "model", seed=0))
+    actor.run(Actor.init_model, model, ModelConfig(dtype="float32"), OptimConfig(micro_tokens=micro_tokens))
+    actor.run(Actor.begin_sft, config_of().sft)
+    metrics = [one for call in calls for one in train_batch(actor, Actor.sft_steps, call, steps)]
+    actor.run(Actor.end_sft, str(folder / "end"))
+    return metrics, folder / "end" / "model.safetensors"
+
+
 @pytest.mark.parametrize("mode", ["off", "on"])
 async def test_steps_of_one_call_are_those_of_a_call_each(mode: Mode, tmp_path: Path) -> None:
     """To the last digit: metrics of each step, and the weights."""
     rows = await source(config_of()).take(0, 12)
-    model = init_model(InitModelConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16), tmp_path / "model", seed=0)
     found = []
     for each in (1, 3):  # steps a call
-        actor = launch(Actor, backend="inline")
-        actor.run(Actor.init_model, str(model), ModelConfig(dtype="float32"), OptimConfig(micro_tokens=1024))
-        actor.run(Actor.begin_sft, config_of().sft)
-        calls = [rows[first : first + 4 * each] for first in range(0, 12, 4 * each)]
-        metrics = [one for call in calls for one in train_batch(actor, Actor.sft_steps, steps_batch(call, 4, mode), each)]
-        actor.run(Actor.end_sft, str(tmp_path / str(each)))
-        found.append((metrics, (tmp_path / str(each) / "model.safetensors").read_bytes()))
+        calls = [steps_batch(rows[first : first + 4 * each], 4, mode) for first in range(0, 12, 4 * each)]
+        metrics, weights = learned(tmp_path / str(each), 1024, calls, each)
+        found.append((metrics, weights.read_bytes()))
     assert len(found[0][0]) == 3 and found[0] == found[1]
 
 
@@ -122,15 +129,10 @@ async def test_transcripts_of_a_step_compute_the_prompt_that_they_share_once(tmp
     """A quarter of the quickstart's warm start was the same prompt, computed for each of a step's rows."""
     rows = await source(config_of()).take(0, 12)
     batch = {mode: steps_batch(rows, 4, mode) for mode in ("off", "on")}
-    model = init_model(InitModelConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16), tmp_path / "model", seed=0)
     found, weights = {}, {}
     for mode in batch:
-        actor = launch(Actor, backend="inline")
-        actor.run(Actor.init_model, str(model), ModelConfig(dtype="float32"), OptimConfig(micro_tokens=8192))
-        actor.run(Actor.begin_sft, config_of().sft)
-        found[mode] = train_batch(actor, Actor.sft_steps, batch[mode], 3)
-        actor.run(Actor.end_sft, str(tmp_path / mode))
-        weights[mode] = load_file(tmp_path / mode / "model.safetensors")
+        found[mode], file = learned(tmp_path / mode, 8192, [batch[mode]], 3)
+        weights[mode] = load_file(file)
     for on, off in zip(found["on"], found["off"], strict=True):
         assert on["loss"] == pytest.approx(off["loss"], rel=1e-5)
         assert on["tokens_trained"] == off["tokens_trained"]

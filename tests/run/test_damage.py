@@ -100,14 +100,6 @@ def test_a_config_changed_by_hand_or_of_another_run_is_refused_by_key_and_values
     check_own_config(identity_of(config(tmp_path, seed=4), "train"), folder)  # damaged, and not loaded
 
 
-def test_a_resume_may_not_change_the_groups_of_an_update(tmp_path: Path) -> None:
-    from agentrl.config.identity import check_resumed
-
-    for groups in (4, 16):
-        with pytest.raises(ConfigError, match=rf"rollout.groups was 8, is {groups}"):
-            check_resumed(config(tmp_path, rollout={"groups": 8}), config(tmp_path, rollout={"groups": groups}), tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "same"),
     [

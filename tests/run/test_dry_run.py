@@ -12,6 +12,7 @@ import ray
 from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
+from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from agentrl.run.plan import Planner, dry_run, lines
 from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, peaks, waiting
@@ -36,9 +37,12 @@ def architecture(tmp_path: Path) -> Path:
     return tmp_path / "architecture"
 
 
+def config_of(path: Path, *overrides: str) -> TrainConfig:
+    return config_from({"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(path)}}, list(overrides))
+
+
 def placed(path: Path, *overrides: str) -> dict[str, RolePlacement]:
-    base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(path)}}
-    return {one.role: one for one in RunMemory(config_from(base, list(overrides)), 80 * GIB).roles()}
+    return {one.role: one for one in RunMemory(config_of(path, *overrides), 80 * GIB).roles()}
 
 
 def test_the_weights_of_the_actor_and_the_engine_are_counted_from_the_architecture_alone(architecture: Path) -> None:
@@ -121,9 +125,7 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
 
 def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -> None:
     def told(*overrides: str, card: int | None = GIB, place: int = 0) -> str:
-        base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
-        config = config_from(base, list(overrides))
-        memory = RunMemory(config, card)
+        memory = RunMemory(config_of(architecture, *overrides), card)
         placed = memory.roles()
         return memory.advice(placed, peaks(placed, card)[place])
 
@@ -190,8 +192,7 @@ def test_a_folder_without_a_tokenizer_is_split_as_its_own_sizes_allow(architectu
     file.write_text(json.dumps(sizes | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}))
 
     def tried(*overrides: str) -> str:
-        base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
-        return dry_run(config_from(base, ["cluster.actors=8", *overrides]), 80.0).text()
+        return dry_run(config_of(architecture, "cluster.actors=8", *overrides), 80.0).text()
 
     assert "of 80.0 GiB, in the turn of actor" in tried("model.tensor_parallel=8", "model.expert_parallel=4")
     with pytest.raises(ConfigError, match="tensor_parallel = 8: the experts of the family 'qwen3_moe'"):
@@ -201,49 +202,36 @@ def test_a_folder_without_a_tokenizer_is_split_as_its_own_sizes_allow(architectu
         tried("model.tensor_parallel=8", "model.expert_parallel=4")
 
 
-@pytest.fixture
-def sparse(tmp_path: Path) -> Path:
-    """A mixture of experts of which there is only the architecture."""
-    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 4096}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "vocab_size": 400}
-    (tmp_path / "sparse").mkdir()
-    (tmp_path / "sparse/config.json").write_text(json.dumps({**kind, **sizes, **experts}))
-    return tmp_path / "sparse"
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "sparse": {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "tie_word_embeddings": False,
+    },
+    "conv": {"layer_types": ["conv", "full_attention"] * 2, "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("folder", "override", "refused"),
+    ("kind", "override", "refused"),
     [
         ("sparse", "rollout.router_replay=true model.expert_parallel=2", None),
         ("sparse", "model.expert_parallel=4", "does not divide cluster.actors = 2"),
-        ("architecture", "rollout.router_replay=true", "is a dense model, which has no routers"),
-        ("architecture", "model.expert_parallel=2", "no expert-parallel plan for the family 'qwen3'"),
+        ("dense", "rollout.router_replay=true", "is a dense model, which has no routers"),
+        ("dense", "model.expert_parallel=2", "no expert-parallel plan for the family 'qwen3'"),
+        # A KV cache holds no state of a convolution; without a cache there is nothing to hold.
+        ("conv", "engine_args={}", r"its layers are of the types conv, .*engine_args = \{ cache = false \}"),
+        ("conv", "engine_args={cache=false}", None),
     ],
 )
 def test_an_architecture_is_checked_and_not_the_tiny_model_in_its_place(
-    sparse: Path, architecture: Path, folder: str, override: str, refused: str | None
+    architecture: Path, kind: str, override: str, refused: str | None
 ) -> None:
-    path = sparse if folder == "sparse" else architecture
-    base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(path)}}
-    config = config_from(base, [*override.split(), "cluster.actors=2"])
-    if refused is None:
-        assert "actor" in dry_run(config, 80.0).text()
-        return
-    with pytest.raises(ConfigError, match=refused):
-        dry_run(config, 80.0)
-
-
-@pytest.mark.parametrize("found", ["engine_args={}", "engine_args={cache=false}"])
-def test_layers_that_the_embedded_engines_cache_does_not_hold_are_refused_before_the_run(architecture: Path, found: str) -> None:
-    """A KV cache holds no state of a convolution; without a cache there is nothing to hold."""
     file = architecture / "config.json"
-    kinds = {"layer_types": ["conv", "full_attention"] * 2, "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | kinds))
-    base: dict[str, Any] = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"path": str(architecture)}}
-    config = config_from(base, [found])
-    if "cache" in found:
+    file.write_text(json.dumps(json.loads(file.read_text()) | KINDS[kind]))
+    config = config_of(architecture, *override.split(), *([] if kind == "conv" else ["cluster.actors=2"]))
+    if refused is None:
         assert "in the turn of actor" in dry_run(config, 80.0).text()
         return
-    with pytest.raises(ModelError, match=r"its layers are of the types conv, .*engine_args = \{ cache = false \}"):
+    with pytest.raises((ConfigError, ModelError), match=refused):
         dry_run(config, 80.0)

@@ -23,18 +23,14 @@ from agentrl.run.session import open_session
 from agentrl.trainer.estimator_inputs import with_advantages, with_estimator_inputs
 from agentrl.utils.errors import ConfigError
 
+
 # What an untrained model says holds some letters and not others, so rewards differ within a group.
-EARLY: dict[str, Any] = {
-    "use": "text.contains",
-    "id": "early",
-    "args": {"expect": list("abcdefghij"), "where": "all", "credit": "partial"},
-}
-LATE: dict[str, Any] = {
-    "use": "text.contains",
-    "id": "late",
-    "weight": 0.5,
-    "args": {"expect": list("klmnopqrst"), "where": "all", "credit": "partial"},
-}
+def letters(id: str, these: str, **more: Any) -> dict[str, Any]:
+    args = {"expect": list(these), "where": "all", "credit": "partial"}
+    return {"use": "text.contains", "id": id, "args": args, **more}
+
+
+EARLY, LATE = letters("early", "abcdefghij"), letters("late", "klmnopqrst", weight=0.5)
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 SPEC = {"agentrl_reward": 1, "name": "two", "success": RIGHT, "root": {"op": "sum", "of": [EARLY, LATE]}}
 COMPARING = {"agentrl_reward": 1, "name": "ranks", "root": {"use": "group.rank", "args": {"of": EARLY}}}

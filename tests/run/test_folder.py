@@ -12,7 +12,6 @@ from agentrl.config.origin import read_origins
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks import size_checks as capacity
 from agentrl.run.folder import RunFolder
-from agentrl.run.outcomes import draw_curve
 from agentrl.utils.errors import ResourceError
 from agentrl.utils.files import atomic_write
 
@@ -103,10 +102,3 @@ def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(tmp_path
     monkeypatch.setattr(capacity, "MIN_DISK_MIB", 1 << 40)
     with pytest.raises(ResourceError, match=r"MiB of disk are free, .* are needed"):
         capacity.check_capacity(RunStart(config(tmp_path)))
-
-
-def test_the_curve_is_a_picture(tmp_path: Path) -> None:
-    rows = [{"phase": "before", "step": 0, "success": 0.2}, {"phase": "train", "step": 1, "success": 0.3}]
-    draw_curve(rows, tmp_path / "curve.png", "x")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    draw_curve([], tmp_path / "empty.png", "x")

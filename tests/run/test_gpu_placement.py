@@ -76,6 +76,13 @@ def overrides(name: str | Path, address: str, models: dict[str, str]) -> list[st
     return [f"model.path={path}", *([f"cluster.address={address}"] if config.cluster.backend == "ray" else [])]
 
 
+def placed(name: str, address: str, models: dict[str, str], *more: str) -> TrainConfig:
+    """A config of configs/gpu, at whose cluster this process is."""
+    config = load_config(GPU / f"{name}.toml", [*overrides(name, address, models), *more])
+    start_ray(config.cluster)
+    return config
+
+
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes where the run's would be, which do nothing."""
@@ -116,7 +123,7 @@ def test_pools_that_fill_a_node_are_where_actors_and_replicas_run(
     address: str, models: dict[str, str], idle: None, more: list[str], actors: list[str], replicas: list[str]
 ) -> None:
     """All eight cards of a node, two for a process or one: none waits for another's, and no card has two."""
-    training, sampling = started(load_config(GPU / "split_4_4.toml", [*overrides("split_4_4", address, models), *more]))
+    training, sampling = started(placed("split_4_4", address, models, *more))
     assert [cards for _, cards in training] == actors and [cards for _, cards in sampling] == replicas
     assert len({node for node, _ in training + sampling}) == 1
 
@@ -124,7 +131,7 @@ def test_pools_that_fill_a_node_are_where_actors_and_replicas_run(
 def test_a_colocated_replica_sees_the_cards_of_its_ranks(address: str, models: dict[str, str], idle: None) -> None:
     """Two actors without a pool, each with a card of its own, and one replica over both."""
     two = ["cluster.actors=2", "vllm.replicas=1"]
-    training, sampling = started(load_config(GPU / "colocated_8.toml", [*overrides("colocated_8", address, models), *two]))
+    training, sampling = started(placed("colocated_8", address, models, *two))
     assert [cards for _, cards in training] == ["0", "1"] and [cards for _, cards in sampling] == ["0,1"]
     assert len({node for node, _ in training + sampling}) == 1
 
@@ -158,8 +165,7 @@ def test_the_other_roles_are_with_the_actors_or_in_their_pool(address: str, mode
         "cluster.actors=4", "vllm.replicas=1", "vllm.tensor_parallel=2", "cluster.pools={frozen={per_node=2,gpus=1.0}}",
         "cluster.roles={reference='frozen'}", "algorithm.kl.coef=0.1", "algorithm.advantage={name='gae'}", "critic={}",
     ]  # fmt: skip
-    config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *more])
-    start_ray(config.cluster)
+    config = placed("async_2x8", address, models, *more)
     found = placement.RunRoles(EngineChoice(config, "vllm")).locations()
     assert {role: len(of_role) for role, of_role in found.items()} == {"actor": 4, "rollout": 1, "reference": 2, "critic": 4}
     assert found["critic"] == found["actor"]
@@ -183,8 +189,7 @@ def test_judges_have_cards_that_no_other_process_has(
 ) -> None:
     """On vLLM, beside four actors and a replica: without a pool by their replicas' needs, else in their pool, in their order."""
     small = ["cluster.actors=4", "vllm.replicas=1", "vllm.tensor_parallel=2"]
-    config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *small, *JUDGES, *more])
-    start_ray(config.cluster)
+    config = placed("async_2x8", address, models, *small, *JUDGES, *more)
     placement.RunRoles(EngineChoice(config, "vllm")).check_room()
     places = placement.RunRoles(EngineChoice(config, "vllm")).locations()
     assert {role: [len(one.cards) for one in of_role] for role, of_role in places.items() if role.startswith("judge")} == found
@@ -203,31 +208,19 @@ def test_judges_have_cards_that_no_other_process_has(
 
 
 REFUSED = {
-    "more than the pool": (
-        [*ONE_EACH, "cluster.pools={j={per_node=2,gpus=1.0}}", "cluster.roles.judge=j"],
-        r"pools\.j has 2 processes .*, but the judges have 3 \(.*big\.vllm\.replicas = 1, .*small\.vllm\.replicas = 2\)",
-    ),
-    "cards": (
-        ["cluster.pools={j={per_node=3,gpus=1.0}}", "cluster.roles.judge=j"],
-        r"pools\.j\.gpus = 1, but judge big uses reward\.judge\.engines\.big\.vllm\.tensor_parallel = 2 GPUs",
-    ),
-    "of others": (
-        [
-            *ONE_EACH,
-            "cluster.pools={j={per_node=3,gpus=1.0}}",
-            "cluster.roles={judge='j',reference='j'}",
-            "algorithm.kl.coef=0.1",
-        ],
-        r"cluster\.roles\.judge: judges cannot share the processes of reference \(pool 'j'\)",
-    ),
-}
+    "more than the pool": ([*ONE_EACH, "cluster.pools={j={per_node=2,gpus=1.0}}", "cluster.roles.judge=j"],
+     r"pools\.j has 2 processes .*, but the judges have 3 \(.*big\.vllm\.replicas = 1, .*small\.vllm\.replicas = 2\)"),
+    "cards": (["cluster.pools={j={per_node=3,gpus=1.0}}", "cluster.roles.judge=j"],
+     r"pools\.j\.gpus = 1, but judge big uses reward\.judge\.engines\.big\.vllm\.tensor_parallel = 2 GPUs"),
+    "of others": ([*ONE_EACH, "cluster.pools={j={per_node=3,gpus=1.0}}", "cluster.roles={judge='j',reference='j'}",
+     "algorithm.kl.coef=0.1"], r"cluster\.roles\.judge: judges cannot share the processes of reference \(pool 'j'\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_pool_that_is_not_for_judges_is_refused(case: str, address: str, models: dict[str, str]) -> None:
     more, said = REFUSED[case]
-    config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *JUDGES, *more])
-    start_ray(config.cluster)
+    config = placed("async_2x8", address, models, *JUDGES, *more)
     with pytest.raises(ConfigError, match=said):
         check_placement(start_of(config, "vllm"))
 
@@ -235,8 +228,7 @@ def test_a_pool_that_is_not_for_judges_is_refused(case: str, address: str, model
 def test_judges_without_room_are_refused_with_the_table(address: str, models: dict[str, str]) -> None:
     """Sixteen cards are left of 32 beside the actors and the policy's replicas, and 17 are needed."""
     wide = ["reward.judge.engines.big={path='x',engine='vllm',vllm={replicas=17}}"]
-    config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *wide])
-    start_ray(config.cluster)
+    config = placed("async_2x8", address, models, *wide)
     with pytest.raises(ResourceError, match=r"reward\.judge\.engines\.big\.vllm\.replicas +any +17 in all"):
         placement.RunRoles(EngineChoice(config, "vllm")).check_room()
 
@@ -250,15 +242,11 @@ LOCATIONS = {
     "lora_one_gpu_vllm": ONE,
     "split_4_4": [("actor", "0-3", 0, "0 1 2 3"), ("rollout", "0-3", 0, "4 5 6 7")],
     "async_2x8": [("actor", "0-7", 0, EIGHT), ("rollout", "0-7", 1, EIGHT)],
-    "multi_node": [
-        ("actor", "0-7", 0, EIGHT),
-        ("actor", "8-15", 1, EIGHT),
-        ("rollout", "0-7", 2, EIGHT),
-        ("rollout", "8-15", 3, EIGHT),
-    ],
+    "multi_node": [("actor", "0-7", 0, EIGHT), ("actor", "8-15", 1, EIGHT), ("rollout", "0-7", 2, EIGHT),
+     ("rollout", "8-15", 3, EIGHT)],
     "colocated_8": [("actor", "0-7", 0, EIGHT), ("rollout", "0-3", 0, "0,1 2,3 4,5 6,7")],
     "moe_8": [("actor", "0-7", 0, EIGHT), ("rollout", "0", 0, EIGHT.replace(" ", ","))],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOCATIONS)

@@ -34,13 +34,19 @@ def alike(step: int, success: float = 0.0) -> dict[str, Any]:
     return update(step, grad_norm=0.0, groups_zero_variance=4.0, success=success, reward=success)
 
 
-def followed(rows: list[dict[str, Any]], *overrides: str, fault: str | None = None) -> tuple[list[str], Any]:
-    """What the run said, and its verdict."""
+def watched(rows: list[dict[str, Any]], *overrides: str, fault: str | None = None) -> tuple[list[str], Health]:
+    """What the run said, and its health."""
     said: list[str] = []
     health = Health(config(*overrides), said.append)
     health.begin(0, [], lambda: fault)
     for row in rows:
         health.row(row)
+    return said, health
+
+
+def followed(rows: list[dict[str, Any]], *overrides: str, fault: str | None = None) -> tuple[list[str], Any]:
+    """What the run said, and its verdict."""
+    said, health = watched(rows, *overrides, fault=fault)
     return said, health.verdict(rows)
 
 
@@ -148,15 +154,12 @@ def test_a_long_run_keeps_no_rows_but_the_newest(of: Callable[..., dict[str, Any
 
 
 def found(*rewards: float | None) -> Evaluation:
-    stop = StopReason.ENV_ERROR
-    return summarize(
-        [
-            Trajectory("e", Task(f"t/{n}", n), reward=r, success=None if r is None else r == 1, stop=StopReason.DONE)
-            if r is not None
-            else Trajectory("e", Task(f"t/{n}", n), stop=stop, error="no database")
-            for n, r in enumerate(rewards)
-        ]
-    )
+    lost = {"stop": StopReason.ENV_ERROR, "error": "no database"}
+    return summarize([
+        Trajectory("e", Task(f"t/{n}", n), reward=r, success=None if r is None else r == 1,
+                   **(lost if r is None else {"stop": StopReason.DONE}))  # type: ignore[arg-type]
+        for n, r in enumerate(rewards)
+    ])  # fmt: skip
 
 
 def test_a_first_evaluation_without_any_score_ends_the_run_with_the_first_error() -> None:
@@ -191,11 +194,7 @@ def stuck(step: int, **values: Any) -> dict[str, Any]:
 
 def signs(rows: list[dict[str, Any]], *overrides: str, fault: str | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
     """What the run said, and its findings: name, since which update, until which."""
-    said: list[str] = []
-    health = Health(config(*overrides), said.append)
-    health.begin(0, [], lambda: fault)
-    for row in rows:
-        health.row(row)
+    said, health = watched(rows, *overrides, fault=fault)
     return said, [(one["name"], one["since"], one["until"]) for one in health.findings]
 
 
@@ -224,11 +223,7 @@ def test_five_updates_in_a_row_show_a_sign_which_is_said_once(
     assert f"({key} is " in said[0] and ("no database" in said[0]) is (key == "thin_groups")
     assert signs([stuck(step, **{key: fine if step < 7 or step % 5 == 0 else bad}) for step in range(1, 20)])[0] == []
     assert signs([stuck(step, **{key: fine if step < 7 else nearly}) for step in range(1, 20)])[0] == []
-    back = [
-        *rows,
-        *(stuck(step, **{key: fine}) for step in range(14, 20)),
-        *(stuck(step, **{key: bad}) for step in range(20, 26)),
-    ]
+    back = rows + [stuck(step, **{key: fine if step < 20 else bad}) for step in range(14, 26)]
     assert signs(back)[1] == [(name, 7, 18), (name, 20, None)] and len(signs(back)[0]) == 2, "after 18 none of five shows it"
 
 

@@ -52,11 +52,6 @@ def test_no_environment_of_a_run_trains_on_what_another_is_evaluated_on(here: Pa
         check(both)
 
 
-def test_the_split_of_training_is_no_parameter() -> None:
-    with pytest.raises(ConfigError, match=r"env.params.split = 'heldout' \(key_value\): a run trains on the split 'train'"):
-        check({"id": "key_value", "name": "key_value", "params": {"split": "heldout"}})
-
-
 def test_warm_start_and_sampler_parameters_count_as_training(tmp_path: Path) -> None:
     data = rows(tmp_path / "rows.jsonl", [f"question {number}" for number in range(40)])
     env = {"id": "function_calling", "params": {"data": data, "layout": "native"}}

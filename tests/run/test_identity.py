@@ -36,29 +36,6 @@ def refused(capsys: pytest.CaptureFixture[str], *parts: str) -> None:
     assert "Traceback" not in message
 
 
-def test_another_writer_of_summaries_is_another_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
-    compact = "rollout.context.name=compact"
-    with Loopback(solve) as server:
-        assert evaluate(server, compact, "rollout.summary_model=openai/one") == 0
-        asked = len(server.requests)
-        assert evaluate(server, compact, "rollout.summary_model=openai/two") == 2
-        refused(capsys, "evaluation of something else", 'rollout.summary_model was "openai/one", is "openai/two"')
-        assert evaluate(server, compact) == 2
-        refused(capsys, 'rollout.summary_model was "openai/one", is unset')
-        assert evaluate(server, compact, "rollout.summary_model=openai/one") == 0
-        assert len(server.requests) == asked
-
-
-def test_another_parser_of_tool_calls_is_another_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
-    init_model(tiny, tmp_path / "model", seed=0)
-    roll = ["rollout", "key_value", "--model", "model", "-n", "1", "--out", "out", "engine=embedded"]
-    short = ["rollout.max_turns=2", "rollout.max_turn_tokens=4"]
-    assert main([*roll, *short]) == 0
-    assert main([*roll, *short, "model.tool_parser=hermes"]) == 2
-    refused(capsys, "rollout of something else", 'model.tool_parser was "auto", is "hermes"')
-
-
 def shop(prefix: str, key: str = "sesame") -> str:
     command = json.dumps([sys.executable, "shop.py"])
     return f'tools.mcp.shop={{command={command},prefix="{prefix}",tools=["count"],env={{SHOP_KEY="{key}"}}}}'

@@ -36,6 +36,15 @@ def session_of(config: Any) -> Any:
     return SimpleNamespace(config=config, envs=parts)
 
 
+def warm_up(course: Course, source: Any, patch: pytest.MonkeyPatch, evaluated: Any = None) -> None:
+    """Runs the warm start with the transcripts of `source`."""
+    course.session.envs = session_of(course.session.config).envs
+    patch.setattr("agentrl.run.session.run_tasks", evaluated or course.evaluated)
+    patch.setattr(sft, "transcripts_of", lambda session: source)
+    course.session.folder.warm_start.mkdir(exist_ok=True)  # which a real actor writes
+    asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
+
+
 def test_transcripts_are_of_the_environments_that_take_part_by_their_weights() -> None:
     """3 to 1 at step 0, and none of the third, whose weight begins later; each by its own teacher and parameters."""
     source = sft.transcripts_of(session_of(config_of()))
@@ -65,9 +74,7 @@ def test_transcripts_are_of_the_environments_that_take_part_by_their_weights() -
 def test_the_gate_is_of_each(
     found: dict[str, list[float | None]], ends: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of()
-    course = Course(config, tmp_path)
-    course.session.envs = session_of(config).envs
+    course = Course(config_of(), tmp_path)
     asked, said = [], []
     answers = {name: iter(values) for name, values in found.items()}
 
@@ -77,19 +84,13 @@ def test_the_gate_is_of_each(
         right = [None if rate is None else number < 4 * rate for number in range(4)]
         return [Trajectory("x", Task("t", 0), success=one, env=env) for one in right]
 
-    class Source:
-        skipped = 0
-
-        async def take(self, first: int, count: int) -> list[Any]:
-            return [course.member] * count
+    async def take(first: int, count: int) -> list[Any]:
+        return [course.member] * count
 
     course.run_log.row = lambda phase, step, values: said.append((phase, step, values))
-    monkeypatch.setattr("agentrl.run.session.run_tasks", evaluated)
-    monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
     text = ""
     try:
-        course.session.folder.warm_start.mkdir(exist_ok=True)  # which a real actor writes
-        asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
+        warm_up(course, SimpleNamespace(skipped=0, take=take), monkeypatch, evaluated)
     except sft.AgentrlError as problem:
         text = str(problem)
     rows = [(step, values) for phase, step, values in said if phase == "gate"]
@@ -112,7 +113,7 @@ def test_transcripts_are_written_while_the_actors_compute(
     shown, however many a call has."""
     monkeypatch.setattr(ModelConfig, "size", lambda self: size)
     course, events = Course(config_of(min_steps=3, gate_every=3, gate=0.25), tmp_path), list[str]()
-    course.session.envs = session_of(course.session.config).envs
+    source = SimpleNamespace(skipped=0)
 
     async def arun(method: Any, *args: Any) -> Any:
         if method.__name__ != "sft_steps":
@@ -124,26 +125,21 @@ def test_transcripts_are_written_while_the_actors_compute(
         events.append("end")
         return [{"loss": 1.0}] * steps
 
-    class Source:
-        skipped = 0
+    async def take(first: int, count: int) -> list[Any]:
+        events.append(f"write {first}")
+        source.skipped = first
+        return [course.member] * count
 
-        async def take(self, first: int, count: int) -> list[Any]:
-            events.append(f"write {first}")
-            self.skipped = first
-            return [course.member] * count
-
-    rows: list[tuple[int, float]] = []
+    rows: list[tuple[str, int, float | None]] = []
     course.session.actors = SimpleNamespace(arun=arun, in_processes=course.session.actors.in_processes, mesh=Mesh.of(None, 1))
-    course.run_log.row = lambda phase, step, values: (
-        rows.append((step, values["transcripts_skipped"])) if phase == "sft" else None
-    )
-    monkeypatch.setattr("agentrl.run.session.run_tasks", course.evaluated)
-    monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
-    course.session.folder.warm_start.mkdir(exist_ok=True)
-    asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
+    course.run_log.row = lambda phase, step, values: rows.append((phase, step, values.get("transcripts_skipped")))
+    source.take = take
+    warm_up(course, source, monkeypatch)
     written = [[f"write {first}" for first in call.split()] for call in calls]
     expected = [*written[0]]
     for of, after in zip(written, [*written[1:], []], strict=True):
         expected += [f"begin {8 * len(of)} rows of {len(of)}", *after, "end"]
     assert events == expected
-    assert rows == [(1, 0.0), (2, 8.0), (3, 16.0)], "a row counts the transcripts left out up to its own step"
+    assert rows[:3] == [("sft", 1, 0.0), ("sft", 2, 8.0), ("sft", 3, 16.0)], (
+        "a row counts the transcripts left out up to its own step"
+    )

@@ -55,10 +55,7 @@ SIBLINGS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"id": "key_value", "advantage": {"name": "multi_reward", "args": {"terms": ["nowhere"]}}},
         "no node with id 'nowhere'",
     ),
-    "a clock in its wrappers": (
-        slow,
-        "counts wall-clock time",
-    ),
+    "a clock in its wrappers": (slow, "counts wall-clock time"),
     "a reward for nothing": (lambda: {"id": "key_value", "reward": spec(IDLE)}, "an empty answer earns 1"),
 }
 

@@ -8,20 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.config.schema import (
-    AlgorithmConfig,
-    Choice,
-    ClusterConfig,
-    EnvConfig,
-    KlConfig,
-    LoraSection,
-    ModelConfig,
-    PoolConfig,
-    TrainConfig,
-    VllmConfig,
-    WeightsConfig,
-)
 from agentrl.engines.vllm import replicas
 from agentrl.run import engine_choice as engines
 from agentrl.run import role_placement as placement
@@ -30,6 +18,10 @@ from agentrl.trainer import learner
 from agentrl.utils.errors import ConfigError
 from tests.run.starts import start_of
 from tests.trainer.train_batches import toy_critic
+
+
+def config_of(*overrides: str) -> TrainConfig:
+    return config_from({"env": {"id": "key_value"}}, list(overrides))
 
 
 def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,13 +38,9 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
     monkeypatch.setattr(placement, "launch", launch)
     monkeypatch.setattr(learner, "launch", launch)
     monkeypatch.setattr("agentrl.cluster.placement.Pools", lambda *args: args)
-    cluster = ClusterConfig(backend="ray", actors=3, startup_timeout=7.0, call_timeout=9.0)
-    config = TrainConfig(
-        env=EnvConfig(id="none"),
-        cluster=cluster,
-        critic=toy_critic(),
-        algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)),
-    )
+    keys = ["cluster.backend=ray", "cluster.actors=3", "cluster.startup_timeout=7.0", "cluster.call_timeout=9.0"]
+    config = config_of(*keys, "algorithm.advantage.name=gae", "algorithm.kl.coef=0.1")
+    config = config.model_copy(update={"critic": toy_critic()})
     actors = placement.start_actors(config.model, config.cluster, None)
     asyncio.run(learner.Learner(config, actors).open("model"))
     common = {"backend": "ray", "world_size": 3, "mesh": {"dp": 3, "sp": 1}, "call_timeout": 9.0}
@@ -61,10 +49,11 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
         "critic": {**common, "on": actors},
         "reference": {**common, "on": actors},
     }
-    pooled = cluster.model_copy(update={"pools": {"p": PoolConfig()}, "roles": {"critic": "p"}})
+    pooled = config_of(*keys, "cluster.pools={p={}}", "cluster.roles={critic='p'}").cluster
     changed = config.model_copy(update={"cluster": pooled})
-    assert placement.RunRoles(engines.EngineChoice(changed, "embedded")).open_pools() == (pooled, ["critic"], 9.0, {}, {})
-    inline = config.model_copy(update={"cluster": cluster.model_copy(update={"backend": "inline"})})
+    pools = placement.RunRoles(engines.EngineChoice(changed, "embedded")).open_pools()
+    assert pools == (pooled, ["critic"], 9.0, {}, {})
+    inline = config_of(*keys, "cluster.backend=inline")
     assert placement.start_actors(inline.model, inline.cluster, None).world_size == 3 and seen["actor"]["backend"] == "inline"
 
 
@@ -90,8 +79,7 @@ def test_vllm_replicas_run_where_the_role_rollout_is_placed(monkeypatch: pytest.
 
     monkeypatch.setattr(engines, "model_context", lambda model, trust: 4096)
     monkeypatch.setattr(replicas.ray, "remote", lambda **_: lambda cls: Remote())
-    config = TrainConfig(env=EnvConfig(id="none"), vllm=VllmConfig(replicas=2))
-    engine: Any = engines.EngineChoice(config, "vllm").make("model", Pools())  # type: ignore[arg-type]
+    engine: Any = engines.EngineChoice(config_of("vllm.replicas=2"), "vllm").make("model", Pools())  # type: ignore[arg-type]
     for number in range(2):
         engine._replicas._spawn(number)
     assert [options.get("scheduling_strategy") for options in started] == (["slot 0", "slot 1"] if placed else [None, None])
@@ -103,9 +91,7 @@ def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_publish
 ) -> None:
     """vLLM has room for ranks of 8, 16, 32, ... : the least that holds the adapter's."""
     monkeypatch.setattr(engines, "model_context", lambda model, trust: 4096)
-    config = TrainConfig(
-        env=EnvConfig(id="none"), model=ModelConfig(lora=LoraSection(rank=rank)), weights=WeightsConfig(lora=published)
-    )
+    config = config_of(f"model.lora.rank={rank}", f"weights.lora={published}")
     engine: Any = engines.EngineChoice(config, "vllm").make("model")
     options = engine._replicas._options
     assert (options.get("max_lora_rank"), options.get("enable_lora", False)) == (room, room is not None)
@@ -113,7 +99,7 @@ def test_vllm_gets_room_for_an_adapter_of_the_rank_and_only_where_one_is_publish
 
 @pytest.mark.parametrize(("backend", "actors", "fits"), [("inline", 1, True), ("inline", 2, False), ("ray", 2, True)])
 def test_several_actors_in_the_drivers_process_are_refused_before_a_folder_is_made(backend: Any, actors: int, fits: bool) -> None:
-    config = TrainConfig(env=EnvConfig(id="key_value"), cluster=ClusterConfig(backend=backend, actors=actors))
+    config = config_of(f"cluster.backend={backend}", f"cluster.actors={actors}")
     refusal = pytest.raises(ConfigError, match=r'cluster\.actors = 2.*cluster\.actors = 1 or cluster\.backend = "ray"')
     with nullcontext() if fits else refusal:
         check_placement(start_of(config, "embedded"))
@@ -128,16 +114,15 @@ def test_several_actors_in_the_drivers_process_are_refused_before_a_folder_is_ma
     ],
 )
 def test_the_route_within_a_process_is_refused_before_a_run_of_several(backend: Any, engine: str, said: str | None) -> None:
-    base = {"env": {"id": "key_value"}, "model": {"init": {}}, "engine": engine, "cluster": {"backend": backend}}
-    config = config_from(base, ["weights.route=memory", "rollout.max_episode_tokens=4096"])
+    route = ("weights.route=memory", "rollout.max_episode_tokens=4096", f"engine={engine}")
+    config = config_of(f"cluster.backend={backend}", "model.init={}", *route)
     words = f'"memory" stays within a process, and {re.escape(said or "")}.*"auto"'
     with nullcontext() if said is None else pytest.raises(ConfigError, match=f"weights.route = {words}"):
         check_placement(start_of(config, engine))
 
 
 def test_an_address_that_no_part_of_the_run_would_use_is_refused() -> None:
-    base = {"env": {"id": "key_value"}, "model": {"init": {}}, "engine": "embedded", "cluster": {"backend": "inline"}}
-    with pytest.raises(
-        ConfigError, match=r'cluster.address = "10\.0\.0\.1:6379": .*cluster.backend = "inline".*joins no cluster.*"ray"'
-    ):
-        check_placement(start_of(config_from(base, ["cluster.address=10.0.0.1:6379"]), "embedded"))
+    config = config_of("cluster.backend=inline", "cluster.address=10.0.0.1:6379", "model.init={}")
+    said = r'cluster.address = "10\.0\.0\.1:6379": .*cluster.backend = "inline".*joins no cluster.*"ray"'
+    with pytest.raises(ConfigError, match=said):
+        check_placement(start_of(config, "embedded"))

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,16 @@ def train(*more: str, env: str = "key_value") -> int:
     return main(["train", "mine.toml", "name=r", "health.lint=false", *sizes, *more])
 
 
+def resume(*more: str, run: Path | str = "runs/r") -> int:
+    return main(["train", "--resume", str(run), *more])
+
+
+def checkpoint(step: int) -> None:
+    """A whole checkpoint of the run, as checks look at it."""
+    Path(f"runs/r/checkpoints/step_{step:06d}").mkdir(parents=True)
+    Path(f"runs/r/checkpoints/step_{step:06d}/manifest.json").write_text('{"files": {}}')
+
+
 def test_a_run_with_relative_paths_goes_on_from_another_folder(
     executed: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,9 +64,9 @@ def test_a_run_with_relative_paths_goes_on_from_another_folder(
     write_spec("spec.json", 1.0)
     assert train("model.path=model", "env.reward=./spec.json", "reward.judge.cache=verdicts", "weights.folder=w") == 0
     there = tmp_path / "there"
-    assert main(["train", "--resume", "runs/r", "model.path=model"]) == 0, "the same model by its relative name"
+    assert resume("model.path=model") == 0, "the same model by its relative name"
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert main(["train", "--resume", str(there / "runs" / "r")]) == 0
+    assert resume(run=there / "runs" / "r") == 0
     for config, notes in executed:
         assert config.model.path == str(there / "model") and not notes
         assert Path(config.env.reward or "").samefile(there / "spec.json")
@@ -70,27 +81,29 @@ def test_what_a_run_lacks_elsewhere_is_said_with_the_folder_where_it_began(
     monkeypatch.chdir(tmp_path / "elsewhere")
     there = tmp_path / "there"
     capsys.readouterr()
-    assert main(["train", "--resume", str(there / "runs" / "r")]) == 2
+    assert resume(run=there / "runs" / "r") == 2
     said = capsys.readouterr().err
     assert "no environment 'mine'" in said and f"the run began in {there}" in said and f"AGENTRL_PATH={there}" in said
     monkeypatch.setenv("AGENTRL_PATH", str(there))
-    assert main(["train", "--resume", str(there / "runs" / "r")]) == 0
+    assert resume(run=there / "runs" / "r") == 0
 
 
 def test_an_edited_reward_spec_ends_a_run(executed: Executed, capsys: pytest.CaptureFixture[str]) -> None:
     write_spec("spec.json", 1.0)
     assert train("model.init={}", "env.reward=spec.json") == 0
     write_spec("spec.json", 2.0)
-    assert main(["train", "--resume", "runs/r"]) == 2
+    assert resume() == 2
     said = capsys.readouterr().err
     assert "the content of env.reward was sha256:" in said and "spec.json" in said
     assert "restore" in said and "start another run, or delete this file to go on" in said
     write_spec("spec.json", 1.0)
-    assert main(["train", "--resume", "runs/r"]) == 0
+    assert resume() == 0
     write_spec("spec.json", 2.0)
-    Path("runs/r/provenance.json").unlink()
-    assert main(["train", "--resume", "runs/r"]) == 0
-    assert len(executed) == 3
+    Path("runs/r/provenance.json").unlink()  # of an older version, which goes on and is held to what it has then
+    assert resume() == 0
+    assert executed[2][1][0].endswith("no provenance.json: the files of the config are taken to be the same")
+    write_spec("spec.json", 1.0)
+    assert resume() == 2 and len(executed) == 3
 
 
 def test_a_spec_that_is_edited_before_a_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +129,7 @@ def test_other_weights_under_the_old_path_end_a_run(executed: Executed, capsys: 
     assert train("model.path=model") == 0
     shutil.rmtree("model")
     init_model(TINY, Path("model"), seed=1)
-    assert main(["train", "--resume", "runs/r"]) == 2
+    assert resume() == 2
     assert "the files of model.path was sha256:" in capsys.readouterr().err
     assert len(executed) == 1
 
@@ -145,11 +158,7 @@ def one_letter(path: Path) -> None:
     ],
 )
 def test_data_that_an_argument_names_may_not_change(
-    executed: Executed,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[Path], object],
-    where: str,
+    executed: Executed, monkeypatch: pytest.MonkeyPatch, capsys: Any, change: Callable[[Path], object], where: str
 ) -> None:
     """Else rows of it are skipped or come twice, as a seed is the number of a row."""
     assert main(["env", "new", "mine"]) == 0
@@ -167,9 +176,9 @@ def test_data_that_an_argument_names_may_not_change(
         "mixed": "env=[{id='key_value'},{id='mine',name='b',params={tasks='data/rows.jsonl'}}]",
     }[where]
     assert train("model.init={}", named, env="mine") == 0
-    assert main(["train", "--resume", "runs/r"]) == 0
+    assert resume() == 0
     change(rows)
-    assert main(["train", "--resume", "runs/r"]) == 2
+    assert resume() == 2
     said = capsys.readouterr().err
     assert "the files of env." in said and "was sha256:" in said and "restore" in said
     assert len(executed) == 2
@@ -189,18 +198,18 @@ def test_a_chat_template_may_not_change_and_changed_code_is_said(
     module.write_text("def half(view, args): return 0.5\n")
     more = ["algorithm.loss.name=of_mine", "reward.python.half=resumed_code:half", "model.chat_template=own.jinja"]
     assert train("model.init={}", *more) == 0
-    assert main(["train", "--resume", "runs/r"]) == 0 and executed[1][1] == ()
+    assert resume() == 0 and executed[1][1] == ()
     for file in (plugin, module):
         file.write_text(file.read_text() + "# mended\n")
     monkeypatch.setattr("agentrl.__version__", "0.0")
-    assert main(["train", "--resume", "runs/r"]) == 0
+    assert resume() == 0
     assert sorted(note.split(" have changed")[0] for note in executed[2][1]) == [
         "the files of plugins/of_mine.py",
         "the files of there/resumed_code.py",
         "the versions of agentrl, torch and transformers",
     ]
     Path("own.jinja").write_text(CHATML_TEMPLATE + " ")
-    assert main(["train", "--resume", "runs/r"]) == 2
+    assert resume() == 2
     assert "the files of model.chat_template was sha256:" in capsys.readouterr().err
 
 
@@ -211,7 +220,7 @@ def test_a_config_that_is_edited_before_the_first_checkpoint_is_refused(
     assert train("model.init={hidden=32}") == 0
     file = Path("runs/r/config.toml")
     file.write_text(file.read_text().replace("hidden = 32", "hidden = 64"))
-    assert main(["train", "--resume", "runs/r"]) == 2
+    assert resume() == 2
     assert "was trained with other values: model.init.hidden was 32, is 64" in capsys.readouterr().err
 
 
@@ -221,52 +230,32 @@ def test_an_environment_that_was_mended_goes_on_and_this_is_said(executed: Execu
     assert train("model.init={}", env="mine") == 0
     source = Path("envs/mine/env.py")
     source.write_text(source.read_text() + "\n# mended\n")
-    assert main(["train", "--resume", "runs/r"]) == 0
+    assert resume() == 0
     [note] = executed[1][1]
     assert note.startswith("the files of env.id have changed since the run began")
 
 
-def test_a_run_of_an_older_version_goes_on_and_is_held_to_what_it_has_then(
-    executed: Executed, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_spec("spec.json", 1.0)
-    assert train("model.init={}", "env.reward=spec.json") == 0
-    Path("runs/r/provenance.json").unlink()
-    assert main(["train", "--resume", "runs/r"]) == 0
-    assert executed[1][1][0].endswith("no provenance.json: the files of the config are taken to be the same")
-    write_spec("spec.json", 2.0)
-    assert main(["train", "--resume", "runs/r"]) == 2
+STRETCHED = "after update 10 it is {} of optim.lr; it would have been {}"
+OVER = "steps = 9, and the run has done 10 updates: it is over; continue with more, as steps=20"
 
 
 @pytest.mark.parametrize(
-    ("schedule", "steps", "rates"),
-    [("constant", 40, None), ("linear", 20, None), ("linear", 40, ("0.5", "0.75")), ("cosine", 10, ("0.5", "0"))],
-)
-def test_more_steps_stretch_a_decaying_schedule_and_this_is_said(
-    executed: Executed, schedule: str, steps: int, rates: tuple[str, str] | None
+    ("began", "steps", "said"),
+    [
+        ("constant 20", 40, None), ("linear 20", 20, None),  # the factors of optim.lr in the next update, now and before
+        ("linear 20", 40, STRETCHED.format("0.75", "0.5")), ("cosine 20", 10, STRETCHED.format("0", "0.5")),
+        ("constant 10", 9, OVER), ("constant 10", 10, None), ("constant 10", 11, None),
+    ],
+)  # fmt: skip
+def test_after_ten_updates_another_end_is_said_that_is_past_or_stretches_the_schedule(
+    executed: Executed, began: str, steps: int, said: str | None
 ) -> None:
-    """After 10 of 20 updates: the factor of optim.lr in the next one, of the run as it was and as it goes on."""
-    assert train("model.init={}", f"optim.schedule={schedule}", "steps=20") == 0
-    Path("runs/r/checkpoints/step_000010").mkdir(parents=True)
-    Path("runs/r/checkpoints/step_000010/manifest.json").write_text('{"files": {}}')
-    assert main(["train", "--resume", "runs/r", f"steps={steps}"]) == 0
+    schedule, planned = began.split()
+    assert train("model.init={}", f"optim.schedule={schedule}", f"steps={planned}") == 0
+    checkpoint(10)
+    assert resume(f"steps={steps}") == 0
     notes = executed[1][1]
-    if rates is None:
-        assert notes == ()
-    else:
-        before, now = rates
-        assert f"after update 10 it is {now} of optim.lr; it would have been {before}" in notes[0]
-
-
-@pytest.mark.parametrize(("steps", "said"), [(9, True), (10, False), (11, False)])
-def test_an_end_that_is_past_is_said(executed: Executed, steps: int, said: bool) -> None:
-    """10 updates are done: with 9 the run would only end again."""
-    assert train("model.init={}", "steps=10") == 0
-    Path("runs/r/checkpoints/step_000010").mkdir(parents=True)
-    Path("runs/r/checkpoints/step_000010/manifest.json").write_text('{"files": {}}')
-    assert main(["train", "--resume", "runs/r", f"steps={steps}"]) == 0
-    expected = "steps = 9, and the run has done 10 updates: it is over; continue with more, as steps=20"
-    assert executed[1][1] == ((expected,) if said else ())
+    assert len(notes) == (said is not None) and all(str(said) in note for note in notes)
 
 
 @pytest.mark.parametrize(("left", "said"), [((), "updates 1 to 7"), ((4,), "updates 5 to 7"), ((4, 7), "")])
@@ -278,9 +267,8 @@ def test_updates_without_a_checkpoint_are_done_again_and_this_is_said(
     rows = [json.dumps({"step": step, "phase": "train"}) for step in range(1, 8)]
     Path("runs/r/metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 9, "pha')
     for step in left:
-        Path(f"runs/r/checkpoints/step_{step:06d}").mkdir(parents=True)
-        Path(f"runs/r/checkpoints/step_{step:06d}/manifest.json").write_text('{"files": {}}')
-    assert main(["train", "--resume", "runs/r"]) == 0
+        checkpoint(step)
+    assert resume() == 0
     notes = executed[1][1]
     assert [note.split(" are in no checkpoint of ")[0] for note in notes] == ([said] if said else [])
 
@@ -300,33 +288,27 @@ def layered(tmp_path: Path) -> Path:
     return tmp_path / "top/mine.toml"
 
 
-def test_a_path_with_a_dot_is_beside_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["below", "cwd", "both"])
+def test_a_path_with_a_dot_is_beside_the_file_that_names_it_or_in_the_working_folder_and_not_in_both(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, below = layered(tmp_path), tmp_path / "below"
     monkeypatch.chdir(tmp_path / "cwd")
+    if where != "below":
+        shutil.copy(below / "spec.json", "spec.json")
+    if where == "both":
+        assert main(["train", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert "base.toml: env.reward = './spec.json'" in said
+        assert f"{below / 'spec.json'}" in said and f"{tmp_path / 'cwd/spec.json'}" in said
+        return
+    if where == "cwd":
+        (below / "spec.json").unlink()
     config = load_config(file)
-    assert Path(config.env.reward or "").samefile(below / "spec.json") and Path(config.model.path or "").samefile(below / "model")
-    assert Path(config.tools.sets[0]).samefile(below / "set.py")
+    assert config.env.reward == "./spec.json" if where == "cwd" else Path(config.env.reward or "").samefile(below / "spec.json")
+    assert Path(config.model.path or "").samefile(below / "model") and Path(config.tools.sets[0]).samefile(below / "set.py")
     override = load_config(file, ["env.reward=./spec.json"])
     assert override.env.reward == "./spec.json", "the command line has no file: its paths are those of the working folder"
-
-
-def test_one_that_exists_only_in_the_working_folder_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = layered(tmp_path)
-    (tmp_path / "below/spec.json").rename(tmp_path / "cwd/spec.json")
-    monkeypatch.chdir(tmp_path / "cwd")
-    assert load_config(file).env.reward == "./spec.json"
-
-
-def test_one_that_could_be_either_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = layered(tmp_path)
-    (tmp_path / "cwd/spec.json").write_text("{}")
-    monkeypatch.chdir(tmp_path / "cwd")
-    assert main(["train", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert "base.toml: env.reward = './spec.json'" in said
-    assert f"{tmp_path / 'below/spec.json'}" in said and f"{tmp_path / 'cwd/spec.json'}" in said
 
 
 def test_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

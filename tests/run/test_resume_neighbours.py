@@ -34,29 +34,20 @@ CASES: dict[str, list[str]] = {
     # Users go on whatever is answered, so there are turns to branch at. Without the cache as below.
     "branches": [*ROUNDS, "rollout.branch={roots=2}", "algorithm.advantage={name='tree'}", "engine_args={cache=false}"],
     "rotation": ["keep.trajectories=2"],
-    "experience": [
-        "algorithm.experience={rare=0.9,share=0.5,size=5,max_age=3}",
-        "algorithm.demonstrations={}",
-        "algorithm.minibatch=4",
-    ],
+    "experience": ["algorithm.experience={rare=0.9,share=0.5,size=5,max_age=3}", "algorithm.demonstrations={}",
+     "algorithm.minibatch=4"],
     "moving reference": ["algorithm.kl={coef=0.1,reference='moving',decay=0.75}", "optim.lr=1e-3", "checkpoint.keep=9"],
     "samplers": ["rollout.groups=8", "rollout.group_size=2"],
-    "start and grow": [
-        "rollout.start={left=1,step=1,threshold=0.4,window=2,whole=0.3}",
-        "rollout.grow=2.0",
-        "env.params={calls=[3,5],set_share=0.5}",
-        "rollout.group_size=2",
-        "rollout.groups=6",
-        "rollout.max_turns=7",
-        "rollout.max_turn_tokens=12",
-    ],
+    "start and grow": ["rollout.start={left=1,step=1,threshold=0.4,window=2,whole=0.3}", "rollout.grow=2.0",
+     "env.params={calls=[3,5],set_share=0.5}", "rollout.group_size=2", "rollout.groups=6", "rollout.max_turns=7",
+     "rollout.max_turn_tokens=12"],
     # One episode at a time: which requests share a step of the engine depends on when the server answers.
     "remote": ["rollout.max_episodes=1", "rollout.group_size=2", f"env.token_env={VARIABLE}"],
     "own judge": ["rollout.max_turn_tokens=8", "reward.judge.retries=0"],
     "own judge, workers": ["cluster.backend=ray", "rollout.workers=2", "engine_args={cache=false}", "rollout.max_turn_tokens=8"],
     # Without the cache the last digits do not depend on which requests share a step.
     "workers": ["cluster.backend=ray", "rollout.workers=2", "engine_args={cache=false}"],
-}
+}  # fmt: skip
 SAMPLERS = {  # the first two are of agentrl.contrib.curricula
     "predicted": "{ranges={calls=[2,6]}}",
     "by_progress": "{buckets=[{calls=2},{calls=5}],window=4}",

@@ -1,6 +1,5 @@
 """`rollout.workers` of a run: what is refused before it, and real processes that are killed and stopped while it goes on."""
 
-import json
 import os
 import signal
 import threading
@@ -32,6 +31,7 @@ from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, updates
 from tests.rollout.loopback import Loopback, solve
+from tests.run.broken_off import told
 from tests.run.timelines import check_update, read
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -93,14 +93,8 @@ def test_what_a_worker_may_call_at_once() -> None:
 # -- real processes ----------------------------------------------------------------------------------
 
 COMPACT = 'rollout.context={name="compact", args={tokens=230, summary_tokens=8, keep=1, prompt="note"}}'
-BRANCH = [
-    "cluster.backend=ray",
-    "rollout.temperature=0.8",
-    "steps=2",
-    COMPACT,
-    # Each turn is computed by itself: its last digits do not depend on which others are at the engine in the same moment.
-    "engine_args={cache=false}",
-]
+# Each turn is computed by itself: its last digits do not depend on which others are at the engine in the same moment.
+BRANCH = ["cluster.backend=ray", "rollout.temperature=0.8", "steps=2", COMPACT, "engine_args={cache=false}"]
 
 
 UNLUCKY = '''
@@ -167,32 +161,21 @@ def tensors(batch: Any) -> list[tuple[str, torch.Tensor]]:
     return [(key, value) for key, value in batch.items() if isinstance(value, torch.Tensor)]
 
 
-def told(folder: Path) -> list[Any]:
+def both(folder: Path) -> list[Any]:
     """Every episode of both updates, without times."""
-    return [row for step in (1, 2) for row in timeless(folder / f"trajectories/step_{step:06d}.jsonl")]
-
-
-def timeless(file: Path) -> list[Any]:
-    """The episodes of a file, without times."""
-    rows = [json.loads(line) for line in file.open()]
-    for row in rows:
-        row["timings"] = None
-        for turn in row["turns"]:
-            turn["seconds"] = 0.0
-            turn["results"] = [{**result, "seconds": 0.0} for result in turn["results"]]
-    return rows
+    return [row for step in (1, 2) for row in told(folder / f"trajectories/step_{step:06d}.jsonl")]
 
 
 def same(one: tuple[Path, list[Any]], other: tuple[Path, list[Any]]) -> None:
     """Bit for bit: episodes, batches, and the weights after two updates."""
-    assert told(one[0]) == told(other[0])
+    assert both(one[0]) == both(other[0])
     assert len(one[1]) == len(other[1]) == 2
     for left, right in zip(one[1], other[1], strict=True):
         assert left.keys() == right.keys() and len(left) > 5
         assert [key for key in left if not torch.equal(left[key], right[key])] == []
     for step in (1, 2):  # what training made of the tokens, of several ledgers an episode and beside unscored members
         files = [(run[0] / "tokens" / f"step_{step:06d}.jsonl").read_text() for run in (one, other)]
-        assert files[0] == files[1] and files[0].count("\n") == len(timeless(one[0] / f"trajectories/step_{step:06d}.jsonl"))
+        assert files[0] == files[1] and files[0].count("\n") == len(told(one[0] / f"trajectories/step_{step:06d}.jsonl"))
     weights = [load_file(run[0] / "final" / "model.safetensors") for run in (one, other)]
     assert [name for name in weights[0] if not torch.equal(weights[0][name], weights[1][name])] == []
 
@@ -223,7 +206,7 @@ def test_equal_seeds_give_equal_runs_for_any_number_of_workers_also_if_they_die_
     """With several ledgers an episode, unscored members, retries and a temperature."""
     wrapped = ('env.wrappers=[{name="unlucky"}]', "rollout.min_survivors=2")
     alone = run_with(monkeypatch, home, warm, "none", *wrapped)
-    rows = told(alone[0])
+    rows = both(alone[0])
     assert any(len(row["ledgers"]) > 1 for row in rows), "no episode was rewritten"
     assert any(row["reward"] is None for row in rows), "no member was unscored"
     log = (alone[0] / "log.txt").read_text()
@@ -242,7 +225,7 @@ def test_equal_seeds_give_equal_runs_for_any_number_of_workers_also_if_they_die_
     same(alone, two)
     shown = read(two[0] / "profile" / "step_000002.json.gz")
     check_update(two[0] / "profile" / "step_000002.json.gz")
-    members = [row for row in timeless(two[0] / "trajectories" / "step_000002.jsonl") if row["reward"] is not None]
+    members = [row for row in told(two[0] / "trajectories" / "step_000002.jsonl") if row["reward"] is not None]
     played = [e for (at, _), each in shown.tracks.items() if at.startswith("episodes in worker") for e in each]
     # By key: an episode whose worker was stopped in the middle was played twice.
     finished = {e["args"]["key"]: e["args"] for e in played if e["cat"] == "episode" and e["args"]["stop"] != "env_error"}
@@ -273,7 +256,7 @@ def test_evaluations_with_workers_are_those_without(home: Path, warm: str, monke
                 out = home / f"eval-{name}-{workers}"
                 asked = ["eval", "key_value", "--model", model, "-n", "4", "-k", "2", "--out", str(out), "env.params.calls=[2,3]"]
                 assert main([*asked, *more, f"rollout.workers={workers}", "rollout.max_turns=6"]) == 0
-                found[name].append(timeless(out / "trajectories.jsonl"))
+                found[name].append(told(out / "trajectories.jsonl"))
     for row in (*found["api"][0], *found["api"][1]):
         del row["ledgers"]  # numbers of messages, which each client counts by itself
     assert found["own"][0] == found["own"][1] and found["api"][0] == found["api"][1]

@@ -22,15 +22,10 @@ from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, 
 SPEC = {
     "agentrl_reward": 1,
     "name": "parts",
-    "root": {
-        "op": "sum",
-        "of": [
-            {"use": "number.close", "id": "right", "args": {"expect": {"$": "/task/gold/answer"}}},
-            {"use": "cost.turns", "args": {"max": 9}},
-        ],
-    },
+    "root": {"op": "sum", "of": [{"use": "number.close", "id": "right", "args": {"expect": {"$": "/task/gold/answer"}}},
+     {"use": "cost.turns", "args": {"max": 9}}]},
     "metrics": [{"op": "mean", "id": "form", "of": [{"use": "calls.schema", "id": "inner", "missing": "skip"}]}],
-}
+}  # fmt: skip
 
 
 def episode(

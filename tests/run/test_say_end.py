@@ -23,25 +23,17 @@ from agentrl.utils.errors import CheckpointError, ConfigError
 
 TABLE: dict[str, Any] = {
     "name": "a run",
-    "env": {
-        "id": "key_value",
-        "params": {"calls": [3, 4], "set_share": 0.25},
-        "reward": "re ward.json",
-        "wrappers": [{"name": "noise", "args": {"rate": 0.5, "deep": {"a": "it's", "b": [{"c": True}]}}}, {"name": "other"}],
-    },
+    "env": {"id": "key_value", "params": {"calls": [3, 4], "set_share": 0.25}, "reward": "re ward.json",
+     "wrappers": [{"name": "noise", "args": {"rate": 0.5, "deep": {"a": "it's", "b": [{"c": True}]}}}, {"name": "other"}]},
     "model": {"init": {}},
     "tools": {"sets": ["clock"], "mcp": {"rates": {"url": "http://127.0.0.1:8765/mcp", "env": {"KEY": "sesame"}}}},
     "reward": {"python": {"brevity": "brevity:brevity"}},
     "rollout": {"max_turns": 3, "group_size": 2, "temperature": 0.7},
-}
+}  # fmt: skip
 
 
 def ended(
-    out: Path,
-    table: dict[str, Any],
-    status: str = "done",
-    cause: str | None = None,
-    rows: Sequence[dict[str, Any]] = (),
+    out: Path, table: dict[str, Any], status: str = "done", cause: str | None = None, rows: Sequence[dict[str, Any]] = ()
 ) -> tuple[RunFolder, list[str]]:
     """A run that is over, with a model in `final`, and what it says."""
     config = config_from({**table, "out": str(out)})
@@ -65,6 +57,12 @@ def commands(lines: list[str]) -> list[list[str]]:
         if "agentrl " in line
         for part in line[line.index("agentrl ") :].split(";  ")
     ]
+
+
+def plan_of(*words: str) -> Any:
+    """The one plan of `agentrl eval WORDS`."""
+    [plan] = read_plans(_parse(["eval", *words]))
+    return plan
 
 
 def test_every_command_that_is_advised_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +96,7 @@ def test_the_next_evaluation_has_the_runs_environment_tools_reward_and_limits(tm
     folder, lines = ended(tmp_path, TABLE)
     words = commands(lines)[2]
     assert words == ["eval", "--run", str(folder.path), "--checkpoint", "0", "--checkpoint", "last"]
-    (plan,) = read_plans(_parse([*words[:3], "--checkpoint", "last"]))
+    plan = plan_of(*words[1:3], "--checkpoint", "last")
     run, request = config_from(TABLE), plan.requests["key_value"]
     assert request.model == str(folder.final) and request.samples == 1 and request.tasks == 100
     assert plan.config.env == run.env and plan.config.tools == run.tools and plan.config.reward == run.reward
@@ -111,7 +109,7 @@ def test_the_next_evaluation_has_the_runs_environment_tools_reward_and_limits(tm
 def test_what_differs_from_the_run_is_said_and_is_in_the_report(tmp_path: Path) -> None:
     folder, _ = ended(tmp_path, TABLE)
     more = ["-n", "7", "-k", "2", "--seed", "3", "env.params.calls=9", "eval.temperature=0.5"]
-    (plan,) = read_plans(_parse(["eval", "--run", str(folder.path), *more]))
+    plan = plan_of("--run", str(folder.path), *more)
     assert plan.about["run"]["differs"] == [
         "env.params.calls was [3, 4], is 9",
         "eval.temperature was 1.0, is 0.5",
@@ -139,7 +137,7 @@ def test_an_evaluation_of_other_tasks_than_the_runs_says_that_figures_are_not_pa
     words: list[str], of: str | None, without: str | None, tmp_path: Path
 ) -> None:
     folder, _ = ended(tmp_path, TABLE)
-    (plan,) = read_plans(_parse(["eval", "--run", str(folder.path), *words]))
+    plan = plan_of("--run", str(folder.path), *words)
     told = [note for note in plan.notes if "not paired" in note]
     assert len(told) == (of is not None)
     for note in told:
@@ -148,17 +146,13 @@ def test_an_evaluation_of_other_tasks_than_the_runs_says_that_figures_are_not_pa
 
 def test_a_model_of_a_run_without_the_run_is_warned_about_with_each_key_and_the_command(tmp_path: Path) -> None:
     folder, _ = ended(tmp_path, {**TABLE, "rollout": {"max_turns": 3}})
-    (plan,) = read_plans(_parse(["eval", "key_value", "--model", str(folder.final)]))
+    plan = plan_of("key_value", "--model", str(folder.final))
     (note,) = plan.notes
-    for part in (
-        "env.params.calls was [3, 4], is unset",
-        "rollout.max_turns was 3, is 16",
-        f"agentrl eval --run '{folder.path}'",
-    ):
-        assert part in note
+    unset, fewer = "env.params.calls was [3, 4], is unset", "rollout.max_turns was 3, is 16"
+    assert unset in note and fewer in note and f"agentrl eval --run '{folder.path}'" in note
     assert "sesame" not in note  # a screen is no place for keys
     assert str(plan.folder) == "evals/key_value/a_run_final"
-    (other,) = read_plans(_parse(["eval", "sql", "--model", str(folder.final)]))
+    other = plan_of("sql", "--model", str(folder.final))
     assert other.notes == []  # the run has no such environment, so nothing is asked of it
 
 
@@ -187,7 +181,7 @@ def test_of_several_environments_one_evaluation_has_all_of_the_run(tmp_path: Pat
     ]
     table = {"name": "two", "env": envs, "model": {"init": {}}, "eval": {"tasks": 30}, "rollout": {"max_turns": 5}}
     folder, _ = ended(tmp_path, table)
-    (plan,) = read_plans(_parse(["eval", "--run", str(folder.path)]))
+    plan = plan_of("--run", str(folder.path))
     assert plan.config.envs == config_from(table).envs and plan.config.rollout.max_turns == 5
     assert plan.config.model.path == str(folder.final) and plan.config.model.init is None
     assert [(name, r.tasks, r.samples, r.split, str(r.out)) for name, r in plan.requests.items()] == [
@@ -197,12 +191,12 @@ def test_of_several_environments_one_evaluation_has_all_of_the_run(tmp_path: Pat
     show = Display(Console(quiet=True))
     heats = [RolloutJob(one, plan.requests[one.envs[0].called], show).temperature for one in plan.config.each()]
     assert heats == [0.5, 1.0]
-    (one,) = read_plans(_parse(["eval", "b", "--run", str(folder.path), "-n", "2", "env.b.params.calls=3"]))
+    one = plan_of("b", "--run", str(folder.path), "-n", "2", "env.b.params.calls=3")
     assert [env.called for env in one.config.envs] == ["b"] == list(one.requests) and one.config.envs[0].params == {"calls": 3}
     assert (one.requests["b"].tasks, one.requests["b"].split, str(one.requests["b"].out)) == (2, "train", "evals/two/final/b")
     assert one.about["run"]["differs"] == ["env.params.calls was unset, is 3", "tasks were 30, are 2"]
     with pytest.raises(ConfigError, match=r"env\.c: no environment has this name.*there are a, b"):
-        read_plans(_parse(["eval", "c", "--run", str(folder.path)]))
+        plan_of("c", "--run", str(folder.path))
 
 
 def test_which_checkpoint_is_told_by_name_or_step(tmp_path: Path) -> None:

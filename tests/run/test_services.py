@@ -9,7 +9,7 @@ from agentrl.config.schema import RewardConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.reward import compile_spec, make_context
 from agentrl.run.assembly import read_inputs
-from agentrl.run.checks import check_config
+from agentrl.run.checks import RUN_CHECKS, check_config
 from agentrl.run.run_log import service_metrics
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests import tiny
@@ -21,9 +21,12 @@ PLUGIN = """
 from agentrl.reward.leaf import LEAVES, SERVICES, Leaf, PendingError, Reading
 from agentrl.run.checks import RUN_CHECKS
 from agentrl.run.services import Service
+from agentrl.utils.errors import ConfigError
 
 @RUN_CHECKS.register("planted")
 def check(start):
+    if start.config.steps > 9:
+        raise ConfigError(f"steps = {start.config.steps}: too many. Set at most 9")
     return [f"{len(start.scorers)} specs, purpose: {start.purpose}"]
 
 class Question:
@@ -74,13 +77,18 @@ def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-async def test_a_run_has_one_service_for_all_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_has_one_service_for_all_its_leaves_and_a_check_warns_of_it_or_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "planted" not in RUN_CHECKS
     plant(tmp_path, monkeypatch)
     for name in ("a", "b"):
         (tmp_path / f"{name}.json").write_text(json.dumps({**MARKED, "name": name, "success": RIGHT}))
     envs = "env=[{name='a', id='key_value', reward='a.json'}, {name='b', id='key_value', reward='b.json'}]"
-    config = config_of(tmp_path, "r", *TINY, "rollout.max_turns=8", envs)
+    config = config_of(tmp_path, "r", *TINY, "steps=9", "rollout.max_turns=8", envs)
     assert "2 specs, purpose: train" in check_config(config)
+    with pytest.raises(ConfigError, match=r"^steps = 10: too many\. Set at most 9$"):
+        check_config(config.model_copy(update={"steps": 10}))
     made = read_inputs(config, tiny.build(tmp_path / "model")).assemble()
     assert [env.scorer.score(Trajectory("kv", Task("t", 0))).value for env in made.envs] == [0.25, 0.25]
     await made.start()

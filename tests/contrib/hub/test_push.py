@@ -15,7 +15,7 @@ from agentrl.cli.main import main
 from agentrl.contrib.hub.transfer import pull, push
 from agentrl.env.catalog import make_env
 from agentrl.utils.errors import RepositoryError, ResourceError
-from tests.run.hub import Hub, hub_on_loopback
+from tests.contrib.hub.hub import Hub, hub_on_loopback
 
 CONFIG = """
 base = "quickstart"
