@@ -1,6 +1,7 @@
-"""Numbers of verl 0.9.1 (`fixtures/of_verl.py` wrote them) against this library's, on the same rows.
+"""Numbers of verl 0.9.1 against this library's, on the same rows.
 
-If the two differ on purpose, the test says how, and holds that difference too.
+If the two differ on purpose, the test says how, and holds that difference too. The program that wrote them:
+`git show 2f51bbbe:tests/algorithm/fixtures/of_verl.py`.
 """
 
 from __future__ import annotations
