@@ -57,9 +57,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "correction": Choice(name="masked", args={"cap": 2.0}),
         "aggregate": "seq_mean_token_sum",
     },
-    "added": {
-        "aggregate": "seq_mean_token_mean",
-    },
+    "added": {"aggregate": "seq_mean_token_mean"},
 }
 ULYSSES = ModelConfig(sequence_parallel=2)
 BOTH = ModelConfig(sequence_parallel=2, replicas=2)
@@ -119,6 +117,12 @@ class UpdateLog:
         self.seen.append(found)
 
 
+def logged(role: Any) -> UpdateLog:
+    """The log of a role's steps from now on."""
+    role._engine.optimizers = log = UpdateLog(role._engine.named_weights())
+    return log
+
+
 def forked(mesh: dict[str, int], folder: Path, body: Body) -> list[int]:
     """Start `body` on every rank of a mesh; the processes' ids."""
     grid = Mesh.of(mesh, math.prod(mesh.values()))
@@ -171,8 +175,7 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
         actor.init_model(tiny, model, optim)
         for name, change in LOSSES.items():
             algorithm = AlgorithmConfig(minibatch=7).model_copy(update=change)
-            update_log = UpdateLog(actor._engine.named_weights())
-            actor._engine.optimizers = update_log
+            update_log = logged(actor)
             batch = mine(Actor, BATCHES.get(name, noisy)(), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1)
             found[name] = metrics, update_log.seen
@@ -180,9 +183,8 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
         if "critic" in TRAIN_ENGINES.entry(model.engine).traits:
             found["critic"] = of_critic(tiny, model, optim, context)
         if "router_replay" in TRAIN_ENGINES.entry(model.engine).traits:
-            whole = (
-                model if model.tensor_parallel == 1 else model.model_copy(update={"expert_parallel": 2})
-            )  # no part of an expert
+            # no part of an expert
+            whole = model if model.tensor_parallel == 1 else model.model_copy(update={"expert_parallel": 2})
             found["routed"] = of_routers(str(out / "moe"), whole, optim, context)
             if layout in LOADS:
                 found["loads"] = loads(str(out / "moe"), whole, optim.model_copy(update={"micro_tokens": 400}), context)
@@ -201,8 +203,7 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
                 continue
             actor, critic, algorithm = Actor(context), Critic(context), AlgorithmConfig(minibatch=7)
             actor.init_model(str(out / family), model, toy_optim(micro_tokens=400, max_grad_norm=1e9))
-            engine = actor._made_engine()
-            engine.optimizers = update_log = UpdateLog(engine.named_weights())
+            update_log = logged(actor)
             batch = mine(Actor, sharing(noisy(120), "on"), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
             critic.init_model(str(out / family), model, toy_optim(micro_tokens=400), toy_critic())
@@ -219,7 +220,7 @@ def of_routers(path: str, model: ModelConfig, optim: OptimConfig, context: Worke
     computed again."""
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(path, model.model_copy(update={"activation_checkpointing": True}), optim)
-    actor._engine.optimizers = update_log = UpdateLog(actor._engine.named_weights())
+    update_log = logged(actor)
     return actor.update(mine(Actor, routed(), algorithm, context), algorithm, step=1), update_log.seen
 
 
@@ -227,7 +228,7 @@ def loads(path: str, model: ModelConfig, optim: OptimConfig, context: WorkerCont
     """Metrics of such an update of rows that begin alike, without shared prefixes and with them."""
     actor, algorithm, found = Actor(context), AlgorithmConfig(minibatch=13), []
     actor.init_model(path, model, optim)
-    actor._engine.optimizers = UpdateLog(actor._engine.named_weights())
+    logged(actor)
     for mode in ("off", "on"):
         batch, _ = by_token(sharing(noisy(120), mode), 2)
         found.append(actor.update(mine(Actor, batch, algorithm, context), algorithm, step=1))
@@ -239,8 +240,7 @@ def of_critic(tiny: str, model: ModelConfig, optim: OptimConfig, context: Worker
     critic, algorithm = Critic(context), AlgorithmConfig(minibatch=7)
     critic.init_model(tiny, model, optim, toy_critic(clip=None))
     torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
-    update_log = UpdateLog(critic._engine.named_weights())
-    critic._engine.optimizers = update_log
+    update_log = logged(critic)
     batch = mine(Critic, noisy(), algorithm, context)
     batch["values"] = critic.compute_values(batch)["values"]
     return critic.update(batch, algorithm, step=1), update_log.seen
@@ -261,8 +261,7 @@ def reduced(tiny: str, out: Path) -> Body:
             for often in (None, False, True):
                 actor, algorithm = Actor(context), AlgorithmConfig(minibatch=13)
                 actor.init_model(tiny, model.model_copy(update={"shard_gradients": often}), toy_optim(micro_tokens=64))
-                engine = actor._engine
-                engine.optimizers = update_log = UpdateLog(engine.named_weights())
+                engine, update_log = actor._engine, logged(actor)
                 kept, backward = [], engine.backward
 
                 def counted(loss: Any, last: bool, engine=engine, kept=kept, backward=backward) -> None:
@@ -272,12 +271,8 @@ def reduced(tiny: str, out: Path) -> Body:
 
                 engine.backward = counted
                 actor.update(mine(Actor, noisy(), algorithm, context), algorithm, step=1)
-                found[f"{name} {often}"] = (
-                    update_log.seen,
-                    max(kept),
-                    len(kept),
-                    sum(p.numel() for _, p in engine.named_weights()),
-                )
+                size = sum(p.numel() for _, p in engine.named_weights())
+                found[f"{name} {often}"] = update_log.seen, max(kept), len(kept), size
         found["base"] = of_base(tiny, context)
         found["moved"] = moved(tiny, context)
         found["waited"] = {engine: [waiting(tiny, context, engine, away) for away in (False, True)] for engine in ENGINES}

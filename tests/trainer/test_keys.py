@@ -173,6 +173,7 @@ CRITIC: dict[str, dict[str, Any]] = {
     "clip": {"clip": 0.005},
     "clip, none": {"clip": None},
     "epochs": {"epochs": 3},
+    "aggregate": {},
 }
 
 
@@ -184,28 +185,34 @@ def valued(batch: TensorDict, seed: int) -> TensorDict:
     return batch.copy().update({name: nested_tensor(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
 
 
-def critic_by_hand(tiny: str, critic: CriticConfig) -> PlainCritic:
+def critic_by_hand(tiny: str, critic: CriticConfig, algorithm: AlgorithmConfig) -> PlainCritic:
     made = PlainCritic(tiny, critic, toy_optim(warmup=2))
     for step, batch in enumerate(batches(tiny)):
-        made.step(valued(batch, step), AlgorithmConfig(minibatch=4), step)
+        made.step(valued(batch, step), algorithm, step)
     return made
 
 
 @pytest.mark.parametrize("key", CRITIC)
 def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str, key: str) -> None:
-    """Values after three steps under [optim] warm-up; a key's own effect is hundreds of times the tolerance."""
+    """Values after three steps under [optim] warm-up; a key's own effect is hundreds of times the tolerance. An episode counts
+    once, however many ledgers it has."""
     section = toy_critic(**{"lr": 1e-3, "clip": 0.02, **CRITIC[key]})
+    usual = AlgorithmConfig(minibatch=4)
+    algorithm = usual.model_copy(update={"aggregate": "seq_mean_token_mean"}) if key == "aggregate" else usual
     critic = role_of(Critic, tiny, section, TOTAL, warmup=2)
     rows = [
-        train_batch(critic, Critic.update, valued(batch, step), AlgorithmConfig(minibatch=4), step=step)
-        for step, batch in enumerate(batches(tiny))
+        train_batch(critic, Critic.update, valued(batch, step), algorithm, step=step) for step, batch in enumerate(batches(tiny))
     ]
     batch = batches(tiny)[0]
     found = critic.run(Critic.compute_values, batch)["values"].values()[batch["sampled"].values()]
-    by_hand = [critic_by_hand(tiny, one) for one in (section, toy_critic(lr=1e-3, clip=0.02))]
+    by_hand = [critic_by_hand(tiny, *of) for of in ((section, algorithm), (toy_critic(lr=1e-3, clip=0.02), usual))]
     with torch.no_grad():
         expected, defaults = (torch.cat(one.values(Batch(batch))) for one in by_hand)
     assert (found - expected).abs().max() < 1e-5
-    assert key == "nothing" or (expected - defaults).abs().mean() > 1e-3
-    assert [row["critic/optimizer_steps"] for row in rows] == [len(by_hand[0].norms) // STEPS] * STEPS
+    steps = len(by_hand[0].norms) // STEPS
+    for row, at in zip(rows, range(0, len(by_hand[0].norms), steps), strict=True):
+        assert row["critic/loss"] == pytest.approx(sum(by_hand[0].losses[at : at + steps]) / steps, rel=1e-4)
+    assert key in ("nothing", "aggregate") or (expected - defaults).abs().mean() > 1e-3
+    assert key != "aggregate" or abs(by_hand[0].losses[0] / by_hand[1].losses[0] - 1) > 1e-3
+    assert [row["critic/optimizer_steps"] for row in rows] == [steps] * STEPS
     assert [row["critic/lr"] for row in rows] == pytest.approx([0.5 * section.lr, section.lr, section.lr])

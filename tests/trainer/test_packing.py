@@ -18,7 +18,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import check_train_engine
 from agentrl.utils.errors import ConfigError
 from tests.trainer.family_models import build
-from tests.trainer.ranks import UpdateLog, mine, noisy, of_ledgers
+from tests.trainer.ranks import logged, mine, noisy, of_ledgers
 from tests.trainer.train_batches import toy_optim
 
 ALGORITHM = AlgorithmConfig(minibatch=3, aggregate="seq_mean_token_mean")
@@ -28,8 +28,7 @@ def updated(path: str, **model: Any) -> tuple[list[int], list[dict[str, torch.Te
     """Of an update of five episodes (13 ledgers) in two minibatches: rows of each micro-batch, the gradients, the metrics."""
     actor = Actor(WorkerContext("actor", 0, Mesh.of({"dp": 1}, 1)))
     actor.init_model(path, ModelConfig(**model), toy_optim(max_grad_norm=1e9))
-    engine = actor._made_engine()
-    engine.optimizers = log = UpdateLog(engine.named_weights())
+    engine, log = actor._made_engine(), logged(actor)
     rows, logprobs = [], engine.logprobs
 
     def counted(micro: Any, *args: Any) -> Any:
