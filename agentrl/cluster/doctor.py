@@ -52,20 +52,23 @@ class MachineFinding:
     advice: str = ""
 
 
+def _finding(check: str, good: bool, found: str, advice: str, otherwise: Level = "warn") -> MachineFinding:
+    """A finding whose level is `otherwise`, with the advice, unless it is good."""
+    return MachineFinding(check, "ok", found) if good else MachineFinding(check, otherwise, found, advice)
+
+
 MACHINE_CHECKS: Registry[Callable[[], Iterator[MachineFinding]]] = Registry("doctor", "MACHINE_CHECKS", "agentrl.cluster.doctor")
 """Checks of optional features and plug-ins."""
 
 
 def check_versions() -> Iterator[MachineFinding]:
     """Python and the packages that a run imports."""
-    level: Level = "ok" if sys.version_info >= (3, 11) else "fail"
-    yield MachineFinding("python", level, platform.python_version(), "" if level == "ok" else "install Python 3.11 or newer")
+    yield _finding(
+        "python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer", otherwise="fail"
+    )
     for name in CORE:
-        version = _version(name)
-        if version is None:
-            yield MachineFinding(name, "fail", "not installed", "install agentrl with its dependencies (make install)")
-        else:
-            yield MachineFinding(name, "ok", version)
+        version, advice = _version(name), "install agentrl with its dependencies (make install)"
+        yield _finding(name, version is not None, version or "not installed", advice, otherwise="fail")
     found = [f"{name} {version}" for name in OPTIONAL if (version := _version(name)) is not None]
     yield MachineFinding("optional", "ok", ", ".join(found) or "none of " + ", ".join(OPTIONAL))
 
@@ -91,13 +94,11 @@ def check_machine() -> Iterator[MachineFinding]:
     yield _at_least("disk", shutil.disk_usage(Path.cwd()).free, LEAST_DISK, "runs and checkpoints are written here")
     yield check_temporary_folder()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    level: Level = "ok" if files >= FEWEST_FILES else "warn"
-    yield MachineFinding("open files", level, str(files), "" if level == "ok" else f"raise it: ulimit -n {FEWEST_FILES}")
+    yield _finding("open files", files >= FEWEST_FILES, str(files), f"raise it: ulimit -n {FEWEST_FILES}")
 
 
 def _at_least(name: str, have: int, least: int, advice: str) -> MachineFinding:
-    level: Level = "ok" if have >= least else "warn"
-    return MachineFinding(name, level, f"{have / GIB:.1f} GiB free", "" if level == "ok" else advice)
+    return _finding(name, have >= least, f"{have / GIB:.1f} GiB free", advice)
 
 
 def check_temporary_folder() -> MachineFinding:
@@ -130,10 +131,9 @@ def check_network() -> Iterator[MachineFinding]:
     present = sorted(psutil.net_if_addrs())
     for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = os.environ.get(key)
-        if wanted and not any(name.startswith(wanted.lstrip("=^")) for name in present):
-            yield MachineFinding(key, "fail", f"{wanted} is not an interface", f"this node has {', '.join(present)}")
-        else:
-            yield MachineFinding(key, "ok", wanted or f"not set ({', '.join(present)})")
+        here = not wanted or any(name.startswith(wanted.lstrip("=^")) for name in present)
+        found = (wanted or f"not set ({', '.join(present)})") if here else f"{wanted} is not an interface"
+        yield _finding(key, here, found, f"this node has {', '.join(present)}", otherwise="fail")
     if os.environ.get("RAY_ADDRESS") == "":
         yield MachineFinding("RAY_ADDRESS", "warn", "set but empty", "Ray takes that for an address; a run removes it")
 
@@ -147,9 +147,8 @@ def check_gpus() -> Iterator[MachineFinding]:
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        level: Level = "ok" if free > 0.9 * total else "warn"
         text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
-        yield MachineFinding(f"gpu {index}", level, text, "" if level == "ok" else "another process uses it")
+        yield _finding(f"gpu {index}", free > 0.9 * total, text, "another process uses it")
     if torch.distributed.is_nccl_available():
         version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         yield MachineFinding("nccl", "ok", ".".join(str(part) for part in version))
@@ -198,8 +197,8 @@ def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFind
     taken = sum(node_need(cluster.pools[name])[0] * cluster.pools[name].nodes for name in placed)
     taken += 0 if "actor" in cluster.roles else cluster.actors
     found = f"{workers} take {workers * WORKER_CPUS:g} CPU slots; others take {taken:g} of {slots:g}"
-    level: Level = "ok" if workers * WORKER_CPUS <= slots - taken else "fail"
-    return MachineFinding("rollout workers", level, found, "" if level == "ok" else "lower rollout.workers or add nodes")
+    fits = workers * WORKER_CPUS <= slots - taken
+    return _finding("rollout workers", fits, found, "lower rollout.workers or add nodes", otherwise="fail")
 
 
 def all_checks(cluster: ClusterConfig, with_ray: bool, workers: int = 0) -> Iterator[MachineFinding]:

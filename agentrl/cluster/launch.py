@@ -21,12 +21,9 @@ class InlinePending(Pending):
 
     def __init__(self, backend: InlineBackend, method: str, shipment: Shipment) -> None:
         self._backend, self._method, self._shipment = backend, method, shipment
-        self._results: dict[int, Any] | None = None
 
     def wait(self) -> dict[int, Any]:
         """Run each rank's part. A UserError is raised as it is, any other exception as a WorkerError."""
-        if self._results is not None:
-            return self._results
         method, shipment, results = self._method, self._shipment, dict[int, Any]()
         for rank in shipment.ranks:
             worker = self._backend.workers[rank]
@@ -43,7 +40,6 @@ class InlinePending(Pending):
             except Exception as error:
                 label = f"group {worker.context.group!r}: {type(worker).__name__}.{method}, rank {rank}"
                 raise WorkerError(f"{label}: {fault_text(error)}") from error
-        self._results = results
         return results
 
 

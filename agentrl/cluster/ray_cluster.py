@@ -76,11 +76,8 @@ ANSWER_S = 20.0
 """For the head's answer, with the time to import Ray."""
 PROBE = """
 import sys
-try:
-    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-    from ray._raylet import GcsClient
-except ImportError:
-    sys.exit(0)  # another Ray: it is asked when it joins
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._raylet import GcsClient
 ensure_token_if_auth_enabled(None, create_token_if_missing=False)
 GcsClient(address=sys.argv[1])
 """
@@ -135,10 +132,8 @@ def check_join(address: str, key: str = "cluster.address") -> None:
 
 def _here() -> str:
     """The address that Ray takes "auto" for: RAY_ADDRESS, or the cluster whose processes run on this machine."""
-    try:
-        from ray._private.services import canonicalize_bootstrap_address
-    except ImportError:
-        return "auto"  # another Ray: it is asked when it joins
+    from ray._private.services import canonicalize_bootstrap_address
+
     try:
         return str(canonicalize_bootstrap_address("auto"))
     except ConnectionError:
@@ -419,11 +414,8 @@ def own_token() -> None:
 
 def asks_for_token() -> bool:
     """Return True if the Ray that this process uses refuses who has no token."""
-    try:
-        raylet: Any = importlib.import_module("ray._raylet")
-        return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
-    except (ImportError, AttributeError):  # a Ray without tokens
-        return False
+    raylet: Any = importlib.import_module("ray._raylet")
+    return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
 
 
 def open_ports() -> list[str]:
