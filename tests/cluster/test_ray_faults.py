@@ -399,46 +399,34 @@ def named(victim: str, pid: int, said: str) -> None:
     assert re.search(pattern, said.replace("\n", " ")), said[-3000:]
 
 
+STARTING = "where it finds the GCS or the raylet of the Ray that it is starting gone; restarting from the newest checkpoint"
+
+
 @proof
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("victim", ["actor", "raylet", "GCS"])
+@pytest.mark.parametrize(
+    ("victim", "moment", "restarts", "why"),
+    [
+        *((victim, moment, {1}, None) for victim in ("actor", "raylet", "GCS") for moment in MOMENTS),
+        ("actor", "start", {1, 2}, "group 'actor': a process died while building it"),  # while training processes are built
+        ("raylet", "start", {1, 2}, ""),
+        ("dashboard agent", "start", {1, 2}, ""),
+        ("raylet", "registration", {1}, f"{STARTING} (1 of 2)"),  # Ray ends the driver while Ray starts
+        ("runtime env agent", "rollout", {0, 1}, ""),  # a Ray that loses an agent is none, or goes on
+        ("dashboard agent", "rollout", {0, 1}, ""),
+    ],
+)
 def test_a_run_goes_on_from_its_newest_checkpoint_to_the_same_digits(
-    config: Path, tmp_path: Path, victim: str, moment: str
+    config: Path, tmp_path: Path, victim: str, moment: str, restarts: set[int], why: str | None
 ) -> None:
+    """`why`: in what is said; None: the process that died is named."""
     more = SFT if moment == "warm start" else []
     whole = unbroken(config, "warm" if more else "whole", *more)
     said, pid = struck(config, tmp_path, victim, moment, *more, code=0)
-    named(victim, pid, said)
-    assert said.count("; restarting from the newest checkpoint (1 of 2)") == 1
+    if why is None:
+        named(victim, pid, said)
+    assert (why or "") in said.replace("\n", " "), said[-3000:]
+    assert said.count("restarting from the newest checkpoint (") in restarts
     same(tmp_path / "run", whole)
-
-
-@proof
-@pytest.mark.parametrize("victim", ["actor", "raylet", "dashboard agent"])
-def test_what_dies_while_the_training_processes_are_built_is_started_again(config: Path, tmp_path: Path, victim: str) -> None:
-    said, _ = struck(config, tmp_path, victim, "start", code=0)
-    assert 1 <= said.count("; restarting from the newest checkpoint (") <= 2
-    if victim == "actor":
-        assert "group 'actor': a process died while building it" in said.replace("\n", " ")
-    same(tmp_path / "run", unbroken(config, "whole"))
-
-
-@proof
-def test_a_driver_that_ray_ends_while_ray_starts_is_started_again(config: Path, tmp_path: Path) -> None:
-    said, _ = struck(config, tmp_path, "raylet", "registration", code=0)
-    why = (
-        "where it finds the GCS or the raylet of the Ray that it is starting gone; restarting from the newest checkpoint (1 of 2)"
-    )
-    assert said.replace("\n", " ").count(why) == 1, said[-3000:]
-    same(tmp_path / "run", unbroken(config, "whole"))
-
-
-@proof
-@pytest.mark.parametrize("agent", ["runtime env agent", "dashboard agent"])
-def test_a_ray_that_loses_an_agent_is_none_or_goes_on(config: Path, tmp_path: Path, agent: str) -> None:
-    said, _ = struck(config, tmp_path, agent, "rollout", code=0)
-    assert said.count("restarting from the newest checkpoint") <= 1
-    same(tmp_path / "run", unbroken(config, "whole"))
 
 
 @proof

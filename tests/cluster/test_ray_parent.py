@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -95,53 +96,40 @@ def ended(config: Path, words: str) -> tuple[int, list[str], list[str]]:
     return done.returncode, (done.stdout + done.stderr).splitlines(), [line.rpartition(" ")[0] for line in log]
 
 
-@pytest.mark.parametrize(("words", "code"), [("130", 130), ("early", 1), ("late", 1)])
-def test_a_driver_that_ends_by_itself_ends_the_command_with_its_code(config: Path, words: str, code: int) -> None:
-    assert ended(config, words) == (code, [], ["new 0"])
+HOW = "continue with: agentrl train --resume {run}"
+BY_RAY = (
+    r"Ray has ended the driver \(pid \d+\) from within, as it does where it finds its GCS \(pid 7\) or its raylet \(pid 8\) gone"
+)
+AGAIN = [f"{BY_RAY}; restarting from the newest checkpoint \\({number} of 2\\)" for number in (1, 2)]
 
 
-@pytest.mark.parametrize("words", ["no ray", "stopped"])
-def test_a_driver_that_ends_without_ray_and_a_word_is_said_without_a_cause(config: Path, words: str) -> None:
-    """Also after it has stopped Ray itself: its end is then not Ray's."""
-    code, [said], started = ended(config, words)
-    assert (code, started) == (1, ["new 0"]) and "Ray" not in said
-    assert said.endswith(f"has ended without a word; continue with: agentrl train --resume {config.parent / 'run'}")
-
-
-def test_the_run_s_own_error_comes_first_and_is_not_tried_again(config: Path) -> None:
-    code, said, started = ended(config, "own error,0")
-    assert (code, started, len(said)) == (1, ["new 0"], 2)
-    assert said[0] == "agentrl: AgentrlError: the gate is shut" and "Ray has ended the driver" in said[1]
-
-
-def test_a_driver_that_ray_ended_goes_on_from_its_run_within_the_limit(config: Path) -> None:
-    code, said, started = ended(config, "ray,ray,0")
-    assert (code, started) == (0, ["new 0", "resumed 1", "resumed 2"]) and len(said) == 2
-    assert said[0].startswith("Ray has ended the driver (pid ")
-    where = "from within, as it does where it finds its GCS (pid 7) or its raylet (pid 8) gone"
-    assert [line.partition(") ")[2] for line in said] == [
-        f"{where}; restarting from the newest checkpoint ({number} of 2)" for number in (1, 2)
-    ]
-
-
-@proof
-def test_one_that_may_not_go_on_says_how_to(config: Path) -> None:
-    code, said, started = ended(config, "ray,ray,ray")
-    assert code == 1 and len(started) == len(said) == 3
-    assert said[-1].startswith("agentrl: WorkerDiedError: Ray has ended the driver (pid ")
-    assert said[-1].endswith(f"its raylet (pid 8) gone; continue with: agentrl train --resume {config.parent / 'run'}")
-
-
-def test_a_stop_that_was_requested_is_an_interruption_though_ray_ended_the_driver(config: Path) -> None:
-    code, said, started = ended(config, "stops")
-    assert code == 130 and len(started) == 1
-    assert said[-1] == f"interrupted; continue with: agentrl train --resume {config.parent / 'run'}"
-
-
-def test_a_signal_that_ends_the_driver_ends_the_command_and_is_said(config: Path) -> None:
-    code, said, started = ended(config, "SIGKILL")
-    assert code == -signal.SIGKILL and started == ["new 0"] and len(said) == 1
-    assert said[0].endswith(f"was ended by SIGKILL; continue with: agentrl train --resume {config.parent / 'run'}")
+@pytest.mark.parametrize(
+    ("words", "code", "drivers", "said"),
+    [
+        pytest.param("130", 130, 1, [], id="ends by itself"),
+        pytest.param("early", 1, 1, [], id="before it has told anything"),
+        pytest.param("late", 1, 1, [], id="after what is begun has ended"),
+        *(
+            pytest.param(word, 1, 1, [f"(?!.*Ray).*has ended without a word; {HOW}"], id=f"without a word, {word}")
+            for word in ("no ray", "stopped")  # its end after it has stopped Ray itself is not Ray's
+        ),
+        pytest.param("own error,0", 1, 1, ["agentrl: AgentrlError: the gate is shut", f".*{BY_RAY}.*"], id="its own error first"),
+        pytest.param("ray,ray,0", 0, 3, AGAIN, id="goes on within the limit"),
+        pytest.param(
+            "ray,ray,ray", 1, 3, [*AGAIN, f"agentrl: WorkerDiedError: {BY_RAY}; {HOW}"], marks=proof, id="not beyond the limit"
+        ),
+        pytest.param("stops", 130, 1, [f"interrupted; {HOW}"], id="a stop that was requested"),
+        pytest.param("SIGKILL", -signal.SIGKILL, 1, [f".*was ended by SIGKILL; {HOW}"], id="a signal"),
+    ],
+)
+def test_what_is_made_of_the_end_of_a_driver(config: Path, words: str, code: int, drivers: int, said: list[str]) -> None:
+    found, lines, started = ended(config, words)
+    assert (found, started) == (code, ["new 0", "resumed 1", "resumed 2"][:drivers])
+    if words == "stops":
+        del lines[:-1]
+    assert len(lines) == len(said), lines
+    for line, pattern in zip(lines, said, strict=True):
+        assert re.fullmatch(pattern.format(run=re.escape(str(config.parent / "run"))), line), line
 
 
 @contextmanager

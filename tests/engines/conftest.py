@@ -51,3 +51,27 @@ def spawned(monkeypatch):
     monkeypatch.setattr(replicas.ray, "put", lambda data: data)
     monkeypatch.setattr("agentrl.engines.vllm.vllm_engine.importlib.util.find_spec", lambda name: True)
     return actors
+
+
+@pytest.fixture
+async def started(model_folder, spawned):
+    """`await started(...)` -> an engine, which is closed after the test. `keep`: as on a CPU, else as on GPUs. `sleeps`: it now
+    does."""
+    from agentrl.config.schema import VllmConfig
+    from agentrl.engines.vllm.vllm_engine import VllmEngine
+
+    made = []
+
+    async def start(keep=True, sleeps=False, lora_rank=None, **options):
+        cfg = VllmConfig(**{"max_respawns": int(sleeps), **options})
+        made.append(engine := VllmEngine(model_folder, cfg, sleeps=sleeps, lora_rank=lora_rank))
+        engine._keep &= keep
+        await engine.start()
+        if sleeps:
+            await engine.pause()
+            await engine.sleep()
+        return engine
+
+    yield start
+    for engine in made:
+        await engine.close()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from agentrl.config import RolloutConfig
-from agentrl.config.schema import VllmConfig
 from agentrl.engines.vllm import replica_calls as local
 from agentrl.engines.vllm.replica_actor import VllmActor
 from agentrl.engines.vllm.replica_calls import LOOK, InReplica, LocalEngine, ReplicaDeadError
@@ -60,17 +59,13 @@ def run_env(engine: Engine, tokenizer: Any) -> RunEnv:
 
 
 @pytest.fixture
-async def run(model_folder: Any, tokenizer: Any, spawned: Any) -> Any:
+async def run(started: Any, tokenizer: Any) -> Any:
     """`await run(replicas, ...)` -> engine and pool, started; both are closed after the test."""
-    made: list[Any] = []
+    made: list[WorkerPool] = []
 
-    async def start(replicas: int, keep: bool = True, **options: Any) -> tuple[VllmEngine, WorkerPool]:
-        engine = VllmEngine(model_folder, VllmConfig(**{"replicas": replicas, "max_respawns": 1, **options}))
-        engine._keep &= keep
-        await engine.start()
-        made.append(engine)
+    async def start(replicas: int, **options: Any) -> tuple[VllmEngine, WorkerPool]:
+        engine = await started(**{"replicas": replicas, "max_respawns": 1, **options})
         seats = engine.seats(replicas, lambda connection: Recipe(tokenizer, connection), lambda: "127.0.0.1")
-        assert seats is not None
         env = run_env(engine, tokenizer)
         pool = WorkerPool([env], seats, count=replicas, engine=engine, timeout=20.0, startup_timeout=20.0, respawns=0)
         made.append(pool)
@@ -78,8 +73,8 @@ async def run(model_folder: Any, tokenizer: Any, spawned: Any) -> Any:
         return engine, pool
 
     yield start
-    for one in reversed(made):
-        await one.close()
+    for pool in made:
+        await pool.close()
 
 
 def collector(player: Player, env: RunEnv, seed: int = 5) -> Collector:
@@ -111,10 +106,9 @@ async def until(true: Any) -> None:
 
 
 async def test_workers_in_replicas_play_what_the_driver_would_and_ask_it_for_no_turn(
-    run: Any, model_folder: Any, model: Any, tokenizer: Any, spawned: Any
+    run: Any, started: Any, model: Any, tokenizer: Any, spawned: Any
 ) -> None:
-    alone = VllmEngine(model_folder, VllmConfig(max_respawns=0))
-    await alone.start()
+    alone = await started()
     wanted = await updates(LocalPlayer([run_env(alone, tokenizer)]), run_env(alone, tokenizer), model)
     await alone.close()
     engine, pool = await run(2)
@@ -296,13 +290,10 @@ async def test_a_worker_is_refused_turns_while_the_weights_are_not_whole() -> No
             with pytest.raises(EngineError, match="no generation until a publish succeeds"):
                 await engine.generate([1], Sampling(4), f"e{number}")
     assert asked == ["e1", "e4", "e8"]
-    for ids, error in (([], "empty"), ([400], "outside"), ([-1], "outside")):
-        with pytest.raises(EngineError, match=error):
-            await engine.generate(ids, Sampling(4), "bad")
+    with pytest.raises(EngineError, match="outside"):
+        await engine.generate([400], Sampling(4), "bad")
     with pytest.raises(PromptTooLongError):
         await engine.generate([1] * 100, Sampling(4), "long")
-    with pytest.raises(EngineError, match="max_tokens"):
-        await engine.generate([1], Sampling(0), "none")
     assert len(asked) == 3
 
 

@@ -26,27 +26,6 @@ pytestmark = pytest.mark.asyncio
 SHORT = Sampling(max_tokens=2)
 
 
-@pytest.fixture
-async def started(model_folder, spawned):
-    """`await started(...)` -> an engine, which is closed after the test. `keep`: as on a CPU, else as on GPUs. `sleeps`: it now
-    does."""
-    made = []
-
-    async def start(keep=True, sleeps=False, lora_rank=None, **options):
-        cfg = VllmConfig(**{"max_respawns": int(sleeps), **options})
-        made.append(engine := VllmEngine(model_folder, cfg, sleeps=sleeps, lora_rank=lora_rank))
-        engine._keep &= keep
-        await engine.start()
-        if sleeps:
-            await engine.pause()
-            await engine.sleep()
-        return engine
-
-    yield start
-    for engine in made:
-        await engine.close()
-
-
 async def settle(engine, replicas):
     async with asyncio.timeout(5):
         while (await engine.stats()).extra["replicas"] != replicas:
