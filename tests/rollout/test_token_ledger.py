@@ -1,6 +1,5 @@
 """The token ledger against plain lists, its memory, its files, and what it refuses."""
 
-import asyncio
 import base64
 import json
 import math
@@ -155,52 +154,58 @@ def test_a_ledger_that_grows_token_by_token_is_copied_a_few_times_only() -> None
     assert copies <= 40 and ledger.ids() == list(range(20_000))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_log_probability_that_is_not_finite_is_refused_and_changes_nothing(bad: float) -> None:
-    ledger = TokenLedger()
-    with pytest.raises(ValueError, match=r"sampled token 1 of 2 is .*, not a finite number"):
-        ledger.append_sampled([5, 6], [-0.5, bad], [0, 0], 0)
-    assert len(ledger) == 0 and ledger.oldest is None
+INT32, NOT_FINITE = "column of int32", r"sampled token 1 of 2 is {}, not a finite number"
+REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    # What a ledger of one token is asked for, and what it says.
+    **{f"turn {turn}": ("append_context", ([1], turn), f"turn {turn}: a ledger counts turns from 0 to 32767")
+       for turn in (-1, MAX_TURN + 1)},
+    **{f"sampled in turn {turn}": ("append_sampled", ([1], [0.0], [0], turn), "counts turns") for turn in (-1, MAX_TURN + 1)},
+    "another number of logprobs": ("append_sampled", ([1], [0.0, 0.0], [0], 0), "1 ids, 2 logprobs, 1 versions"),
+    "a version below 0": ("append_sampled", ([1], [0.0], [-1], 0), ">= 0"),
+    "a longer fork": ("fork", (2,), "first 2 tokens of a ledger of 1"),
+    "no logprob": ("append_sampled", ([1], [None], [0], 0), "column of float32"),
+    "a logprob beyond float32": ("append_sampled", ([1], [-1e39], [0], 0), "is -inf"),
+    **{f"a logprob of {bad}": ("append_sampled", ([5, 6], [-0.5, bad], [0, 0], 0), NOT_FINITE.format(bad))
+       for bad in (math.nan, math.inf, -math.inf)},
+    **{f"{bad} as {what}": (name, args, INT32)
+       for bad in (2**31, -(2**31) - 1, 2**70, 0.5, None)
+       for what, name, args in (("context", "append_context", ([1, bad], 0)),
+                                ("a token", "append_sampled", ([1, bad], [0.0, 0.0], [0, 0], 0)),
+                                ("a version", "append_sampled", ([1, 1], [0.0, 0.0], [0, bad], 0)))},
+    **{f"an array {bad}": (name, (bad, *more), INT32)
+       for bad in (np.array([5, 2**31]), np.array([-(2**31) - 1]), np.array([2**40 + 7], dtype=np.uint64), np.array([1.5]))
+       for name, more in (("append_context", (0,)), ("append_sampled", ([0.0] * len(bad), [0] * len(bad), 0)))},
+    "an array of versions": ("append_sampled", ([1], [0.0], np.array([2**31]), 0), INT32),
+}  # fmt: skip
 
 
-def test_what_does_not_fit_is_refused() -> None:
+@pytest.mark.parametrize(("name", "args", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_and_changes_nothing(name: str, args: tuple[Any, ...], said: str) -> None:
     ledger = TokenLedger()
     ledger.append_context([1], MAX_TURN)
-    for turn in (-1, MAX_TURN + 1):
-        with pytest.raises(ValueError, match=f"turn {turn}: a ledger counts turns from 0 to 32767"):
-            ledger.append_context([1], turn)
-        with pytest.raises(ValueError, match="counts turns"):
-            ledger.append_sampled([1], [0.0], [0], turn)
-    with pytest.raises(ValueError, match="1 ids, 2 logprobs, 1 versions"):
-        ledger.append_sampled([1], [0.0, 0.0], [0], 0)
-    with pytest.raises(ValueError, match=">= 0"):
-        ledger.append_sampled([1], [0.0], [-1], 0)
-    with pytest.raises(ValueError, match="first 2 tokens of a ledger of 1"):
-        ledger.fork(2)
-    for bad in (2**31, -(2**31) - 1, 2**70, 0.5, None):
-        with pytest.raises(ValueError, match="column of int32"):
-            ledger.append_context([1, bad], 0)  # type: ignore[list-item]
-        with pytest.raises(ValueError, match="column of int32"):
-            ledger.append_sampled([1, bad], [0.0, 0.0], [0, 0], 0)  # type: ignore[list-item]
-        with pytest.raises(ValueError, match="column of int32"):
-            ledger.append_sampled([1, 1], [0.0, 0.0], [0, bad], 0)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="column of float32"):
-        ledger.append_sampled([1], [None], [0], 0)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="is -inf"):
-        ledger.append_sampled([1], [-1e39], [0], 0)
+    with pytest.raises(ValueError, match=said):
+        getattr(ledger, name)(*args)
     assert len(ledger) == 1 and ledger.oldest is None
+    ledger.append_context(np.array([2**31 - 1, 0]), 0)
+    ledger.append_context(np.array([7.0]), 0)
+    assert ledger.ids() == [1, 2**31 - 1, 0, 7]
+
+
+def test_a_file_whose_columns_do_not_fit_together_is_refused() -> None:
+    ledger = TokenLedger()
+    ledger.append_context([1], MAX_TURN)
     plain, packed = ledger.to_json(), ledger.to_packed_json()
-    with pytest.raises(ValueError, match="differ in length"):
-        TokenLedger.from_json({**plain, "turns": []})
-    with pytest.raises(ValueError, match="on the sampled tokens"):
-        TokenLedger.from_json({**plain, "sampled": [1]})
-    with pytest.raises(ValueError, match="differ in length"):
-        TokenLedger.from_json({**packed, "spans": [[2, 0, -1]]})
-    with pytest.raises(ValueError, match="1 sampled tokens, 0 logprobs"):
-        TokenLedger.from_json({**packed, "spans": [[1, 0, 3]]})
+    for columns, said in (
+        ({**plain, "turns": []}, "differ in length"),
+        ({**plain, "sampled": [1]}, "on the sampled tokens"),
+        ({**packed, "spans": [[2, 0, -1]]}, "differ in length"),
+        ({**packed, "spans": [[1, 0, 3]]}, "1 sampled tokens, 0 logprobs"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            TokenLedger.from_json(columns)
 
 
-def test_an_engine_that_answers_with_nan_is_an_engine_fault_and_no_token_of_it_is_kept(renderer: Renderer) -> None:
+async def test_an_engine_that_answers_with_nan_is_an_engine_fault_and_no_token_of_it_is_kept(renderer: Renderer) -> None:
     """Such a token went into the batch: one update on it and every weight was NaN."""
 
     class Broken(FaultyEngine):
@@ -209,27 +214,11 @@ def test_an_engine_that_answers_with_nan_is_an_engine_fault_and_no_token_of_it_i
             return replace(answer, logprobs=[math.nan, *answer.logprobs[1:]])
 
     env = EnvRef("key_value")
-    scorer = compile_spec(load_spec(env.default_reward()))
-    policy = Policy(Broken(renderer.stop_token_ids[0]), renderer)
+    policy, scorer = Policy(Broken(renderer.stop_token_ids[0]), renderer), compile_spec(load_spec(env.default_reward()))
     limits = Limits.of(RolloutConfig(), 2048)
-    episode = asyncio.run(run_episode(env.build(), policy, EpisodeSpec(0, "train", 0, 0, "k"), limits, scorer))
+    episode = await run_episode(env.build(), policy, EpisodeSpec(0, "train", 0, 0, "k"), limits, scorer)
     assert episode.stop is StopReason.ENGINE_ERROR and episode.reward is None and episode.sampled_tokens == 0
     assert "turn 0: the log probability of sampled token 0" in str(episode.error)
-
-
-def test_a_number_that_a_column_cannot_hold_is_refused_whatever_it_comes_in() -> None:
-    ledger = TokenLedger()
-    for ids in (np.array([5, 2**31]), np.array([-(2**31) - 1]), np.array([2**40 + 7], dtype=np.uint64), np.array([1.5]), [2**31]):
-        with pytest.raises(ValueError, match="a column of int32"):
-            ledger.append_context(ids, 0)
-        with pytest.raises(ValueError, match="a column of int32"):
-            ledger.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), 0)
-    with pytest.raises(ValueError, match="a column of int32"):
-        ledger.append_sampled([1], [0.0], np.array([2**31]), 0)
-    assert len(ledger) == 0
-    ledger.append_context(np.array([2**31 - 1, 0]), 0)
-    ledger.append_context(np.array([7.0]), 0)
-    assert ledger.ids() == [2**31 - 1, 0, 7]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
