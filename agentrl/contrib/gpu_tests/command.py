@@ -15,11 +15,10 @@ EPILOG = """examples:
   agentrl test tests/gpu --cards 0,1             only on these two
   agentrl test tests/gpu -- -k engine -x         what stands behind -- goes to pytest
   agentrl test tests/gpu/test_engine.py::test_sleep_frees_the_memory
-  agentrl test --failed                          tests that failed, were interrupted or were not run last time
   agentrl test tests/gpu --json > results.json   one JSON object; lines go to stderr
 
 A file says what it needs with `pytestmark = pytest.mark.gpus(2)`, or gpus(2, timeout=900) for a limit of its own; without that it
-gets no card and runs on a slot. Logs, junit.xml and results.json are in .pytest_cache/agentrl (--out). Ctrl-C passes the
+gets no card and runs on a slot. Logs and results.json are in .pytest_cache/agentrl (--out). Ctrl-C passes the
 interrupt on to what runs and reports every test; a second one kills. Exit code 0 if all ran and none failed, 130 after Ctrl-C.
 """
 
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-use-mib", type=_whole, default=256, metavar="M", help="a card with more in use is not free (default 256)"
     )
-    parser.add_argument("--failed", action="store_true", help="only tests that did not pass last time")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"logs and records (default: {OUT})")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
     parser.set_defaults(run=run, passed_on=[])

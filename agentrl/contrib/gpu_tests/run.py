@@ -6,7 +6,6 @@ import argparse
 import fcntl
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -15,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 from agentrl.contrib.gpu_tests.scheduler import CardPool, Scheduler, choose_cards, clock, on_cards, read_cards
-from agentrl.contrib.gpu_tests.session import NOT_PASSED, OUTCOMES, VISIBLE, Case, FileResult, FileSession, collect
-from agentrl.utils.errors import ResourceError, RunFolderError, UserError, did_you_mean
+from agentrl.contrib.gpu_tests.session import NOT_PASSED, OUTCOMES, VISIBLE, FileResult, FileSession, collect
+from agentrl.utils.errors import ResourceError, UserError, did_you_mean
 from agentrl.utils.files import atomic_write
 from agentrl.utils.processor import usable_cpus
 from agentrl.utils.terminal import say
@@ -47,7 +45,6 @@ def run_tests(options: argparse.Namespace) -> int:
                 f"{path}: there is no such file or folder; {did_you_mean(str(path), near, 'name test files or folders')}"
             )
     with locked(out):
-        words = failed_before(out, words) if options.failed else words
         jobs, results = collect(words, options.passed_on, out, options.timeout)
         if not jobs and not results:
             raise UserError(f"no test in {', '.join(words)}")
@@ -67,13 +64,17 @@ def run_tests(options: argparse.Namespace) -> int:
             jobs, pool, lambda job, cards, now: FileSession(job, cards, out, options.passed_on, now),
             slots=options.slots or max(usable_cpus() // 2, 1), wait=options.wait, say=line, ended=ended,
         )  # fmt: skip
-        with signals_to(scheduler):
+        # Ctrl-C, and what a terminal or a CI sends to end a job, stop the scheduler.
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in numbers}
+        try:
             results += scheduler.run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         code = exit_code(results, scheduler.interrupted)
-        remember(out, results)
         told = as_json(results, time.monotonic() - began, code)
         atomic_write(out / "results.json", json.dumps(told, indent=1))
-        atomic_write(out / "junit.xml", junit(results))
         say(json.dumps(told) if options.json else report(results, told["seconds"]), flush=True)
     return code
 
@@ -90,62 +91,12 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def signals_to(scheduler: Scheduler) -> Iterator[None]:
-    """Ctrl-C, and what a terminal or a CI sends to end a job, stop the scheduler while the block lasts."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def exit_code(results: Sequence[FileResult], interrupted: bool) -> int:
     """0: every test that was asked for ran, and none failed. 130: interrupted. 1: anything else, also no test at all."""
     if interrupted:
         return 130
     whole = all(not result.failed and not result.counts["not run"] for result in results)
     return 0 if whole and any(result.cases for result in results) else 1
-
-
-# What has not passed, for --failed
-
-
-def failed_before(out: Path, words: Sequence[str]) -> list[str]:
-    """Tests and files below the words that did not pass when they last ran. Raises UserError if there is none."""
-    asked = [(word, Path(word).resolve()) for word in words]
-    left = [
-        target
-        for target in _left(out)
-        if (file := Path(target.partition("::")[0]).resolve()).exists()
-        and any(target == word or file.is_relative_to(path) for word, path in asked)
-    ]
-    if not left:
-        raise UserError("--failed: nothing of this has failed, was interrupted or was not run when it was last asked for")
-    return left
-
-
-def remember(out: Path, results: Sequence[FileResult]) -> None:
-    """Add what a run found out to what earlier ones did."""
-    left = _left(out)
-    for result in results:
-        ran = {f"{result.file}::{case.name}" for case in result.cases}
-        left = [old for old in left if old not in ran and (result.part or old.partition("::")[0] != result.file)]
-        named = [f"{result.file}::{case.name}" for case in result.cases if case.outcome in NOT_PASSED]
-        left += [result.file] if result.problem is not None else named
-    atomic_write(out / "failed.json", json.dumps(sorted(set(left)), indent=1))
-
-
-def _left(out: Path) -> list[str]:
-    path = out / "failed.json"
-    try:
-        return list(map(str, json.loads(path.read_text())))
-    except FileNotFoundError:
-        return []
-    except (ValueError, TypeError) as error:
-        raise RunFolderError(f"{path} is damaged ({error}): delete it; failures of earlier runs are then not known") from error
 
 
 # The report
@@ -194,33 +145,6 @@ def as_json(results: Sequence[FileResult], seconds: float, code: int) -> dict[st
         for result in sorted(results, key=lambda one: one.file)
     ]  # fmt: skip
     return {"exit_code": code, "seconds": seconds, "counts": _totals(results), "files": files}
-
-
-def junit(results: Sequence[FileResult]) -> str:
-    """JUnit XML for CI. "interrupted" and "not run", which the format lacks, are errors: as skipped they would look well."""
-    root = ET.Element("testsuites", name="agentrl test")
-    for result in results:
-        own = [] if result.problem is None else [Case("[file]", "not run", reason=result.problem)]
-        suite = ET.SubElement(root, "testsuite", name=_xml(result.file), time=f"{result.seconds or 0.0:.3f}")
-        tags: Counter[str] = Counter()
-        for case in (*result.cases, *own):
-            found = ET.SubElement(
-                suite, "testcase", classname=_xml(result.file), name=_xml(case.name), time=f"{case.seconds:.3f}"
-            )
-            if case.outcome not in ("passed", "xpassed"):
-                tag = "failure" if case.phase == "call" else "skipped" if case.outcome in ("skipped", "xfailed") else "error"
-                ET.SubElement(found, tag, type=case.outcome, message=_xml(case.reason))
-                tags[tag] += 1
-        for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-            suite.set(name, str(tags[tag]))
-        suite.set("tests", str(len(result.cases) + len(own)))
-    ET.indent(root)
-    return str(ET.tostring(root, encoding="unicode")) + "\n"
-
-
-def _xml(text: str) -> str:
-    """Without characters that no XML may have, which terminals' colours are full of."""
-    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def count_text(counts: dict[str, int]) -> str:

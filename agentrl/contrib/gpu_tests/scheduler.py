@@ -80,9 +80,28 @@ class Scheduler:
     def step(self, now: float) -> bool:
         """Look once, and do what can be done now. Whether everything has its result."""
         for name, session in list(self.running.items()):
-            self._look_at(name, session, now)
+            result, stuck = session.tick(now), False
+            if result is None and session.ending_since is not None and now - session.ending_since > STUCK_S:
+                result, stuck = session.abandon(now), True
+            if result is None:
+                continue
+            del self.running[name]
+            self.results[name] = result
+            if not stuck:  # else its cards stay taken
+                self.pool.give_back(session.cards)
+                self._read_at = float("-inf")
+            self._ended(result)
         if self._stops:
-            self._pass_stop_on(now)
+            if not self._stopped_at:
+                self._stopped_at = now
+                self._say(f"stopping: {STOP_S:.0f} s to end (Ctrl-C again: none); {len(self.waiting)} files will not be run")
+                for job in list(self.waiting.values()):
+                    self._not_run(job, "interrupted (Ctrl-C) before its file began")
+                for session in self.running.values():
+                    session.interrupt(now)
+            if self._stops > 1 or now - self._stopped_at > STOP_S:
+                for session in self.running.values():
+                    session.end(now)
         elif self.waiting:
             if any(job.gpus for job in self.waiting.values()) and now - self._read_at >= READ_S:
                 self._read_at = now
@@ -114,31 +133,6 @@ class Scheduler:
                 self._say(self.state(now))
             self._said_at = now
         return not self.waiting and not self.running
-
-    def _look_at(self, name: str, session: FileSession, now: float) -> None:
-        result, stuck = session.tick(now), False
-        if result is None and session.ending_since is not None and now - session.ending_since > STUCK_S:
-            result, stuck = session.abandon(now), True
-        if result is None:
-            return
-        del self.running[name]
-        self.results[name] = result
-        if not stuck:  # else its cards stay taken
-            self.pool.give_back(session.cards)
-            self._read_at = float("-inf")
-        self._ended(result)
-
-    def _pass_stop_on(self, now: float) -> None:
-        if not self._stopped_at:
-            self._stopped_at = now
-            self._say(f"stopping: {STOP_S:.0f} s to end (Ctrl-C again: none); {len(self.waiting)} files will not be run")
-            for job in list(self.waiting.values()):
-                self._not_run(job, "interrupted (Ctrl-C) before its file began")
-            for session in self.running.values():
-                session.interrupt(now)
-        if self._stops > 1 or now - self._stopped_at > STOP_S:
-            for session in self.running.values():
-                session.end(now)
 
     def _begin(self, job: FileJob, cards: tuple[int, ...], now: float) -> None:
         self.running[job.file] = self._start(job, cards, now)

@@ -74,7 +74,7 @@ class FileJob:
 @dataclass(frozen=True)
 class FileResult:
     """One file. `problem`: the fault of the file as a whole, or None. `seconds`: from its start to the end of its last process;
-    None if it was not started. `part`: whether only some of its tests were asked for."""
+    None if it was not started."""
 
     file: str
     cases: tuple[Case, ...]
@@ -83,7 +83,6 @@ class FileResult:
     seconds: float | None = None
     problem: str | None = None
     log: str | None = None
-    part: bool = False
 
     @property
     def failed(self) -> bool:
@@ -207,7 +206,6 @@ class FileSession:
 
     def __init__(self, job: FileJob, cards: tuple[int, ...], out: Path, args: Sequence[str], now: float) -> None:
         self.job, self.cards, self.began = job, cards, now
-        self._part = job.targets != (job.file,) or bool(args)
         self._session = PytestProcess(file_folder(out, job.file), [*args, *job.targets], child_env(os.environ, cards))
         self._why: Literal["by itself", "timeout", "interrupted", "stuck"] = "by itself"
         self._stopped_at = 0.0
@@ -253,8 +251,18 @@ class FileSession:
 
     def _result(self, now: float, code: int) -> FileResult:
         """Every test of the file with its outcome, and the fault of the file as a whole."""
-        said, how = self._session.journal, self._how(code)
+        said = self._session.journal
         said.read()
+        how = f"ended with exit code {code}"
+        if self._why == "interrupted":
+            how = "was interrupted"
+        elif self._why == "timeout":
+            how = f"did not end within {self.job.timeout:g} s"
+        elif self._why == "stuck":
+            how = "could not be ended"
+        elif code > 128:
+            with suppress(ValueError):
+                how = f"was ended by {signal.Signals(code - 128).name}"
         at = self._session.place(self.job.file) if self._why == "timeout" or code > 128 else ""
         names = self.job.tests if said.collected is None else [row["name"] for row in said.collected]
         if said.uncollected and not names:
@@ -287,20 +295,7 @@ class FileSession:
         elif code == 1 and not any(case.outcome == "failed" for case in cases):
             problem = f"{how} although no test failed: {self._session.last_line()}"
         seconds, log = now - self.began, str(self._session.log)
-        return FileResult(self.job.file, tuple(cases), self.job.gpus, self.cards, seconds, problem, log, self._part)
-
-    def _how(self, code: int) -> str:
-        """Describe the session's end, for the file's report."""
-        if self._why == "interrupted":
-            return "was interrupted"
-        if self._why == "timeout":
-            return f"did not end within {self.job.timeout:g} s"
-        if self._why == "stuck":
-            return "could not be ended"
-        if code > 128:
-            with suppress(ValueError):
-                return f"was ended by {signal.Signals(code - 128).name}"
-        return f"ended with exit code {code}"
+        return FileResult(self.job.file, tuple(cases), self.job.gpus, self.cards, seconds, problem, log)
 
 
 def file_folder(out: Path, file: str) -> Path:
@@ -354,13 +349,9 @@ def collect(words: Sequence[str], args: Sequence[str], out: Path, timeout: float
     for file, tests in by_file.items():
         limit = max((row["timeout"] for row in tests if row["timeout"] is not None), default=timeout)
         names = tuple(row["name"] for row in tests)
-        jobs.append(FileJob(file, _targets(file, words), max(row["gpus"] for row in tests), limit, names))
+        path = Path(file).resolve()
+        whole = any("::" not in word and path.is_relative_to(Path(word).resolve()) for word in words)
+        named = [word for word in words if "::" in word and Path(word.partition("::")[0]).resolve() == path]
+        targets = (file,) if whole or not named else tuple(dict.fromkeys(named))  # named tests of a file, or all of it
+        jobs.append(FileJob(file, targets, max(row["gpus"] for row in tests), limit, names))
     return jobs, list(results.values())
-
-
-def _targets(file: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Arguments for pytest: the named tests of a file, or the file if it is named as a whole."""
-    path = Path(file).resolve()
-    whole = any("::" not in word and path.is_relative_to(Path(word).resolve()) for word in words)
-    named = [word for word in words if "::" in word and Path(word.partition("::")[0]).resolve() == path]
-    return (file,) if whole or not named else tuple(dict.fromkeys(named))

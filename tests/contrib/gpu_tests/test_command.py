@@ -9,15 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 
 from agentrl.cli.main import _parse, main
-from agentrl.contrib.gpu_tests.run import as_json, exit_code, failed_before, junit, locked, remember, report
+from agentrl.contrib.gpu_tests.run import as_json, exit_code, locked, report
 from agentrl.contrib.gpu_tests.scheduler import clock
 from agentrl.contrib.gpu_tests.session import Case, FileResult
-from agentrl.utils.errors import RunFolderError, UserError
+from agentrl.utils.errors import UserError
 from tests.conftest import proof
 from tests.contrib.gpu_tests.conftest import Smi
 
@@ -59,7 +58,7 @@ def test_what_stands_behind_the_dashes_goes_to_pytest(capsys: pytest.CaptureFixt
         assert end.value.code == 2 and told in capsys.readouterr().err
 
 
-def test_a_run_fails_then_only_what_failed_is_run_again(
+def test_a_run_fails_then_a_part_of_it_passes(
     smi: Smi, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -73,12 +72,10 @@ def test_a_run_fails_then_only_what_failed_is_run_again(
     assert well["cards"] == [0] and [test["outcome"] for test in well["tests"]] == ["passed", "passed", "failed"]
     assert many["problem"] == f"not run: {WHY}"
     assert json.loads((here / ".pytest_cache" / "agentrl" / "results.json").read_text()) == told
-    assert ET.parse(here / ".pytest_cache" / "agentrl" / "junit.xml").getroot().tag == "testsuites"
     (here / "tests" / "test_well.py").write_text(WELL.replace("not even", "even in (0, 1)"))
-    assert main(["test", "--failed", "tests/test_well.py"]) == 0
+    assert main(["test", "tests/test_well.py::test_even"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"1 passed, 0:\d\d\n", said) and re.search(r"== 1 file in 0:\d\d", said), said
-    assert main(["test", "--failed", "tests/test_well.py"]) == 2  # nothing is left
+    assert re.search(r"2 passed, 0:\d\d\n", said) and re.search(r"== 1 file in 0:\d\d", said), said
     assert main(["test", "--cards", "7", "tests/test_well.py"]) == 2
     assert "there is no card 7; there are 0, 1, 2" in capsys.readouterr().err
     assert main(["test", "tests/test_wel.py"]) == 2
@@ -136,25 +133,6 @@ tests/b/test_z.py: 1 not run
     assert [clock(seconds) for seconds in (0.4, 61, 3600, 3725)] == ["0:00", "1:01", "1:00:00", "1:02:05"]
 
 
-def test_the_xml_has_every_test_with_its_outcome() -> None:
-    root = ET.fromstring(junit(RESULTS))
-    assert [{name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")} for suite in root] == [
-        {"tests": "6", "failures": "1", "errors": "3", "skipped": "1"},
-        {"tests": "2", "failures": "0", "errors": "2", "skipped": "0"},
-    ]
-    told = {case.get("name"): [(one.tag, one.get("type"), one.get("message")) for one in case] for case in root.iter("testcase")}
-    assert told == {
-        "test_ok": [],
-        "TestY::test_bad[a::b]": [("failure", "failed", "assert \\x1b[31m1 == 2\\x00")],
-        "test_setup": [("error", "failed", "boom")],
-        "test_skip": [("skipped", "skipped", "no card")],
-        "test_cut": [("error", "interrupted", "Ctrl-C")],
-        "test_never": [("error", "not run", "its file was interrupted")],
-        "test_z": [("error", "not run", WHY)],
-        "[file]": [("error", "not run", f"not run: {WHY}")],
-    }
-
-
 @pytest.mark.parametrize(
     ("outcomes", "problem", "interrupted", "code"),
     [
@@ -166,26 +144,6 @@ def test_the_xml_has_every_test_with_its_outcome() -> None:
 def test_exit_codes(outcomes: list[str], problem: str | None, interrupted: bool, code: int) -> None:
     cases = tuple(Case(str(number), outcome) for number, outcome in enumerate(outcomes))
     assert exit_code([FileResult("a.py", cases, seconds=1.0, problem=problem)], interrupted) == code
-
-
-def test_what_has_not_passed_is_remembered_until_it_passes(here: Path) -> None:
-    for result in RESULTS:
-        Path(result.file).parent.mkdir(parents=True)
-        Path(result.file).touch()
-    remember(here, [*RESULTS, FileResult("ok.py", (Case("test_a", "passed"),), seconds=3.0)])
-    x = [f"tests/a/test_x.py::{name}" for name in ("TestY::test_bad[a::b]", "test_cut", "test_never", "test_setup")]
-    assert failed_before(here, ["tests"]) == [*x, "tests/b/test_z.py"]
-    assert failed_before(here, [x[1], "tests/b"]) == [x[1], "tests/b/test_z.py"]
-    # A run of a part: one is mended, one is not, two were not asked for.
-    part = (Case("test_setup", "passed"), Case("test_cut", "failed"))
-    remember(here, [FileResult("tests/a/test_x.py", part, seconds=1.0, part=True)])
-    assert failed_before(here, ["tests/a"]) == x[:3]
-    remember(here, [FileResult("tests/a/test_x.py", part[:1], seconds=1.0)])
-    with pytest.raises(UserError, match="--failed: nothing of this has failed"):
-        failed_before(here, ["tests/a"])
-    (here / "failed.json").write_text("[")
-    with pytest.raises(RunFolderError, match=r"failed.json is damaged .*: delete it"):
-        failed_before(here, ["tests"])
 
 
 def test_a_second_scheduler_is_kept_out_of_the_folder(tmp_path: Path) -> None:

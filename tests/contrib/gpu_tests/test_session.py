@@ -87,14 +87,12 @@ def test_a_crash_is_the_fault_of_the_test_in_which_it_came(start: Callable[..., 
     crashes = start("test_segfaults.py", text.format("ctypes.string_at(0)"))
     exits = start("test_exits.py", text.format("os._exit(3)"))
     told = "the file was ended by SIGSEGV in this test, at test_segfaults.py:4 in test_ends"
-    assert [(case.name, case.outcome, case.reason) for case in ended(crashes).cases] == [
-        ("test_passes", "passed", ""), ("test_ends", "failed", told),
-        ("test_after", "not run", "its file was ended by SIGSEGV in test_ends"),
-    ]  # fmt: skip
-    assert [(case.name, case.outcome, case.reason) for case in ended(exits).cases] == [
-        ("test_passes", "passed", ""), ("test_ends", "failed", "the file ended with exit code 3 in this test"),
-        ("test_after", "not run", "its file ended with exit code 3 in test_ends"),
-    ]  # fmt: skip
+    for session, why, after in (
+        (crashes, told, "its file was ended by SIGSEGV in test_ends"),
+        (exits, "the file ended with exit code 3 in this test", "its file ended with exit code 3 in test_ends"),
+    ):
+        found = [(case.name, case.outcome, case.reason) for case in ended(session).cases]
+        assert found == [("test_passes", "passed", ""), ("test_ends", "failed", why), ("test_after", "not run", after)]
 
 
 @proof
