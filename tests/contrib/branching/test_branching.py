@@ -91,6 +91,16 @@ def store(*values: int, at: Sequence[float] = ()) -> list[tuple[Message, float]]
 OVER = (Message("assistant", "7"), -0.5)
 
 
+def player_of(engine: Engine, ref: EnvRef = REF, spec: str = "key_value_exact", limits: Limits = WIDE, **how: Any) -> LocalPlayer:
+    scorer = make_scorer(find_spec(ref, spec), RewardConfig(), ref)
+    return LocalPlayer([RunEnv("kv", ref, Policy(engine, RENDERER, **how), scorer, limits)])
+
+
+def gold_of(task_seed: int) -> list[tuple[Message, float]]:
+    env = REF.build()
+    return [(turn, -0.5) for turn in env.gold_turns(env.make_task(task_seed, "train"))]
+
+
 async def played(
     config: BranchConfig,
     turns: dict[str, list[tuple[Message, float]]],
@@ -103,9 +113,7 @@ async def played(
 ) -> tuple[dict[str, Trajectory], Told]:
     """The episodes of a tree by key: "r" and "b0", "b1" ..., each of one attempt."""
     says = engine(turns)
-    policy = Policy(says, RENDERER, context=make_context_policy(context))
-    scorer = make_scorer(find_spec(ref, spec), RewardConfig(), ref)
-    player = LocalPlayer([RunEnv("kv", ref, policy, scorer, limits)])
+    player = player_of(says, ref, spec, limits, context=make_context_policy(context))
     keys = [key for key in turns if key != "r"]
     branches = tuple((EpisodeSpec(7, "train", n + 1, n + 1, key),) for n, key in enumerate(keys))
     script = TreeScript(config, branches)
@@ -136,8 +144,7 @@ async def test_a_branch_goes_on_from_the_state_before_its_turn_and_shares_nothin
 
 
 async def test_what_the_turns_before_earned_is_in_a_branchs_reward_and_on_a_token_that_it_sampled() -> None:
-    env = REF.build()
-    gold = [(turn, -0.5) for turn in env.gold_turns(env.make_task(7, "train"))]
+    gold = gold_of(7)
     found, _ = await played(
         FIXED, {"r": gold, "b0": gold[1:], "b1": [(Message("assistant", "wrong"), -0.5)]}, spec="key_value_turns"
     )
@@ -160,6 +167,7 @@ async def test_what_the_turns_before_earned_is_in_a_branchs_reward_and_on_a_toke
         (BranchConfig(at="depth", roots=1, turns=[3, 6]), [3, 6]),
         (BranchConfig(at="depth", roots=1, turns=[3, 9]), [3]),
         (BranchConfig(at="depth", roots=1, turns=[9, 3]), [3]),
+        (BranchConfig(at="depth", roots=1, turns=[1, 3], width=2), [1, 3, 1]),
     ],
     ids=str,
 )
@@ -169,7 +177,7 @@ async def test_where_an_episode_branches(config: BranchConfig, turns: list[int])
     said[2] = call("nothing"), -0.1
     said[5] = call("nothing"), -1.0
     said[7] = Message("assistant", "7"), -0.2
-    found, _ = await played(config, {"r": said, "b0": [OVER], "b1": [OVER]})
+    found, _ = await played(config, {"r": said, **{f"b{n}": [OVER] for n in range(max(2, len(turns)))}})
     branches = [trajectory for key, trajectory in found.items() if key != "r"]
     assert [trajectory.branch_turn for trajectory in branches] == turns
     assert all(len(trajectory.turns) == trajectory.branch_turn + 1 for trajectory in branches)
@@ -191,21 +199,11 @@ async def test_a_branch_that_fails_is_unscored_and_its_siblings_are_none_the_wor
     turns = {"r": [*said * 4, OVER], "b0": [*said, OVER], "b1": [*said, OVER], "b2": [*said, OVER]}
     config = BranchConfig(at="depth", turns=[2], roots=1, width=3)
     found, _ = await played(config, turns, EnvRef("patient", {**REF.params, "broken": [1]}))
-    assert [(t.stop, t.reward) for t in found.values()] == [
-        (StopReason.DONE, 0.0),
-        (StopReason.DONE, 0.0),
-        (StopReason.ENV_ERROR, None),
-        (StopReason.DONE, 0.0),
-    ]
+    done, failed = (StopReason.DONE, 0.0), (StopReason.ENV_ERROR, None)
+    assert [(t.stop, t.reward) for t in found.values()] == [done, done, failed, done]
     assert found["b1"].cause == {"blame": "infrastructure"} and "this copy is broken" in str(found["b1"].error)
     said_to = [[m.content for m in found[key].messages if m.role == "user"][1:] for key in ("r", "b0", "b2")]
     assert said_to[1] == said_to[2] == said_to[0][:3], "chance too is in the state, and no copy draws from another's"
-
-
-async def test_three_branches_of_two_a_turn_leave_at_two_turns_in_turn() -> None:
-    turns = {"r": [*store(1, 2, 3, 4), OVER], "b0": [OVER], "b1": [OVER], "b2": [OVER]}
-    found, _ = await played(BranchConfig(at="depth", turns=[1, 3], roots=1, width=2), turns)
-    assert [t.branch_turn for key, t in found.items() if key != "r"] == [1, 3, 1]
 
 
 async def test_the_first_turn_that_is_sampled_after_given_ones_has_no_branch() -> None:
@@ -256,8 +254,7 @@ async def test_a_branch_that_fails_is_tried_again_from_the_same_fork() -> None:
     engine_turns = {"r": [said] * 4 + [OVER], "b0": [said, OVER], "b0'": [said, OVER]}
     config, ref = BranchConfig(at="depth", turns=[2], roots=1), EnvRef("patient", {**REF.params, "broken": [0]})
     attempts = tuple(EpisodeSpec(7, "train", 1, 1, key) for key in ("b0", "b0'"))
-    policy = Policy(Told(engine_turns), RENDERER, context=make_context_policy(Choice(name="stop")))
-    player = LocalPlayer([RunEnv("kv", ref, policy, make_scorer(find_spec(ref, "key_value_exact"), RewardConfig(), ref), WIDE)])
+    player = player_of(Told(engine_turns), ref, context=make_context_policy(Choice(name="stop")))
     job = Job("kv", EpisodeSpec(7, "train", 0, 0, "r"), script=TreeScript(config, (attempts,)))
     found = await player.play_all(job, Watch())
     assert [(t.member, t.stop, t.branch_turn) for t in found] == [
@@ -479,36 +476,24 @@ async def test_who_gives_up_waiting_gives_back_what_it_had_and_no_more() -> None
         assert len(await play(run, [2, 3])) == 2
 
 
-async def test_a_tree_whose_root_fails_is_played_again_as_a_whole_and_its_branches_with_it() -> None:
-    player = Made(lambda key: key == "m0.a0")
-    found, told, over = await grown(player, 4, 2, 8)
-    assert sorted(player.trees) == ["m0.a0", "m0.a1", "m1.a0"] and sorted(over) == [0, 1, 2, 3]
-    assert [trajectory.task.id for trajectory in found] == ["m0.a1", "m1.a0", "m2.a0", "m3.a0"]
-    of_root = [entry for entry in told if entry[0].startswith("m0")]
-    assert of_root == [("m0.a0", 0, False), ("m0.a1", 1, True)]
-
-
-async def test_each_attempt_at_a_branch_is_told_with_its_number_and_the_last_one_stays() -> None:
-    player = Made(lambda key: key in ("m1.a0", "m2.a0", "m2.a1"))
-    found, told, over = await grown(player, 3, 1, 8)
-    assert [(trajectory.task.id, trajectory.stop) for trajectory in found] == [
-        ("m0.a0", StopReason.DONE),
-        ("m1.a1", StopReason.DONE),
-        ("m2.a1", StopReason.ENGINE_ERROR),
-    ]
-    assert told == [("m0.a0", 0, True), ("m1.a0", 0, False), ("m1.a1", 1, True), ("m2.a0", 0, False), ("m2.a1", 1, True)]
-    assert sorted(over) == [0, 1, 2]
-
-
-async def test_a_root_that_fails_for_good_leaves_its_branches_to_begin_at_the_beginning() -> None:
-    player = Made(lambda key: key.startswith("m0"))
-    found, told, _ = await grown(player, 3, 1, 8)
-    assert player.trees == ["m0.a0", "m0.a1"] and [entry[0] for entry in told] == ["m0.a0", "m0.a1", "m1.a0", "m2.a0"]
-    assert [(trajectory.task.id, trajectory.stop.infrastructure) for trajectory in found] == [
-        ("m0.a1", True),
-        ("m1.a0", False),
-        ("m2.a0", False),
-    ]
+@pytest.mark.parametrize(
+    ("fails", "size", "roots", "trees", "stay", "told"),
+    [
+        (["m0.a0"], 4, 2, ["m0.a0", "m0.a1", "m1.a0"], ["m0.a1", "m1.a0", "m2.a0", "m3.a0"], "m0.a0 m0.a1 m1.a0 m2.a0 m3.a0"),
+        (["m1.a0", "m2.a0", "m2.a1"], 3, 1, ["m0.a0"], ["m0.a0", "m1.a1", "m2.a1"], "m0.a0 m1.a0 m1.a1 m2.a0 m2.a1"),
+        (["m0.a0", "m0.a1"], 3, 1, ["m0.a0", "m0.a1"], ["m0.a1", "m1.a0", "m2.a0"], "m0.a0 m0.a1 m1.a0 m2.a0"),
+    ],
+    ids=["a root, played again with its branches", "branches", "a root for good, whose branches begin at the beginning"],
+)
+async def test_each_attempt_is_told_with_its_number_and_the_last_one_stays(
+    fails: list[str], size: int, roots: int, trees: list[str], stay: list[str], told: str
+) -> None:
+    player = Made(lambda key: key in fails)
+    found, said, over = await grown(player, size, roots, 8)
+    assert sorted(player.trees) == trees and sorted(over) == list(range(size))
+    assert [(one.task.id, one.stop.infrastructure) for one in found] == [(key, key in fails) for key in stay]
+    attempts = [(key, int(key[-1]), key not in fails or key[-1] == "1") for key in told.split()]
+    assert sorted(said) == attempts and (roots > 1 or said == attempts), "trees are played side by side"
 
 
 ARGUMENTS: dict[str, dict[str, list[Any]]] = {
@@ -590,32 +575,21 @@ def test_the_example_of_the_manual_and_its_defaults() -> None:
     assert defaults == {"local": 0.5, "share": 0.0, "eps": 1e-6}
 
 
-class Flaky(Told):
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        if request_key == "r.v1.2":
-            raise EngineError("out of order")
-        return await super().generate(token_ids, sampling, request_key)
-
-
 async def test_the_value_of_a_turn_is_the_share_of_its_scored_continuations_that_succeed() -> None:
-    env = REF.build()
-    await env.areset(seed=7, options={"split": "train"})
-    gold = [(said, -0.5) for said in env.gold_turns(env.task)]
+    gold = gold_of(7)
     says: dict[str, list[tuple[Message, float]]] = {
         "r": [gold[0], OVER],
         "r.v0.0": gold, "r.v0.1": [OVER], "r.v0.2": [gold[0], OVER],
         "r.v1.0": gold[1:], "r.v1.1": gold[1:], "r.v1.2": [],
     }  # fmt: skip
-    scorer = make_scorer(find_spec(REF, "key_value_exact"), RewardConfig(), REF)
-    player = LocalPlayer([RunEnv("kv", REF, Policy(Flaky(says), RENDERER), scorer, WIDE)])
+    player = player_of(Failing(says))
     spec = EpisodeSpec(7, "train", 0, 0, "r")
     script = ValueScript(spec, 3, 20)
     assert {"r.v0.2", "r.v1.2"} < {one.key for one in script.specs()} and len({one.seed for one in script.specs()}) == 60
     [root] = await player.play_all(Job("kv", spec, script=script), Watch())
     assert [turn.value for turn in root.turns] == [pytest.approx(1 / 3), 1.0] and root.success is False
     assert Trajectory.from_json(json.loads(json.dumps(root.to_json()))) == root
-    plain = LocalPlayer([RunEnv("kv", REF, Policy(Told({"r": [gold[0], OVER]}), RENDERER), scorer, WIDE)])
-    [alone] = await plain.play_all(Job("kv", spec), Watch())
+    [alone] = await player_of(Told({"r": [gold[0], OVER]})).play_all(Job("kv", spec), Watch())
     assert all("value" not in turn for turn in alone.to_json()["turns"]), "the rows of all other episodes stay as they are"
     assert [turn.message for turn in alone.turns] == [turn.message for turn in root.turns]
 
@@ -634,11 +608,10 @@ async def test_a_fork_that_fails_leaves_its_continuation_unscored_and_the_episod
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By hand: of two continuations of turn 0 one succeeds; of turn 1 the first cannot be forked, and the other succeeds."""
-    env = REF.build()
-    await env.areset(seed=7, options={"split": "train"})
-    gold = [(said, -0.5) for said in env.gold_turns(env.task)]
+    gold = gold_of(7)
     says = {"r": [gold[0], OVER], "r.v0.0": gold, "r.v0.1": [OVER], "r.v1.1": gold[1:]}
-    fork, failed = type(env).fork, list[int]()
+    kind = type(REF.build())
+    fork, failed = kind.fork, list[int]()
 
     def sometimes(self: ToolEnv) -> ToolEnv:
         if len(self.trajectory.turns) == 1 and self.trajectory.turns[0].ledger >= 0 and asyncio.current_task() is not played:
@@ -647,9 +620,8 @@ async def test_a_fork_that_fails_leaves_its_continuation_unscored_and_the_episod
                 raise OSError("no more connections")
         return fork(self)
 
-    monkeypatch.setattr(type(env), "fork", sometimes)
-    scorer = make_scorer(find_spec(REF, "key_value_exact"), RewardConfig(), REF)
-    player = LocalPlayer([RunEnv("kv", REF, Policy(Told(says), RENDERER), scorer, WIDE)])
+    monkeypatch.setattr(kind, "fork", sometimes)
+    player = player_of(Told(says))
     spec = EpisodeSpec(7, "train", 0, 0, "r")
     played = asyncio.current_task()
     [root] = await player.play_all(Job("kv", spec, script=ValueScript(spec, 2, 20)), Watch())

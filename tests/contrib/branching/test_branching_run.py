@@ -41,18 +41,10 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(out: Path, name: str, *more: str, branch: str = TURNS) -> Any:
     words = [
-        "env.id=patient",
-        f"env.reward={out / 'luck.json'}",
-        "reward.python.luck=tests.rollout.luck:luck",
-        f"rollout.branch={branch}",
-        "algorithm.advantage={name='tree'}",
-        "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}",
-        "rollout.groups=2",
-        "rollout.group_size=6",
-        "rollout.max_turns=5",
-        "rollout.max_turn_tokens=8",
-        "rollout.max_episode_tokens=600",
-        "optim.schedule=constant",
+        *("env.id=patient", f"env.reward={out / 'luck.json'}", "reward.python.luck=tests.rollout.luck:luck"),
+        *(f"rollout.branch={branch}", "rollout.groups=2", "rollout.group_size=6", "rollout.max_turns=5"),
+        *("rollout.max_turn_tokens=8", "rollout.max_episode_tokens=600", "algorithm.advantage={name='tree'}"),
+        *("model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}", "optim.schedule=constant"),
         "health={lint=false,max_unsolvable=1}",
     ]
     return config_of(out, name, *words, *more)
@@ -83,9 +75,8 @@ def test_vllm_samples_what_follows_a_branching_as_well(out: Path) -> None:
     check_trees(folder)
     for step, row in enumerate(updates(folder), start=1):
         first, last = groups(folder, step)[0][0], groups(folder, step)[0][-2]
-        assert (
-            last.ledgers[0].ids()[: last.ledgers[0].sampled.tolist().index(True)] == first.ledgers[0].ids()[: own_from(first, 2)]
-        )
+        begins = last.ledgers[0].sampled.tolist().index(True)
+        assert last.ledgers[0].ids()[:begins] == first.ledgers[0].ids()[: own_from(first, 2)]
         assert row["mismatch_max"] < 1e-4
 
 
@@ -181,14 +172,9 @@ def told(member: Trajectory) -> tuple[Any, ...]:
 def test_with_neighbours_that_choose_tasks_beginnings_and_groups(out: Path) -> None:
     """Gold calls at the beginning, groups that are replaced, demonstrations, and weights that move on while a tree is played."""
     more = [
-        "steps=3",
-        "env.params={calls=4,set_share=0.0}",
-        "rollout.start={left=2,step=1,whole=0.0}",
-        "rollout.filter_zero_variance=true",
-        "rollout.max_staleness=1",
-        "algorithm.demonstrations={}",
+        *("steps=3", "env.params={calls=4,set_share=0.0}", "rollout.start={left=2,step=1,whole=0.0}", "rollout.max_turns=7"),
+        *("rollout.filter_zero_variance=true", "rollout.max_staleness=1", "algorithm.demonstrations={}"),
         "algorithm.proximal=recompute",
-        "rollout.max_turns=7",
     ]
     folder = execute(config(out, "neighbours", *more, branch="{at='depth', roots=2, turns=[4]}"))
     for step, row in enumerate(updates(folder), start=1):

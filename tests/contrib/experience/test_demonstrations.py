@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -157,26 +158,29 @@ async def test_a_gold_solution_that_hangs_is_left_out_when_an_episode_would_end(
 def test_without_gold_or_elsewhere_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     check_demonstrations(RunStart(config, {}))
-    elsewhere = config_of("env.url=http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): env\.url = .*elsewhere"):
-        check_demonstrations(RunStart(elsewhere, {}))
-    agent = config_of("agent.url=http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): \[agent\]: .* prompts of its own"):
-        check_demonstrations(RunStart(agent, {}))
+    for word, why in (
+        ("env.url=http://127.0.0.1:9", r"env\.url = .*elsewhere"),
+        ("agent.url=http://127.0.0.1:9", r"\[agent\]: .* prompts of its own"),
+        ("rollout.context={name='compact',args={tokens=400}}", r"rollout\.context = 'compact': .* summaries"),
+    ):
+        with pytest.raises(ConfigError, match=rf"algorithm\.demonstrations \(key_value\): {why}"):
+            check_demonstrations(RunStart(config_of(word), {}))
     monkeypatch.setattr(type(EnvRef.of(config).build()), "horizon", lambda *_: None)
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): its tasks have no gold solution"):
         check_demonstrations(RunStart(config, {}))
 
 
-@pytest.mark.parametrize("name", ["experience", "demonstrations"])
-def test_a_step_wise_loop_refuses_what_it_would_not_add(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm\.{name}: a step-wise loop chooses its batches itself"):
-        session("quickstart", overrides={f"algorithm.{name}": {}})
-
-
-def test_a_step_wise_loop_refuses_callbacks() -> None:
-    with pytest.raises(ConfigError, match=r"callbacks: a step-wise loop calls none of them"):
-        session("quickstart", overrides={"callbacks": [{"name": "echo"}]})
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("algorithm.experience", {}, "a step-wise loop chooses its batches itself"),
+        ("algorithm.demonstrations", {}, "a step-wise loop chooses its batches itself"),
+        ("callbacks", [{"name": "echo"}], "a step-wise loop calls none of them"),
+    ],
+)
+def test_a_step_wise_loop_refuses_what_it_would_not_add(key: str, value: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(key)}: {why}"):
+        session("quickstart", overrides={key: value})
 
 
 def test_a_run_learns_from_what_answers_it_although_no_reward_differs(tmp_path: Path) -> None:
@@ -203,16 +207,20 @@ def test_the_tasks_of_groups_that_a_filter_drops_are_shown_too(tmp_path: Path) -
 
 def test_beside_a_bound_on_staleness_and_adapters_each_keeps_its_own_age(tmp_path: Path) -> None:
     """`max_staleness` counts an update's own tokens alone; kept ones are older, up to `max_age`."""
-    digit = tmp_path / "digit.json"
-    success = {"use": "format.regex", "args": {"pattern": "[0-9]", "match": "search"}}
-    digit.write_text(json.dumps(json.loads(SHORT.read_text()) | {"name": "digit", "success": success}))
     more = ["rollout.max_staleness=1", "algorithm.experience={rare=1.0,share=1.0,max_age=3}", "model.lora={rank=2}"]
-    rows = updates(execute(tiny(tmp_path, "stale", "steps=5", f"env.reward={digit}", *more)))
+    rows = updates(execute(tiny(tmp_path, "stale", "steps=5", f"env.reward={digit_in(tmp_path)}", *more)))
     assert max(row["staleness_max"] for row in rows) <= 1
     ages = [row["experience/age_max"] for row in rows if row["experience/episodes"]]
     assert 1 < max(ages) <= 3
     assert all(row["episodes_trained"] == row["scored"] == 12 for row in rows)
     assert any(row["experience/episodes"] for row in rows)
+
+
+def digit_in(folder: Path) -> Path:
+    """A reward whose success is a digit in the answer."""
+    success = {"use": "format.regex", "args": {"pattern": "[0-9]", "match": "search"}}
+    (folder / "digit.json").write_text(json.dumps(json.loads(SHORT.read_text()) | {"name": "digit", "success": success}))
+    return folder / "digit.json"
 
 
 def tiny(out: Path, name: str, *more: str) -> Any:
@@ -237,23 +245,17 @@ STEPS = 3
 
 
 def keys(folder: Path) -> list[str]:
-    short = json.loads(SHORT.read_text())
-    success = {"use": "format.regex", "args": {"pattern": "[0-9]", "match": "search"}}
-    (folder / "digit.json").write_text(json.dumps(short | {"name": "digit", "success": success}))
     return [
         "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}",
         "health={lint=false,preflight=false,max_unsolvable=1}",
-        f"env={{id='key_value',reward='{folder / 'digit.json'}',params={{calls=[6,8]}}}}",
-        f"steps={STEPS}",
-        "eval.tasks=1",
+        f"env={{id='key_value',reward='{digit_in(folder)}',params={{calls=[6,8]}}}}",
+        *(f"steps={STEPS}", "eval.tasks=1", "checkpoint.every=1", "checkpoint.keep=9"),
         "rollout={groups=4,group_size=2,max_turns=11,max_turn_tokens=16,temperature=0.8}",
         # The policy's own turns come after gold ones, so that its conversations are long enough to be rewritten.
         "rollout.start={left=4,whole=0.0}",
         f"rollout.context={{name='keep_recent',args={{turns={TURNS},tokens={TOKENS}}}}}",
         "algorithm.experience={rare=0.9,share=1.0,max_age=3,size=9}",
         "algorithm.demonstrations={episodes=2,coef=0.3}",
-        "checkpoint.every=1",
-        "checkpoint.keep=9",
     ]
 
 
@@ -372,9 +374,3 @@ async def test_under_every_context_policy_gold_has_a_rollouts_ledgers(context: C
         for name in ("token_ids", "sampled", "turns"):
             found = [getattr(one, name).tolist() for one in gold.ledgers]
             assert found == [getattr(one, name).tolist() for one in expected.ledgers], name
-
-
-def test_where_the_policy_writes_summaries_gold_is_refused_by_name(tmp_path: Path) -> None:
-    config = run_of(tmp_path, "none", "algorithm.demonstrations={}", "rollout.context={name='compact',args={tokens=400}}")
-    with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): rollout\.context = 'compact': .* summaries"):
-        check_demonstrations(RunStart(config, {}))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -29,12 +28,11 @@ from agentrl.run.checks import check_config
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import AgentrlError
 from tests.contrib.experience.test_demonstrations import Part
+from tests.contrib.experience.test_kept import PLAIN, advantage, logprobs, members_of, plain
 from tests.e2e import inside
 from tests.e2e.runs import numbers, rows
 from tests.trainer.learners import config_of, opened
-from tests.trainer.train_batches import toy_optim, trajectories
-
-PLAIN = Choice(name="ppo_clip", args={"dual_clip": None})
+from tests.trainer.train_batches import toy_optim
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +40,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of another size than any policy here, and less uniform."""
     sizes = InitModelConfig(layers=1, hidden=48, mlp=32, heads=3, kv_heads=1, head_dim=16, init_std=0.1)
     return str(init_model(sizes, tmp_path_factory.mktemp("models") / "teacher", seed=7))
-
-
-def batch_of(seed: int) -> TensorDict:
-    """Two groups of four with rewards 1 and 0 in turns; each second episode has two ledgers."""
-    members, spare = trajectories(8, seed=seed), trajectories(8, seed=seed + 100)
-    for place, member in enumerate(members):
-        member.reward = float(place % 2 == 0)
-        member.ledgers += spare[place].ledgers if place % 4 in (1, 2) else []
-    return collate(members, [place // 4 for place in range(8)])
-
-
-def logprobs(folder: str, batch: TensorDict, row: int, temperature: float) -> torch.Tensor:
-    """Of the sampled tokens of a row, by a plain forward pass of the model in a folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
-    ids, sampled = batch["token_ids"][row].long(), batch["sampled"][row]
-    with torch.no_grad():
-        table = torch.log_softmax(model(ids[None]).logits[0].double() / temperature, -1)
-    return table[:-1][sampled[1:]].gather(1, ids[sampled][:, None]).squeeze(1)
 
 
 @pytest.mark.parametrize("proximal", ["behaviour", "recompute"])
@@ -73,16 +53,17 @@ def test_advantages_are_the_estimators_and_the_teachers_log_probabilities_less_t
     model = ModelConfig(lora=LoraSection(rank=2))
     rollout = RolloutConfig(temperature=1.5)
     learner = opened(tiny, config_of(algorithm=algorithm, model=model, rollout=rollout, optim=toy_optim(prefix_sharing=sharing)))
-    batch = batch_of(1)
+    batch = members_of(1, 0)
+    policy, other = plain(tiny), plain(teacher)
     view, metrics, broken = asyncio.run(learner.ready(batch))
     assert not broken
     gaps = []
     for row in range(len(batch)):
         sampled = batch["sampled"][row]
-        own = batch["logprobs"][row][sampled].double() if proximal == "behaviour" else logprobs(tiny, batch, row, 1.5)
-        ahead = logprobs(teacher, batch, row, 1.5) - own
-        reward = float(batch["reward"][row])
-        wanted = 0.5 * (reward - (2 - reward) / 3) + 0.3 * ahead
+        with torch.no_grad():
+            now, theirs = logprobs(policy, batch, row, 1.5), logprobs(other, batch, row, 1.5)
+        ahead = theirs - (batch["logprobs"][row][sampled].double() if proximal == "behaviour" else now)
+        wanted = 0.5 * advantage(float(batch["reward"][row])) + 0.3 * ahead
         found = view.batch["advantages"][row]
         assert found[sampled].double().numpy() == pytest.approx(wanted.numpy(), rel=1e-4, abs=1e-5)
         assert not found[~sampled].any()
@@ -95,7 +76,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(tiny: str) -> None:
     section = DistillationConfig(path=tiny, reward_coef=0.0)
     algorithm = AlgorithmConfig(advantage=Choice(name="rloo"), loss=PLAIN, proximal="recompute", distillation=section)
     learner = opened(tiny, config_of(algorithm=algorithm))
-    found = asyncio.run(learner.step(batch_of(2), 0))
+    found = asyncio.run(learner.step(members_of(2, 0), 0))
     assert found["grad_norm"] < 1e-5 and found["teacher/kl"] == pytest.approx(0.0, abs=1e-6)
     learner.close()
 
@@ -156,10 +137,12 @@ def test_a_teacher_with_other_token_ids_is_refused_by_the_first_of_them(tmp_path
 def test_opsd_teacher_reads_the_gold_solution_behind_the_opening(tiny: str, teacher: str, sharing: str) -> None:
     """Log probabilities of the sampled tokens behind the longer prompt, by hand; a ledger that begins otherwise stays."""
     part: Any = Part()
-    members = [asyncio.run(gold_transcript(part.env.build(), part.policy.renderer, seed, "train")) for seed in (1, 1, 2, 2)]
+    *members, spare = (
+        asyncio.run(gold_transcript(part.env.build(), part.policy.renderer, seed, "train")) for seed in (1, 1, 2, 2, 3)
+    )
     for place, member in enumerate(members):
         member.env, member.member, member.reward = part.name, place % 2, float(place % 2)
-    members[3].ledgers += trajectories(1, seed=5)[0].ledgers
+    members[3].ledgers += spare.ledgers
     section = DistillationConfig(path=teacher, reward_coef=0.0)
     algorithm = AlgorithmConfig(advantage=Choice(name="rloo"), loss=PLAIN, distillation=section)
     learner = opened(tiny, config_of(algorithm=algorithm, optim=toy_optim(prefix_sharing=sharing)))
@@ -169,6 +152,7 @@ def test_opsd_teacher_reads_the_gold_solution_behind_the_opening(tiny: str, teac
     view, metrics, broken = asyncio.run(learner.ready(batch))
     assert not broken and metrics["opsd/shown"] == 4 / 5
 
+    other = plain(teacher)
     tokenizer, told = AutoTokenizer.from_pretrained(teacher), {"token_ids": [], "sampled": []}
     for row in range(len(batch)):
         ids, sampled = batch["token_ids"][row], batch["sampled"][row]
@@ -186,7 +170,7 @@ def test_opsd_teacher_reads_the_gold_solution_behind_the_opening(tiny: str, teac
             assert ids[sampled].tolist() == batch["token_ids"][row][own].tolist() and len(ids) - len(own) > 20
         told["token_ids"].append(ids)
         told["sampled"].append(sampled)
-        ahead = logprobs(teacher, told, row, 1.0) - batch["logprobs"][row][own].double()  # type: ignore[arg-type]
+        ahead = logprobs(other, told, row, 1.0).detach() - batch["logprobs"][row][own].double()  # type: ignore[arg-type]
         found = view.batch["advantages"][row]
         assert found[own].double().numpy() == pytest.approx(ahead.numpy(), rel=1e-4, abs=1e-5)
         assert not found[~own].any()

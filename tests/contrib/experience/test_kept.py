@@ -43,15 +43,18 @@ def logprobs(model: Any, batch: TensorDict, row: int, temperature: float) -> tor
     return table[:-1][sampled[1:]].gather(1, ids[sampled][:, None]).squeeze(1)
 
 
-def played(tiny: str, seed: int, group: int, temperature: float = 1.0, noise: float = 0.3) -> TensorDict:
-    """Two groups of four: the even members' rewards are 1, the others' 0; each second episode has two ledgers. Their behaviour
-    logprobs are the model's own, with noise."""
-    members = trajectories(8, seed=seed)
-    spare = trajectories(8, seed=seed + 100)
+def members_of(seed: int, group: int) -> TensorDict:
+    """Two groups of four: the even members' rewards are 1, the others' 0; each second episode has two ledgers."""
+    members, spare = trajectories(8, seed=seed), trajectories(8, seed=seed + 100)
     for place, member in enumerate(members):
         member.reward = float(place % 2 == 0)
         member.ledgers += spare[place].ledgers if place % 4 in (1, 2) else []
-    batch = collate(members, [group + place // 4 for place in range(8)])
+    return collate(members, [group + place // 4 for place in range(8)])
+
+
+def played(tiny: str, seed: int, group: int, temperature: float = 1.0, noise: float = 0.3) -> TensorDict:
+    """The same; their behaviour logprobs are the model's own, with noise."""
+    batch = members_of(seed, group)
     model, shift = plain(tiny), np.random.default_rng(seed)
     with torch.no_grad():
         for row in range(len(batch)):
@@ -110,6 +113,24 @@ def store_of(seed: int = 0, **changed: Any) -> Experience:
     return Experience(ExperienceConfig(**changed), config_of(seed=seed))
 
 
+def shown_of(**marks: Any) -> TensorDict:
+    """Two transcripts, of the groups 20 and 21."""
+    gold = trajectories(2, seed=3)
+    for one in gold:
+        one.member, one.reward = -2, None
+        for name, value in marks.items():
+            setattr(one, name, value)
+    return collate(gold, [20, 21], allow_unscored=True)
+
+
+def check_step(metrics: dict[str, float], model: Any, loss: torch.Tensor) -> None:
+    """The loss of a step and the norm of its gradient are those by hand."""
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
 def step(learner: Learner, batch: TensorDict, number: int, shown: TensorDict | None = None) -> dict[str, float]:
     """A training step, to which the transcripts `shown` are added as demonstrations."""
     hook = learner.hooks.get("demonstrations")
@@ -126,10 +147,7 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mod
     chosen = algorithm(aggregate=mode, experience=experience(term=term, coef=0.7), demonstrations=DemonstrationsConfig(coef=0.3))
     learner = opened(tiny, config_of(algorithm=chosen, rollout=RolloutConfig(temperature=temperature)))
     old, new = played(tiny, 1, 10, temperature), played(tiny, 2, 20, temperature)
-    gold = trajectories(2, seed=3)
-    for one in gold:
-        one.member, one.reward = -2, None
-    shown = collate(gold, [20, 21], allow_unscored=True)
+    shown = shown_of()
     keep(learner, old, wanted := [(10, 0), (10, 2), (11, 2)])  # of which two have two ledgers
     metrics = step(learner, new, 1, shown)
 
@@ -144,10 +162,7 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mod
         added = -0.7 * torch.cat([logprobs(model, old, row, temperature) for row in rows]).mean()
     taught = -0.3 * torch.cat([logprobs(model, shown, row, temperature) for row in range(2)]).mean()
     loss = summed(own, mode) / parts(own, mode) + added + taught
-    loss.backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    check_step(metrics, model, loss)
     assert metrics["experience/episodes"] == 3 and metrics["experience/age_max"] == 1
     if term == "policy":  # the weights are those of before the step
         now = torch.cat([logprobs(model, old, row, temperature).detach() for row in rows])
@@ -185,10 +200,7 @@ def test_results_of_tools_are_learned_by_their_likelihood(tiny: str, sharing: st
     assert len(returned) > 20 and metrics["echo/tokens"] == len(returned)
     mean = torch.stack(returned).mean()
     loss = summed(own, mode) / parts(own, mode) + 0.3 * mean
-    loss.backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    check_step(metrics, model, loss)
     assert metrics["echo/nll"] == pytest.approx(mean.item(), rel=1e-4)
     assert metrics["tokens_trained"] == sum(map(len, own.values()))
     assert metrics["prefix_ratio"] > 1.5 if sharing == "auto" else metrics["prefix_ratio"] == 1
@@ -218,10 +230,7 @@ def test_masked_episodes_count_in_the_baseline_alone(tiny: str, mode: str, more:
     if more == "experience":
         keep(learner, old, [(10, 0), (10, 2)])
     elif more == "demonstrations":
-        gold = trajectories(2, seed=3)
-        for one in gold:
-            one.member, one.reward, one.truncated = -2, None, True  # the mask is for what was sampled
-        shown = collate(gold, [20, 21], allow_unscored=True)
+        shown = shown_of(truncated=True)  # the mask is for what was sampled
     metrics = step(learner, new, 1, shown)
 
     model = plain(tiny)
@@ -235,10 +244,7 @@ def test_masked_episodes_count_in_the_baseline_alone(tiny: str, mode: str, more:
         loss = loss + summed(kept, mode) / parts(own, mode)
     elif shown is not None:
         loss = loss - 0.3 * torch.cat([logprobs(model, shown, row, 1.0) for row in range(2)]).mean()
-    loss.backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    check_step(metrics, model, loss)
     assert metrics["episodes_trained"] == 4 and metrics["tokens_trained"] == sum(map(len, own.values()))
 
 
@@ -264,10 +270,9 @@ def test_episodes_that_are_added_again_count_twice_in_every_loss_and_mean(tiny: 
             optim = toy_optim(max_grad_norm=1e9)
             learner = opened(tiny, config_of(algorithm=algorithm(**own, experience=kept), optim=optim))
             if kept is not None:
-                keep(learner, again := batch.clone(), [(g, m) for g in (20, 21) for m in range(4)])
+                keep(learner, batch.clone(), [(g, m) for g in (20, 21) for m in range(4)])
                 for _, rows in learner.hooks["experience"]._kept:  # other groups, as those of another update would be
                     rows["group"] += 100
-                del again
             found.append(asyncio.run(learner.step(batch, 1)))
         once, twice = found
         assert abs(once["loss"]) > 1e-5 and once["grad_norm"] > 0
@@ -309,18 +314,33 @@ def long_prompts(seed: int, group: int, size: int = 4) -> TensorDict:
     return batch
 
 
-def test_a_critic_learns_from_an_updates_own_episodes_alone(tiny: str) -> None:
+ALONE = {
+    "critic": ({"advantage": Choice(name="gae")}, ["critic/loss", "critic/value", "critic/grad_norm", "advantage_abs"]),
+    "reference": ({"kl": KlConfig(coef=0.5)}, ["kl_reference"]),
+    "correction": ({"proximal": "recompute", "correction": Choice(name="masked", args={"cap": 1.1})}, []),
+}
+
+
+@pytest.mark.parametrize("part", ALONE)
+def test_what_is_added_is_in_the_supervised_term_alone(tiny: str, part: str) -> None:
+    """A critic learns from an update's own episodes, the KL is of their tokens, and a correction, which rejects tokens whose
+    ratio is above 1.1, takes nothing from a term that has no ratio."""
+    own, same = ALONE[part]
     found = []
     for kept in (None, experience(term="supervised", share=1.0)):
-        own = algorithm(advantage=Choice(name="gae"), experience=kept)
-        learner = opened(tiny, config_of(algorithm=own, critic=toy_critic()))
+        more = {"critic": toy_critic()} if part == "critic" else {}
+        learner = opened(tiny, config_of(algorithm=algorithm(**own, experience=kept), **more))
+        if part == "reference":
+            asyncio.run(learner.step(played(tiny, 3, 30), 0))  # so that the policy is not the reference any more
         if kept is not None:
             keep(learner, played(tiny, 1, 10), [(10, 0), (11, 2)])
         found.append(asyncio.run(learner.step(played(tiny, 2, 20), 1)))
     without, added = found
-    for name in ("critic/loss", "critic/value", "critic/grad_norm", "advantage_abs", "tokens_trained"):
-        assert added[name] == pytest.approx(without[name], rel=1e-6), name
-    assert added["experience/nll"] > 1 and added["loss"] > without["loss"] + 1
+    for name in (*same, "tokens_trained"):
+        assert (without[name] != 0 or part == "critic") and added[name] == pytest.approx(without[name], rel=1e-5), name
+    assert added["experience/nll"] > 1
+    assert added["loss"] == pytest.approx(without["loss"] + added["experience/nll"], rel=1e-5)
+    assert (without["tokens_trained"] < int(played(tiny, 2, 20)["sampled"].values().sum())) == (part == "correction")
 
 
 def test_nothing_is_kept_while_only_the_critic_learns(tiny: str) -> None:
@@ -333,35 +353,6 @@ def test_nothing_is_kept_while_only_the_critic_learns(tiny: str) -> None:
         asyncio.run(learner.step(batch, step))
         held.append(len(learner.hooks["experience"]._kept))
     assert held == [0, 8]
-
-
-def test_a_reference_is_not_asked_about_what_is_added(tiny: str) -> None:
-    """The KL and its gradient are of the update's own tokens, wherever the kept ones are."""
-    found = []
-    for kept in (None, experience(term="supervised")):
-        own = algorithm(kl=KlConfig(coef=0.5), experience=kept)
-        learner = opened(tiny, config_of(algorithm=own))
-        asyncio.run(learner.step(played(tiny, 3, 30), 0))  # so that the policy is not the reference any more
-        if kept is not None:
-            keep(learner, played(tiny, 1, 10), [(10, 0)])
-        found.append(asyncio.run(learner.step(played(tiny, 2, 20), 1)))
-    without, added = found
-    assert without["kl_reference"] > 0 and added["kl_reference"] == pytest.approx(without["kl_reference"], rel=1e-5)
-    assert added["loss"] == pytest.approx(without["loss"] + added["experience/nll"], rel=1e-5)
-
-
-def test_a_correction_takes_nothing_from_the_supervised_term(tiny: str) -> None:
-    """It rejects tokens whose ratio is above 1.1; a supervised term has no ratio, and keeps all of its tokens."""
-    found = []
-    for kept in (None, experience(term="supervised")):
-        own = algorithm(proximal="recompute", correction=Choice(name="masked", args={"cap": 1.1}), experience=kept)
-        learner = opened(tiny, config_of(algorithm=own))
-        if kept is not None:
-            keep(learner, played(tiny, 1, 10), [(10, 0), (11, 2)])
-        found.append(asyncio.run(learner.step(played(tiny, 2, 20), 1)))
-    without, added = found
-    assert 0 < without["tokens_trained"] < int(played(tiny, 2, 20)["sampled"].values().sum())
-    assert added["loss"] == pytest.approx(without["loss"] + added["experience/nll"], rel=1e-5)
 
 
 def test_an_update_that_teaches_nothing_by_itself_is_still_compared_with_the_engine(tiny: str) -> None:
