@@ -21,15 +21,7 @@ from agentrl.contrib.offline.text_calls import (
     thoughts,
 )
 from agentrl.contrib.toolkit.chat_forms import Declaration, calls_of, declarations, is_thought, result_of, without_padding
-from agentrl.data.chat_forms import (
-    REASONING,
-    FormError,
-    arguments_of,
-    pair_results,
-    parse_field,
-    reasoning_of,
-    thought_of,
-)
+from agentrl.data.chat_forms import REASONING, FormError, arguments_of, pair_results, parse_field, reasoning_of, thought_of
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.utils.errors import BadRowError
 
@@ -239,16 +231,8 @@ def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Ch
 # functions on), since the model's own chat template says both, in its own way.
 
 T = TypeVar("T")
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-}
+SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+                  "tool": "tool", "function_response": "tool", "observation": "tool"}  # fmt: skip
 _TOOLS = re.compile(r"<tools>\s*(\[.*?\])\s*</tools>", re.S)
 _LIST = re.compile(r"\[\s*\{\s*\"")
 
@@ -260,7 +244,14 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
         turns = parse_field(turns, "conversations")
     if not isinstance(turns, list) or not turns:
         raise BadRowError("conversations: expected a list of messages")
-    said = [_said(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+    said = list[tuple[str, str]]()
+    for number, turn in enumerate(turns):
+        at = f"conversations[{number}]"
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
+            raise BadRowError(f'{at}: expected {{"from": ..., "value": ...}}')
+        if (role := SHAREGPT_ROLES.get(str(turn.get("from")))) is None:
+            raise BadRowError(f"{at}.from: expected one of {', '.join(SHAREGPT_ROLES)}, got {turn.get('from')!r}")
+        said.append((role, turn["value"]))
     given = {word for turn in turns for word, value in turn.items() if value not in (None, [], {})}
     if odd := sorted(given & {"weight", "loss", "tool_calls", *REASONING}):
         raise BadRowError(f"conversations: {odd[0]} is not read in this layout; write the row in OpenAI's, under messages")
@@ -285,15 +276,6 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
         )
         every[place] = replace(message, tool_calls=tuple(calls))
     return check_chat(Chat(tuple(every), tuple(message.role == "assistant" for message in every), tools, unread))
-
-
-def _said(turn: Any, at: str) -> tuple[str, str]:
-    if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
-        raise BadRowError(f'{at}: expected {{"from": ..., "value": ...}}')
-    role = SHAREGPT_ROLES.get(str(turn.get("from")))
-    if role is None:
-        raise BadRowError(f"{at}.from: expected one of {', '.join(SHAREGPT_ROLES)}, got {turn.get('from')!r}")
-    return role, turn["value"]
 
 
 def _split(system: str, given: bool) -> tuple[str, list[Any] | None]:

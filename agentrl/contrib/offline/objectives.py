@@ -87,7 +87,8 @@ class RewardTrainer(TrainedRole):
     def prefer(self, batch: TensorDict, pairs: int) -> dict[str, float]:
         """One optimizer step over `pairs` pairs, whose episodes count by their last row (the column `whole`)."""
         engine, lr = self._ready(), self._set_rate()
-        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, _row_scores, bradley_terry)
+        view, cap = Ragged.of(batch), self._optim.micro_tokens
+        metrics = pair_step(engine, view, cap, pairs, lambda engine, piece: engine.scores(piece.micro), bradley_terry)
         self._updates += 1
         return {**metrics, "lr": lr}
 
@@ -131,10 +132,6 @@ def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
     tokenizer.save_pretrained(folder)
     seal(folder, 0)
     return str(folder)
-
-
-def _row_scores(engine: BaseEngine, piece: Pack) -> Tensor:
-    return engine.scores(piece.micro)
 
 
 Found = dict[str, float]
@@ -284,12 +281,8 @@ def bradley_terry(totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, 
 
 def _compare_pairs(rewards: Tensor) -> dict[str, Tensor]:
     chosen, rejected = rewards.unbind(1)
-    return {
-        "accuracy": (chosen > rejected).double(),
-        "reward_chosen": chosen,
-        "reward_rejected": rejected,
-        "reward_margin": chosen - rejected,
-    }
+    found = {"accuracy": (chosen > rejected).double(), "reward_chosen": chosen, "reward_rejected": rejected}
+    return {**found, "reward_margin": chosen - rejected}
 
 
 def mean_metrics(losses: Tensor, found: dict[str, Tensor]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -14,11 +15,13 @@ from typing import Any
 
 from agentrl.config.schema import DataConfig
 from agentrl.contrib.offline.layouts import Chat, openai_chat, preference, sharegpt_chat
-from agentrl.contrib.offline.store import About, RowPlace, RowWriter, row_at, rows_of, sources
+from agentrl.contrib.offline.store import About, RowPlace, RowWriter, rows_of, sources
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.data.trajectory import Message, Trajectory
+from agentrl.data.trajectory import Trajectory
 from agentrl.render.base import Renderer
 from agentrl.utils.errors import BadRowError, ConfigError, RenderError
+from agentrl.utils.files import open_plain
+from agentrl.utils.parsing import read_json
 
 TaskKey = tuple[str, str, int, int, str]
 
@@ -33,23 +36,22 @@ class Scored:
     reward: float
 
 
-def episode_of(row: Mapping[str, Any]) -> Trajectory:
-    """The episode that a row is. Raises BadRowError."""
+@contextmanager
+def _as_bad_row() -> Iterator[None]:
+    """Raise BadRowError for a row that is no episode."""
     try:
-        return Trajectory.from_json(row)
+        yield
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise BadRowError(f"not an episode of this version of agentrl: {type(problem).__name__}: {problem}"[:200]) from None
 
 
 def filter_episode(place: RowPlace, row: Mapping[str, Any], data: DataConfig, passed: Counter[str]) -> Scored | None:
     """The episode in a row if the config's filters let it through; else None, and `passed` counts why. Raises BadRowError."""
-    try:
+    with _as_bad_row():
         task, reward = row["task"], row["reward"]
         said = sha256(json.dumps([task.get("data"), task.get("gold")], sort_keys=True).encode()).hexdigest()[:16]
         key = (str(row.get("env") or row["env_id"]), str(task["id"]), int(task["seed"]), int(row.get("given", 0)), said)
         split, success = task.get("split", "train"), row.get("success")
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise BadRowError(f"not an episode of this version of agentrl: {type(problem).__name__}: {problem}"[:200]) from None
     if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
         raise BadRowError(f"reward: expected a number, got {reward!r}"[:200])
     why = None
@@ -119,7 +121,16 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
         ledgers = [TokenLedger()]
         ledgers[0].append_context(renderer.start(messages[:begun], chat.tools), 0)
         for turn, place in enumerate(places):
-            ids = _turn(messages[place], renderer, place)
+            try:
+                ids = renderer.assistant(messages[place])
+            except RenderError as problem:
+                raise BadRowError(f"messages[{place}]: {problem}") from None
+            if calls := [(call.name, call.arguments) for call in messages[place].tool_calls]:
+                read = [(call.name, call.arguments) for call in renderer.parse(ids, "stop").tool_calls]
+                if read != calls:  # a policy that samples these tokens would make others
+                    raise BadRowError(
+                        f"messages[{place}]: its calls, as the model's chat template writes them, are read as others"
+                    )
             if chat.trained[place]:
                 ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
             else:
@@ -139,19 +150,6 @@ def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
         raise BadRowError(f"the model's chat template cannot write it: {problem}") from None
 
 
-def _turn(message: Message, renderer: Renderer, place: int) -> list[int]:
-    """The tokens of an assistant's message, if a policy that samples them makes the same calls."""
-    try:
-        ids = renderer.assistant(message)
-    except RenderError as problem:
-        raise BadRowError(f"messages[{place}]: {problem}") from None
-    if message.tool_calls:
-        read = renderer.parse(ids, "stop").tool_calls
-        if [(call.name, call.arguments) for call in read] != [(call.name, call.arguments) for call in message.tool_calls]:
-            raise BadRowError(f"messages[{place}]: its calls, as the model's chat template writes them, are read as others")
-    return ids
-
-
 def chat_of(episode: Trajectory) -> Chat:
     """The messages of an episode as a chat, to render them anew; turns that it was given, and those before it branched off
     another, are context. Raises BadRowError if its conversation was rewritten."""
@@ -165,30 +163,6 @@ def chat_of(episode: Trajectory) -> Chat:
     if not any(trained):
         raise BadRowError("no turn that its policy sampled")
     return Chat(tuple(episode.messages[:end]), tuple(trained[:end]), tuple(episode.tools))
-
-
-def says_the_same(episode: Trajectory, renderer: Renderer, texts: Sequence[str]) -> bool:
-    """Return True if the sampled tokens of an episode's turns are what its messages say, read by this renderer; if not, they
-    are another tokenizer's. `texts`: the turns' sampled tokens as this tokenizer decodes them."""
-    renderer = renderer.with_tools(episode.tools)
-    for turn, text in zip(episode.turns, texts, strict=True):
-        ids = turn_ids(episode, turn.index)
-        if not ids or (turn.message.content in text and all(call.raw in text for call in turn.message.tool_calls)):
-            continue
-        read = renderer.parse(ids, turn.finish)
-        if (read.content, [call.name for call in read.tool_calls]) != (
-            turn.message.content,
-            [call.name for call in turn.message.tool_calls],
-        ):
-            return False
-    return True
-
-
-def turn_ids(episode: Trajectory, turn: int) -> list[int]:
-    """The sampled tokens of a turn, over all ledgers; none if it was given."""
-    return [
-        int(token) for ledger in episode.ledgers for token in ledger.token_ids[ledger.sampled & (ledger.turns == turn)].tolist()
-    ]
 
 
 NAMED = 3
@@ -282,9 +256,14 @@ class Preparation:
             self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
 
     def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
-        self._add(writer, str(episodes[0].task), [self._ledgers(one.place, episode_of(row_at(one.place))) for one in episodes])
+        self._add(writer, str(episodes[0].task), [self._ledgers(one.place) for one in episodes])
 
-    def _ledgers(self, place: RowPlace, episode: Trajectory) -> Ledgers:
+    def _ledgers(self, place: RowPlace) -> Ledgers:
+        with open_plain(place.file) as lines:
+            lines.seek(place.offset)
+            row = read_json(lines.readline())
+        with _as_bad_row():
+            episode = Trajectory.from_json(row)
         if self.data.rerender:
             return render_chat(chat_of(episode), self.renderer)
         if any(ledger.images for ledger in episode.ledgers):
@@ -296,10 +275,22 @@ class Preparation:
             raise BadRowError("no token that its policy sampled")
         if max(int(ledger.turns[ledger.sampled].max(initial=-1)) for ledger in episode.ledgers) >= len(episode.turns):
             raise BadRowError("its tokens are of turns that it does not have")
-        size = len(self.tokenizer)
-        texts = self.tokenizer.batch_decode([turn_ids(episode, turn.index) for turn in episode.turns])
-        ids = [ledger.token_ids for ledger in episode.ledgers if len(ledger)]
-        if any(part.min() < 0 or part.max() >= size for part in ids) or not says_the_same(episode, self.renderer, texts):
+        size, renderer = len(self.tokenizer), self.renderer.with_tools(episode.tools)
+        sampled = [  # over all ledgers; none of a turn that was given
+            [id_ for one in episode.ledgers for id_ in one.token_ids[one.sampled & (one.turns == turn.index)].tolist()]
+            for turn in episode.turns
+        ]
+        texts = self.tokenizer.batch_decode(sampled)
+        same = all(
+            part.min() >= 0 and part.max() < size for part in (ledger.token_ids for ledger in episode.ledgers if len(ledger))
+        )
+        for turn, ids, text in zip(episode.turns, sampled, texts, strict=True):
+            message = turn.message
+            if same and ids and not (message.content in text and all(call.raw in text for call in message.tool_calls)):
+                read = renderer.parse(ids, turn.finish)
+                same = read.content == message.content
+                same = same and [call.name for call in read.tool_calls] == [call.name for call in message.tool_calls]
+        if not same:
             raise ConfigError(
                 f"data.path: {place}: its tokens say something else with this model's tokenizer than its messages do: they were "
                 "sampled with another one. Take the model that the run trained, or set data.rerender=true to render the "

@@ -81,14 +81,6 @@ def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError
     yield from _table(file) if file.suffix == ".parquet" else _lines(file)
 
 
-def row_at(place: RowPlace) -> dict[str, Any]:
-    """The row of a place that `rows_of` gave. Only of files of lines."""
-    with open_plain(place.file) as lines:
-        lines.seek(place.offset)
-        row: dict[str, Any] = read_json(lines.readline())
-    return row
-
-
 def _lines(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
     try:
         with open_plain(file) as lines:
@@ -218,18 +210,8 @@ class RowWriter:
         np.save(self.folder / "tasks.npy", np.asarray(self._tasks, dtype=np.int64))
         self._ids.flush()
         self._sampled.flush()
-        about = About(
-            self.each,
-            self.examples,
-            len(self._numbers),
-            self.tokens,
-            self.trained,
-            rows,
-            left_out,
-            passed,
-            out,
-            dict(unread or {}),
-        )
+        counts = (self.each, self.examples, len(self._numbers), self.tokens, self.trained, rows)
+        about = About(*counts, left_out, passed, out, dict(unread or {}))
         atomic_write(self.folder / ABOUT, json.dumps(asdict(about)))
         seal(self.folder, 0)
         return about

@@ -56,14 +56,15 @@ def written(folder: Path, rows: list[dict[str, Any]], longest: int = 4096, seed:
     return about, RowStore(folder / "store")
 
 
+def talk(subject: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"{subject}?"}, {"role": "assistant", "content": "!"}]
+
+
 def test_a_branch_rendered_anew_trains_none_of_its_parents_turns(whole: Trajectory, tmp_path: Path) -> None:
     branch = branch_of(whole, 2, 1, 0.5)
     chat = chat_of(branch)
-    assert [trained for message, trained in zip(chat.messages, chat.trained, strict=True) if message.role == "assistant"] == [
-        False,
-        False,
-        *[True] * (len(whole.turns) - 2),
-    ]
+    own = [trained for message, trained in zip(chat.messages, chat.trained, strict=True) if message.role == "assistant"]
+    assert own == [False, False, *[True] * (len(whole.turns) - 2)]
     _, store = written(tmp_path, [whole.to_json(), branch.to_json()], rerender=True)
     one, two = store.load(store.train)
     after = (whole.ledgers[0].turns >= 2) & whole.ledgers[0].sampled
@@ -97,11 +98,6 @@ def test_tasks_of_one_id_and_seed_that_say_other_things_are_not_compared(whole: 
     assert (about.examples, about.tasks) == (2, 2)
 
 
-def test_what_was_left_out_is_not_said_of_nothing(whole: Trajectory, tmp_path: Path) -> None:
-    about, _ = written(tmp_path, [whole.to_json(), replace(whole, reward=0.0).to_json()], loss="dpo")
-    assert about.examples == 1 and about.passed == {}
-
-
 def rewarded(whole: Trajectory, *rewards: float, **changed: Any) -> list[dict[str, Any]]:
     return [replace(whole, reward=reward, seed=number, **changed).to_json() for number, reward in enumerate(rewards)]
 
@@ -119,6 +115,8 @@ def test_pairs_are_the_best_with_the_worst_then_the_next_of_both(whole: Trajecto
     assert sides(tmp_path, rows, loss="dpo", per_task=9) == [(1.0, 0.0), (0.75, 0.25)], "the middle one has nobody"
     assert sides(tmp_path, rows, loss="dpo", per_task=9, margin=0.5) == [(1.0, 0.0), (0.75, 0.25)], "at least so much"
     assert sides(tmp_path, rows, loss="dpo", per_task=9, margin=0.51) == [(1.0, 0.0)]
+    about, _ = written(tmp_path, rewarded(whole, 1.0, 0.0), loss="dpo")
+    assert about.examples == 1 and about.passed == {}, "what was left out is not said of nothing"
     assert sides(tmp_path, rewarded(whole, 0.5), loss="dpo", margin=1e-9) == []
 
 
@@ -169,6 +167,9 @@ def test_hidden_files_and_evaluations_of_a_run_are_not_read(tmp_path: Path) -> N
     assert found == [
         "run/trajectories/step_000001.jsonl", "run/trajectories/step_000002.jsonl", "more/a.parquet", "more/b/c.jsonl",
     ]  # fmt: skip
+    for empty in ("", "  "):  # which is not the working directory
+        with pytest.raises(ConfigError, match=r"data\.path: .*is empty"):
+            sources([empty])
 
 
 def test_a_table_row_is_named_by_its_number_and_has_no_field_that_is_null(tmp_path: Path) -> None:
@@ -182,12 +183,6 @@ def test_a_table_row_is_named_by_its_number_and_has_no_field_that_is_null(tmp_pa
     assert [str(place) for place, _ in found] == [f"{tmp_path}/a.parquet:1", f"{tmp_path}/a.parquet:2"]
     plain = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     assert [row for _, row in found] == [{"messages": [*plain, {"role": "user"}]}, {"messages": plain}]
-
-
-@pytest.mark.parametrize("path", ["", "  "])
-def test_an_empty_path_is_not_the_working_directory(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.path: .*is empty"):
-        sources([path])
 
 
 def test_a_row_may_be_as_long_as_it_may_and_a_share_of_bad_rows_as_large(whole: Trajectory, tmp_path: Path) -> None:
@@ -289,7 +284,7 @@ def test_episodes_in_parquet_are_refused_with_the_way_out(whole: Trajectory, tmp
 
 @pytest.mark.parametrize("key", [{"success": True}, {"min_reward": 0.5}, {"per_task": 2}, {"rerender": True}], ids=str)
 def test_what_chooses_among_episodes_is_refused_if_there_are_none(key: dict[str, Any], whole: Trajectory, tmp_path: Path) -> None:
-    chat = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    chat = {"messages": talk("")}
     with pytest.raises(ConfigError, match=f"data.{next(iter(key))} is of episodes of runs, and none of the 2 rows is one"):
         written(tmp_path, [chat, chat], **key)
     assert written(tmp_path, [chat, whole.to_json()], **key)[0].examples == 2
@@ -298,16 +293,13 @@ def test_what_chooses_among_episodes_is_refused_if_there_are_none(key: dict[str,
 @pytest.mark.parametrize(("share", "tasks", "held"), [(0.07, 100, 7), (0.05, 40, 2), (0.05, 41, 3), (0.5, 3, 2), (0.9, 2, 1)])
 def test_the_share_that_is_held_out_is_rounded_up_from_what_it_says(share: float, tasks: int, held: int, tmp_path: Path) -> None:
     """0.07 of 100 is 7.000000000000001 in floating point, and 7 tasks."""
-    file = tmp_path / "chats.jsonl"
-    said = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}] for n in range(tasks)]
-    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
-    about = Preparation(DataConfig(path=[str(file)], heldout=share), RENDERER, TOKENIZER, 4096).write(tmp_path / "store", 0)
+    about, _ = written(tmp_path, [{"messages": talk(n)} for n in range(tasks)], heldout=share)
     assert len(about.heldout) == held
 
 
 def test_a_conversation_that_stands_twice_is_held_out_whole_and_by_what_it_says(tmp_path: Path) -> None:
     """Not by its place: whichever way the path is spelled and its keys are written."""
-    said = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}] for n in range(20)]
+    said = [talk(n) for n in range(20)]
     dumped = [[{**message, "name": None, "weight": None} for message in messages] for messages in said]
     more = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "-", "weight": 0}]
     file, alone = tmp_path / "a.jsonl", tmp_path / "b.jsonl"

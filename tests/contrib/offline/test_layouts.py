@@ -53,6 +53,12 @@ def test_openai_messages_weights_and_the_end_of_a_row() -> None:
     assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
     assert chat.trained == (False, True, False, False, False, True)
     assert chat.messages[1].tool_calls[0].arguments == {"a": 1} and chat.messages[2].name == "add"
+    called = {**ASKED[1], "tool_calls": [{**CALL, "id": 7}]}  # an id that is a number
+    found = openai_chat({"messages": [ASKED[0], called, {**ASKED[2], "tool_call_id": 7}, ASKED[5]], "tools": TOOLS})
+    assert found.messages[1].tool_calls[0].id == found.messages[2].tool_call_id == "7"
+    said: list[dict[str, Any]] = [{"role": "assistant" if n % 2 else "user", "content": str(n)} for n in range(6)]
+    said[3]["weight"] = said[5]["weight"] = 0
+    assert [message.content for message in openai_chat({"messages": said}).messages] == ["0", "1"]
 
 
 def test_the_tokens_of_trained_messages_alone_are_sampled() -> None:
@@ -68,12 +74,8 @@ def test_hermes_calls_in_pythons_writing_and_its_system_message() -> None:
     assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
     assert chat.messages[1].content == "Adding." and chat.messages[1].tool_calls[0].arguments == {"a": 1}
     assert chat.messages[2].content == '{"sum": 1}' and chat.tools[0]["function"]["name"] == "add"
-
-
-def test_what_a_hermes_assistant_thinks_is_its_reasoning_and_no_content() -> None:
-    system, human, *_ = HERMES["conversations"]
     said = "<think>\nadd, then\n</think>\n<tool_call>\n{'arguments': {'a': 1}, 'name': 'add'}\n</tool_call>"
-    [*_, message] = sharegpt_chat({"conversations": [system, human, {"from": "gpt", "value": said}]}).messages
+    message = sharegpt_chat({"conversations": [*HERMES["conversations"][:2], {"from": "gpt", "value": said}]}).messages[-1]
     assert (message.reasoning, message.content, message.tool_calls[0].name) == ("add, then", "", "add")
 
 
@@ -126,9 +128,7 @@ def chat(**changed: Any) -> dict[str, Any]:
         (chat(messages=[{"role": ["user"], "content": "x"}]), "messages[0].role: expected one of"),
         (chat(messages=[*ASKED[:2], {**ASKED[2], "content": 0}, ASKED[5]]), "messages[2].content: only text"),
         (
-            chat(
-                messages=[ASKED[0], {"role": "assistant", "content": '<tool_call>{"name": "add", "arguments": {}}</tool_call>'}]
-            ),
+            chat(messages=[ASKED[0], {**ASKED[5], "content": '<tool_call>{"name": "add", "arguments": {}}</tool_call>'}]),
             "messages[1].content: a <tool_call> as text",
         ),
         (chat(messages=[*ASKED[:2], {**ASKED[2], "tool_call_id": ["x"]}, ASKED[5]]), "messages[2].tool_call_id: expected text"),
@@ -156,10 +156,8 @@ def test_signs_pythons_and_jsons_words_and_escaped_quotes_are_read() -> None:
     text = r"""[f(a=-1, b=-2.5, c=None, d=none, e=True, f="it\"s, x", g='(', h=[-3, {'k': null}]), g()]"""
     wanted = {"a": -1, "b": -2.5, "c": None, "d": None, "e": True, "f": 'it"s, x', "g": "(", "h": [-3, {"k": None}]}
     assert bracket_calls(text) == [("f", wanted), ("g", {})]
-
-
-def test_text_that_does_not_end_as_a_list_of_calls_is_text() -> None:
-    assert bracket_calls("[f(a=1]") == [] == bracket_calls("[see (1)] it") == bracket_calls("[1, 2]")
+    for plain in ("[f(a=1]", "[see (1)] it", "[1, 2]"):  # what does not end as a list of calls is text
+        assert bracket_calls(plain) == []
 
 
 @pytest.mark.parametrize("written", ["{'name': 'add', 'arguments': {'a': {1}}}", "{[]: 1}", "{**{'name': 'add'}}"])
@@ -167,12 +165,6 @@ def test_a_hermes_call_that_is_no_json_value_is_refused(written: str) -> None:
     said = [*HERMES["conversations"][:2], {"from": "gpt", "value": f"<tool_call>{written}</tool_call>"}]
     with pytest.raises(BadRowError, match="neither JSON nor a literal"):
         sharegpt_chat({"conversations": said})
-
-
-def test_an_id_that_is_a_number_is_the_one_that_the_result_names() -> None:
-    called = {**ASKED[1], "tool_calls": [{**CALL, "id": 7}]}
-    found = openai_chat(chat(messages=[ASKED[0], called, {**ASKED[2], "tool_call_id": 7}, ASKED[5]]))
-    assert found.messages[1].tool_calls[0].id == found.messages[2].tool_call_id == "7"
 
 
 THOUGHT = [
@@ -238,14 +230,10 @@ def test_reasoning_that_only_ends_in_the_content_is_reasoning_and_none_is_droppe
             assert (said(content, **more).reasoning, said(content, **more).content.strip()) == ("so", "yes")
     parts = [{"type": "thinking", "thinking": "or so"}, {"type": "text", "text": "<think>so</think>yes"}]
     for content, more in (("<think>so</think>yes", {"reasoning_content": "or so"}), (parts, {})):
-        with pytest.raises(
-            BadRowError, match=r"messages\[1\]: the reasoning in its content and the one next to it differ\. Leave"
-        ):
+        with pytest.raises(BadRowError, match=r"\[1\]: the reasoning in its content and the one next to it differ\. Leave"):
             said(content, **more)
-    for content, fault in (
-        ("<think>so", ".content: a <think> that does not end"),
-        ("<think>so</think>", ": .* without content and calls"),
-    ):
+    ends = {"<think>so": ".content: a <think> that does not end", "<think>so</think>": ": .* without content and calls"}
+    for content, fault in ends.items():
         with pytest.raises(BadRowError, match=rf"messages\[1\]{fault}"):
             said(content)
     code = "```\n</think>\n```"
@@ -362,12 +350,6 @@ def test_results_of_both_text_layouts_are_ordered_by_the_names_that_they_have() 
     for chat in (sharegpt_chat(row), sharegpt_chat(other)):
         found = [message for message in chat.messages if message.role == "tool"]
         assert [one.name for one in found] == ["add", "sub"] and "1" in found[0].content and "2" in found[1].content
-
-
-def test_a_row_ends_behind_its_last_trained_turn() -> None:
-    said: list[dict[str, Any]] = [{"role": "assistant" if n % 2 else "user", "content": str(n)} for n in range(6)]
-    said[3]["weight"] = said[5]["weight"] = 0
-    assert [message.content for message in openai_chat({"messages": said}).messages] == ["0", "1"]
 
 
 def test_what_other_peoples_rows_mean_is_kept_or_refused() -> None:

@@ -1,6 +1,8 @@
-"""What a run on data learns and measures, over a store whose episodes have rows of their own: against plain forward passes."""
+"""What a run on data learns and measures, over a store whose episodes have rows of their own: against plain forward passes, and
+against TRL's losses of the same batch (benchmarks/parts/trl_losses.py made the numbers), however rows are packed."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,18 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import DataConfig, ModelConfig
 from agentrl.contrib.offline.objectives import OfflineActor, Preferring, RewardTrainer, Scoring, Supervised
 from agentrl.contrib.offline.store import RowStore, RowWriter
+from agentrl.data.rows import Ragged
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.run.display import Count
-from tests.trainer.pair_batches import PAIRS, ledger_of, models
+from agentrl.run.sft import steps_batch
+from agentrl.trainer.roles import RewardModel
+from tests.trainer.pair_batches import PAIRS, episodes, ledger_of, models
 from tests.trainer.pair_batches import batch_rows as numbers
-from tests.trainer.train_batches import toy_optim
+from tests.trainer.train_batches import toy_optim, train_batch
 
 BETA = 0.3
 CONFIG = DataConfig(path=["x"], beta=BETA)
+TRL = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +54,9 @@ def store_of(examples: list[list[list[TokenLedger]]], folder: Path) -> RowStore:
     return RowStore(folder)
 
 
-def group(role: Any, path: Path) -> Any:
+def group(role: Any, path: Path, cap: int = 64) -> Any:
     found = launch(role, backend="inline", world_size=1)
-    found.run(role.init_model, str(path), ModelConfig(), toy_optim(micro_tokens=64, max_grad_norm=1e9))
+    found.run(role.init_model, str(path), ModelConfig(), toy_optim(micro_tokens=cap, max_grad_norm=1e9))
     return found
 
 
@@ -117,3 +123,40 @@ def test_a_score_is_that_of_an_episodes_last_row_alone(folder: Path, stored: Any
     for found in (asyncio.run(objective.measure(np.arange(PAIRS)))[1], asyncio.run(objective.step(np.arange(PAIRS)))):
         assert found["loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(margins).mean()), rel=1e-5)
         assert found["reward_chosen"] == pytest.approx(float(scores[:, 0].mean()), rel=1e-5)
+
+
+def paired(reference: torch.Tensor | None = None, sharing: Any = "off") -> Ragged:
+    """The batch with what a step of pairs needs; `reference`: of each row."""
+    view = Ragged.of(steps_batch(episodes(), 2 * PAIRS, sharing))
+    given = torch.zeros(len(view), dtype=torch.float64) if reference is None else reference
+    return view.with_rows(reference=given, whole=torch.ones(len(view), dtype=torch.bool))
+
+
+def same(found: dict[str, float], name: str) -> None:
+    assert found["loss"] == pytest.approx(TRL[name]["loss"], rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(TRL[name]["grad_norm"], rel=1e-5)
+
+
+def test_the_supervised_loss_is_trls(folder: Path) -> None:
+    chosen = steps_batch(episodes()[0::2], PAIRS, "off")
+    same(train_batch(group(OfflineActor, folder / "policy", 512), OfflineActor.supervise, chosen, 1), "sft")
+
+
+@pytest.mark.parametrize(("cap", "sharing"), [(512, "off"), (512, "on"), (40, "off")])
+def test_the_dpo_loss_and_its_gradient_are_trls_also_with_the_rows_of_a_pair_apart(folder: Path, cap: int, sharing: str) -> None:
+    """A cap of 40 tokens puts nearly every row into a micro-batch of its own."""
+    before = group(OfflineActor, folder / "reference", cap).run(OfflineActor.compute_logprob, paired().batch)["logprobs"]
+    reference = torch.stack([row.sum() for row in before.unbind()]).double()
+    found = train_batch(
+        group(OfflineActor, folder / "policy", cap), OfflineActor.prefer, paired(reference, sharing).batch, 1, PAIRS, TRL["beta"]
+    )
+    same(found, "dpo")
+
+
+def test_the_reward_models_loss_is_trls_and_what_it_writes_is_a_reward_model(folder: Path, tmp_path: Path) -> None:
+    trained = group(RewardTrainer, folder / "classifier", 512)
+    same(train_batch(trained, RewardTrainer.prefer, paired().batch, 1, PAIRS), "reward")
+    trained.run(RewardTrainer.export_hf, str(tmp_path / "out"))
+    judge = group(RewardModel, tmp_path / "out", 512)
+    now = trained.run(RewardTrainer.compute_scores, paired().batch)["score"]
+    torch.testing.assert_close(judge.run(RewardModel.compute_scores, paired().batch)["score"], now)
