@@ -320,28 +320,34 @@ class _Options:
 
 def _options(args: argparse.Namespace) -> _Options:
     from agentrl.config.schema import JudgeConfig, JudgeEngineConfig, RewardConfig
-    from agentrl.env.catalog import EnvRef, find_env
+    from agentrl.env.catalog import EnvRef, check_ref, find_env
 
     params: dict[str, Any] = {}
     for name, value in _pairs(args.param, "--param", "calls=4"):
         params[key := name.removeprefix("env.params.")] = value
         with suppress(ValueError):  # it is a text, and no JSON
             params[key] = read_json(value)
-    for spec in [getattr(args, name, None) for name in ("spec", "spec_a", "spec_b")]:
+    specs = [getattr(args, name) for name in ("spec", "spec_a", "spec_b") if hasattr(args, name)]
+    for spec in specs:
         with suppress(UserError):  # a spec that is named by its environment is that one's own
-            if args.env is None and spec is not None and find_env(spec).reward is not None:
+            if args.env is None and find_env(spec).reward is not None:
                 args.env = spec
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
+    if params and args.part != "lint" and not any('"replay": ' in json.dumps(_spec(spec)) for spec in specs):
+        raise UserError(f"--param: {' and '.join(specs)} replays nothing, so no environment is made. Leave it out")
     models = tuple(_pairs(args.judge_model, "--judge-model", "strict=Qwen/Qwen3-0.6B"))
     if twice := [name for number, (name, _) in enumerate(models) if name in dict(models[:number])]:
         raise UserError(f"--judge-model {twice[0]}=...: given twice; a judge has one model")
     judge = {"api_base": args.judge_url, "cache": args.judge_cache, "calls": args.judge_calls, "usd": args.judge_usd}
     engines = {name: JudgeEngineConfig(path=model) for name, model in models}
     python = dict(_pairs(args.python, "--python", "polite=my_rewards:polite"))
+    env = None
     if args.env is not None:
         find_env(args.env)  # raises for an unknown one
-    env = None if args.env is None else EnvRef(args.env, params)
+        env = EnvRef(args.env, params)
+        if params:
+            check_ref(env)
     return _Options(env, RewardConfig(python=python, judge=JudgeConfig(engines=engines, **judge)))
 
 
@@ -375,9 +381,8 @@ def _score_rows(args: argparse.Namespace, name: str, *beside: str) -> list[dict[
 
     from agentrl.reward.explain import read_lines, score_file
 
-    spec, console = _spec(name), safe_console(stderr=True)
+    spec, options, console = _spec(name), _options(args), safe_console(stderr=True)
     total = len(read_lines(args.trajectories))
-    options = _options(args)
     with Progress(console=console, disable=not console.is_terminal) as progress:  # on standard error, if that is a terminal
         done = partial(progress.advance, progress.add_task(str(spec["name"]), total=total))
         if not options.scorer(spec).asks:  # picklable: worker processes make their own
