@@ -350,44 +350,32 @@ def test_one_model_of_several_environments_is_asked_once_and_each_other_too(tmp_
         assert sorted(body["model"] for body in server.requests) == ["j-2026-01-01", "w"]
 
 
-USERS = '''
-from agentrl.env import Message, Task, ToolEnv
+USERS = """
 from agentrl.contrib.users import ModelUser
+from agentrl.env import Message, Task, ToolEnv
 from agentrl.env.users import UserModel
-from agentrl.env import tool
 
 
 class Helped(ToolEnv):
     id = "tests/Helped-v0"
     reward = "mine.json"
 
-    def __init__(self, *, user="openai/u", options=None, **base):
+    def __init__(self, *, options=None, **base):
         super().__init__(**base)
-        self.model, self.options = user, dict(options or {})
+        self.options = dict(options or {})
 
     def user_models(self):
-        return [UserModel(self.model, self.options)]
+        return [UserModel("openai/u", self.options)]
 
     def make_task(self, rng_seed, split):
         return Task(f"t/{split}/{rng_seed}", rng_seed, split, {}, {"answer": 4})
 
     async def setup(self, task):
-        self.pressed = 0
-        tools = self.user_toolbox.schemas()
-        self.user = ModelUser("get help", model=self.model, tools=tools, seed=7, max_retries=0, **self.options)
+        self.user = ModelUser("get help", model="openai/u", max_retries=0, **self.options)
 
     async def prompt(self, task):
         return [Message("user", await self.ask_user([Message("assistant", "Hello?")]))]
-
-    @tool(by="user")
-    async def press(self, times: int) -> str:
-        """press the button"""
-        self.pressed += times
-        return f"pressed {self.pressed}"
-
-    def state(self):
-        return {"pressed": self.pressed}
-'''
+"""
 
 
 @pytest.mark.parametrize(
@@ -403,7 +391,8 @@ def test_the_model_that_plays_the_user_is_asked_once_before_a_run(
 ) -> None:
     helped()
     with Loopback(lambda body, number: answer) as server:
-        args = ["eval", "helped", "--model", "api:openai/x", *asks(server), "-n", "2"]
+        asks = f'env.params.options={{api_base="{server.url}", api_key="mine"}}'
+        args = ["eval", "helped", "--model", "api:openai/x", asks, "-n", "2"]
         assert main([*args, f"api.base={server.url}", "health.preflight=false", "--out", "unasked"]) == 1
         assert [(row["reward"], row["stop"]) for row in played("unasked")] == [(None, "env_error")] * 2
         before = len(server.requests)
@@ -431,40 +420,6 @@ def helped() -> None:
     folder.mkdir(parents=True)
     (folder / "env.py").write_text(USERS)
     (folder / "mine.json").write_text(json.dumps({"agentrl_reward": 1, "name": "mine", "root": RIGHT}))
-
-
-def asks(server: Loopback) -> list[str]:
-    return [f'env.params.options={{api_base="{server.url}", api_key="mine"}}']
-
-
-def test_a_model_user_calls_its_tools_over_http() -> None:
-    """It opens with a call, hears the result, makes one that is no JSON, hears that, and speaks."""
-    helped()
-
-    def call(arguments: str) -> dict[str, Any]:
-        function = {"name": "press", "arguments": arguments}
-        return {"content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]}
-
-    def both(body: dict[str, Any], number: int) -> Any:
-        if body["model"] == "x":
-            return "It is 4."
-        made = sum(1 for message in body["messages"] if message.get("tool_calls"))
-        spoken = any(message.get("content") == "I pressed it." for message in body["messages"])
-        return "bye ###STOP###" if spoken else (call('{"times": 2}'), call("{times"), "I pressed it.")[made]
-
-    with Loopback(both) as server:
-        args = ["eval", "helped", "--model", "api:openai/x", f"api.base={server.url}", *asks(server), "health.preflight=false"]
-        assert main([*args, "-n", "1", "--out", "out", "rollout.max_turns=1"]) == 0
-        users = [body for body in server.requests if body["model"] == "u"]
-    [row] = played()
-    assert [(one["turn"], one["step"], one["call"]["arguments"]) for one in row["user_calls"]][:2] == [
-        (-1, 0, {"times": 2}), (-1, 1, None)
-    ]  # fmt: skip
-    assert row["user_calls"][1]["result"]["error"] == "malformed_call" and row["state"] == {"pressed": 2}
-    assert row["messages"][0] == {**row["messages"][0], "role": "user", "content": "I pressed it."} and row["reward"] == 1.0
-    assert [tool["function"]["name"] for tool in users[0]["tools"]] == ["press"] and users[0]["seed"] == 7
-    assert [message["role"] for message in users[2]["messages"]] == ["system", "user", "assistant", "tool", "assistant", "tool"]
-    assert users[2]["messages"][3]["content"] == "pressed 2"
 
 
 def adds(body: dict[str, Any], number: int) -> dict[str, Any] | str:

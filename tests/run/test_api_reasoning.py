@@ -262,12 +262,16 @@ async def test_a_user_with_reasoning_hears_its_own_messages_again() -> None:
         with pytest.raises(EnvError, match="'temperature' does not support"):
             await refused.reply([Message("assistant", "Hello?")])
         server.requests.clear()
-        user = ModelUser("tea", model="openai/u", api_base=server.url, tools=[tool], additional_drop_params=["temperature"])
+        more: Any = {"seed": 7, "additional_drop_params": ["temperature"]}
+        user = ModelUser("tea", model="openai/u", api_base=server.url, tools=[tool], **more)
         heard = [Message("assistant", "Hello?")]
         said = await user.reply(heard)
         assert isinstance(said, Message) and said.tool_calls[0].error
         heard += [said, Message("tool", "malformed", tool_call_id=said.tool_calls[0].id)]
         assert await user.reply(heard) == "I pressed it."
+        assert [(body["tools"], body["seed"]) for body in server.requests] == [([tool], 7)] * 2
+        roles = [message["role"] for message in server.requests[1]["messages"]]
+        assert roles == ["system", "user", "assistant", "tool"] and server.requests[1]["messages"][3]["content"] == "malformed"
 
 
 # -- calls that are malformed ------------------------------------------------------------------------
