@@ -21,11 +21,11 @@ from agentrl.engines.weights.base import Adapter, Bucket, Offer, Sender, Silent,
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators
-from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, counts_of, minibatches
+from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, minibatches
 from agentrl.trainer.optim import optim_of, rate, sft_optim
 from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
 from agentrl.trainer.train_engine import BaseEngine
-from agentrl.trainer.update import Meter, MicroLoss, Pack, Steps, check_algorithm, compute_logprobs, measured_means, visit_order
+from agentrl.trainer.update import Meter, MicroLoss, Pack, Steps, compute_logprobs, measured_means, visit_order
 from agentrl.utils.errors import AgentrlError, ConfigError, NonFiniteError
 from agentrl.utils.processor import own_threads
 
@@ -46,7 +46,7 @@ def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float],
     the weights are not finite after a step.
     """
     micros = plan_micro_batches(view, minibatches(view), cap, engine)
-    counts, found = counts_of(view), list[dict[str, float]]()
+    counts, found = view.batch["counts"], list[dict[str, float]]()
     for number, bins in enumerate(micros):
         meter, step = Meter(), Steps(engine, view, f"supervised steps from {first}")
         engine.set_rate(rate_at(first + number))
@@ -155,10 +155,9 @@ class Actor(TrainedRole):
         still takes its optimizer step, with a gradient of zero. `temperature` is the rollout's; `kl_coef` replaces
         `algorithm.kl.coef` (an adaptive coefficient). Raises NonFiniteError if the weights are not finite afterwards.
         """
-        check_algorithm(algorithm)
         engine, view, lr = self._ready(), Ragged.of(batch), self._set_rate()
         policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
-        parts, counts, meter = minibatches(view), counts_of(view), Meter()
+        parts, counts, meter = minibatches(view), view.batch["counts"], Meter()
         micros, steps = plan_micro_batches(view, parts, self._optim.micro_tokens, engine), Steps(engine, view, f"update {step}")
         added = view.batch["added"] if "added" in view else [None] * len(parts)
         # Greedy sampling (temperature 0) has no distribution to train: its logprobs are those at temperature 1.
@@ -205,13 +204,12 @@ class Actor(TrainedRole):
         With gradients that wait, the sum becomes that of the one batch that joins the calls: means over n1 and n2 tokens (or
         episodes) as one over n1 + n2. So earlier gradients are scaled by n1 / (n1 + n2), and the new loss is divided by n1 + n2.
         """
-        check_algorithm(algorithm)
         engine, view = self._ready(), Ragged.of(batch)
         policy, coef = policy_loss(algorithm.loss.name, algorithm.loss.args), algorithm.kl.coef if kl_coef is None else kl_coef
         [micros] = plan_micro_batches(view, [minibatches(view)[part]], self._optim.micro_tokens, engine)
         meter, steps = Meter(), Steps(engine, view, f"update {step}")
         engine.expert_load()  # of what was computed before
-        own, waiting, share = counts_of(view)[part], self._waiting, 1.0
+        own, waiting, share = view.batch["counts"][part], self._waiting, 1.0
         counts = own
         if waiting is not None:
             before = waiting.counts
@@ -302,24 +300,20 @@ class Actor(TrainedRole):
 
     def route_attached(self) -> None:
         """Called when all receivers have attached to what `open_route` offered."""
-        self._open_sender().attached()
-
-    def _open_sender(self) -> Sender:
-        if self._sender is None:
-            raise ConfigError("no route for weights is open: call open_route first")
-        return self._sender
+        assert self._sender is not None, "call open_route first"
+        self._sender.attached()
 
     def next_bucket(self, first: bool) -> Bucket | None:
         """Send the next bucket of weights; None after the last. `first` starts a new stream, whatever the state of the previous
         one. All ranks call it together."""
-        sender = self._open_sender()
+        assert self._sender is not None, "call open_route first"
         if first:
             self._stream = None  # dropping the generator in it reshards its current layer
             held = self._made_engine().tensors()
             self._stream = Stream(held if self._recipe is None else self._recipe.tensors(held))
         if self._stream is None:
             return None
-        bucket = sender.send(self._stream)
+        bucket = self._sender.send(self._stream)
         # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
         if self._stream.next is None and bucket is None:
             self._stream = None

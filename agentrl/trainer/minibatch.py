@@ -130,7 +130,8 @@ def named_rows(view: Ragged, rows: Sequence[int]) -> str:
 # without_idle_rows    drops rows that cannot have a gradient, which saves time and changes no step
 # assign_ranks         remaining rows -> ranks                                         (data/schedule.py)
 #
-# Workers find all of it in the columns `minibatch`, `episode_tokens` and `counts` (see `minibatches`, `counts_of`).
+# Workers find all of it in the columns `minibatch` (see `minibatches`), `episode_tokens` and `counts`: the denominators of each
+# minibatch, over all ranks and all rows, including those that were left out.
 
 DRIVER_ONLY = ("rewards", "turns", "versions")
 """Token columns that only the driver reads, to compute advantages: they are not sent to the roles."""
@@ -194,13 +195,7 @@ class RowsShard(Shard):
 def minibatches(view: Ragged) -> list[np.ndarray]:
     """On a worker: its rows of each minibatch."""
     number = view.numbers("minibatch")
-    return [np.flatnonzero(number == index) for index in range(len(counts_of(view)))]
-
-
-def counts_of(view: Ragged) -> tuple[Denominators, ...]:
-    """The denominators of each minibatch, over all ranks and all rows, including those that were left out."""
-    counts: tuple[Denominators, ...] = view.batch["counts"]
-    return counts
+    return [np.flatnonzero(number == index) for index in range(len(view.batch["counts"]))]
 
 
 def proximal_of(view: Ragged) -> Tensor:

@@ -19,7 +19,7 @@ from agentrl.data.schedule import plan_micro_batches
 from agentrl.trainer.algorithms.base import aggregate
 from agentrl.trainer.algorithms.losses import value_loss
 from agentrl.trainer.language_model import Role
-from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, counts_of, minibatches
+from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, minibatches
 from agentrl.trainer.optim import critic_optim, free_cached, rate
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
@@ -246,7 +246,7 @@ class Critic(TrainedRole):
         """
         engine, cfg, view = self._ready(), self._critic, Ragged.of(batch)
         lr = self._set_rate()
-        parts, counts = minibatches(view), counts_of(view)
+        parts, counts = minibatches(view), view.batch["counts"]
         micros = plan_micro_batches(view, parts, self._cap, engine)
         meter, steps = Meter(), Steps(engine, view, f"critic update {step}")
 

@@ -17,13 +17,12 @@ from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer import minibatch
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
-from agentrl.trainer.minibatch import counts_of, with_counts, without_idle_rows
-from agentrl.trainer.roles import Critic
+from agentrl.trainer.minibatch import with_counts, without_idle_rows
 from tests.conftest import proof
 from tests.publishing import flat
-from tests.trainer.learners import role_of, start
+from tests.trainer.learners import start
 from tests.trainer.plain_trainer import Batch, aggregated, load, norm_of, tokens_of
-from tests.trainer.train_batches import make_batch, sharing, toy_critic, train_batch, trajectories
+from tests.trainer.train_batches import make_batch, sharing, train_batch, trajectories
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
@@ -168,7 +167,7 @@ def test_counts_are_taken_from_every_row_and_without_rejected_tokens() -> None:
     batch["weights"] = nested_tensor(weight, offsets)
     parts = [np.arange(len(batch))]
     out = with_counts(Ragged.of(batch), parts, 10)
-    (counts,) = counts_of(out)
+    (counts,) = out.batch["counts"]
     per_row = [int((sampled & (weight > 0))[offsets[r] : offsets[r + 1]].sum()) for r in range(len(batch))]
     episode = Ragged.of(batch).episode
     assert counts.tokens == sum(per_row) and counts.episodes == 3 and counts.length == 10
@@ -204,22 +203,6 @@ def test_means_over_tokens_are_over_what_was_computed_which_under_an_entropy_bon
     metrics = train_batch(start(tiny), Actor.update, batch, AlgorithmConfig(minibatch=8, entropy_bonus=0.1))
     assert metrics["tokens_computed"] == metrics["tokens_trained"] == int(sampled.sum())
     assert metrics["entropy"] == pytest.approx(float(entropy.sum() / sampled.sum()), rel=1e-5)
-
-
-def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
-    """The gradient of the value head at its start, by hand: mean over episodes of the mean over tokens of (v - R) h."""
-    batch = several(groups=2, size=3, teaching=0)
-    sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
-    returns = torch.randn(len(sampled), generator=torch.Generator().manual_seed(0)) * sampled
-    zero = torch.zeros(len(sampled))
-    batch.update({"returns": nested_tensor(returns, offsets), "values": nested_tensor(zero, offsets)})
-    critic = role_of(Critic, tiny, toy_critic(clip=None), max_grad_norm=1e9)
-    algorithm = AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean")
-    metrics = train_batch(critic, Critic.update, batch, algorithm)
-    episode = Ragged.of(batch).episode
-    rows = torch.repeat_interleave(torch.from_numpy(episode), offsets.diff())
-    loss = sum(float(returns[sampled & (rows == number)].square().mean()) / 2 / 6 for number in range(6))
-    assert metrics["critic/loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_rows_of_one_ledger_fall_into_the_minibatches_of_their_rows() -> None:
