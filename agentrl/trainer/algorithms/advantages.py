@@ -158,29 +158,27 @@ def pass_at_k(
     A group of at most k episodes has only one subset, so its advantages are 0: groups must be larger than k.
     """
 
-    return of_groups(batch, lambda rewards: subset_advantages(rewards, k, eps))
+    def rule(rewards: Tensor) -> Tensor:
+        n = len(rewards)
+        if n <= k:
+            return torch.zeros(n, dtype=torch.float64)
+        ordered, order = torch.sort(rewards.double(), stable=True)
+        # A shift cancels in exact arithmetic. Here it makes equal rewards exactly 0: probabilities sum to 1 only up to rounding.
+        above = ordered - ordered[0]
+        mean = (_largest(n, k) * above).sum()
+        std = (_largest(n, k) * (above - mean).square()).sum().sqrt()
+        if std == 0:
+            return torch.zeros(n, dtype=torch.float64)
+        # If i is in the subset, its other members are a (k-1)-subset of the other n-1, and the larger of the two maxima counts.
+        inside = torch.empty_like(above)
+        for i in range(n):
+            rest = torch.cat([above[:i], above[i + 1 :]])
+            inside[i] = above[i] if k == 1 else (_largest(n - 1, k - 1) * torch.clamp(rest, min=float(above[i]))).sum()
+        out = torch.empty_like(above)
+        out[order] = (inside - mean) / (std + eps)
+        return out
 
-
-def subset_advantages(rewards: Tensor, k: int, eps: float) -> Tensor:
-    """Advantages of one group's rewards, [n] -> float64 [n]; exactly 0 if all are equal, or n <= k."""
-    n = len(rewards)
-    if n <= k:
-        return torch.zeros(n, dtype=torch.float64)
-    ordered, order = torch.sort(rewards.double(), stable=True)
-    # A shift cancels in exact arithmetic. Here it makes equal rewards exactly 0: the probabilities sum to 1 only up to rounding.
-    above = ordered - ordered[0]
-    mean = (_largest(n, k) * above).sum()
-    std = (_largest(n, k) * (above - mean).square()).sum().sqrt()
-    if std == 0:
-        return torch.zeros(n, dtype=torch.float64)
-    # If i is in the subset, its other members are a (k-1)-subset of the remaining n-1, and the larger of the two maxima counts.
-    inside = torch.empty_like(above)
-    for i in range(n):
-        rest = torch.cat([above[:i], above[i + 1 :]])
-        inside[i] = above[i] if k == 1 else (_largest(n - 1, k - 1) * torch.clamp(rest, min=float(above[i]))).sum()
-    out = torch.empty_like(above)
-    out[order] = (inside - mean) / (std + eps)
-    return out
+    return of_groups(batch, rule)
 
 
 def _largest(n: int, k: int) -> Tensor:
