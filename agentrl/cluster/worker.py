@@ -47,24 +47,26 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`. Raises DispatchError for an unknown axis."""
-        for name, size in self.axes:
-            if name == axis:
-                return size
-        raise DispatchError(f"no mesh axis {axis!r}; this group has {[name for name, _ in self.axes]}")
+        return self._along(axis)[0]
 
     def index(self, rank: int, axis: str) -> int:
         """The coordinate of `rank` along `axis`."""
-        return rank // self._stride(axis) % self.size(axis)
+        size, stride = self._along(axis)
+        return rank // stride % size
 
     def sources(self, axis: str) -> list[int]:
         """One rank for each coordinate of `axis`: the one whose other coordinates are all 0."""
-        return [at * self._stride(axis) for at in range(self.size(axis))]
+        size, stride = self._along(axis)
+        return list(range(0, size * stride, stride))
 
-    def _stride(self, axis: str) -> int:
-        """The distance between ranks that are neighbors along `axis`."""
-        names = [name for name, _ in self.axes]
-        self.size(axis)
-        return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
+    def _along(self, axis: str) -> tuple[int, int]:
+        """The size of `axis`, and the distance between ranks that are neighbors along it."""
+        stride = 1
+        for name, size in reversed(self.axes):
+            if name == axis:
+                return size, stride
+            stride *= size
+        raise DispatchError(f"no mesh axis {axis!r}; this group has {[name for name, _ in self.axes]}")
 
 
 # Arguments of a call, as they are shipped

@@ -367,9 +367,9 @@ class Span:
 
     def __init__(self, pool: Pool, offset: int, parts: Seq[tuple[CachedSequence, int]], device: torch.device) -> None:
         self.pool, self.offset = pool, offset
-        self._slots = slots = [sequence.slot for sequence, _ in parts]
-        first = [sequence.computed for sequence, _ in parts]
-        counts = [count for _, count in parts]
+        sequences, counts = zip(*parts, strict=True)
+        self._slots = slots = [sequence.slot for sequence in sequences]
+        first = [sequence.computed for sequence in sequences]
         self.tokens = sum(counts)
         self.width = max(counts)
         self.longest = max(start + count for start, count in zip(first, counts, strict=True))
@@ -398,7 +398,6 @@ class Span:
         # How rows share their prompts is planned once for as long as they are the same: a sequence gets a new list of tokens
         # with each turn, in which its history may have been rewritten.
         held, at, self.cascade = pool.cascade
-        sequences = [sequence for sequence, _ in parts]
         if at != slots or any(sequence.tokens is not one for sequence, one in zip(sequences, held, strict=False)):
             rows = list(range(len(slots))) if self.scatter is None else [slot - slots[0] for slot in slots]
             self.cascade = cascade_of(sequences, rows, len(self.starts), pool.shape)

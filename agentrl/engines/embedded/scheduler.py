@@ -367,24 +367,24 @@ class Batcher:
 
     def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """A token for each request, and its log probability."""
-        device = logits.device
-        options = [request.sampling for request in ready]
-        # A request's own numbers, by position: what it samples does not depend on who shares the step, nor on being sent back.
-        uniform = [request.uniforms[len(request.logprobs)] for request in ready]
-        fitting = None
-        if any(request.constraint is not None for request in ready):
-            masks = np.ones(tuple(logits.shape), dtype=np.bool_)
-            for row, request in enumerate(ready):
-                if request.constraint is not None:
-                    masks[row] = request.constraint.mask()
-            fitting = torch.from_numpy(masks).to(device)
+        device, masks = logits.device, None
+        options: list[tuple[float, int, float, float]] = []
+        for row, request in enumerate(ready):
+            sampling = request.sampling
+            # A request's own number, by position: what it samples does not depend on who shares the step, nor on being sent back.
+            own = request.uniforms[len(request.logprobs)]
+            options.append((sampling.temperature, sampling.top_k, sampling.top_p, own))
+            if request.constraint is not None:
+                masks = np.ones(tuple(logits.shape), dtype=np.bool_) if masks is None else masks
+                masks[row] = request.constraint.mask()
+        temperature, top_k, top_p, uniform = zip(*options, strict=True)
         ids, logprobs = draw_tokens(
             logits,
-            torch.tensor([option.temperature for option in options], device=device),
-            torch.tensor([option.top_k for option in options], device=device),
-            torch.tensor([option.top_p for option in options], device=device),
+            torch.tensor(temperature, device=device),
+            torch.tensor(top_k, device=device),
+            torch.tensor(top_p, device=device),
             torch.tensor(uniform, dtype=torch.float64, device=device),
             self._unused,
-            fitting,
+            None if masks is None else torch.from_numpy(masks).to(device),
         )
         return ids.tolist(), logprobs.tolist()
