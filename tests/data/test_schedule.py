@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -14,8 +12,6 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.rows import Ragged, build, nested_tensor
 from agentrl.data.schedule import Tree, assign_ranks, cut_minibatches, plan_micro_batches, trees_of, with_trees
 from agentrl.utils.errors import ConfigError
-
-PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
 
 
 def view_of(lengths: list[int], group: list[int] | None = None, member: list[int] | None = None, prompt: int = 0) -> Ragged:
@@ -139,13 +135,3 @@ def test_minibatches_hold_whole_episodes_and_do_not_know_the_ranks() -> None:
         assert [np.flatnonzero(placed.numbers("minibatch") == n).tolist() for n in (0, 1)] == [sorted(part) for part in rows]
         loads = [[int((placed.numbers("dp_rank")[part] == rank).sum()) for rank in range(ranks)] for part in parts]
         assert all(max(load) - min(load) <= 1 for load in loads)
-
-
-def test_rows_are_placed_in_one_file() -> None:
-    """Who puts numbers into bins: the schedule, and dispatch for workers of any kind (which knows no minibatches)."""
-    users = set()
-    for file in PACKAGE.rglob("*.py"):
-        names = {node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)}
-        if "agentrl.data.packing" in names:
-            users.add(file.relative_to(PACKAGE).as_posix())
-    assert users == {"data/schedule.py", "cluster/group.py"}

@@ -3,6 +3,11 @@ calls and results stand, what is trimmed, escaped or dropped. The texts are the 
 
 # ruff: noqa: E501
 
+from functools import cache
+
+from agentrl.render import make_renderer
+from tests.render.render_tokenizers import build_tokenizer
+
 QWEN25 = """
 {%- if tools %}
 {{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else 'You help.') + '\\n<tools>' }}
@@ -138,43 +143,21 @@ FAMILIES = {
     "qwen2.5": (QWEN25, IM, None, "<|im_end|>", True, True, 2),
     "qwen3": (QWEN3, [*IM, "<think>", "</think>"], None, "<|im_end|>", True, True, 2),
     "qwen3-coder": (QWEN3_CODER, IM, None, "<|im_end|>", True, True, 2),
-    "llama3": (
-        LLAMA3,
-        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
-        "<|begin_of_text|>",
-        "<|eot_id|>",
-        True,
-        True,
-        1,
-    ),
-    "mistral": (
-        MISTRAL,
-        ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-         "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
-        "<s>",
-        "</s>",
-        True,
-        True,
-        2,
-    ),
+    "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
+               "<|begin_of_text|>", "<|eot_id|>", True, True, 1),
+    "mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+                          "[TOOL_RESULTS]", "[/TOOL_RESULTS]"], "<s>", "</s>", True, True, 2),
     "gemma": (GEMMA, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<eos>", False, False, 0),
     "phi": (PHI, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], None, "<|end|>", False, True, 0),
-    "deepseek": (
-        DEEPSEEK,
-        ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
-        "<｜begin▁of▁sentence｜>",
-        "<｜end▁of▁sentence｜>",
-        False,
-        True,
-        0,
-    ),
-    "granite": (
-        GRANITE,
-        ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"],
-        None,
-        "<|end_of_text|>",
-        False,
-        True,
-        0,
-    ),
+    "deepseek": (DEEPSEEK, ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
+                 "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", False, True, 0),
+    "granite": (GRANITE, ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"], None, "<|end_of_text|>", False, True, 0),
 }  # fmt: skip
+
+
+@cache
+def family_of(name):
+    """Tokenizer, renderer, and what of FAMILIES' row follows the tokens."""
+    template, tokens, bos, eos, *abilities = FAMILIES[name]
+    tokenizer = build_tokenizer(tokens, template, bos=bos, eos=eos)
+    return tokenizer, make_renderer(tokenizer), *abilities

@@ -82,3 +82,24 @@ def as_dicts(messages):
             row["reasoning_content"] = message.reasoning
         rows.append(row)
     return rows
+
+
+def appended(renderer, opening, rounds, tools):
+    """What an episode appends: the opening, then each sampled turn and the suffix after it; and its messages."""
+    ids, messages = renderer.start(opening, tools), list(opening)
+    for turn, answers in rounds:
+        ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
+        messages += [turn, *answers]
+    return ids, messages
+
+
+def same_control_tokens(renderer, opening, rounds, tools, control):
+    """Whether each control token stands where it stands in the same conversation with harmless texts."""
+
+    def harmless(message):
+        calls = tuple(ToolCall(c.name, dict.fromkeys(c.arguments, "x"), id=c.id) for c in message.tool_calls)
+        return Message(message.role, message.content and "x", calls, tool_call_id=message.tool_call_id, name=message.name)
+
+    clean = [(harmless(turn), [harmless(answer) for answer in answers]) for turn, answers in rounds]
+    hostile, plain = appended(renderer, opening, rounds, tools), appended(renderer, [harmless(m) for m in opening], clean, tools)
+    return [i for i in hostile[0] if i in control] == [i for i in plain[0] if i in control]

@@ -8,19 +8,11 @@ from agentrl.render.base import Codec
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ModelError, RenderError
-from tests.render.families import FAMILIES
-from tests.render.render_conversations import TOOLS, as_dicts, conversations, plain
+from tests.render.families import family_of
+from tests.render.render_conversations import TOOLS, appended, as_dicts, conversations, plain
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 quick = settings(max_examples=60, deadline=None)
-
-
-def replay(renderer, opening, rounds, tools):
-    """What an episode appends: the opening, then each sampled turn and the suffix after it."""
-    ids = renderer.start(opening, tools)
-    for turn, answers in rounds:
-        ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
-    return ids
 
 
 def test_the_exact_text(chatml_tokenizer):
@@ -28,7 +20,7 @@ def test_the_exact_text(chatml_tokenizer):
     assert isinstance(renderer, ChatML)
     call = ToolCall("get", {"key": "a"}, id="call_0")
     rounds = [(Message("assistant", "", (call,)), [Message("tool", "7"), Message("tool", "8")])]
-    ids = replay(renderer, [Message("system", "Be brief."), Message("user", "Go.")], rounds, TOOLS[:2])
+    ids, _ = appended(renderer, [Message("system", "Be brief."), Message("user", "Go.")], rounds, TOOLS[:2])
     assert chatml_tokenizer.decode(ids) == (
         "<|im_start|>system\nBe brief.\nTools: get(key) set(key, value, ttl?)<|im_end|>\n"
         "<|im_start|>user\nGo.<|im_end|>\n"
@@ -45,15 +37,12 @@ def test_equal_to_its_own_chat_template(chatml_tokenizer, data):
     """Over text that holds no control token, where encoding the whole rendered string is unambiguous."""
     opening, rounds = data.draw(conversations(text=plain))
     tools = data.draw(st.sampled_from([[], TOOLS]))
-    messages = [*opening]
-    for turn, answers in rounds:
-        messages += [turn, *answers]
+    ids, messages = appended(make_renderer(chatml_tokenizer), opening, rounds, tools)
     expected = chatml_tokenizer.apply_chat_template(
         as_dicts(messages), tools=tools or None, add_generation_prompt=True, return_dict=False
     )
     # "assistant\n" and a turn that starts with other than a letter are one piece to the template's
     # tokenization but never to a policy, which samples after the newline.
-    ids = replay(make_renderer(chatml_tokenizer), opening, rounds, tools)
     assert chatml_tokenizer.decode(ids) == chatml_tokenizer.decode(expected)
     if all(turn.content[:1].isalnum() for turn, _ in rounds):
         assert ids == expected
@@ -64,7 +53,7 @@ def test_equal_to_its_own_chat_template(chatml_tokenizer, data):
 def test_content_never_becomes_a_control_token(chatml_tokenizer, data):
     opening, rounds = data.draw(conversations())
     renderer = make_renderer(chatml_tokenizer)
-    ids = replay(renderer, opening, rounds, TOOLS)
+    ids, _ = appended(renderer, opening, rounds, TOOLS)
     start, end = (chatml_tokenizer.convert_tokens_to_ids(token) for token in CONTROL_TOKENS[:2])
     user_turns = sum(1 if answers else 0 for _, answers in rounds)
     # opening turns (+ the system turn that tools make), and an assistant and a user turn a round
@@ -98,10 +87,7 @@ def test_a_malformed_call_round_trips_verbatim(chatml_tokenizer):
 @pytest.mark.parametrize("family", ["qwen2.5", "llama3", "qwen3-coder"])
 def test_a_call_that_a_limit_cut_says_so(chatml_tokenizer, family):
     """The policy is shown the error: without the reason it would mend its JSON."""
-    renderers = [make_renderer(chatml_tokenizer)]
-    template, tokens, bos, eos, *_ = FAMILIES[family]
-    renderers.append(make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos)))
-    for renderer in renderers:
+    for renderer in (make_renderer(chatml_tokenizer), family_of(family)[1]):
         whole = renderer.assistant(Message("assistant", "", (ToolCall("get", {"key": "a" * 40}, id="call_0"),)))
         (cut,) = renderer.parse(whole[: len(whole) // 2 + 4], "length").tool_calls
         assert cut.arguments is None and cut.error is not None and cut.error.startswith("the turn was cut at its limit of tokens")

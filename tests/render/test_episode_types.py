@@ -6,22 +6,10 @@ from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.engine import Generation
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from tests.players import Still
+from tests.players import Script
 from tests.render.families import FAMILIES
 from tests.render.render_tokenizers import build_tokenizer
-
-
-class Scripted(Still):
-    """Samples the ids of one message again and again."""
-
-    def __init__(self, ids):
-        self.ids = ids
-
-    async def generate(self, token_ids, sampling, request_key):
-        count = len(self.ids)
-        return Generation(list(self.ids), [0.0] * count, [0] * count, "stop")
 
 
 def test_a_string_that_looks_like_a_number_reaches_its_tool_as_a_string():
@@ -32,7 +20,7 @@ def test_a_string_that_looks_like_a_number_reaches_its_tool_as_a_string():
     limits = Limits(2, 99, 10**5, 60.0, 60.0, 10**5)
     scorer = compile_spec(load_spec(env.default_reward()))
     spec = EpisodeSpec(1, "train", 1, 0, key="a")
-    trajectory = asyncio.run(run_episode(env.build(), Policy(Scripted(ids), renderer), spec, limits, scorer))
+    trajectory = asyncio.run(run_episode(env.build(), Policy(Script([ids, ids]), renderer), spec, limits, scorer))
     (call,) = trajectory.turns[0].message.tool_calls
     assert call.arguments == {"key": "7"}
     assert trajectory.turns[0].results[0].error != "invalid_arguments"

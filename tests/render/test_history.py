@@ -14,11 +14,13 @@ from agentrl.rollout.warm_start import transcript
 from agentrl.run.outcomes import episode_values
 from tests.players import Script
 from tests.render.families import FAMILIES, IM, MISTRAL, QWEN3, QWEN25
+from tests.render.render_conversations import as_dicts
 from tests.render.render_tokenizers import build_tokenizer
 
 CALL = ToolCall("get", {"key": "a"}, id="abcdefghi")
 ANSWER = Message("tool", "7", tool_call_id="abcdefghi", name="get")
 USER = Message("user", "And now?")
+SCORER = compile_spec(load_spec({"agentrl_reward": 1, "name": "none", "root": {"use": "episode.stopped"}}))
 
 # Opens the reasoning of the last turn itself, and shows earlier turns without any, once the user has spoken.
 OPENS = QWEN3.replace(
@@ -36,16 +38,8 @@ HEADS = """{%- for tool in tools or [] %}<|system|>{{ tool | tojson }}{% endfor 
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 ARGUMENT_TOKENS = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
-HEAD_TOKENS = [
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<eos>",
-    *ARGUMENT_TOKENS,
-]
+ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+HEAD_TOKENS = [*ROLE_TOKENS, "<tool_call>", "</tool_call>", "<eos>", *ARGUMENT_TOKENS]
 
 
 @cache
@@ -99,11 +93,9 @@ def test_the_stop_token_that_opens_what_follows_is_not_repeated():
     # Another one was sampled than the messages follow, or none: theirs opens them.
     assert tokenizer.decode(renderer.extend("stop", [ANSWER], user)) == "<|observation|>7<|assistant|>"
     assert tokenizer.decode(renderer.extend("length", [USER])) == "<|user|>And now?<|assistant|>"
-    whole = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "q"},
-         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "get", "arguments": {"key": "a"}}}]},
-         {"role": "tool", "content": "7"}], add_generation_prompt=True, tokenize=False)  # fmt: skip
-    ids = renderer.start([Message("user", "q")], []) + renderer.assistant(called) + renderer.extend("stop", [ANSWER])
+    messages = [Message("user", "q"), called, ANSWER]
+    whole = tokenizer.apply_chat_template(as_dicts(messages), add_generation_prompt=True, tokenize=False)
+    ids = renderer.start(messages[:1], []) + renderer.assistant(called) + renderer.extend("stop", [ANSWER])
     assert tokenizer.decode(ids) == whole
 
 
@@ -143,18 +135,6 @@ class Talk(ToolEnv):
                 Message("assistant", "Yes.", reasoning="it says")]  # fmt: skip
 
 
-def rows_of(messages):
-    rows = []
-    for message in messages:
-        row = {"role": message.role, "content": message.content}
-        if message.tool_calls:
-            row["tool_calls"] = [{"function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls]
-        if message.reasoning is not None:
-            row["reasoning_content"] = message.reasoning
-        rows.append(row)
-    return rows
-
-
 @pytest.mark.parametrize(("template", "ledgers"), [(QWEN3, 3), (OPENS, 3), (QWEN25, 1)])
 def test_every_prompt_of_an_episode_is_the_template_s(template, ledgers):
     """A call with reasoning, an answer without, an answer with it; a user after each answer."""
@@ -163,17 +143,12 @@ def test_every_prompt_of_an_episode_is_the_template_s(template, ledgers):
     turns = [*env.gold_turns(None), Message("assistant", "", (CALL,), reasoning="again")]
     said = [renderer.assistant(turn) for turn in turns]
     engine = Script(said)
-    scorer = compile_spec(load_spec({"agentrl_reward": 1, "name": "none", "root": {"use": "episode.stopped"}}))
     limits = Limits(len(turns), 99, 10**5, 60.0, 60.0, 10**5)
-    trajectory = asyncio.run(run_episode(env, Policy(engine, renderer), EpisodeSpec(1, "train", 1, 0, key="a"), limits, scorer))
+    trajectory = asyncio.run(run_episode(env, Policy(engine, renderer), EpisodeSpec(1, "train", 1, 0, key="a"), limits, SCORER))
     assert len(trajectory.ledgers) == ledgers
-    prompts = [
-        tokenizer.apply_chat_template(
-            rows_of(trajectory.messages[:end]), tools=env.toolbox.schemas(), add_generation_prompt=True, tokenize=False
-        )
-        for end, message in enumerate(trajectory.messages)
-        if message.role == "assistant"
-    ]
+    begun = [as_dicts(trajectory.messages[:end]) for end, m in enumerate(trajectory.messages) if m.role == "assistant"]
+    told = {"tools": env.toolbox.schemas(), "add_generation_prompt": True, "tokenize": False}
+    prompts = [tokenizer.apply_chat_template(rows, **told) for rows in begun]
     if template is not QWEN25:  # which has no key for reasoning, so it is in what is said
         assert [tokenizer.decode(prompt) for prompt in engine.prompts] == prompts
     # Each sampled token is in one ledger, once.
@@ -198,7 +173,6 @@ def test_text_next_to_calls_that_a_template_drops_is_counted_as_prompts_that_beg
     talks = tokenizer("I look.", add_special_tokens=False)["input_ids"] + call
     for turns, ledgers, share in (([call, call, call], 1, 0.0), ([talks, call, call], 2, 0.5), ([talks, talks, talks], 3, 1.0)):
         spec, limits = EpisodeSpec(1, "train", 1, 0, key="a"), Limits(3, 99, 999, 60.0, 60.0, 2000)
-        scorer = compile_spec(load_spec({"agentrl_reward": 1, "name": "none", "root": {"use": "episode.stopped"}}))
-        found = asyncio.run(run_episode(Talk(), Policy(Script(turns), renderer), spec, limits, scorer))
+        found = asyncio.run(run_episode(Talk(), Policy(Script(turns), renderer), spec, limits, SCORER))
         assert (len(found.turns), len(found.ledgers)) == (3, ledgers)
         assert episode_values([found], {}, trained=True)["forks"] == share

@@ -17,6 +17,7 @@ from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render.template import TemplateRenderer
 from tests.conftest import proof
 from tests.render.real_templates import REAL
+from tests.render.render_conversations import as_dicts
 
 TEMPLATE = next(real for real in REAL if real.file == "mistral_v3_tekken").path
 if not TEMPLATE.is_file():
@@ -44,21 +45,9 @@ def made():
 def theirs(encoder, messages, tools):
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
-    rows = []
-    for message in messages:
-        row = {"role": message.role, "content": message.content}
-        if message.tool_calls:
-            row["tool_calls"] = [
-                {
-                    "id": c.id,
-                    "type": "function",
-                    "function": {"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)},
-                }
-                for c in message.tool_calls
-            ]
-        if message.role == "tool":
-            row |= {"tool_call_id": message.tool_call_id, "name": message.name}
-        rows.append(row)
+    rows = as_dicts(messages)
+    for call in (call["function"] for row in rows for call in row.get("tool_calls", [])):
+        call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
     return encoder.encode_chat_completion(ChatCompletionRequest(messages=rows, tools=tools or None)).tokens
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from tests.render.families import FAMILIES
-from tests.render.render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
+from tests.render.render_conversations import LOOKALIKES, TOOLS, appended, as_dicts, conversations, plain, same_control_tokens
 from tests.render.render_tokenizers import SENTENCEPIECE, build_sentencepiece
 from tests.render.test_template import with_ids
 
@@ -38,11 +38,7 @@ def draw(data, abilities, text):
 def test_appending_gives_the_ids_of_the_whole(kind, family, data):
     tokenizer, renderer, *abilities = made(kind, family)
     opening, rounds, tools = draw(data, abilities, plain)
-    ids = renderer.start(opening, tools)
-    messages = list(opening)
-    for turn, answers in rounds:
-        ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
-        messages += [turn, *answers]
+    ids, messages = appended(renderer, opening, rounds, tools)
     whole = tokenizer.apply_chat_template(as_dicts(messages), tools=tools or None, add_generation_prompt=True, return_dict=False)
     if family == "mistral":  # a control token on either side of each turn: no piece reaches over its edge
         assert ids == whole
@@ -56,19 +52,7 @@ def test_hostile_text_adds_no_control_token(kind, family, data):
     tokenizer, renderer, *abilities = made(kind, family)
     opening, rounds, tools = draw(data, abilities, hostile)
     control = set(tokenizer.get_added_vocab().values()) - {tokenizer.unk_token_id}
-
-    def skeleton(clean):
-        ids = renderer.start([clean(m) for m in opening], tools)
-        for turn, answers in rounds:
-            ids = ids + renderer.assistant(clean(turn)) + renderer.extend("stop", [clean(a) for a in answers])
-        return [i for i in ids if i in control]
-
-    def harmless(message):
-        calls = tuple(ToolCall(c.name, dict.fromkeys(c.arguments, "x"), id=c.id) for c in message.tool_calls)
-        return Message(message.role, message.content and "x", calls, tool_call_id=message.tool_call_id,
-                       name=message.name)  # fmt: skip
-
-    assert skeleton(lambda message: message) == skeleton(harmless)
+    assert same_control_tokens(renderer, opening, rounds, tools, control)
 
 
 @pytest.mark.parametrize(("kind", "family"), CASES)
@@ -86,8 +70,6 @@ def test_a_rendered_call_is_parsed_back(kind, family, data):
 def test_a_turn_after_text_gets_no_space_of_its_own():
     """`assistant\\n` is text: what follows is in the middle of a text for the tokenizer, as it is for a policy."""
     for kind in ("prepend", "first", "always"):
-        template, tokens, bos, eos, *_ = FAMILIES["qwen2.5"]
-        tokenizer = build_sentencepiece(kind, tokens, template, bos=bos, eos=eos)
-        renderer = make_renderer(tokenizer)
+        tokenizer, renderer, *_ = made(kind, "qwen2.5")
         turn = renderer.assistant(Message("assistant", "report"))
         assert not tokenizer.convert_ids_to_tokens(turn)[0].startswith("▁"), kind

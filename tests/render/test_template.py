@@ -1,7 +1,5 @@
 """The generic renderer over the template shapes of nine model families."""
 
-from functools import cache
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -11,8 +9,8 @@ from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.template import TemplateRenderer
 from agentrl.utils.errors import ModelError, RenderError
-from tests.render.families import FAMILIES, IM, QWEN25
-from tests.render.render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
+from tests.render.families import FAMILIES, IM, QWEN25, family_of
+from tests.render.render_conversations import LOOKALIKES, TOOLS, appended, as_dicts, conversations, plain, same_control_tokens
 from tests.render.render_tokenizers import build_tokenizer
 
 quick = settings(max_examples=25, deadline=None)
@@ -20,11 +18,9 @@ quick = settings(max_examples=25, deadline=None)
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request):
-    template, tokens, bos, eos, *abilities = FAMILIES[request.param]
-    tokenizer = build_tokenizer(tokens, template, bos=bos, eos=eos)
-    renderer = make_renderer(tokenizer)
-    assert isinstance(renderer, TemplateRenderer)
-    return tokenizer, renderer, *abilities
+    made = family_of(request.param)
+    assert isinstance(made[1], TemplateRenderer)
+    return made
 
 
 TOOL_FAMILIES = [name for name, row in FAMILIES.items() if row[4]]
@@ -52,11 +48,7 @@ def draw(data, abilities, text):
 def test_appending_gives_what_the_template_gives_for_the_whole(family, data):
     tokenizer, renderer, *abilities = family
     opening, rounds, tools = draw(data, abilities, plain)
-    ids = renderer.start(opening, tools)
-    messages = list(opening)
-    for turn, answers in rounds:
-        ids = ids + renderer.assistant(turn) + renderer.extend("stop", answers)
-        messages += [turn, *answers]
+    ids, messages = appended(renderer, opening, rounds, tools)
     whole = tokenizer.apply_chat_template(as_dicts(messages), tools=tools or None, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(ids) == whole
 
@@ -67,21 +59,7 @@ def test_hostile_text_adds_no_control_token(family, data):
     """Every control token in a conversation of look-alikes stands where it stands in a harmless one."""
     tokenizer, renderer, *abilities = family
     opening, rounds, tools = draw(data, abilities, st.lists(plain | st.sampled_from(LOOKALIKES)).map("".join))
-    control = set(tokenizer.get_added_vocab().values())
-
-    def skeleton(harmless):
-        def clean(message):
-            calls = tuple(ToolCall(c.name, dict.fromkeys(c.arguments, "x"), id=c.id) for c in message.tool_calls)
-            content = message.content and ("x" if harmless else message.content)
-            return Message(message.role, content, calls if harmless else message.tool_calls,
-                           tool_call_id=message.tool_call_id, name=message.name)  # fmt: skip
-
-        ids = renderer.start([clean(m) for m in opening], tools)
-        for turn, answers in rounds:
-            ids = ids + renderer.assistant(clean(turn)) + renderer.extend("stop", [clean(a) for a in answers])
-        return [i for i in ids if i in control]
-
-    assert skeleton(harmless=False) == skeleton(harmless=True)
+    assert same_control_tokens(renderer, opening, rounds, tools, set(tokenizer.get_added_vocab().values()))
 
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES, indirect=True)
@@ -115,7 +93,7 @@ TYPED = [{"type": "function", "function": {"name": "typed", "description": "", "
 @quick
 @given(st.fixed_dictionaries({}, optional={key: values for key, (values, _) in VALUES.items()}))
 def test_untyped_xml_comes_back_as_the_tools_declare_it(arguments):
-    renderer = _renderer("qwen3-coder").with_tools(TYPED)
+    renderer = family_of("qwen3-coder")[1].with_tools(TYPED)
     turn = Message("assistant", "", (ToolCall("typed", arguments, id="abcdefghi"),))
     (call,) = renderer.parse(renderer.assistant(turn), "stop").tool_calls
     assert call.arguments == arguments
@@ -125,17 +103,11 @@ def test_untyped_xml_comes_back_as_the_tools_declare_it(arguments):
 
 
 def test_tools_of_one_episode_are_not_those_of_another():
-    shared = _renderer("qwen3-coder")
+    shared = family_of("qwen3-coder")[1]
     turn = shared.assistant(Message("assistant", "", (ToolCall("typed", {"text": "7"}, id="abcdefghi"),)))
     assert shared.with_tools(TYPED).parse(turn, "stop").tool_calls[0].arguments == {"text": "7"}
     assert shared.parse(turn, "stop").tool_calls[0].arguments == {"text": 7}
-    assert (hermes := _renderer("qwen2.5")).with_tools(TYPED) is hermes
-
-
-@cache
-def _renderer(name):
-    template, tokens, bos, eos, *_ = FAMILIES[name]
-    return make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
+    assert (hermes := family_of("qwen2.5")[1]).with_tools(TYPED) is hermes
 
 
 def test_a_turn_without_stop_token_is_closed(family):
@@ -213,7 +185,7 @@ def test_the_refusal_of_tools_says_how_turns_end_and_what_to_do():
 )
 def test_a_tool_that_the_syntax_cannot_write_is_refused_by_name(function):
     """Its calls would never be read: the policy could not do right."""
-    renderer = _renderer("qwen3-coder")
+    renderer = family_of("qwen3-coder")[1]
     with pytest.raises(RenderError, match=f"tool '{function['name']}': the syntax 'qwen_xml' cannot write a call of it"):
         renderer.start([Message("user", "Hello")], [{"type": "function", "function": {"parameters": {}, **function}}])
 
@@ -244,7 +216,7 @@ RESULT = Message("tool", "7", tool_call_id="abcdefghi", name="get")
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
 def test_text_that_a_template_drops_next_to_a_call_is_refused_unless_the_policy_said_it(name):
     """It was learned, and shown to the policy, as if it had never been said."""
-    renderer = _renderer(name)
+    renderer = family_of(name)[1]
     user, spoken = Message("user", "q"), Message("assistant", "I look it up.", (GIVEN,))
     written = "not show all of a message of role 'assistant' in its place: 'I look it up.'. Leave out .*model.chat_template"
     with pytest.raises(RenderError, match=written):
