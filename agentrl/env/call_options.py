@@ -228,10 +228,5 @@ class Options:
             return False
         return self.late == "policy" or (self.late is None and self.on_timeout == "answer")
 
-    @property
-    def answers_errors(self) -> bool:
-        """True if the policy reads of what the function raises, whatever it is."""
-        return self.on_error == "answer" or (self.on_error is None and self.check != "strict")
-
 
 DEFAULT = Options()

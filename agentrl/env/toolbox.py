@@ -391,6 +391,7 @@ async def _invoke_tool(item: Tool, owner: object | None, values: Mapping[str, An
         str(fault)  # which may raise as well, then here
         raise
     except Exception as fault:
-        if not item.options.answers_errors:
+        options = item.options
+        if options.on_error == "stop" or (options.on_error is None and options.check == "strict"):
             raise
         raise ToolError(str(fault)) from fault

@@ -136,6 +136,7 @@ class _Builder:
             self.fail(join(pointer, "args", "by"), "in the scope of a call there is only that call of the policy's")
         try:
             leaf: Leaf = cls(args, self.context)
+            leaf.kind = kind
             if cls.asks is not None:
                 self.context.services[cls.asks]  # made now, so that its faults are told before an episode
         except ValueError as error:

@@ -305,7 +305,8 @@ class Context:
 class Leaf(ABC):
     """One kind of leaf, bound to the arguments of one node of a spec. Stateless."""
 
-    kind: ClassVar[str]
+    kind: str
+    """Its name in LEAVES, which the compiler sets."""
     formula: ClassVar[str]
     schema: ClassVar[dict[str, Any]] = {"type": "object", "additionalProperties": False, "properties": {}}
     example: ClassVar[dict[str, Any]]

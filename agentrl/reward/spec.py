@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 import jsonschema
 
 from agentrl.data.trajectory import kind_of_json
-from agentrl.reward.leaf import FIELDS, LEAVES, SCOPES
+from agentrl.reward.leaf import FIELDS, LEAVES, SCOPES, object_schema
 from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
 from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
+from agentrl.utils.network import refuse_constant
 from agentrl.utils.parsing import no_twice
 
 # JSON Schema of a spec
@@ -81,29 +82,12 @@ DEFS: dict[str, Schema] = {
 """Definitions that schemas of nodes refer to."""
 _NODE: Schema = {"$ref": "#/$defs/node"}
 _NODE_OR_NUMBER: Schema = {"if": {"type": "number"}, "then": True, "else": _NODE}
-OP_SCHEMA: Schema = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {"op": {"enum": list(AGGREGATES)}, "of": {"type": "array", "items": _NODE, "minItems": 1}, **MODS},
-    "required": ["op", "of"],
-}
-GATE_SCHEMA: Schema = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "op": {"const": "gate"},
-        "if": _NODE,
-        "gte": {"type": "number"},
-        "then": _NODE_OR_NUMBER,
-        "else": _NODE_OR_NUMBER,
-        **MODS,
-    },
-    "required": ["op", "if", "then"],
-}
-SPEC_SCHEMA: Schema = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
+_OF: Schema = {"type": "array", "items": _NODE, "minItems": 1}
+OP_SCHEMA: Schema = object_schema({"op": {"enum": list(AGGREGATES)}, "of": _OF, **MODS}, ("op", "of"))
+_BRANCHES: Schema = {"if": _NODE, "gte": {"type": "number"}, "then": _NODE_OR_NUMBER, "else": _NODE_OR_NUMBER}
+GATE_SCHEMA: Schema = object_schema({"op": {"const": "gate"}, **_BRANCHES, **MODS}, ("op", "if", "then"))
+SPEC_SCHEMA: Schema = object_schema(
+    {
         "$schema": {"type": "string"},
         "agentrl_reward": {"const": VERSION, "description": "version of the grammar"},
         "name": {"type": "string", "minLength": 1},
@@ -118,8 +102,8 @@ SPEC_SCHEMA: Schema = {
         },
         "metrics": {"type": "array", "items": _NODE, "description": "measured, not rewarded; each needs an id"},
     },
-    "required": ["agentrl_reward", "name", "root"],
-}
+    ("agentrl_reward", "name", "root"),
+)
 
 
 def kinds() -> dict[str, Schema]:
@@ -129,13 +113,8 @@ def kinds() -> dict[str, Schema]:
 
 def leaf_schema(kind: str, args: Schema) -> Schema:
     """Schema of a leaf node of one kind."""
-    needed = ["use", "args"] if args.get("required") or args.get("oneOf") else ["use"]
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {"use": {"const": kind}, "args": args, **MODS},
-        "required": needed,
-    }
+    needed = ("use", "args") if args.get("required") or args.get("oneOf") else ("use",)
+    return object_schema({"use": {"const": kind}, "args": args, **MODS}, needed)
 
 
 def published_schema() -> Schema:
@@ -184,7 +163,7 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(source, Mapping):
             spec: Any = copy.deepcopy(dict(source))
         else:
-            spec = json.loads(read_text(Path(source)), object_pairs_hook=no_twice, parse_constant=_no_constant)
+            spec = json.loads(read_text(Path(source)), object_pairs_hook=no_twice, parse_constant=refuse_constant)
     except (OSError, UnicodeDecodeError) as error:
         raise RewardSpecError(f"{where}: cannot be read: {error}") from error
     except json.JSONDecodeError as error:
@@ -193,10 +172,6 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise RewardSpecError(f"{where}: {'nested too deeply' if isinstance(error, RecursionError) else error}") from error
     _Check(where).spec(spec)
     return spec  # type: ignore[no-any-return]
-
-
-def _no_constant(token: str) -> NoReturn:
-    raise ValueError(f"{token} is not JSON; a number must be finite")
 
 
 class _Check:

@@ -54,12 +54,7 @@ def after_fork(held: T, renew: Callable[[T], object]) -> T:
     return held
 
 
-def _renew() -> None:
-    for held, renew in list(_INHERITED.items()):
-        renew(held)
-
-
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=lambda: [renew(held) for held, renew in list(_INHERITED.items())])
 
 
 def fork_safe(lock: Lock) -> Lock:

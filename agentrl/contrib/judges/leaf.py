@@ -93,7 +93,6 @@ _PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\
 class JudgeLeaf(Leaf):
     """Asks a model for a score within `range`, with a prompt that is entirely in the spec."""
 
-    kind: ClassVar[str] = "judge"
     asks: ClassVar[str | None] = "judge"
     formula: ClassVar[str] = "(score - low) / (high - low), score in the range [low, high] from the judge's JSON verdict"
     schema: ClassVar[dict[str, Any]] = object_schema(

@@ -121,7 +121,6 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
 class MathEqual(Leaf):
     """Return True if the mathematics in the text equals the gold answer, however it is written: boxed, LaTeX, or plain."""
 
-    kind: ClassVar[str] = "math.equal"
     formula: ClassVar[str] = (
         "1 if the answer, read as a whole, equals one of `expect` (numbers to 6 places, all else by math-verify) and is worked "
         "out (for a number no sum, no power, lowest terms), else 0; 0 too after `seconds` of processor time; null if `expect` is "

@@ -53,7 +53,6 @@ def wanted_texts(value: Json) -> list[str]:
 class TextContains(Leaf):
     """Return True if the text contains the expected text."""
 
-    kind: ClassVar[str] = "text.contains"
     formula: ClassVar[str] = "share of the expected texts that occur (credit=partial), or 1 if all / any do (mode)"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
@@ -133,7 +132,6 @@ def _occurs(item: str, text: str, word: bool) -> bool:
 class TextEquals(Leaf):
     """Return True if the whole text equals one of the expected ones."""
 
-    kind: ClassVar[str] = "text.equals"
     formula: ClassVar[str] = "1 if the text equals one of the expected texts after normalization, else 0"
     schema: ClassVar[dict[str, Any]] = object_schema({"expect": _TEXTS, "where": WHERE, "strings": _STRINGS}, ("expect",))
     example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}, "strings": "fold"}
@@ -153,7 +151,6 @@ class TextEquals(Leaf):
 class NumberClose(Leaf):
     """Return True if the text contains the expected number as a complete number token."""
 
-    kind: ClassVar[str] = "number.close"
     formula: ClassVar[str] = (
         "1 if |x - y| <= max(abs, rel |y|) for the last (which=last), every (only) or some (any) number x of the text, else 0"
     )
@@ -192,7 +189,6 @@ class NumberClose(Leaf):
 class FormatRegex(Leaf):
     """Return True if the text matches a regular expression, with a time limit."""
 
-    kind: ClassVar[str] = "format.regex"
     formula: ClassVar[str] = "1 if the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
@@ -239,7 +235,6 @@ POLICY_STOPS = tuple(reason.value for reason in StopReason if not reason.infrast
 class EpisodeStopped(Leaf):
     """Return True if the episode ended for one of the given reasons."""
 
-    kind: ClassVar[str] = "episode.stopped"
     formula: ClassVar[str] = "1 if the stop reason is among `reasons` (default: done), else 0"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"reasons": {"type": "array", "items": {"enum": list(POLICY_STOPS)}, "minItems": 1}}
@@ -288,35 +283,26 @@ _USED: Mapping[str, Callable[[View], float]] = {
 class CostTurns(_Cost):
     """Policy turns."""
 
-    kind: ClassVar[str] = "cost.turns"
-
 
 @LEAVES.register("cost.calls")
 class CostCalls(_Cost):
     """Tool calls."""
-
-    kind: ClassVar[str] = "cost.calls"
 
 
 @LEAVES.register("cost.tokens")
 class CostTokens(_Cost):
     """Sampled tokens."""
 
-    kind: ClassVar[str] = "cost.tokens"
-
 
 @LEAVES.register("cost.seconds")
 class CostSeconds(_Cost):
     """Seconds of the turns' tool calls; not of sampling, which depend on the machine."""
-
-    kind: ClassVar[str] = "cost.seconds"
 
 
 @LEAVES.register("cost.usd")
 class CostUsd(_Cost):
     """Cost in USD at prices per million prompt and sampled tokens."""
 
-    kind: ClassVar[str] = "cost.usd"
     formula: ClassVar[str] = (
         "as the other costs, used = (prompt tokens * per_million_prompt + sampled tokens * per_million_sampled) / 1e6"
     )
@@ -342,7 +328,6 @@ class CostUsd(_Cost):
 class PythonFunction(Leaf):
     """Calls `context.python[name](view, args)`. A spec can name a function but not define or import one."""
 
-    kind: ClassVar[str] = "python"
     formula: ClassVar[str] = "what the function returns: a number in [0, 1], None, or (number or None, evidence)"
     schema: ClassVar[dict[str, Any]] = object_schema({"name": {"type": "string"}, "args": {}}, ("name",))
     example: ClassVar[dict[str, Any]] = {"name": "politeness", "args": {"language": "en"}}

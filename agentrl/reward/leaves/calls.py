@@ -33,7 +33,6 @@ from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 class CallsSchema(Leaf):
     """Share of the calls that name an available tool and match its parameters' JSON Schema."""
 
-    kind: ClassVar[str] = "calls.schema"
     formula: ClassVar[str] = (
         "valid calls / calls (credit=partial), or 1 if all are valid (credit=all); `empty` if there "
         "is no call; check=parse only requires that the arguments are a JSON object"
@@ -80,7 +79,6 @@ class CallsSchema(Leaf):
 class CallsNone(Leaf):
     """1 if no call was made (or none of the named tools was called)."""
 
-    kind: ClassVar[str] = "calls.none"
     formula: ClassVar[str] = "1 if no call (of `names`, if given) was made, else 0"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"names": {"type": "array", "items": {"type": "string"}, "minItems": 1}, "by": BY}
@@ -207,7 +205,6 @@ _CALL = {"type": "object"}
 class CallsMatch(Leaf):
     """Pairs made and expected calls one-to-one and scores the pairs (see `formula`)."""
 
-    kind: ClassVar[str] = "calls.match"
     formula: ClassVar[str] = (
         "M / D: M = sum of the pairs' credit under the assignment (matched: 1 for a full match; partial: "
         "(1 + correct arguments) / (1 + arguments)); D = max(made, expected) for exact, expected for superset, "

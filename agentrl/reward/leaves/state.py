@@ -157,7 +157,6 @@ _POINTER = {"type": "string", "pattern": "^(/|$)"}
 class StateMatch(Leaf):
     """Return True if the final state is the expected one: a literal, or that of a replay environment after the gold calls."""
 
-    kind: ClassVar[str] = "state.match"
     formula: ClassVar[str] = (
         "by=hash: 1 if the canonical states are equal; by=fields: 1 if all fields are equal (credit=all), or "
         "equal fields / fields of either state (credit=partial); `ignore`: pointers left out on both sides"
@@ -254,7 +253,6 @@ def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
 class StateAssert(Leaf):
     """Return True if one value in the final state satisfies the comparisons."""
 
-    kind: ClassVar[str] = "state.assert"
     formula: ClassVar[str] = "1 if every comparison holds for the value at `path`, else 0; `absent` without a value"
     schema: ClassVar[dict[str, Any]] = {
         **object_schema({"path": _POINTER, **COMPARISON_SCHEMA, "absent": {"enum": [0, None]}, **EQUALITY}, ("path",)),
@@ -286,7 +284,6 @@ class StateAssert(Leaf):
 class StateNumber(Leaf):
     """A number in the final state, such as the verdict of a task's tests."""
 
-    kind: ClassVar[str] = "state.number"
     formula: ClassVar[str] = "(x - low) / (high - low), cut to [0, 1], of the number x at `path`; `absent` without one"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"path": _POINTER, "low": {"type": "number"}, "high": {"type": "number"}, "absent": {"enum": [0, None]}}, ("path",)
@@ -320,7 +317,6 @@ class StateNumber(Leaf):
 class ResultsContains(Leaf):
     """Return True if the tools' answers contain the expected: texts, or the answers to the gold calls."""
 
-    kind: ClassVar[str] = "results.contains"
     formula: ClassVar[str] = (
         "expect: as text.contains, over the answers to the calls made (without errors). replay: 1 if every "
         "answer to the gold calls on a replay environment also occurs here (as a multiset; in a round: up to its end), "

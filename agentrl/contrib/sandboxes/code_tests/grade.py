@@ -173,7 +173,6 @@ _SECONDS = {"type": "number", "exclusiveMinimum": 0}
 class CodeTests(Leaf):
     """Runs pytest on the task's tests, which import the policy's code; in a sandbox, the code in a process of its own."""
 
-    kind: ClassVar[str] = "code.tests"
     formula: ClassVar[str] = (
         "1 if all tests pass, else 0 (credit=all), or the share that passes (credit=share); 0 without code, and if it ends or "
         "hangs; null if the tests cannot be run or the sandbox failed"
