@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.contrib.suites.benchmarks import calling, groups, message_of, pass_hat_table, published_tool
+from agentrl.contrib.suites.benchmarks import calling
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.contrib.suites.suite import found_version, known_word, members, within
-from agentrl.data.trajectory import Message, StopReason, ToolCall
+from agentrl.data.trajectory import Message, StopReason
 from agentrl.env.catalog import find_env
 from agentrl.env.official import Played
 from agentrl.utils.errors import ConfigError
@@ -87,54 +87,13 @@ def test_gold_of_two_sides_asks_the_user_for_its_calls_and_the_user_makes_them_w
     assert asyncio.run(SIDES.AskedUser("", calls).reply([Message("assistant", "Please use tap")])) == ""  # its opening, first
 
 
-def test_gold_by_rounds_has_a_text_after_each_rounds_calls_and_messages_are_read_as_written() -> None:
-    rounds = [[{"name": "put", "arguments": {"n": 1}}, {"name": "look", "arguments": {}}], []]
-    assert CALLS.round_turns(rounds) == [calling([("put", {"n": 1}), ("look", {})]), *[Message("assistant", "done")] * 2]
-    row = {"role": "assistant", "content": None, "tool_calls": [{"name": "put", "arguments": {"n": 1}, "id": "c1"}]}
-    assert message_of(row) == Message("assistant", "", (ToolCall("put", {"n": 1}, id="c1"),))
-    assert message_of({"role": "tool", "content": "ok", "id": "c1"}) == Message("tool", "ok", tool_call_id="c1")
-
-
-def test_a_published_tool_is_shown_as_it_is_and_nothing_checks_its_arguments() -> None:
-    made = published_tool(
-        {"name": "put", "parameters": {"type": "object", "required": ["n"]}}, lambda env, /, **a: a, inline=True
-    )
-    assert made.schema["function"] == {"name": "put", "parameters": {"type": "object", "required": ["n"]}}
-    assert (made.method, made.options.check, made.options.parallel, made.options.inline) == (True, "off", False, True)
-
-
-def test_families_are_whole_or_not_and_pass_hat_k_is_told_by_group() -> None:
+def test_families_are_whole_or_not() -> None:
     episodes = [played("a1", True), played("a2", False), played("b1", True, family="g"), played("c1", None, family="h")]
     assert (ROWS.whole_row("x", episodes).value, ROWS.whole_row("x", episodes).n) == (0.5, 2)
     assert ROWS.in_percent(ROWS.whole_row("x", episodes)).value == 50.0 and "1 of 4" in ROWS.whole_row("x", episodes).note
     # Of a part that was played: families of two tasks, of which g and h have one each, are no whole ones.
     part = ROWS.whole_row("x", episodes, size=2)
     assert (part.value, part.n) == (0.0, 1) and part.note == "1 of 4 episodes unscored, in no mean; 2 of 3 not played whole"
-    several = [played("a", n < 2, sample=n) for n in range(3)] + [played("z", n < 1, kind="b", sample=n) for n in range(2)]
-    rows = {row.name: row.value for row in pass_hat_table(several, "kind")}
-    assert rows == {
-        "a pass^1": pytest.approx(2 / 3), "a pass^2": pytest.approx(1 / 3), "a pass^3": 0.0, "b pass^1": 0.5, "b pass^2": 0.0,
-        "mean of kinds pass^1": pytest.approx((2 / 3 + 1 / 2) / 2),
-    }  # fmt: skip
-    assert {name: len(part) for name, part in groups(several, lambda one: [one.data["kind"], "all"]).items()} == {
-        "a": 3, "all": 5, "b": 2,
-    }  # fmt: skip
-
-
-def test_means_of_means_against_a_computation_by_hand() -> None:
-    table = TABLES.MeansTable({"both": ("a", "b"), "top": ("both", "c")}, {"top": 0.5, "c": 0.25}, {"both": {"a": 10, "b": 30}})
-    found = {"a": [played("1", True), played("2", False)], "b": [played("3", True)] * 3, "c": [played("4", False)]}
-    rows = {row.name: row.value for row in table.rows(found)}
-    both = (0.5 * 10 + 1.0 * 30) / 40  # over the benchmark's tasks, however many of each were played
-    assert rows["both"] == pytest.approx(both) and rows["top"] == pytest.approx(both / 2)
-    assert rows["overall"] == pytest.approx(0.5 * both / 2 + 0.25 * 0.0) and TABLES.AS_ZERO not in rows
-    lost = table.rows({**found, "c": [*found["c"], played("5", None)]})[-1]
-    assert (lost.name, lost.value) == ("overall", rows["overall"])
-    assert lost.note == "1 of 7 episodes unscored, in no mean", "an outage is named beside the value that it may have moved"
-    part = {row.name: row.value for row in table.rows({"a": found["a"]})}
-    assert (part["both"], part["top"], part["overall"]) == (None, None, None)
-    assert part[TABLES.AS_ZERO] == pytest.approx(0.5 * (0.5 * 10 / (10 + 30)) / 2)
-    assert table.rows({}) == []
 
 
 def test_the_spread_of_groups_is_their_range_and_their_standard_deviation() -> None:
@@ -164,19 +123,6 @@ def test_calls_are_written_in_four_forms_and_other_languages_types_become_those_
     expected = {"a": {"type": "array", "items": {"type": "string"}}, "b": {"type": "string"}}
     assert shown == {"type": "object", "properties": expected}
     assert inner["items"] == {"type": "long"}, "what was declared stays as it is"
-
-
-def test_a_method_answers_in_text_and_python_says_what_is_wrong() -> None:
-    class Box:
-        def look(self, n: int) -> Any:
-            return {1: {"n": 1}, 2: {"n": {2}}, 3: 4}[n]
-
-        def _hidden(self) -> None: ...
-
-    assert CALLS.public_methods({"Box": Box}) == {"look": "Box"}
-    assert [CALLS.answer_of(Box(), "look", {"n": n}) for n in (1, 2, 3)] == ['{"n": 1}', "{'n': {2}}", "4"]
-    assert CALLS.answer_of(Box(), "look", {"n": 9}) == "Error during execution: 9"
-    assert CALLS.answer_of(None, "fly", {}, "no: {}") == "no: name 'fly' is not defined"
 
 
 def test_a_package_in_place_is_its_folder_and_a_missing_file_is_named(tmp_path: Path) -> None:

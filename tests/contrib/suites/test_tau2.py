@@ -157,7 +157,8 @@ def test_the_opening_has_their_texts_and_the_customer_speaks_first(source: Path)
     ]
     opening, _ = env.reset(options={"task": task_of(env, "history")})
     assert [m.role for m in opening] == ["system", "user", "assistant", "tool", "assistant", "user"]
-    assert opening[2].tool_calls[0].name == "find_lamp" and opening[-1].content == "Go on about the desk lamp."
+    assert (opening[2].tool_calls[0].name, opening[2].tool_calls[0].id, opening[3].tool_call_id) == ("find_lamp", "h1", "h1")
+    assert opening[-1].content == "Go on about the desk lamp."
     assert env.world.tools.db.lamps["hall"].on
 
 
@@ -189,6 +190,7 @@ def test_tools_are_shown_as_published_and_answer_in_their_own_words(source: Path
     env.reset(options={"task": task_of(env, "switch")})
     shown = {tool["function"]["name"]: tool["function"] for tool in env.trajectory.tools}
     assert list(shown) == ["find_lamp", "switch", "transfer_to_human_agents"]
+    assert not any(tool.options.parallel for tool in env.toolbox), "the outcome of a turn's calls is their order's"
     assert shown["find_lamp"]["parameters"]["properties"] == {"name": {"type": "string", "title": "Name"}}
     asked = [
         ("find_lamp", {"name": "desk"}, '{"room": "study", "on": false, "watts": 5.0}'),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.contrib.toolkit.bfcl_calls import read_source
+from agentrl.contrib.toolkit.bfcl_calls import possible_call, read_source, solvable
 from agentrl.reward import compile_spec
 from tests.reward.reward_episodes import episode
 
@@ -119,3 +119,10 @@ def test_leaves_that_declare_functions_differently_do_not_share_what_they_read()
 
     # Of each two, one requires what was left out.
     assert (share(FUNCTION, whole), share(whole, FUNCTION), share(FUNCTION), share(whole)) == (0.5, 0.5, 1.0, 0.0)
+
+
+def test_a_gold_call_can_be_written_in_each_language() -> None:
+    functions = {"Sets.fill": FUNCTION["parameters"]}
+    assert possible_call(GOLD[0], functions, "java") == ("Sets.fill", RIGHT)
+    assert solvable(GOLD, functions, "java")
+    assert not solvable([{"Sets.fill": {"size": ["many"], "names": [[1, "a"]]}}], functions, "java")

@@ -59,23 +59,8 @@ def test_which_syntaxes_tell_prose_before_the_turn_is_over():
 def test_what_is_told_is_the_beginning_of_the_content(name, data, thinking):
     """For every syntax, cut anywhere: with reasoning, calls, broken calls, and what only looks like one."""
     (mark, *others), frame = SYNTAXES[name].opens, Marks("<think>", "</think>")
-    pieces = [
-        mark,
-        *others,
-        mark[:-1],
-        mark[1:],
-        "<think>",
-        "</think>",
-        "a",
-        "b c",
-        " ",
-        "\n",
-        "{",
-        '"name"',
-        "[]",
-        "</tool_call>",
-        "<t",
-    ]
+    words = ["<think>", "</think>", "a", "b c", " ", "\n", "{", '"name"', "[]", "</tool_call>", "<t"]
+    pieces = [mark, *others, mark[:-1], mark[1:], *words]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=9)))
     parser = SYNTAXES[name].parser
     parse = parser.bind(()) if isinstance(parser, ForTools) else parser

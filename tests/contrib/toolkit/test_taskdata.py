@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.contrib.toolkit.taskdata import ROW_SCHEMA, TaskSet, held_out_families, load_tasks
-from agentrl.env import Message, Task, ToolEnv
+from agentrl.contrib.toolkit.taskdata import Row, TaskSet, held_out_families, load_tasks
 from agentrl.utils.errors import TaskDataError
 from tests.conftest import examples
 
@@ -82,7 +82,9 @@ def test_training_draws_by_weight_and_evaluation_walks(tmp_path: Path) -> None:
     tasks = load_tasks(write(tmp_path / "a.jsonl", rows))
     counts = Counter(tasks.task(seed, "train").id for seed in range(10, 4010))
     assert 0.7 < counts["t1"] / 4000 < 0.8
-    assert tasks.task(7, "train") == tasks.task(7, "train")
+    assert tasks.task(7, "train") == tasks.task(7, "train") and copy.deepcopy(tasks) is tasks, (
+        "forks of an environment share them"
+    )
     assert [tasks.task(seed, "heldout").id for seed in range(4)] == ["t3", "t4", "t5", "t3"]
     with pytest.raises(TaskDataError, match="no tasks of split 'heldot'; did you mean 'heldout'"):
         tasks.task(0, "heldot")
@@ -175,34 +177,8 @@ def test_parquet_and_a_datasets_folder(tmp_path: Path) -> None:
         load_tasks(tmp_path / "train.parquet")
 
 
-def test_an_environment_over_a_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "qa.jsonl", [row(n, split=s) for n, s in enumerate(["train"] * 3 + ["test"] * 2)])
-
-    class Quiz(ToolEnv):
-        id = "tests/Quiz-v0"
-
-        def __init__(self, *, tasks: str, **base: Any) -> None:
-            super().__init__(**base)
-            self.tasks = load_tasks(tasks)
-
-        def make_task(self, rng_seed: int, split: str) -> Task:
-            return self.tasks.task(rng_seed, split)
-
-        def prompt(self, task: Task) -> list[Message]:
-            return [Message("user", task.data["q"])]
-
-    env = Quiz(tasks=str(path))
-    assert env.reset(seed=1, options={"split": "heldout"})[0][0].content == "question 4"
-    replay_env = env.fork()
-    assert isinstance(replay_env, Quiz) and replay_env.tasks is env.tasks
-    assert replay_env.step("x")[2]
-
-
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 2**60))
 @settings(max_examples=examples(100), deadline=None)
 def test_every_seed_has_a_task(weights: list[float], seed: int) -> None:
-    from agentrl.contrib.toolkit.taskdata import Row
-
     rows = [Row("x", str(n), "train", weight, {}, {}) for n, weight in enumerate(weights)]
     assert TaskSet("x", {"train": rows}).task(seed, "train").id in {r.id for r in rows}
-    assert ROW_SCHEMA["required"] == ["data", "gold"]

@@ -1,10 +1,7 @@
 """Simulated users: scripted, by rules, and a model behind a real HTTP server."""
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -14,6 +11,7 @@ from agentrl.env import Task
 from agentrl.env.users import ScriptedUser, User
 from agentrl.utils.errors import EnvError
 from tests.env.toyenvs import Notes, call
+from tests.rollout.loopback import Loopback
 
 
 class Asked(Notes):
@@ -88,62 +86,20 @@ async def test_a_model_sees_turned_roles_and_no_tools() -> None:
     assert "You want tea." in seen[-1][0]["content"] and "secret" not in json.dumps(seen)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """A chat-completions endpoint that repeats the last message, or fails."""
-
-    requests: ClassVar[list[dict[str, Any]]] = []
-    fail = False
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        Handler.requests.append(body)
-        text = "you said: " + body["messages"][-1]["content"]
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-        answer = {
-            "id": "1",
-            "object": "chat.completion",
-            "created": 1,
-            "model": "m",
-            "choices": [choice],
-            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-        }
-        data = json.dumps(answer).encode()
-        self.send_response(400 if Handler.fail else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.mark.slow
-async def test_litellm_speaks_to_a_real_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_litellm_speaks_to_a_real_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its import would look for a newer one
     pytest.importorskip("litellm", reason="the litellm extra is not installed")
 
-    def user() -> User:
-        return ModelUser("tea", model="openai/stub", api_base=endpoint, api_key="none", max_retries=0)
+    def answer(body: dict[str, Any], number: int) -> Any:
+        return {"status": 400} if number else "you said: " + body["messages"][-1]["content"]
 
-    env = Asked(user)
-    await env.areset(seed=0)
-    observation = (await env.astep("hello there"))[0]
-    assert observation[0].content == "you said: hello there"
-    sent = Handler.requests[-1]
-    assert sent["model"] == "stub" and sent["temperature"] == 0.0
-    Handler.fail = True
-    with pytest.raises(EnvError, match="plays the user"):
-        await env.astep("again")
-    Handler.fail = False
+    with Loopback(answer) as server:
+        env = Asked(lambda: ModelUser("tea", model="openai/stub", api_base=server.url, api_key="none", max_retries=0))
+        await env.areset(seed=0)
+        observation = (await env.astep("hello there"))[0]
+        assert observation[0].content == "you said: hello there"
+        assert (server.requests[0]["model"], server.requests[0]["temperature"]) == ("stub", 0.0)
+        with pytest.raises(EnvError, match="plays the user"):
+            await env.astep("again")
     assert env.trajectory.stop is StopReason.ENV_ERROR and env.trajectory.reward is None
