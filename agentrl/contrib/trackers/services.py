@@ -89,19 +89,11 @@ class WeightsAndBiases(Tracker):
         self._wandb, self._offline = wandb, _mode(mode) == "offline"
         self._given = GivenRows(run.folder, "wandb")
         self._given.ids.setdefault("run", secrets.token_hex(4))
+        settings = wandb.Settings(finish_timeout=FLUSH_S / 2, console="off", x_disable_stats=True)
         self._run = wandb.init(
-            project=project,
-            entity=entity,
-            group=group,
-            tags=tags,
-            name=run.name,
-            id=self._given.ids["run"],
-            resume="allow",
-            mode=_mode(mode),
-            dir=str(run.folder.path),
-            config=without_secrets(run.config),
-            settings=wandb.Settings(finish_timeout=FLUSH_S / 2, console="off", x_disable_stats=True),
-        )
+            project=project, entity=entity, group=group, tags=tags, name=run.name, id=self._given.ids["run"], resume="allow",
+            mode=_mode(mode), dir=str(run.folder.path), config=without_secrets(run.config), settings=settings,
+        )  # fmt: skip
         self._given.save()
         self._phases: set[str] = set()
 
@@ -264,15 +256,9 @@ class Trackio(Tracker):
         self._given, self._project, self._space = GivenRows(run.folder, "trackio"), project, space
         self._given.ids.setdefault("run", f"{run.name}-{secrets.token_hex(2)}")
         self._run: Any = trackio.init(
-            project=project,
-            name=self._given.ids["run"],
-            space_id=space,
-            config=without_secrets(run.config),
-            resume="allow",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
+            project=project, name=self._given.ids["run"], space_id=space, config=without_secrets(run.config), resume="allow",
+            embed=False, auto_log_cpu=False, auto_log_gpu=False,
+        )  # fmt: skip
         self._given.save()
 
     @classmethod

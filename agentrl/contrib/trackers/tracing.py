@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from itertools import count
@@ -139,7 +139,23 @@ def begin_recording(prefix: str) -> None:
     if _recording is None:
         load_profiler()
         profiles: dict[str, Any] = {}
-        _recording = partial(_record_call, prefix, profiles), profiles
+
+        @contextmanager
+        def record(worker: Worker, method: str) -> Iterator[None]:
+            # Only a call that gets a part of a batch computes for long.
+            if not isinstance(type(worker).dispatch_table.get(method), Shard):
+                yield
+                return
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+            with profile(activities=activities, acc_events=True) as recorded:
+                yield
+            number = len(profiles) + 1
+            profiles[f"{prefix}.{worker.context.group}.{worker.rank}.{number}.{method}.json.gz"] = recorded
+
+        _recording = record, profiles
         AROUND_CALLS.append(_recording[0])
 
 
@@ -163,22 +179,6 @@ def end_recording(write: bool = True) -> None:
     AROUND_CALLS.remove(around)
     for path, profile in profiles.items() if write else ():
         profile.export_chrome_trace(path)
-
-
-@contextmanager
-def _record_call(prefix: str, profiles: dict[str, Any], worker: Worker, method: str) -> Iterator[None]:
-    # Only a call that gets a part of a batch computes for long.
-    if not isinstance(type(worker).dispatch_table.get(method), Shard):
-        yield
-        return
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    with profile(activities=activities, acc_events=True) as recorded:
-        yield
-    number = len(profiles) + 1
-    profiles[f"{prefix}.{worker.context.group}.{worker.rank}.{number}.{method}.json.gz"] = recorded
 
 
 # Timelines of steps
@@ -240,11 +240,20 @@ class Profile:
             return
         ended, spans, self._found = now(), self._found, []
         spans += [replace(one, end=ended, values={**one.values, "unfinished": True}) for one in open_spans()]
+
+        def write() -> None:
+            timeline = Timeline(self._begun, self._engine, MAX_EVENTS)
+            for found in spans:
+                if found.end > self._begun:
+                    timeline.span(found)
+            about = {"run": self._config.name, "step": self._step, "began": time.time() - (now() - self._begun) / 1e9}
+            timeline.write(Path(f"{self._path()}.json.gz"), {**about, "seconds": (ended - self._begun) / 1e9})
+
         try:
             for group in self._groups():
                 await group.in_processes(end_recording)
             await in_thread("files", end_recording)
-            await in_thread("files", self._write, spans, (ended - self._begun) / 1e9)
+            await in_thread("files", write)
         except (OSError, ValueError, WorkerError) as problem:  # a run does not end because nobody can look at it
             log.exception("the timeline of step %d", self._step)
             self._warn(f"profile: the timeline of step {self._step} is not written: {problem}")
@@ -260,14 +269,6 @@ class Profile:
             self._leave = None
         self._found = []
 
-    def _write(self, spans: list[TraceSpan], seconds: float) -> None:
-        timeline = Timeline(self._begun, self._engine, MAX_EVENTS)
-        for found in spans:
-            if found.end > self._begun:
-                timeline.span(found)
-        about = {"run": self._config.name, "step": self._step, "began": time.time() - (now() - self._begun) / 1e9}
-        timeline.write(Path(f"{self._path()}.json.gz"), {**about, "seconds": seconds})
-
     def _keep(self, found: TraceSpan) -> None:
         if len(self._found) < 4 * MAX_EVENTS:
             self._found.append(found)
@@ -280,14 +281,8 @@ GROUP = "opentelemetry_traces_exporter"
 FLUSH_MS = 10_000
 OPERATIONS: Mapping[Kind, str] = {"episode": "invoke_agent", "generation": "text_completion", "tool": "execute_tool"}
 NAMES: Mapping[Kind, Mapping[str, str]] = {
-    "generation": {
-        "input_tokens": "gen_ai.usage.input_tokens",
-        "output_tokens": "gen_ai.usage.output_tokens",
-        "temperature": "gen_ai.request.temperature",
-        "top_p": "gen_ai.request.top_p",
-        "top_k": "gen_ai.request.top_k",
-        "max_tokens": "gen_ai.request.max_tokens",
-    },
+    "generation": {name: f"gen_ai.usage.{name}" for name in ("input_tokens", "output_tokens")}
+    | {name: f"gen_ai.request.{name}" for name in ("temperature", "top_p", "top_k", "max_tokens")},
     "episode": {"key": "gen_ai.conversation.id"},
     "tool": {"call": "gen_ai.tool.call.id"},
     "scoring": {"reward": "gen_ai.evaluation.score.value"},

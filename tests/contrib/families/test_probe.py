@@ -53,6 +53,8 @@ def test_a_family_that_is_right_is_packed_with_shared_prefixes(family: str, tmp_
     config = run_of(family, tmp_path, "model.sequence_parallel=2", "optim.prefix_sharing=on")
     found = packing_of(config)
     assert (found.way, found.shares) == ("packed", True) and f"the family {family}" in found.reason
+    assert layout() is None, "none is left behind"
+    assert not Measured(math.nan).right and not Measured(math.inf).right and Measured(1e-5).right
     with pytest.raises(ConfigError, match=r"sequence_parallel = 3 does not divide the 4 attention heads of model.path"):
         packing_of(run_of(family, tmp_path, "model.sequence_parallel=3"))
     made = with_packing(config)
@@ -107,9 +109,8 @@ def test_what_is_wrong_in_every_way_is_refused(tmp_path: Path, monkeypatch: pyte
         return module
 
     monkeypatch.setattr(probing, "PolicyModule", made)
-    with pytest.raises(
-        ModelError, match=r"with packed rows model.path: the family lfm2 is off by .*; with one row a pass .* is off by"
-    ):
+    said = r"with packed rows model.path: the family lfm2 is off by .*; with one row a pass .* is off by"
+    with pytest.raises(ModelError, match=said):
         packing_of(run_of("lfm2", tmp_path))
 
 
@@ -137,10 +138,6 @@ def test_rows_that_change_their_rotary_frequencies_as_they_grow_are_refused(fami
     assert packing_of(run_of(family, tmp_path, "rollout.max_episode_tokens=4096", **more)).way == "packed"
 
 
-def test_numbers_that_are_not_are_wrong() -> None:
-    assert not Measured(math.nan).right and not Measured(math.inf).right and Measured(1e-5).right
-
-
 @pytest.mark.parametrize(
     ("family", "keys", "said"),
     [
@@ -163,15 +160,8 @@ def test_critic_and_reward_model_are_tried_with_what_is_on_top_of_them(tmp_path:
             super().__init__(config, kind)
 
     monkeypatch.setattr(probing, "Sample", Noted)
-    small_llama = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "intermediate_size": 32,
-        "vocab_size": 99,
-        "pad_token_id": 0,
-        "num_labels": 1,
-    }
-    AutoConfig.for_model("llama", **small_llama).save_pretrained(tmp_path / "judge")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 99}
+    AutoConfig.for_model("llama", **sizes, pad_token_id=0, num_labels=1).save_pretrained(tmp_path / "judge")
     roles = ["critic.lr=1e-5", f"reward_model.path={tmp_path / 'judge'}"]
     config = run_of("qwen3_next", tmp_path / "policy", *roles)
     assert packing_of(config).reason.count("the family") == 3
@@ -211,11 +201,6 @@ def test_layers_are_cut_with_their_lists() -> None:
     assert few.num_hidden_layers == 2 and few.layer_types == ["sliding_attention", "full_attention"] and few.sliding_window == 8
     with torch.device("meta"):
         assert kinds_needed(layers_of(AutoModelForCausalLM.from_config(config))) == 2
-
-
-def test_no_layout_is_left_behind(tmp_path: Path) -> None:
-    packing_of(run_of("lfm2", tmp_path))
-    assert layout() is None
 
 
 def test_without_the_probe_well_known_families_are_packed_and_others_refused(

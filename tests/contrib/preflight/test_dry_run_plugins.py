@@ -34,16 +34,29 @@ FILTER = "@FILTERS.register('mine')\ndef mine(group):\n    return "
 TRACKER = "@TRACKERS.register('mine')\nclass Mine(Tracker):\n    def __init__(self, run): ...\n"
 
 
-def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str, value: str = "", env: str = "key_value") -> int:
+PROVIDER = """
+from agentrl.contrib.sandboxes.local import LocalProvider, LocalSandbox
+from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxProvider
+@SANDBOXES.register('mine')
+class Mine(%s):
+    name = 'mine'
+"""
+BOX = PROVIDER % "LocalProvider" + "    async def start(self, spec, snapshot=None):\n        "
+MADE = BOX + "made = await super().start(spec, snapshot)\n        "
+
+
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str, value: str = "") -> int:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/mine.py").write_text(HEAD + body + "\n")
     small = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
     init = ", ".join(f"{name}={size}" for name, size in small.items())
+    env = "python" if key == "env.sandbox" else "key_value"
     (tmp_path / "run.toml").write_text(f"engine='embedded'\nenv={{id='{env}'}}\ncluster={{backend='inline'}}\n"
                                        f"model={{init={{{init}}}}}\nrollout={{groups=2, group_size=2}}\n")  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    plain = key in ("engine", "model.engine", "weights.route")
-    value = value or ("mine" if plain else "[{name='mine'}]" if key in ("callbacks", "trackers") else "{name='mine'}")
+    own = {"callbacks": "[{name='mine'}]", "trackers": "[{name='mine'}]", "env.sandbox": "{provider='mine'}"}
+    own |= dict.fromkeys(("engine", "model.engine", "weights.route"), "mine")
+    value = value or own.get(key, "{name='mine'}")
     return main(["train", "run.toml", "--dry-run", "--json", f"{key}={value}"])
 
 
@@ -72,6 +85,17 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
         ("model.engine", "@TRAIN_ENGINES.register('mine')\nclass Mine: ...", "expected a subclass of BaseEngine"),
         ("weights.route", "@ROUTES.register('mine')\nclass Mine(Route): ...", "lacks sender, which Route demands"),
         ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:18: 'mine' raised KeyError"),
+        ("env.sandbox", PROVIDER % "SandboxProvider", "raised TypeError: Can't instantiate abstract class Mine"),
+        ("env.sandbox", PROVIDER % "", "expected SandboxProvider"),
+        ("env.sandbox", BOX + "return 3", "returned 3, expected Sandbox"),
+        ("env.sandbox", BOX + "raise KeyError('token')", "'mine' raised KeyError: 'token'"),
+        (
+            "env.sandbox",
+            PROVIDER % "LocalProvider" + "    def unavailable(self):\n        return True",
+            "returned True, expected str",
+        ),
+        ("env.sandbox", MADE + "made.exec = lambda *a, **k: 3\n        return made", "'mine' raised TypeError"),
+        ("env.sandbox", MADE + "async def none(*a): ...\n        made.write = none\n        return made", "FileNotFoundError"),
     ],
 )
 def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
@@ -79,7 +103,8 @@ def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
 ) -> None:
     assert dry_run(tmp_path, monkeypatch, key, body) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"agentrl: {key}: plugins/mine.py:") and said in error and "Traceback" not in error
+    named = "env.sandbox.provider" if key == "env.sandbox" else key
+    assert error.startswith(f"agentrl: {named}: plugins/mine.py:") and said in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(
@@ -121,40 +146,9 @@ def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(
     assert json.loads(capsys.readouterr().out)["algorithm"].startswith("mine, ")
     assert ADVANTAGES.entry("mine").make.__globals__["SEEN"] == []  # type: ignore[attr-defined]
     (tmp_path / "box").mkdir()
-    assert dry_run(tmp_path / "box", monkeypatch, "env.sandbox", MADE + "return made", "{provider='mine'}", env="python") == 0
+    assert dry_run(tmp_path / "box", monkeypatch, "env.sandbox", MADE + "return made") == 0
     (tmp_path / "real").mkdir()
     assert dry_run(tmp_path / "real", monkeypatch, "rollout.accept", FILTER + "group.trajectories[0].task.data['n'] > 2") == 0
-
-
-PROVIDER = """
-from agentrl.contrib.sandboxes.local import LocalProvider, LocalSandbox
-from agentrl.contrib.sandboxes.contract import SANDBOXES, SandboxProvider
-@SANDBOXES.register('mine')
-class Mine(%s):
-    name = 'mine'
-"""
-BOX = PROVIDER % "LocalProvider" + "    async def start(self, spec, snapshot=None):\n        "
-MADE = BOX + "made = await super().start(spec, snapshot)\n        "
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (PROVIDER % "SandboxProvider", "raised TypeError: Can't instantiate abstract class Mine"),
-        (PROVIDER % "", "expected SandboxProvider"),
-        (BOX + "return 3", "returned 3, expected Sandbox"),
-        (BOX + "raise KeyError('token')", "'mine' raised KeyError: 'token'"),
-        (PROVIDER % "LocalProvider" + "    def unavailable(self):\n        return True", "returned True, expected str"),
-        (MADE + "made.exec = lambda *a, **k: 3\n        return made", "'mine' raised TypeError"),
-        (MADE + "async def none(*a): ...\n        made.write = none\n        return made", "raised FileNotFoundError"),
-    ],
-)
-def test_a_sandbox_provider_that_cannot_work_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, said: str
-) -> None:
-    assert dry_run(tmp_path, monkeypatch, "env.sandbox", body, "{provider='mine'}", env="python") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("agentrl: env.sandbox.provider: plugins/mine.py:") and said in error and "Traceback" not in error
 
 
 def test_a_wrapper_that_fails_at_a_step_is_named_with_file_and_line(

@@ -153,9 +153,8 @@ def test_gold_that_fails_in_one_task_is_said_and_the_others_count(monkeypatch: p
         raise NotImplementedError
 
     monkeypatch.setattr(solvable, "gold_transcript", none)
-    assert survey_lines(RunStart(config(seed=1), {})) == [
-        "gold solutions of key_value are not played before the start: it has no gold solutions"
-    ]
+    [line] = survey_lines(RunStart(config(seed=1), {}))
+    assert line == "gold solutions of key_value are not played before the start: it has no gold solutions"
 
 
 def test_dry_run_and_train_print_it_and_refuse_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """One small run tells OpenTelemetry of its steps, is scraped by Prometheus and writes a timeline of a step: each says what was
 really done, and when."""
 
-import asyncio
 import gzip
 import json
 import socket
@@ -98,23 +97,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
             patch.delenv(name, raising=False)
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         port = free_port()
-        more = (
-            "health.lint=false",
-            "traces={every=2}",
-            "profile.steps=[2]",
-            "eval.every=2",
-            "checkpoint.every=2",
-            "eval.tasks=2",
-        )
-        more += (f"prometheus.port={port}", "trackers=[{name='tracing_lossy'}]")
+        every = ("traces={every=2}", "profile.steps=[2]", "eval.every=2", "checkpoint.every=2", "eval.tasks=2")
+        more = (*every, "health.lint=false", f"prometheus.port={port}", "trackers=[{name='tracing_lossy'}]")
         scraped, evaluation = list[str](), RunLog.evaluation
 
         async def scraping(run_log: RunLog, phase: str, *args: Any) -> None:
             await evaluation(run_log, phase, *args)
             if phase == "after":  # the run goes on, and its loop answers
-                scraped.append(
-                    await asyncio.to_thread(lambda: httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text)
-                )
+                async with httpx.AsyncClient(trust_env=False) as client:
+                    scraped.append((await client.get(f"http://127.0.0.1:{port}/metrics")).text)
 
         patch.setattr(RunLog, "evaluation", scraping)
         folder = execute(config_of(tmp_path_factory.mktemp("traced"), "traced", "steps=3", TINY, *more))
@@ -268,11 +259,16 @@ def test_what_overlaps_on_a_track_gets_lanes_and_what_is_too_much_is_left_out_an
 # -- Prometheus --------------------------------------------------------------------------------------
 
 
-def test_a_scrape_says_what_the_rows_say(run: Told) -> None:
+def scraped(text: str) -> tuple[dict[str, Any], dict[tuple[str, Any], float]]:
+    """The families of a scrape by name, and its samples by name and labels."""
     parser = pytest.importorskip("prometheus_client.parser", reason="needs agentrl[prometheus]")
-    [text] = run.scraped
     families = {family.name: family for family in parser.text_string_to_metric_families(text)}
-    found = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families.values() for s in family.samples}
+    return families, {(s.name, tuple(sorted(s.labels.items()))): s.value for one in families.values() for s in one.samples}
+
+
+def test_a_scrape_says_what_the_rows_say(run: Told) -> None:
+    [text] = run.scraped
+    families, found = scraped(text)
 
     def of(name: str, **labels: str) -> float:
         return found[name, tuple(sorted(labels.items()))]
@@ -319,19 +315,17 @@ def test_a_key_of_a_row_is_a_family_with_base_units_and_labels(key: str, name: s
 
 
 def test_unscored_episodes_are_counted_by_cause_and_restarts_too() -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="needs agentrl[prometheus]")
+    pytest.importorskip("prometheus_client", reason="needs agentrl[prometheus]")
     endpoint = MetricsEndpoint(PrometheusConfig(port=0))
     for _ in range(2):
         endpoint.row("train", 1, {"scored": 3, "unscored": 2, "unscored/env_error": 2, "faults/env_error": 5, "reward": None})
-    text = httpx.get(endpoint.url, trust_env=False).text
-    found = {
-        (s.name, *sorted(s.labels.values())): s.value for f in parser.text_string_to_metric_families(text) for s in f.samples
-    }
+    _, found = scraped(httpx.get(endpoint.url, trust_env=False).text)
     endpoint.close()
-    assert found["agentrl_episodes_unscored_total", "env_error", "train"] == 4
-    assert found["agentrl_episodes_faulty_total", "env_error", "train"] == 10
-    assert found["agentrl_episodes_total", "train"] == 10
-    assert not any(name == "agentrl_row_reward" for name, *_ in found), "an unknown value is not a number"
+    train = ("phase", "train")
+    assert found["agentrl_episodes_unscored_total", (("cause", "env_error"), train)] == 4
+    assert found["agentrl_episodes_faulty_total", (("cause", "env_error"), train)] == 10
+    assert found["agentrl_episodes_total", (train,)] == 10
+    assert not any(name == "agentrl_row_reward" for name, _ in found), "an unknown value is not a number"
 
 
 def test_a_port_that_is_taken_and_a_host_that_is_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,7 @@ from agentrl.config.load import config_from
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.run.assembly import RunStart
 from agentrl.run.folder import RunFolder
-from agentrl.run.trackers import (
-    CHARACTERS,
-    LARGE,
-    TRACKERS,
-    Outlet,
-    TrackedRun,
-    Tracker,
-    check_trackers,
-    is_voided,
-    makers,
-    sampled_rows,
-)
+from agentrl.run.trackers import CHARACTERS, LARGE, Outlet, TrackedRun, Tracker, check_trackers, is_voided, makers, sampled_rows
 from agentrl.utils.errors import ConfigError, DependencyError
 
 
@@ -233,7 +222,3 @@ def test_the_table_of_an_evaluation_has_the_same_tasks_each_time_and_short_trans
     assert [row["reward"] for row in rows] == [0.0, 0.25, 0.5, 0.75] and rows[0]["turns"] == 1.0
     assert all(len(str(row["transcript"])) < CHARACTERS + 20 for row in rows)
     assert len(sampled_rows(trajectories[:3], 4)) == 3
-
-
-def test_every_tracker_of_agentrl_is_in_the_registry() -> None:
-    assert sorted(entry.name for entry in TRACKERS.own()) == ["jsonl", "mlflow", "tensorboard", "trackio", "wandb"]
