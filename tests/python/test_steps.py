@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import agentrl
 from agentrl.utils.errors import CheckpointError, ConfigError, StepOrderError
+from agentrl.utils.threads import background
 from tests.python import table
 
 
@@ -97,16 +98,12 @@ def test_a_loss_and_advantages_of_ones_own(loop: agentrl.StepLoop) -> None:
     assert after.version == loop.policy.version
     centered = loop.trainer.batch([loop.policy.group([after, after], [1.0, 0.0])], advantage="dr_grpo")
     assert centered.advantages == pytest.approx([0.5, -0.5])
-    halves = loop.trainer.batch([group_of(loop, after)], advantage=half)
+
+    def half(given: agentrl.AdvantageInput) -> agentrl.AdvantageOutput:
+        return agentrl.AdvantageOutput(given.mask * 0.5)
+
+    halves = loop.trainer.batch([loop.policy.group([after, after], [1.0, 0.0])], advantage=half)
     assert halves.advantages == [0.5, 0.5]
-
-
-def half(given: agentrl.AdvantageInput) -> agentrl.AdvantageOutput:
-    return agentrl.AdvantageOutput(given.mask * 0.5)
-
-
-def group_of(loop: agentrl.StepLoop, draw: agentrl.Draw) -> agentrl.Group:
-    return loop.policy.group([draw, draw], [1.0, 0.0])
 
 
 def test_what_is_held_out_is_played_and_not_trained_on(loop: agentrl.StepLoop) -> None:
@@ -167,18 +164,12 @@ async def test_each_call_can_be_awaited_where_an_event_loop_runs(loop: agentrl.S
     """Also blocking: this test itself runs in an event loop, as the cells of a notebook do."""
     draws, found = await asyncio.gather(loop.policy.sample.aio("a", n=2), loop.policy.evaluate.aio(n=2))
     assert len(draws) == 2 and found.scored == 2 and loop.policy.evaluate(n=2).scored == 2
+
+    async def blocking() -> None:
+        loop.policy.sample("x")
+
     with pytest.raises(RuntimeError, match=r"await NAME.aio"):
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(blocking(loop), background_loop()))
-
-
-async def blocking(loop: agentrl.StepLoop) -> None:
-    loop.policy.sample("x")
-
-
-def background_loop() -> asyncio.AbstractEventLoop:
-    from agentrl.utils.threads import background
-
-    return background().loop
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(blocking(), background().loop))
 
 
 def test_a_closed_session_says_so_and_a_folder_goes_on(tmp_path: Path) -> None:
