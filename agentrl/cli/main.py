@@ -71,10 +71,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 the run failed, 2 a user error, 130 interrupted."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what a word may become
-        from agentrl.cli.completion import complete
-
-        complete(build_parser())
     if argv is None:  # before anything imports torch, which reads it once
         os.environ.update({name: os.environ.get(name, value) for name, value in PASSIVE.items()})
         exempt()  # agents, judges and users on this machine, and agentrl's own endpoint

@@ -9,8 +9,7 @@ from typing import Any
 
 from agentrl.config.keys import inline
 from agentrl.utils.errors import UserError
-from agentrl.utils.registry import Registry, registered_in, sources_of_package
-from agentrl.utils.search_path import shelves
+from agentrl.utils.registry import Registry
 
 REGISTRIES = {
     "algorithm.advantage": ("agentrl.trainer.algorithms.advantages", "ADVANTAGES"),
@@ -47,15 +46,6 @@ def registry_of(key: str) -> Registry[Any] | None:
     """The registry of the names that a config key takes; None if it takes none."""
     home = REGISTRIES.get(SAME.get(key, key))
     return None if home is None else getattr(import_module(home[0]), home[1])
-
-
-def written_names(key: str) -> list[str]:
-    """The names that a key takes as they stand in the source of agentrl and of `plugins/`: quickly, since nothing is loaded."""
-    _, symbol = REGISTRIES.get(SAME.get(key, key), ("", ""))
-    if not symbol:
-        return []
-    files = [*sources_of_package(), *(file for shelf in shelves() for file in shelf.glob("plugins/*.py"))]
-    return sorted({name for file in files for name in registered_in(file, symbol)})
 
 
 def names_of(key: str) -> list[RegisteredName]:

@@ -305,12 +305,6 @@ def _registering(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def sources_of_package() -> list[Path]:
-    """agentrl's own Python files."""
-    folder = Path(__file__).resolve().parents[1]
-    return [file for file in folder.rglob("*.py") if "_shelf" not in file.parts]
-
-
 @lru_cache(maxsize=1)
 def _entry_points() -> tuple[tuple[str, str, str], ...]:
     """(kind, name, module) of the installed packages' entry points."""

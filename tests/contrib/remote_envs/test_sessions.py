@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.config.schema import Choice, ToolsConfig
 from agentrl.contrib.remote_envs import client as link
-from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs import commands, wire
 from agentrl.contrib.remote_envs.client import POOLS, Link, RemoteEnv
 from agentrl.contrib.remote_envs.server import EnvOffer, open_socket
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
@@ -406,6 +406,10 @@ async def test_forks_and_snapshots_are_the_servers(toys: ToyServer) -> None:
     for one in (env, other):
         await one.aclose()
     assert toys.app.sessions.episodes == 0
+
+
+def test_the_limits_that_the_command_shows_are_those_that_a_server_has() -> None:
+    assert SessionLimits() == SessionLimits(commands.EPISODES, commands.IDLE, commands.BODY)
 
 
 @proof
