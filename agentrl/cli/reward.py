@@ -166,14 +166,8 @@ def run_explain(args: argparse.Namespace) -> int:
         others = [one for one in rows if one.task_key == trajectory.task_key]
         score = scorer.score_group([trajectory, *others])[0] if others else scorer.score(trajectory)
     if args.json:
-        content = {
-            "value": score.value,
-            "success": score.success,
-            "turns": score.turns,
-            "terminal": score.terminal,
-            "metrics": score.metrics,
-        }
-        say(json_text({**content, "evidence": score.evidence}, indent=2))
+        names = ("value", "success", "turns", "terminal", "metrics", "evidence")
+        say(json_text({name: getattr(score, name) for name in names}, indent=2))
     else:
         recorded = f"recorded reward {show_value(trajectory.reward)}"
         episode = f"{trajectory.task.id}, member {trajectory.member}, {_count(len(trajectory.turns), 'turn')}"
@@ -264,11 +258,9 @@ def run_leaves(args: argparse.Namespace) -> int:
     from agentrl.reward.leaf import LEAVES
     from agentrl.reward.nodes import GROUP_LEAVES
 
-    documented = [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in LEAVES.items()]
-    documented += [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in GROUP_LEAVES.items()]
-    for kind, doc, formula, sample in documented:
-        example = json.dumps({"use": kind, "args": sample})
-        say(f"{kind}\n  {' '.join((doc or '').split())}\n  value    {formula}\n  example  {example}\n")
+    for kind, leaf in [*LEAVES.items(), *GROUP_LEAVES.items()]:
+        example, doc = json.dumps({"use": kind, "args": leaf.example}), " ".join((leaf.__doc__ or "").split())
+        say(f"{kind}\n  {doc}\n  value    {leaf.formula}\n  example  {example}\n")
     return 0
 
 

@@ -134,6 +134,7 @@ def test_values_are_compared_and_secrets_are_digests() -> None:
     base = TrainConfig.model_validate(EVERY)
     identity = identity_of(base, "eval")
     assert identity["rollout.max_turns"] == 16 and identity["env.params.calls"] == 2 and "optim.lr" not in identity
+    assert identity["rollout.summary_model"] == "w" and identity["model.tool_parser"] == "auto"
     for key in ("command", "url", "env.KEY"):
         assert identity[f"tools.mcp.shop.{key}"].startswith("sha256:")
     assert differences(identity, identity) == ""
