@@ -12,22 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.data.trajectory import Trajectory
-from tests.e2e.runs import ROOT, forked, numbers, rows
+from tests.e2e.runs import GROUPS, MEMBERS, ROOT, SHORT, forked, numbers, rows, updates
 
-HERE = [
-    "cluster.backend=inline",
-    "engine=embedded",
-    "eval.tasks=4",
-    "eval.every=0",
-    "rollout.max_turn_tokens=24",
-    "rollout.max_turns=4",
-    "rollout.groups=3",
-    "rollout.group_size=4",
-    "checkpoint.every=100",
-    "trajectories_every=1",
-    f"env.reward={Path(__file__).with_name('short.json')}",
-    "stop_at_success=false",
-]
+HERE = f"""
+    cluster.backend=inline engine=embedded eval.tasks=4 eval.every=0 checkpoint.every=100 trajectories_every=1
+    rollout.groups={GROUPS} rollout.group_size={MEMBERS} rollout.max_turns=4 rollout.max_turn_tokens=24 stop_at_success=false
+""".split()
+HERE.append(f"env.reward={SHORT}")
 
 
 def config_of(out: Path, name: str, *overrides: str) -> Any:
@@ -108,14 +99,10 @@ def _recorded(folder: Path) -> int:
     return file.read_text().count('"phase": "train"') if file.exists() else 0
 
 
-def episodes(folder: Path, step: int) -> list[Trajectory]:
-    """The episodes that update `step` was given."""
-    lines = (folder / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
+def episodes(folder: Path, step: int, phase: str = "step") -> list[Trajectory]:
+    """The episodes that update `step` was given, or those of an evaluation."""
+    lines = (folder / "trajectories" / f"{phase}_{step:06d}.jsonl").read_text().splitlines()
     return [Trajectory.from_json(json.loads(line)) for line in lines]
-
-
-def updates(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in rows(folder) if row["phase"] == "train"]
 
 
 def ledger_of(folder: Path) -> dict[str, Any]:

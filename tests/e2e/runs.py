@@ -23,26 +23,14 @@ from tests.run.made_folders import unknown_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 # The whole path of the quickstart, shrunk: one layer, a few warm-up steps, an open gate, a few updates.
-SMALL = [
-    "model.init.layers=1",
-    f"env.reward={Path(__file__).with_name('short.json')}",
-    "sft.max_steps=20",
-    "sft.min_steps=20",
-    "sft.gate_every=20",
-    "sft.gate=0.0",
-    "sft.gate_tasks=4",
-    "steps=4",
-    "rollout.groups=3",
-    "rollout.group_size=4",
-    "rollout.max_turns=4",
-    "rollout.max_turn_tokens=24",
-    "algorithm.minibatch=8",
-    "eval.tasks=8",
-    "eval.every=2",
-    "checkpoint.every=2",
-    "trajectories_every=1",
-    "stop_at_success=false",
-]
+SHORT = Path(__file__).with_name("short.json")
+WARM, GROUPS, MEMBERS = 20, 3, 4
+SMALL = f"""
+    model.init.layers=1 steps=4 stop_at_success=false trajectories_every=1 algorithm.minibatch=8 eval.tasks=8 eval.every=2
+    sft.max_steps={WARM} sft.min_steps={WARM} sft.gate_every={WARM} sft.gate=0.0 sft.gate_tasks=4 checkpoint.every=2
+    rollout.groups={GROUPS} rollout.group_size={MEMBERS} rollout.max_turns=4 rollout.max_turn_tokens=24
+""".split()
+SMALL.append(f"env.reward={SHORT}")
 
 
 def forked(target: Callable[..., None], *args: Any) -> ForkServerProcess:
@@ -160,6 +148,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {name for row in found for name in unknown_keys(row)} == set(), "agentrl/run/metrics.py"
     return found
+
+
+def updates(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(folder) if row["phase"] == "train"]
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:

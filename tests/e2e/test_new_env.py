@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.env.catalog import EnvRef
-from tests.e2e.runs import ROOT, Command, finish, rows
+from tests.e2e.runs import ROOT, Command, finish, updates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -60,9 +60,9 @@ def test_the_tutorial_from_an_empty_folder_to_a_trained_model(tmp_path: Path) ->
     assert "reward 1" in step(tmp_path, play, solution(tmp_path))
     assert (tmp_path / "my_env.toml").read_text() == block("toml")
     step(tmp_path, train)
-    updates = [row for row in rows(tmp_path / "runs" / "my_env") if row["phase"] == "train"]
-    assert len(updates) == 2 and all(row["unscored"] == 0 and row["turns"] > 1 for row in updates)
-    assert any(row.get("grad_norm", 0) > 0 for row in updates), "no update had anything to learn from"
+    found = updates(tmp_path / "runs" / "my_env")
+    assert len(found) == 2 and all(row["unscored"] == 0 and row["turns"] > 1 for row in found)
+    assert any(row.get("grad_norm", 0) > 0 for row in found), "no update had anything to learn from"
     step(tmp_path, judge)
     report = json.loads((tmp_path / "evals" / "my_env" / "final" / "report.json").read_text())
     assert "pass@1" in json.dumps(report)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.inside import config_of, execute
-from tests.e2e.runs import Command, finish
+from tests.e2e.runs import Command, finish, updates
 
 pytestmark = pytest.mark.slow
 
@@ -41,14 +41,11 @@ def own(tiny: str, tmp_path: Path) -> Path:
 
 def test_it_is_trained_saved_and_evaluated_where_it_is_trusted(own: Path, tmp_path: Path) -> None:
     run = execute(config_of(tmp_path, "run", f"model.path={own}", TRUSTED, "steps=1", *SIZES))
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    [update] = [row for row in rows if row["phase"] == "train"]
+    [update] = updates(run)
     assert update["mismatch_max"] < 1e-4 and update["tokens"] > 0
     final = json.loads((run / "final" / "config.json").read_text())
-    assert (
-        final["architectures"] == ["MineForCausalLM"]
-        and final["auto_map"]["AutoModelForCausalLM"] == "modeling_mine.MineForCausalLM"
-    )
+    assert final["architectures"] == ["MineForCausalLM"]
+    assert final["auto_map"]["AutoModelForCausalLM"] == "modeling_mine.MineForCausalLM"
     assert (run / "final" / "modeling_mine.py").read_text() == CODE
     asked = ["--model", str(run / "final"), "-n", "2", "engine=embedded"]
     taken = Command(tmp_path, "eval", "key_value", *asked, "--out", str(tmp_path / "out"), *SIZES, TRUSTED)

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from agentrl.cli.main import main
 from agentrl.utils import redaction
 from tests.conftest import proof
 from tests.e2e.inside import logging_kept
-from tests.rollout.loopback import LoopbackServer, completion
+from tests.rollout.loopback import Answer, Loopback
 
 pytestmark = [proof, pytest.mark.timeout(500)]
 
@@ -113,46 +114,19 @@ steps = 1
 trackers = [{{ name = "jsonl" }}, {{ name = "leaky", args = {{ token = "env:TRACKER" }} }}]
 trajectories_every = 1
 engine = "embedded"
-[env]
-id = "leaky"
-reward = "spec.json"
-params = {{ service_token = "{param}" }}
+env = {{ id = "leaky", reward = "spec.json", params = {{ service_token = "{param}" }} }}
+model.init = {{ layers = 1, hidden = 16, mlp = 16, heads = 2, kv_heads = 1, head_dim = 8 }}
+sft = {{ min_steps = 1, max_steps = 1, gate = 0.0, gate_every = 1, gate_tasks = 1, batch = 2 }}
+rollout = {{ groups = 1, group_size = 2, max_turns = 2, max_turn_tokens = 8 }}
+algorithm.minibatch = 2
+cluster.backend = "inline"
+eval = {{ tasks = 1, every = 0 }}
+health.lint = false
+reward.judge = {{ api_base = "http://${{env:WITHIN}}:${{env:JUDGE}}@127.0.0.1:{port}/v1", cache = "verdicts" }}
+api.base = "http://me:{base}@127.0.0.1:{port}/v1"
 [tools.mcp.one]
 command = ["{python}", "server.py", "--api-key", "{flag}", "--token={equals}"]
 env = {{ SERVER_KEY = "env:SERVER" }}
-[model.init]
-layers = 1
-hidden = 16
-mlp = 16
-heads = 2
-kv_heads = 1
-head_dim = 8
-[sft]
-min_steps = 1
-max_steps = 1
-gate = 0.0
-gate_every = 1
-gate_tasks = 1
-batch = 2
-[rollout]
-groups = 1
-group_size = 2
-max_turns = 2
-max_turn_tokens = 8
-[algorithm]
-minibatch = 2
-[cluster]
-backend = "inline"
-[eval]
-tasks = 1
-every = 0
-[health]
-lint = false
-[reward.judge]
-api_base = "http://${{env:WITHIN}}:${{env:JUDGE}}@127.0.0.1:{port}/v1"
-cache = "verdicts"
-[api]
-base = "http://me:{base}@127.0.0.1:{port}/v1"
 """
 
 SPEC = {
@@ -166,44 +140,34 @@ SPEC = {
 }  # fmt: skip
 
 
-class Echo(LoopbackServer):
+class Echo(Loopback):
     """A provider that repeats what it was sent: a judge in its reasons, a policy in its calls and answers, an error in its
     body."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.reply)
         self.keys: set[str] = set()
+        self.now = threading.local()  # of the request of this thread
 
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        told = f"{handler.headers.get('Authorization', '')} {handler.path}"
+        self.now.told = f"{handler.headers.get('Authorization', '')} {handler.path}"
         with self.lock:
-            self.requests.append(body)
-            self.keys.add(told)
-        status, reply = self.reply(body, told)
-        data = json.dumps(reply).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
+            self.keys.add(self.now.told)
+        super().handle(handler)
 
-    def reply(self, body: dict[str, Any], told: str) -> tuple[int, dict[str, Any]]:
-        text = json.dumps(body["messages"])
+    def reply(self, body: dict[str, Any], number: int) -> Answer:
+        text, told = json.dumps(body["messages"]), self.now.told
         if body["model"].startswith("judge"):
-            message = {"role": "assistant", "content": json.dumps({"score": 0.5, "reason": f"you sent {told}"})}
-        elif "Task 1 " in text or "Mark" in text:
-            refused = f"Incorrect API key provided: {told} {REFERRED['provider']}"
-            return 400, {"error": {"message": refused, "type": "invalid_request_error", "code": 400}}
-        elif any(row["role"] == "tool" for row in body["messages"]):
-            message = {"role": "assistant", "content": f"1 {told} {REFERRED['provider']}"}
-        else:
-            calls = [
-                {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": "{}"}}
-                for n, name in enumerate(("look", "leak", "broken")[: 3 if "Task 2 " in text else 2])
-            ]
-            message = {"role": "assistant", "content": None, "tool_calls": calls}
-        return 200, completion(message, body, True)
+            return json.dumps({"score": 0.5, "reason": f"you sent {told}"})
+        if "Task 1 " in text or "Mark" in text:
+            return {"status": 400, "message": f"Incorrect API key provided: {told} {REFERRED['provider']}"}
+        if any(row["role"] == "tool" for row in body["messages"]):
+            return f"1 {told} {REFERRED['provider']}"
+        calls = [
+            {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+            for n, name in enumerate(("look", "leak", "broken")[: 3 if "Task 2 " in text else 2])
+        ]
+        return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
 @pytest.fixture

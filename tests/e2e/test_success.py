@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.trainer.checkpoint import Checkpoints
 from tests.conftest import PROOFS
-from tests.e2e.runs import Command, finish, rows, train
+from tests.e2e.runs import Command, finish, rows, train, updates
 from tests.rollout.loopback import Loopback
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -23,24 +23,13 @@ MARK = {"use": "judge", "args": {"model": "openai/judge-2026-01-01", "prompt": "
 CONFIG = """
 name = "run"
 steps = 3
-[env]
-id = "key_value"
-reward = "spec.json"
-[model.init]
-[rollout]
-groups = 2
-group_size = 2
-max_turns = 2
-max_turn_tokens = 12
-[algorithm]
-minibatch = 4
-[cluster]
-backend = "inline"
-[eval]
-tasks = 4
-every = 1
-[checkpoint]
-every = 10
+env = {id = "key_value", reward = "spec.json"}
+model.init = {}
+rollout = {groups = 2, group_size = 2, max_turns = 2, max_turn_tokens = 12}
+algorithm.minibatch = 4
+cluster.backend = "inline"
+eval = {tasks = 4, every = 1}
+checkpoint.every = 10
 """
 
 
@@ -99,9 +88,9 @@ def test_a_judge_whose_budget_is_spent_stops_the_run_with_a_checkpoint_to_go_on_
         assert "checkpoint of step 1" in text and "--resume" in text
         run = tmp_path / "runs" / "run"
         assert json.loads((run / "summary.json").read_text())["error"].startswith("JudgeBudgetError")
-        assert [row["step"] for row in rows(run) if row["phase"] == "train"] == [1]
+        assert [row["step"] for row in updates(run)] == [1]
         assert [path.name for path in sorted((run / "checkpoints").iterdir())][-1] == "step_000001"
         if not PROOFS:  # that the budget may be another one is in tests/config/test_identity.py
             return
         train(tmp_path, "--resume", str(run), "reward.judge.calls=100")
-        assert [row["step"] for row in rows(run) if row["phase"] == "train"] == [1, 2, 3]
+        assert [row["step"] for row in updates(run)] == [1, 2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from safetensors.numpy import load_file
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.reader import token_columns
 from tests.conftest import proof
-from tests.e2e.runs import Command, finish, numbers, rows, small, start, train, wait_for_step
+from tests.e2e.inside import episodes
+from tests.e2e.runs import Command, finish, numbers, rows, small, start, train, updates, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -37,43 +39,37 @@ def test_the_run_folder_is_complete(done: Path) -> None:
     assert any((done / "tensorboard").iterdir())
     assert (done / "config.toml").is_file() and (done / "log.txt").is_file()
     assert sorted(p.name for p in (done / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
-    episodes = [json.loads(line) for line in (done / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
-    assert len(episodes) == 12
-    for episode in episodes:
-        [ledger] = Trajectory.from_json(episode).ledgers
+    assert len(episodes(done, 1)) == 12
+    for episode in episodes(done, 1):
+        [ledger] = episode.ledgers
         assert len({len(column) for column in ledger.to_json().values()}) == 1 and 0 < ledger.sampled.sum() < len(ledger)
-        assert episode["evidence"] is not None and episode["messages"][0]["role"] == "system"
+        assert episode.evidence is not None and episode.messages[0].role == "system"
 
 
 def test_updates_have_gradients_and_the_trainer_agrees_with_the_engine_on_every_token(done: Path) -> None:
-    updates = [row for row in rows(done) if row["phase"] == "train"]
-    assert [row["step"] for row in updates] == [1, 2, 3, 4]
-    assert [row["minibatches"] for row in updates] == [2] * 4  # 12 episodes, at most 8 a step, whatever they teach
+    found = updates(done)
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert [row["minibatches"] for row in found] == [2] * 4  # 12 episodes, at most 8 a step, whatever they teach
     # If all members of every group score alike, an update has nothing to learn: its gradient is 0.
-    assert updates[0]["grad_norm"] > 0 and sum(row["grad_norm"] > 0 for row in updates) >= 2
-    for row in updates:
+    assert found[0]["grad_norm"] > 0 and sum(row["grad_norm"] > 0 for row in found) >= 2
+    for row in found:
         assert row["mismatch_max"] < 1e-4 and row["skipped_steps"] == row["skipped_optimizer_steps"] == 0
 
 
-def trained(run: Path, step: int) -> list[Any]:
-    """The log ratios of each episode of a step, None if it was not computed."""
-    lines = (run / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    rows = (run / "tokens" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    ledgers = [Trajectory.from_json(json.loads(line)).ledgers for line in lines]
-    found = [token_columns(json.loads(row), own, 0) for row, own in zip(rows, ledgers, strict=True)]
-    return [None if one is None or one[1] is None else np.log(one[1]) for one in found]
+def trained(run: Path, step: int) -> list[tuple[Trajectory, Any, Any]]:
+    """Of each episode of a step: advantages and ratios of its tokens, None if they were not computed."""
+    tokens = (run / "tokens" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    members = zip(episodes(run, step), tokens, strict=True)
+    return [(member, *(token_columns(json.loads(row), member.ledgers, 0) or ((), None))) for member, row in members]
 
 
 def test_what_training_made_of_each_token_lies_beside_the_trajectories(done: Path) -> None:
     """Advantages by hand from the rewards; the engine's tokens are on-policy, so ratios of what teaches are 1 at first."""
     taught = 0
     for step in range(1, 5):
-        lines = (done / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        members = [Trajectory.from_json(json.loads(line)) for line in lines]
-        rows = [json.loads(line) for line in (done / "tokens" / f"step_{step:06d}.jsonl").read_text().splitlines()]
-        for member, row in zip(members, rows, strict=True):
-            rewards = np.array([m.reward for m in members if m.task == member.task])
-            advantages, ratio = token_columns(row, member.ledgers, 0) or ((), None)
+        found = trained(done, step)
+        for member, advantages, ratio in found:
+            rewards = np.array([other.reward for other, *_ in found if other.task == member.task])
             expected = (member.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
             np.testing.assert_allclose(advantages, [expected] * member.sampled_tokens, rtol=1e-5, atol=1e-7)
             # Only in a step's first minibatch: the second is computed after an optimizer step.
@@ -111,7 +107,7 @@ def test_ctrl_c_finishes_the_step_leaves_a_checkpoint_and_says_how_to_go_on(tmp_
     text = finish(process, timeout=60)
     assert process.returncode == 130, text
     assert f"agentrl train --resume {tmp_path / 'cut'}" in text
-    last = [row for row in rows(tmp_path / "cut") if row["phase"] == "train"][-1]["step"]
+    last = updates(tmp_path / "cut")[-1]["step"]
     assert (tmp_path / "cut" / "checkpoints" / f"step_{last:06d}" / "manifest.json").is_file()
     assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "interrupted"
     train(tmp_path, "--resume", str(tmp_path / "cut"), f"steps={last + 1}")
@@ -145,18 +141,17 @@ def test_two_ranks_learn_the_same_and_when_one_is_killed_it_is_named_and_the_run
     assert ("restarting from the newest checkpoint (1 of 2)" in text and "actor" in text) == kill
     summary = json.loads((tmp_path / "lost" / "summary.json").read_text())
     assert summary["status"] == "done" and summary["restarts"] == kill
-    updates = [row for row in numbers(tmp_path / "lost") if row["phase"] == "train"]
-    assert [row["step"] for row in updates] == [*range(1, steps + 1)]
-    two, one = updates[0], next(row for row in numbers(done) if row["phase"] == "train")
+    assert [row["step"] for row in updates(tmp_path / "lost")] == [*range(1, steps + 1)]
+    two, one = updates(tmp_path / "lost")[0], updates(done)[0]
     assert two["success"] == one["success"]
     for key in ("loss", "grad_norm", "entropy"):
         assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6)
     # What either rank made of its tokens is in one file, in the order of the trajectories.
-    found = [trained(run, 1) for run in (tmp_path / "lost", done)]
+    found = [[ratio for *_, ratio in trained(run, 1)] for run in (tmp_path / "lost", done)]
     assert [row is None for row in found[0]] == [row is None for row in found[1]] and any(row is not None for row in found[0])
     for mine, theirs in zip(*found, strict=True):
         if mine is not None and theirs is not None:
-            np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=1e-5)
+            np.testing.assert_allclose(np.log(mine), np.log(theirs), rtol=2e-3, atol=1e-5)
 
 
 def test_evaluations_of_a_run_are_its_own_to_the_token_and_two_of_them_make_a_table(done: Path, tmp_path: Path) -> None:
@@ -167,8 +162,8 @@ def test_evaluations_of_a_run_are_its_own_to_the_token_and_two_of_them_make_a_ta
     here = tmp_path / "evals" / "whole"
     own = {row["phase"]: row for row in rows(done) if row["phase"] in ("eval", "after")}
     for label, step, phase in (("step_2", 2, "eval"), ("final", 4, "after")):
-        files = (done / "trajectories" / f"{phase}_{step:06d}.jsonl", here / label / "trajectories.jsonl")
-        one, two = ([Trajectory.from_json(json.loads(line)) for line in file.read_text().splitlines()] for file in files)
+        lines = (here / label / "trajectories.jsonl").read_text().splitlines()
+        one, two = episodes(done, step, phase), [Trajectory.from_json(json.loads(line)) for line in lines]
         assert len(one) == 8 and [t.reward for t in one] == [t.reward for t in two]
         for ours, theirs in zip(one, two, strict=True):
             assert [led.token_ids.tolist() for led in ours.ledgers] == [led.token_ids.tolist() for led in theirs.ledgers]
@@ -182,20 +177,8 @@ def test_evaluations_of_a_run_are_its_own_to_the_token_and_two_of_them_make_a_ta
 
 
 def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_nothing(done: Path, tmp_path: Path) -> None:
-    args = [
-        "eval",
-        "key_value",
-        "--model",
-        str(done / "final"),
-        "-n",
-        "6",
-        "-k",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-        "rollout.max_turns=3",
-        "rollout.max_turn_tokens=16",
-    ]
+    words = f"eval key_value --model {done / 'final'} -n 6 -k 2 --out {tmp_path / 'out'}"
+    args = shlex.split(f"{words} rollout.max_turns=3 rollout.max_turn_tokens=16")
     first = Command(tmp_path, *args)
     said = finish(first)
     assert first.returncode == 0, said
@@ -214,25 +197,12 @@ def test_the_trained_model_is_evaluated_by_its_folder_and_a_second_call_runs_not
 def test_a_run_whose_groups_all_score_alike_goes_on_to_its_end_and_is_no_success(tmp_path: Path) -> None:
     """A model that knows nothing never has the answer: every group is without variance. Of each update three groups are
     filtered, then three are taken; no weight moves, and the run says that, with the cause."""
-    said = train(
-        tmp_path,
-        *small(
-            tmp_path,
-            "alike",
-            "cluster.backend=inline",
-            "env.reward=key_value_exact",
-            "steps=2",
-            "eval.every=0",
-            "rollout.filter_zero_variance=true",
-            "rollout.max_filtered=1.0",
-            "health.idle_updates=2",
-        ),
-        code=1,
-    )
+    keys = "cluster.backend=inline env.reward=key_value_exact steps=2 eval.every=0 health.idle_updates=2"
+    keys += " rollout.filter_zero_variance=true rollout.max_filtered=1.0"
+    said = train(tmp_path, *small(tmp_path, "alike", *keys.split()), code=1)
     assert "THIS RUN FAILED: trained nothing. no token was trained in the 2 updates" in said and "trained model" not in said
     run = tmp_path / "alike"
-    updates = [row for row in rows(run) if row["phase"] == "train"]
-    assert [(row["groups_filtered"], row["groups_zero_variance"], row["success"]) for row in updates] == [(3, 3, 0)] * 2
+    assert [(row["groups_filtered"], row["groups_zero_variance"], row["success"]) for row in updates(run)] == [(3, 3, 0)] * 2
     assert json.loads((run / "summary.json").read_text())["status"] == "trained nothing"
     before, after = (load_file(run / folder / "model.safetensors") for folder in ("warm_start", "final"))
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
