@@ -1,20 +1,11 @@
 """What files of this room share."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from agentrl.cluster.ray_cluster import start_ray, stop_ray
-from agentrl.config.schema import ClusterConfig
+from tests.weights.conftest import ray_up
 
-
-@pytest.fixture(scope="module")
-def ray_up() -> Iterator[None]:
-    """A Ray on this machine, for the tests of one file."""
-    start_ray(ClusterConfig())
-    yield
-    stop_ray()
+__all__ = ["ray_up"]
 
 
 @pytest.fixture(scope="module")

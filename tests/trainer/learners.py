@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, TrainConfig
@@ -51,6 +53,13 @@ def saved_run(folder: Path, model: ModelConfig, steps: int = 2, **optim: Any) ->
             actors.run(Actor.save, str(aside / "actor"))
         actors.run(Actor.export_hf, str(folder / f"direct{step}"))
     return actors
+
+
+def agree(one: dict[str, float], other: dict[str, float], *but: str) -> None:
+    """Metrics of the same update, computed in two ways."""
+    assert one.keys() == other.keys()
+    for name in one.keys() - {*but}:
+        assert one[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), name
 
 
 def save(learner: Learner, folder: Path) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.load import config_from
-from agentrl.config.schema import LoraSection, ModelConfig, OptimConfig, SftConfig
+from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig, OptimConfig, SftConfig
 from agentrl.run.plan import Planner
 from agentrl.trainer import optim
 from agentrl.trainer.actor import Actor
@@ -22,8 +23,11 @@ from agentrl.trainer.optim import check_optims, optim_of, optims_of, sft_optim
 from agentrl.trainer.roles import Critic
 from agentrl.trainer.train_state import load_state, save_state
 from agentrl.utils.errors import ConfigError, DependencyError
+from tests.conftest import proof
+from tests.publishing import weights_of as weights
 from tests.trainer.engine_contract import parameters_of, updated
-from tests.trainer.train_batches import toy_critic, toy_optim, toy_sft
+from tests.trainer.learners import agree
+from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, toy_sft, train_batch
 
 torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 KINDS = ["adamw", pytest.param("adamw_8bit", marks=torchao), "muon", "sgd"]
@@ -224,3 +228,27 @@ def test_torchao_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(DependencyError, match="torchao is not installed"):  # of a rank on another machine
         optim.adamw_8bit([], OptimConfig(name="adamw_8bit", lr=1.0))
+
+
+# -- on another number of ranks (FSDP2 over gloo, in Ray actors) -------------------------------------------------
+
+
+@proof
+@pytest.mark.parametrize("name", KINDS)
+def test_each_optimizer_goes_on_with_another_number_of_ranks(ray_up: None, tiny: str, tmp_path: Path, name: str) -> None:
+    optim, algorithm = toy_optim(micro_tokens=150, name=name), AlgorithmConfig(minibatch=6)
+    with launch(Actor, backend="ray", world_size=2, name=name, num_cpus=0.5) as two:
+        two.run(Actor.init_model, tiny, ModelConfig(dtype="float32"), optim)
+        train_batch(two, Actor.update, make_batch(6), algorithm)
+        two.run(Actor.save, str(tmp_path / "c"))
+        one = launch(Actor, backend="inline", world_size=1)
+        one.run(Actor.init_model, tiny, ModelConfig(), optim)
+        one.run(Actor.load, str(tmp_path / "c"))
+        one.run(Actor.save, str(tmp_path / "again"))
+        two.run(Actor.load, str(tmp_path / "again"))
+        batch = make_batch(11, seed=5)
+        agree(train_batch(one, Actor.update, batch, algorithm, step=1), train_batch(two, Actor.update, batch, algorithm, step=1))
+        mine, theirs = weights(one), weights(two)
+    # Muon computes in bfloat16, and 8 bits round by the digits of the mean: both to a share of a step of 1e-3.
+    tolerance = {"muon": 1e-4, "adamw_8bit": 1e-4}.get(name, 1e-5)
+    assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < tolerance
