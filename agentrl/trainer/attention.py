@@ -81,7 +81,7 @@ def row_blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Blo
 def similar(lengths: list[int]) -> list[list[int]]:
     """Rows grouped, in order of length, into blocks with little padding."""
     # Longest first: a block is then as wide as its first row, so each further row's padding is known when it is considered.
-    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
+    order = [row for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True) if lengths[row]]
     groups: list[list[int]] = []
     used = 0
     for row in order:

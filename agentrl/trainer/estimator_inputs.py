@@ -94,9 +94,10 @@ def with_estimator_inputs(
     choices, members = [advantage, *own.values()], [(group, member) for group in groups for member in group.scored()]
     which = [list(own).index(group.env) + 1 if group.env in own else 0 for group, _ in members]
     needs = [ADVANTAGES.entry(choice.name).needs for choice in choices]
+    wanted = frozenset[str]().union(*needs)
     if own:
         out["estimator"] = torch.tensor(which, dtype=torch.int64)[row]
-    if any("baseline" in words for words in needs):
+    if "baseline" in wanted:
         baseline = []
         for number, (group, _) in zip(which, members, strict=True):
             greedy = group.baseline.reward if group.baseline is not None else None
@@ -104,10 +105,9 @@ def with_estimator_inputs(
                 raise ConfigError(f"algorithm.advantage: group {group.index} has no scored greedy episode for a baseline")
             baseline.append(greedy if greedy is not None and "baseline" in needs[number] else 0.0)
         out["baseline"] = torch.tensor(baseline)[row]
-    if any("terms" in words for words in needs):
-        names: list[list[str]] = [
-            list(choice.args["terms"]) if "terms" in w else [] for choice, w in zip(choices, needs, strict=True)
-        ]
+    if "terms" in wanted:
+        pairs = zip(choices, needs, strict=True)
+        names = [list[str](choice.args["terms"]) if "terms" in words else [] for choice, words in pairs]
         most = max(map(len, names))
         values = [[m.metrics.get(name) for name in names[n]] for n, (_, m) in zip(which, members, strict=True)]
         terms = [[math.nan if v is None else v for v in (row + [None] * most)[:most]] for row in values]

@@ -25,7 +25,7 @@ from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
 from agentrl.trainer.estimator_inputs import critic_rows, with_advantages
-from agentrl.trainer.minibatch import SOURCE, Term, TrainedTokens, adapted_kl_coef, broken_rows, cut_update
+from agentrl.trainer.minibatch import SOURCE, LogRatios, Term, TrainedTokens, adapted_kl_coef, broken_rows, cut_update
 from agentrl.trainer.optim import check_optims
 from agentrl.trainer.pretrained import named_anywhere
 from agentrl.trainer.roles import Critic, ModelRole, Reference, RewardModel, SavedRole, check_moving, with_scores
@@ -256,8 +256,9 @@ class Learner:
         if keep:  # ratios of the rows that the actor visited, on whichever rank, or those of the recomputed policy
             ratios = None
             if self.algorithm.proximal != "recompute":
-                seen = await in_thread("batch", lambda: self.actors.run_all(Actor.take_visits))
-                ratios = {row: values for found in seen for row, values in found.items()}
+                ratios = LogRatios()
+                for found in await in_thread("batch", self.actors.run_all, Actor.take_visits):
+                    ratios |= found
             self.tokens = await in_thread("batch", TrainedTokens.of, view, ratios)
         if self.config.algorithm.kl.coef > 0:
             metrics["kl_coef"] = self.kl_coef

@@ -369,12 +369,8 @@ def shape_folder(model: str | None) -> Iterator[str | None]:
     """A folder with the config.json of a model of `SHAPES` that is neither a folder nor in the hub's cache; else None."""
     from huggingface_hub import try_to_load_from_cache
 
-    if (
-        model is None
-        or model not in SHAPES
-        or Path(model).is_dir()
-        or isinstance(try_to_load_from_cache(model, "config.json"), str)
-    ):
+    known = model is not None and model in SHAPES and not Path(model).is_dir()
+    if model is None or not known or isinstance(try_to_load_from_cache(model, "config.json"), str):
         yield None
         return
     with TemporaryDirectory(prefix="agentrl-plan-") as place:
