@@ -78,10 +78,12 @@ class Bench:
         self.said: list[str] = []
         self.saver = Saver(self.config, self.folder, self.learner, self.ledger, self.said.append)  # type: ignore[arg-type]
 
-    async def save(self, step: int, success: float | None = None, reward: float | None = None) -> None:
+    async def save(self, step: int, success: float | None = None, reward: float | None = None, wait: bool = False) -> None:
         self.ledger.version = step
         found = Evaluation(success, reward, 1, 0, {}, []) if success is not None else None
         await self.saver.save(found)
+        if wait:
+            await self.saver.wait()
 
     def steps(self) -> list[int]:
         return sorted(int(p.parent.name[5:]) for p in self.folder.checkpoints.glob(f"step_*/{MANIFEST}"))
@@ -115,8 +117,7 @@ async def test_a_save_that_never_ends_is_given_up_by_name(tiny: str, tmp_path: P
 @pytest.mark.parametrize("how", ["check", "next save"])
 async def test_a_disk_that_fills_up_in_the_background(tiny: str, tmp_path: Path, how: str) -> None:
     bench = Bench(tiny, tmp_path)
-    await bench.save(1)
-    await bench.saver.wait()
+    await bench.save(1, wait=True)
     begin = bench.saver._checkpoints.begin
 
     def full(step: int) -> Path:
@@ -154,19 +155,16 @@ async def test_a_part_that_a_rank_wrote_to_a_disk_of_its_own_is_no_checkpoint(
 
     bench.learner.actors.in_processes = seen
     with pytest.raises(CheckpointError, match=r"the actor's checkpoint: __1_0.distcp \(2 of 2 files\), which rank 1 .*node-b"):
-        await bench.save(1)
-        await bench.saver.wait()
+        await bench.save(1, wait=True)
     assert bench.steps() == [] and not [*bench.folder.checkpoints.iterdir()]
     own.clear()
-    await bench.save(1)
-    await bench.saver.wait()
+    await bench.save(1, wait=True)
     assert bench.steps() == [1]
 
 
 async def test_a_run_that_ended_while_it_saved_says_so(tiny: str, tmp_path: Path) -> None:
     bench = Bench(tiny, tmp_path)
-    await bench.save(3)
-    await bench.saver.wait()
+    await bench.save(3, wait=True)
     bench.learner.slow = 10**9
     await bench.save(7)
     while not await Learner.is_saved(bench.learner):  # the writer of a run that ended does not write on
@@ -192,8 +190,7 @@ async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
     assert not bench.saver.deserves(Evaluation(0.9, 0, 1, 0, {}, [])) and not bench.saver.deserves(None)
     resumed = Bench(tiny, tmp_path, keep=1, keep_best=1)
     assert await resumed.saver.load() and resumed.ledger.version == 4
-    await resumed.save(5)
-    await resumed.saver.wait()
+    await resumed.save(5, wait=True)
     assert resumed.steps() == [1, 5]
     await resumed.saver.rate(Evaluation(1.0, 0.0, 1, 0, {}, []))  # the evaluation came after the save
     assert resumed.steps() == [5]
