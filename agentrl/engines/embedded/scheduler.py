@@ -367,8 +367,8 @@ class Batcher:
 
     def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """A token for each request, and its log probability."""
-        device, masks = logits.device, None
-        options: list[tuple[float, int, float, float]] = []
+        device, options = logits.device, list[tuple[float, int, float, float]]()
+        masks: npt.NDArray[np.bool_] | None = None
         for row, request in enumerate(ready):
             sampling = request.sampling
             # A request's own number, by position: what it samples does not depend on who shares the step, nor on being sent back.
