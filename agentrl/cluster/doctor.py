@@ -83,22 +83,19 @@ def _version(name: str) -> str | None:
 def check_machine() -> Iterator[MachineFinding]:
     """Cores, memory, shared memory, disk, limits, and where Ray would put its files."""
     yield MachineFinding("cores", "ok", str(usable_cpus()))
-    yield _at_least("memory", usable_memory().free, LEAST_MEMORY, "a small run needs 2 GiB")
+    sizes = [("memory", usable_memory().free, LEAST_MEMORY, "a small run needs 2 GiB")]
     shared = Path("/dev/shm")
     if shared.is_dir():
-        free = shutil.disk_usage(shared).free
         advice = "Ray's object store lives here: start the container with a larger --shm-size"
-        yield _at_least("shared memory", free, LEAST_SHARED_MEMORY, advice)
+        sizes.append(("shared memory", shutil.disk_usage(shared).free, LEAST_SHARED_MEMORY, advice))
     else:
         yield MachineFinding("shared memory", "fail", "no /dev/shm", "Ray's object store needs it: mount a tmpfs there")
-    yield _at_least("disk", shutil.disk_usage(Path.cwd()).free, LEAST_DISK, "runs and checkpoints are written here")
+    sizes.append(("disk", shutil.disk_usage(Path.cwd()).free, LEAST_DISK, "runs and checkpoints are written here"))
+    for name, have, least, advice in sizes:
+        yield _finding(name, have >= least, f"{have / GIB:.1f} GiB free", advice)
     yield check_temporary_folder()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield _finding("open files", files >= FEWEST_FILES, str(files), f"raise it: ulimit -n {FEWEST_FILES}")
-
-
-def _at_least(name: str, have: int, least: int, advice: str) -> MachineFinding:
-    return _finding(name, have >= least, f"{have / GIB:.1f} GiB free", advice)
 
 
 def check_temporary_folder() -> MachineFinding:
