@@ -1,24 +1,19 @@
-import json
 import tracemalloc
 
 import pytest
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.render import tagged_syntaxes as gemma
-from agentrl.render.syntaxes import SYNTAXES, parse_llama_json, parse_mistral
+from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tagged_syntaxes import parse_qwen_xml
-from agentrl.render.tool_calls import MOST_CALLS, ForTools
+from agentrl.render.tool_calls import MOST_CALLS
 from tests.render.render_conversations import TOOLS
+from tests.render.test_syntaxes import read
 
 XML = (
     "<tool_call>\n<function=set>\n<parameter=key>\nk3\n</parameter>\n"
     "<parameter=value>\n7\n</parameter>\n</function>\n</tool_call>"
 )
-
-
-def read(name, text):
-    parser = SYNTAXES[name].parser
-    return (parser.bind(()) if isinstance(parser, ForTools) else parser)(text)
 
 
 def test_qwen_xml_reads_values_by_schema():
@@ -67,23 +62,6 @@ def test_qwen_xml_keeps_lines_and_brackets_of_a_value():
     assert parse_qwen_xml(text)[1][0].arguments == {"key": body}
 
 
-def test_llama_json():
-    one = '{"name": "get", "parameters": {"key": "a;b"}}'
-    assert parse_llama_json(one)[1][0].arguments == {"key": "a;b"}
-    _, calls = parse_llama_json(f"<|python_tag|>{one}; {one}")
-    assert [call.id for call in calls] == ["call_0", "call_1"]
-    assert parse_llama_json(' The answer is {"a": 1}.') == ('The answer is {"a": 1}.', ())
-
-
-def test_mistral_both_forms():
-    calls = json.dumps([{"name": "get", "arguments": {"key": "a"}, "id": "abcdefghi"}])
-    _, (call,) = parse_mistral(f"[TOOL_CALLS] {calls}")
-    assert (call.name, call.arguments, call.id) == ("get", {"key": "a"}, "abcdefghi")
-    prose, calls = parse_mistral('Yes.[TOOL_CALLS]get[ARGS]{"key": "a"}[TOOL_CALLS]add[ARGS]{"a": 1}')
-    assert prose == "Yes."
-    assert [(c.name, c.arguments) for c in calls] == [("get", {"key": "a"}), ("add", {"a": 1})]
-
-
 MANY = {
     "hermes": "<tool_call>", "qwen_xml": "<tool_call></tool_call>", "glm": "<tool_call></tool_call>", "llama_json": "{}",
     "mistral": "[TOOL_CALLS]", "deepseek": "<｜tool▁call▁begin｜>", "granite": "<|tool_call|>", "phi": "<|tool_call|>[{}]",
@@ -97,19 +75,15 @@ MANY = {
 
 @pytest.mark.parametrize("name", sorted(MANY))
 def test_a_turn_has_so_many_calls_and_what_follows_is_kept_as_one(name):
-    parser = SYNTAXES[name].parser
-    parser = parser.bind(TOOLS) if isinstance(parser, ForTools) else parser
     part = MANY[name]
     for count, last in ((MOST_CALLS, None), (MOST_CALLS + 30, 30 * part)):
-        prose, calls = parser(part * count)
+        prose, calls = read(name, part * count)
         assert prose == "" and [call.id for call in calls] == [f"call_{i}" for i in range(len(calls))]
         if name != "deepseek_dsml":  # whose calls are without the block around them
             assert "".join(call.raw for call in calls) == part * count, "nothing is lost"
-        errors = [call for call in calls if (call.error or "").startswith("more than")]
+        errors = [(call.raw, call.error) for call in calls if (call.error or "").startswith("more than")]
         assert len(calls) == (count if last is None else MOST_CALLS + 1)
-        assert [(call.raw, call.error) for call in errors] == (
-            [] if last is None else [(last, f"more than {MOST_CALLS} calls in one turn")]
-        )
+        assert errors == ([] if last is None else [(last, f"more than {MOST_CALLS} calls in one turn")])
 
 
 @pytest.mark.parametrize(
@@ -141,11 +115,9 @@ def test_a_long_turn_takes_little_memory(name, before, again, error):
     """The texts of 1.5 MB took 35 to 160 MB; what is beyond the limits is not read."""
     text = before + again * (1_500_000 // len(again))
     tracemalloc.start()
-    try:
-        _, calls = SYNTAXES[name].parser(text)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    _, calls = SYNTAXES[name].parser(text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert error in calls[-1].error and peak < 25e6, f"{peak / 1e6:.0f} MB"
 
 

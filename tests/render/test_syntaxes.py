@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.data.trajectory import ToolCall
-from agentrl.render.syntaxes import SYNTAXES
+from agentrl.render.syntaxes import SYNTAXES, harmony_parts
 from agentrl.render.tool_calls import CLOSE, OPEN, ForTools, argument_value
 from tests.conftest import examples
 
@@ -20,9 +20,9 @@ TOOLS = [
 ]  # fmt: skip
 
 
-def read(name, text):
+def read(name, text, tools=TOOLS):
     parser = SYNTAXES[name].parser
-    return (parser.bind(TOOLS) if isinstance(parser, ForTools) else parser)(text)
+    return (parser.bind(tools) if isinstance(parser, ForTools) else parser)(text)
 
 
 def dumped(value):
@@ -83,21 +83,7 @@ WRITE = {
 # In these a string ends at its own mark only; in the others a tag within a string would end the call.
 QUOTED = ["hermes", "llama_json", "mistral", "deepseek", "granite", "phi", "pythonic"]
 
-TAGS = [
-    "</tool_call>",
-    "<tool_call>",
-    "<｜tool▁call▁end｜>",
-    "<|/tool_call|>",
-    "[ARGS]",
-    '"',
-    "'",
-    "\\",
-    "]",
-    "}",
-    ");",
-    "\n",
-    "\\n",
-]
+TAGS = ["</tool_call>", "<tool_call>", "<｜tool▁call▁end｜>", "<|/tool_call|>", "[ARGS]", ");", "\n", "\\n", *"\"'\\]}"]
 word = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=6)
 inner = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**12), 10**12) | word | st.floats(-1e6, 1e6),
@@ -113,8 +99,7 @@ def calls_of(text):
     return st.lists(one, min_size=1, max_size=3)
 
 
-def test_every_syntax_is_written_here():
-    assert set(WRITE) == set(SYNTAXES)
+assert set(WRITE) == set(SYNTAXES)
 
 
 @pytest.mark.parametrize("name", sorted(WRITE))
@@ -135,11 +120,6 @@ def test_what_is_said_beside_calls_is_kept_apart(name):
     said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" if name == "harmony" else "I look.\n"
     content, calls = read(name, said + WRITE[name]([("get", {"n": 7})]))
     assert content == "I look." and [call.arguments for call in calls] == [{"n": 7}]
-
-
-@pytest.mark.parametrize("name", sorted(WRITE))
-def test_a_call_without_arguments(name):
-    assert [(c.name, c.arguments) for c in read(name, WRITE[name]([("get", {})]))[1]] == [("get", {})]
 
 
 @pytest.mark.parametrize("name", sorted(WRITE))
@@ -177,11 +157,8 @@ BROKEN = [
     ("deepseek", "<｜tool▁call▁begin｜>get{}<｜tool▁call▁end｜>", "tool▁sep"),
     ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n{}<｜tool▁call▁end｜>", "```"),
     ("deepseek", "<｜tool▁call▁begin｜>get<｜tool▁sep｜>[]<｜tool▁call▁end｜>", "got an array"),
-    (
-        "deepseek_dsml",
-        '<｜DSML｜function_calls><｜DSML｜invoke name="f">x</｜DSML｜invoke></｜DSML｜function_calls>',
-        "parameter name",
-    ),
+    ("deepseek_dsml", '<｜DSML｜function_calls><｜DSML｜invoke name="f">x</｜DSML｜invoke></｜DSML｜function_calls>',
+     "parameter name"),
     ("granite", "<|tool_call|>[]", "empty"),
     ("granite", "<|tool_call|>get", "not valid JSON"),
     ("phi", '<|tool_call|>[{"arguments": {}}]<|/tool_call|>', '"name"'),
@@ -212,23 +189,17 @@ BROKEN = [
     ("qwen_xml", "<tool_call>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>", "<function=NAME>"),
     ("qwen_xml", "<tool_call><function=get><oops>7</parameter></function></tool_call>", "<parameter=KEY>"),
     ("qwen_xml", "<function=get><parameter=n>7</parameter>", "no </function>"),
-    (
-        "qwen_xml",
-        "<tool_call><function=get><parameter=s>a<parameter=n>7</parameter></function></tool_call>",
-        "no </parameter> after the value of 's'",
-    ),
+    ("qwen_xml", "<tool_call><function=get><parameter=s>a<parameter=n>7</parameter></function></tool_call>",
+     "no </parameter> after the value of 's'"),
     ("granite", "<tool_call>[{]", "not valid JSON"),
     ("granite", '<|tool_call|>{"name": "get", "arguments": {}}\n{"name": "get", "arguments": {}}', "another call"),
-    (
-        "glm",
-        "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>1\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
-        "arg_key",
-    ),
+    ("glm", "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>1\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+     "arg_key"),
     ("olmo", "<function_calls>get(</function_calls>", "Python"),
     ("harmony", "<|channel|>commentary to=functions.get<|message|>{oops}<|call|>", "not valid JSON"),
     ("harmony", "<|channel|>commentary to=python<|message|>1+1<|call|>", "not functions.NAME"),
     ("harmony", '<|channel|>commentary to=functions.get<|message|>{"n": 7}', "cut"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "text", "reason"), BROKEN)
@@ -269,6 +240,13 @@ READ = [
     ("granite", 'I look. <tool_call> {"name": "get", "arguments": {}} </tool_call>', "I look.", [("get", {})]),
     ("gemma", '<|tool_call>call:get{ s: <|"|>a<|"|> , l: [ 1, <|"|>b<|"|> ], o: { k: {} } }<tool_call|>', "", [
         ("get", {"s": "a", "l": [1, "b"], "o": {"k": {}}})]),
+    ("llama_json", ' The answer is {"a": 1}.', 'The answer is {"a": 1}.', []),
+    ("llama_json", '<|python_tag|>{"name": "get", "parameters": {"s": "a;b"}}; {"name": "get", "parameters": {}}', "", [
+        ("get", {"s": "a;b"}), ("get", {})]),
+    ("mistral", 'Yes.[TOOL_CALLS]get[ARGS]{"s": "a"}[TOOL_CALLS]add[ARGS]{"a": 1}', "Yes.", [
+        ("get", {"s": "a"}), ("add", {"a": 1})]),
+    ("mistral", '[TOOL_CALLS] [{"name": "get", "arguments": {"n": 7}, "id": "abcdefghi"}]', "", [("get", {"n": 7})]),
+    ("mistral", '[TOOL_CALLS]get[CALL_ID]abcdefghi[ARGS]{"n": 7}', "", [("get", {"n": 7})]),
 ]  # fmt: skip
 
 
@@ -277,6 +255,7 @@ def test_what_a_server_reads_is_read(name, text, said, calls):
     content, found = read(name, text)
     assert [(call.name, call.arguments, call.error) for call in found] == [(*call, None) for call in calls]
     assert content == said
+    assert [call.id for call in found] == (["abcdefghi"] if "abcdefghi" in text else [f"call_{i}" for i in range(len(calls))])
 
 
 CLOSES = {
@@ -298,28 +277,22 @@ def test_a_call_that_lost_its_opening_mark_is_no_answer(name):
     assert [one.arguments for one in calls] == [{"n": 7}, None, {"n": 7}], "and takes no other call with it"
 
 
-names = st.text(st.sampled_from("abcXYZ019_-/.:"), min_size=1, max_size=12) | st.sampled_from(
-    ["from", "class", "lambda", "None", "if"]
-)
+KEYWORDS = st.sampled_from(["from", "class", "lambda", "None", "if"])
+names = st.text(st.sampled_from("abcXYZ019_-/.:"), min_size=1, max_size=12) | KEYWORDS
 texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\"'\\\n,()[]{}="), max_size=12)
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(-1e6, 1e6) | texts,
     lambda value: st.lists(value, max_size=2) | st.dictionaries(texts, value, max_size=2),
     max_leaves=4,
 )
+any_call = st.tuples(
+    names.filter(lambda name: not name[0].isdigit()), st.dictionaries(names | texts.filter(bool), values, max_size=3)
+)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, syntax in SYNTAXES.items() if syntax.write))
 @settings(max_examples=examples(200), deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            names.filter(lambda name: not name[0].isdigit()), st.dictionaries(names | texts.filter(bool), values, max_size=3)
-        ),
-        min_size=1,
-        max_size=3,
-    )
-)
+@given(st.lists(any_call, min_size=1, max_size=3))
 def test_what_is_written_is_read(name, calls):
     """Every name that a tool may have, every argument and every value; but for the syntax's own marks, which end a call."""
     written = SYNTAXES[name].write([ToolCall(*call) for call in calls])
@@ -337,14 +310,7 @@ def test_a_broken_call_does_not_take_the_next_one_with_it():
     assert [(call.name, call.arguments) for call in calls] == [("", None), ("g", {})]
 
 
-def test_mistral_takes_its_id_from_the_call():
-    _, (call,) = read("mistral", '[TOOL_CALLS]get[CALL_ID]abcdefghi[ARGS]{"n": 7}')
-    assert (call.name, call.arguments, call.id) == ("get", {"n": 7}, "abcdefghi")
-
-
 def test_harmony_tells_reasoning_from_what_is_said():
-    from agentrl.render.syntaxes import harmony_parts
-
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
     assert harmony_parts(text) == ("hm", "Yes.", ())
     header = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.get<|channel|>commentary json"
@@ -355,7 +321,8 @@ def test_harmony_tells_reasoning_from_what_is_said():
 
 
 @pytest.mark.parametrize("name", sorted(WRITE))
-def test_a_written_call_is_recognized(name):
+def test_a_written_call_is_recognized_and_one_without_arguments_read(name):
+    assert [(c.name, c.arguments) for c in read(name, WRITE[name]([("get", {})]))[1]] == [("get", {})]
     text = WRITE[name]([("get", {"s": "x"})])
     assert next(syntax.name for syntax in SYNTAXES.values() if syntax.seen(text)) == name
     written = SYNTAXES[name].write
