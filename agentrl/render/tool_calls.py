@@ -13,8 +13,7 @@ from typing import Any
 
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall, kind_of_json
-from agentrl.utils.network import refuse_constant
-from agentrl.utils.parsing import is_unbounded
+from agentrl.utils.parsing import is_unbounded, refuse_constant
 from agentrl.utils.schemas import found_in_time
 
 # The contract of a call syntax

@@ -18,8 +18,7 @@ from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
 from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
-from agentrl.utils.network import refuse_constant
-from agentrl.utils.parsing import no_twice
+from agentrl.utils.parsing import no_twice, refuse_constant
 
 # JSON Schema of a spec
 

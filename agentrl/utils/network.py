@@ -8,9 +8,11 @@ import logging
 import os
 import socket
 from collections.abc import MutableMapping
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
+
+from agentrl.utils.parsing import refuse_constant
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +55,6 @@ def strict_json(data: bytes | bytearray | str, containers: int = CONTAINERS, dep
         if not level:
             return found
     raise ValueError(f"lists and objects in more than {depth} of each other")
-
-
-def refuse_constant(name: str) -> NoReturn:
-    """Refuse NaN and the infinities, for `parse_constant` of a JSON reader."""
-    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:

@@ -19,7 +19,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pydantic_core import to_json, to_jsonable_python
 
@@ -53,6 +53,11 @@ def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
         raise ValueError(f"key {twice!r} is given twice in one object")
     return found
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and the infinities, for `parse_constant` of a JSON reader."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def toml_table(text: str) -> dict[str, Any]:
