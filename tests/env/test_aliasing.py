@@ -138,11 +138,8 @@ class Piles(ToolEnv):
         return {"piles": self.piles}
 
     def gold_turns(self, task: Task) -> list[Message]:
-        calls = task.gold["calls"]
-        return [
-            *(Message("assistant", "", (ToolCall(c["name"], c["arguments"], id=c["name"]),)) for c in calls),
-            Message("assistant", "done"),
-        ]
+        made = [ToolCall(one["name"], one["arguments"], id=one["name"]) for one in task.gold["calls"]]
+        return [*(Message("assistant", "", (one,)) for one in made), Message("assistant", "done")]
 
 
 def test_gold_is_worth_one_every_time_it_is_replayed() -> None:

@@ -39,6 +39,12 @@ class Hello(ToolEnv):
 '''
 
 
+def alone(env_id: str, word: str, marker: Path) -> str:
+    """The environment in one file."""
+    text = SOURCE.format(id=env_id, summary="one", marker=marker)
+    return text.replace("from .words import GREETING", f"GREETING = {word!r}")
+
+
 def shelf(folder: Path, env_id: str = "My/Hello-v0", summary: str = "hi") -> Path:
     place = folder / "envs" / "hello"
     place.mkdir(parents=True)
@@ -79,10 +85,7 @@ def test_the_nearer_shelf_wins(
 
 
 def test_a_single_file_is_an_environment_too(here: Path) -> None:
-    text = SOURCE.format(id="My/One-v0", summary="one", marker=here / "ran").replace(
-        "from .words import GREETING", "GREETING = 'x'"
-    )
-    (here / "envs" / "one.py").write_text(text)
+    (here / "envs" / "one.py").write_text(alone("My/One-v0", "x", here / "ran"))
     assert EnvRef("one").build().reset(seed=0)[0][0].content == "x"
 
 
@@ -151,10 +154,7 @@ def test_entry_points_of_other_packages(here: Path, tmp_path: Path) -> None:
     """A third-party pack: an installed distribution that announces an environment."""
     pack = tmp_path / "site"
     pack.mkdir()
-    text = SOURCE.format(id="Pack/Hello-v0", summary="packed", marker=here / "ran").replace(
-        "from .words import GREETING", "GREETING = 'pack'"
-    )
-    (pack / "my_pack.py").write_text(text)
+    (pack / "my_pack.py").write_text(alone("Pack/Hello-v0", "pack", here / "ran"))
     info = pack / "my_pack-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-pack\nVersion: 1.0\n")

@@ -260,10 +260,8 @@ def test_a_gold_solution_that_fails_says_which_of_its_calls_were_refused() -> No
 
 @pytest.mark.parametrize(("cls", "check", "says"), BROKEN, ids=[f"{c.__name__}-{n}" for c, n, _ in BROKEN])
 def test_each_broken_environment_fails_for_its_own_reason(cls: type[ToolEnv], check: str, says: str) -> None:
-    if check == "same seed elsewhere":
-        findings = check_all(subject(cls, portable=portable(cls)), [check])
-    else:
-        findings = check_all(subject(cls))
+    elsewhere = check == "same seed elsewhere"
+    findings = check_all(subject(cls, portable=portable(cls)), [check]) if elsewhere else check_all(subject(cls))
     failed = {finding.check: finding.evidence for finding in findings if finding.ok is False}
     assert check in failed and says in failed[check], failed
     assert set(failed) - {check} <= ALONG.get(cls, set()), failed

@@ -67,28 +67,24 @@ def test_a_snapshot_travels_to_another_environment_and_through_pickle() -> None:
     other.restore(replay_env_of)
     other.step(call("write", text="b"))
     assert env.notes == ["a"] and other.notes == ["a", "b"] and "quit" not in other.toolbox
-    data = pickle.dumps(env.trajectory)
-    assert pickle.loads(data) == env.trajectory
+    assert pickle.loads(pickle.dumps(env.trajectory)) == env.trajectory
     with pytest.raises(ValueError, match="does not fit"):
         other.restore(Strange().snapshot())
 
 
 class Strange(Notes):
     id = "tests/Strange-v0"
+    shared = frozenset({"handle"})
 
 
 def test_what_cannot_be_copied_is_named() -> None:
-    env = Notes()
-    env.reset(seed=0)
-    env.handle = (x for x in ())  # type: ignore[attr-defined]
+    env, strange = Notes(), Strange()
+    for one in (env, strange):
+        one.reset(seed=0)
+        one.handle = (x for x in ())  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"Notes\.handle"):
         env.fork()
-    Strange.shared = frozenset({"handle"})
-    strange = Strange()
-    strange.reset(seed=0)
-    strange.handle = (x for x in ())  # type: ignore[attr-defined]
     assert strange.fork().handle is strange.handle  # type: ignore[attr-defined]
-    Strange.shared = frozenset()
 
 
 @given(st.lists(st.sampled_from(["a", "b", "no"]), max_size=6), st.integers(0, 6), st.lists(st.text(max_size=3), max_size=4))

@@ -15,16 +15,14 @@ from agentrl.env.authoring import GIVES_UP, GoldTeacher
 from agentrl.env.catalog import EnvRef, find_env, make_env
 from agentrl.rollout.warm_start import Transcripts
 from agentrl.utils.errors import ConfigError
+from tests.shelf.conversation_probes import teacher_success
 
 TURNS = [Message("assistant", text) for text in ("one", "two", "three")]
 
 
 def said(stop: float, seed: int) -> list[str]:
     teacher = GoldTeacher(TURNS, random.Random(seed), stop=stop)
-    words = []
-    while (turn := teacher.act([])) is not None:
-        words.append(turn.content)
-    return words
+    return [turn.content for turn in iter(lambda: teacher.act([]), None)]
 
 
 def test_it_plays_gold_or_gives_up_as_often_as_asked() -> None:
@@ -41,13 +39,7 @@ def test_it_plays_gold_or_gives_up_as_often_as_asked() -> None:
 def test_it_is_the_default_of_an_environment() -> None:
     env = make_env("mcp", level=1)
     assert type(env).teacher is ToolEnv.teacher
-    observation, _ = env.reset(seed=0)
-    teacher, over, reward = env.teacher(env.task, random.Random(0)), False, 0.0
-    while not over:
-        turn = teacher.act(observation)
-        assert turn is not None
-        observation, reward, over, _, _ = env.step(turn)
-    assert reward == 1.0
+    assert teacher_success(env, 1) == 1.0
     with pytest.raises(TypeError):
         env.teacher(env.task, random.Random(0), wrong=0.1)
 
