@@ -294,9 +294,9 @@ def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
     keys = ("group", "task", "mean", "std")
     out.print(table("groups", columns, [(*(g[k] for k in keys), r) for g, r in zip(groups, rewards, strict=True)]))
     headings = ("episode", "task", "reward", "success", "stop", "turns", "calls", "tool errors", "tokens", "signs")
-    keys = ("id", "task", "reward", "success", "stop", "turns", "calls", "tool_errors", "tokens")
-    shown = [[*(row[key] for key in keys), " ".join(row["suspects"])] for row in page["rows"]]
-    out.print(table(f"episodes ({len(shown)} of {page['total']})", headings, shown, most=40))
+    fields = ("id", "task", "reward", "success", "stop", "turns", "calls", "tool_errors", "tokens")
+    listed = [(*(row[field] for field in fields), " ".join(row["suspects"])) for row in page["rows"]]
+    out.print(table(f"episodes ({len(listed)} of {page['total']})", headings, listed, most=40))
     return 0
 
 
