@@ -62,10 +62,12 @@ def features_of(row: Mapping[str, Json]) -> Features:
     reward, success = _number(row.get("reward")), row.get("success")
     error = row.get("error")
     env = clean(str(row.get("env") or row["env_id"]))
+    content = [task.get("data"), task.get("gold")] if task.get("data") or task.get("gold") else task.get("seed")  # `task_key`
     out = Features(
         {
             "env": env,
             "task": clean(str(task["id"])),
+            "content": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
             "split": clean(str(task.get("split", ""))),
             "member": _whole(row.get("member", 0)),
             "reward": reward,

@@ -73,10 +73,10 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE TABLE IF NOT EXISTS episodes (
   id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER NOT NULL, row INTEGER NOT NULL, start INTEGER NOT NULL,
   length INTEGER NOT NULL, step INTEGER NOT NULL, phase TEXT NOT NULL, env TEXT NOT NULL, task TEXT NOT NULL,
-  split TEXT NOT NULL, grp INTEGER NOT NULL, member INTEGER NOT NULL, reward REAL, success INTEGER, stop TEXT NOT NULL,
-  error TEXT, turns INTEGER NOT NULL, calls INTEGER NOT NULL, tool_errors INTEGER NOT NULL, tokens INTEGER NOT NULL,
-  seconds REAL, terms TEXT NOT NULL, gold_answer REAL, gold_calls REAL, repeated REAL NOT NULL, judge REAL,
-  judged REAL, did TEXT NOT NULL
+  content TEXT NOT NULL, split TEXT NOT NULL, grp INTEGER NOT NULL, member INTEGER NOT NULL, reward REAL, success INTEGER,
+  stop TEXT NOT NULL, error TEXT, turns INTEGER NOT NULL, calls INTEGER NOT NULL, tool_errors INTEGER NOT NULL,
+  tokens INTEGER NOT NULL, seconds REAL, terms TEXT NOT NULL, gold_answer REAL, gold_calls REAL, repeated REAL NOT NULL,
+  judge REAL, judged REAL, did TEXT NOT NULL
 );
 CREATE UNIQUE INDEX IF NOT EXISTS by_row ON episodes (file, row);
 CREATE INDEX IF NOT EXISTS by_group ON episodes (file, grp, member);
@@ -348,8 +348,8 @@ class Groups:
         found = self._current.get(features.task)
         if found is None and not self._first:  # the task's newest group among the rows that were indexed earlier
             rows = self._db.execute(
-                "SELECT grp, member FROM episodes WHERE file = ? AND task = ? AND env = ? ORDER BY grp DESC",
-                (self._file, features.columns["task"], features.columns["env"]),
+                "SELECT grp, member FROM episodes WHERE file = ? AND task = ? AND content = ? AND env = ? ORDER BY grp DESC",
+                (self._file, *(features.columns[name] for name in ("task", "content", "env"))),
             ).fetchall()
             found = (rows[0][0], {row[1] for row in rows if row[0] == rows[0][0]}) if rows else None
         if found is None or member in found[1]:

@@ -242,12 +242,12 @@ def find_file(db: sqlite3.Connection, name: str, held_out: bool = True) -> list[
     return found
 
 
-def by_task(db: sqlite3.Connection, files: Sequence[int]) -> dict[tuple[str, str, str], list[dict[str, Json]]]:
-    """The episodes of files by environment, split and task."""
-    out: dict[tuple[str, str, str], list[dict[str, Json]]] = {}
+def by_task(db: sqlite3.Connection, files: Sequence[int]) -> dict[tuple[str, ...], list[dict[str, Json]]]:
+    """The episodes of files by environment, split, and the task's id and content: an author may give many one id."""
+    out: dict[tuple[str, ...], list[dict[str, Json]]] = {}
     marks = ", ".join("?" * len(files))
     for row in db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file IN ({marks}) ORDER BY e.id", tuple(files)):
-        out.setdefault((row["env"], row["split"], row["task"]), []).append(member(row))
+        out.setdefault((row["env"], row["split"], row["task"], row["content"]), []).append(member(row))
     return out
 
 
@@ -258,7 +258,7 @@ def evaluations(db: sqlite3.Connection) -> list[dict[str, Json]]:
         "SELECT f.name AS file, e.phase, e.step, e.env, count(*) AS total, count(e.success) AS n, "
         "coalesce(sum(e.success), 0) AS c, sum(e.reward IS NULL AND e.success IS NULL) AS unscored "
         "FROM episodes e JOIN files f ON f.id = e.file "
-        "WHERE e.phase != 'train' GROUP BY e.file, e.env, e.split, e.task ORDER BY e.step, e.file, e.env"
+        "WHERE e.phase != 'train' GROUP BY e.file, e.env, e.split, e.task, e.content ORDER BY e.step, e.file, e.env"
     ):
         found.setdefault((row["file"], row["phase"], row["step"], row["env"]), []).append(dict(row))
     out = []
