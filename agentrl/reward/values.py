@@ -163,7 +163,7 @@ def as_number(value: Json) -> Fraction | None:
     if isinstance(value, int):
         return Fraction(value) if value.bit_length() < 3 * LONGEST else None
     if isinstance(value, float):
-        return Fraction(repr(value)) if math.isfinite(value) else None
+        return Fraction(repr(float(value))) if math.isfinite(value) else None  # numpy's own repr is no number
     found = numeral(value) if isinstance(value, str) else None
     return None if found is None else found.value
 

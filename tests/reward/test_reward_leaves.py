@@ -5,6 +5,7 @@ import re
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
@@ -377,6 +378,13 @@ def test_folding_makes_no_other_number(one, other):
 )  # fmt: skip
 def test_number_close(args, said, truth):
     assert value("number.close", {"expect": 17, **args}, episode(said)) == truth
+
+
+@pytest.mark.parametrize(("gold", "right", "wrong"), [(3.0, "3", "3.5"), (np.float64(3), "3", "4"), ([2.5, -4.0], "-4", "4")])
+def test_a_gold_number_of_a_table_or_of_numpy_is_that_number(gold, right, wrong):
+    for kind in ("text.equals", *(["number.close"] if gold == 3 else [])):
+        for said, truth in ((right, 1), (wrong, 0)):
+            assert value(kind, {"expect": {"$": "/task/gold/answer"}}, episode(said, task_gold={"answer": gold})) == truth
 
 
 @pytest.mark.parametrize("gold", [None, [], {"x": 1}, "twelve", True, float("nan")])
