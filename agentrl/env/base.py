@@ -38,12 +38,15 @@ _OPEN = "<tool_call>"
 def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
     """The assistant message of an action, and the number of calls in the episode with it.
 
-    A string is parsed in the Hermes form; so is the text of a message that contains call markup but no
-    parsed calls. Calls without an id, or with one already used in this turn, get `call_N`, with N counted
+    A string is parsed in the Hermes form, after its reasoning within <think>; so is the text of a message that contains call
+    markup but no parsed calls. Calls without an id, or with one already used in this turn, get `call_N`, with N counted
     over the episode. Raises TypeError for an action that is neither text nor an assistant message.
     """
     if isinstance(action, str):
-        action = Message("assistant", action)
+        from agentrl.render.base import THINK  # late, as below
+
+        reasoning, said = THINK.split(action)
+        action = Message("assistant", said.lstrip() if reasoning else said, reasoning=reasoning)
     if not isinstance(action, Message) or action.role != "assistant":
         raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
     if not action.tool_calls and _OPEN in action.content:

@@ -15,6 +15,7 @@ from gymnasium.utils.env_checker import check_env
 
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Hidden, Message, Task, ToolCall, ToolEnv, tool
+from agentrl.env.base import read_action
 from agentrl.env.catalog import make_env
 from agentrl.env.wrappers import TurnLimit
 from agentrl.render.template import make_renderer
@@ -239,6 +240,19 @@ def test_an_episode_that_is_closed_midway_is_cancelled_and_one_that_ended_is_not
         env.close()
         made = env.trajectory
         assert (made.stop, made.terminated, made.truncated, made.state) == (stop, over, False, {"notes": []} if over else None)
+
+
+def test_what_a_text_only_thinks_of_is_neither_called_nor_said() -> None:
+    """The decoded text of a model that reasons: a call in its thoughts was made, and they were its answer."""
+    made = '<tool_call>{"name": "write", "arguments": {"text": "a"}}</tool_call>'
+    for text, thought, said, names in (
+        (f"<think>{made}?</think>\n\nIt is 7.", f"{made}?", "It is 7.", []),
+        (f"<think>so</think>\n{made}", "so", "", ["write"]),
+        ("7", None, "7", []),
+    ):
+        message, count = read_action(text, 0)
+        assert (message.reasoning, message.content, [call.name for call in message.tool_calls]) == (thought, said, names)
+        assert count == len(names)
 
 
 @pytest.mark.filterwarnings("ignore:.*passive.*")
