@@ -19,7 +19,7 @@ from agentrl.contrib.toolkit.chat_forms import without_padding
 from agentrl.data.trajectory import Json, Task
 from agentrl.env.authoring import content_split, task_rng
 from agentrl.env.call_options import nearest
-from agentrl.utils.errors import DependencyError, TaskDataError, fault_text
+from agentrl.utils.errors import DependencyError, TaskDataError, did_you_mean, fault_text
 from agentrl.utils.files import decode_text
 from agentrl.utils.parsing import is_unbounded, parts_of, read_json
 from agentrl.utils.schemas import BadSchemaError, checked_validator, fault_words, first_fault
@@ -51,6 +51,9 @@ _SPLIT_NAMES = {
     **dict.fromkeys(("heldout", "held", "holdout", "test", "testing", "eval", "evaluation"), "heldout"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
+
+_OWN = ("id", "split", "weight")
+"""Keys that a row of any layout may have."""
 
 ToTask = Callable[[Mapping[str, Json]], tuple[Mapping[str, Json], Mapping[str, Json]]]
 Settle = Callable[[Any, bool], Any]
@@ -245,6 +248,9 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
         raise TaskDataError(
             f"{where}: {str(odd[0])[:24]} is no number of JSON's. Write null, a text or a number of a double's size"
         )
+    for key in raw:
+        if key not in _OWN and (hint := did_you_mean(key.lower(), [name for name in _OWN if name not in raw], like=0.83)):
+            raise TaskDataError(f"{where}: field {key} is not read; {hint}")
     own = raw.get("split")
     if own is not None and not isinstance(own, str):
         raise TaskDataError(f"{where}: field split: expected a string, got {own!r}")

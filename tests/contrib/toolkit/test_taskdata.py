@@ -101,6 +101,8 @@ NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
         ([row(1, weight=0)], ":1: field weight"),
         ([row(1, weight="a")], ":1: field weight"),
         ([row(1, weight=float("nan"))], ":1: field weight: expected a finite number, got nan"),
+        ([row(1, idx=1, weigth=3)], ":1: field weigth is not read; did you mean 'weight'?"),
+        ([row(1, Split="test")], ":1: field Split is not read; did you mean 'split'?"),  # the row was trained on
         ([{**row(1), "data": 3}], ":1: field data: 3 is not of type 'object'"),
         (["[1, 2]"], ":1: field (the row)"),
         ([json.dumps([row(n) for n in range(99)])], "... is not of type 'object'"),
