@@ -19,7 +19,7 @@ from agentrl.trainer.learner import Learner
 from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Critic, Reference
 from tests.publishing import flat
-from tests.trainer.learners import config_of, opened, role_of, start
+from tests.trainer.learners import agree, config_of, opened, role_of, start
 from tests.trainer.train_batches import sharing, toy_critic, toy_optim, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=64, groups="kept", epochs=2, entropy_bonus=0.01, kl=KlConfig(coef=0.1))
@@ -55,12 +55,6 @@ def groups_of(sizes: tuple[int, ...], prompt: int = 40, seed: int = 0) -> Tensor
     return batch.update({name: nested_tensor(column, offsets_of(sampled)) for name, column in columns.items()})
 
 
-def agree(one: dict[str, float], other: dict[str, float]) -> None:
-    assert one.keys() == other.keys()
-    for name in one.keys() - {"prefix_ratio"}:
-        assert one[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), name
-
-
 @pytest.mark.parametrize("sizes", [(1,), (3, 7), (1, 3, 7)])
 @pytest.mark.parametrize("cap", [4096, 130])
 def test_an_update_is_the_same_with_shared_prefixes(tiny: str, sizes: tuple[int, ...], cap: int) -> None:
@@ -68,7 +62,7 @@ def test_an_update_is_the_same_with_shared_prefixes(tiny: str, sizes: tuple[int,
     plain, shared = (start(tiny, micro_tokens=cap) for _ in range(2))
     one = train_batch(plain, Actor.update, batch, ALGORITHM)
     other = train_batch(shared, Actor.update, sharing(batch, "on"), ALGORITHM)
-    agree(one, other)
+    agree(one, other, "prefix_ratio")
     assert (flat(plain) - flat(shared)).abs().max() < 1e-5
     assert one["prefix_ratio"] == 1.0 and other["prefix_ratio"] > (1.1 if len(sizes) == 1 else 1.3)
     reference = role_of(Reference, tiny, micro_tokens=cap)
@@ -85,7 +79,7 @@ def test_the_critic_is_the_same_with_shared_prefixes(tiny: str) -> None:
         critic = role_of(Critic, tiny, toy_critic())
         metrics = train_batch(critic, Critic.update, rows, algorithm)
         found.append((metrics, critic.run(Critic.compute_values, rows)["values"].values()))
-    agree(found[0][0], found[1][0])
+    agree(found[0][0], found[1][0], "prefix_ratio")
     assert found[0][1].abs().max() > 0 and torch.allclose(found[0][1], found[1][1], atol=1e-5)
 
 
