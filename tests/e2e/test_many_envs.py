@@ -15,15 +15,15 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.run.outcomes import EVALUATED, points
 from agentrl.utils.errors import ConfigError
 from tests.e2e.inside import config_of, episodes, execute, numbers, rows, updates
+from tests.e2e.runs import SHORT
 from tests.strict_json import read_strictly
 
-SHORT = str(Path(__file__).with_name("short.json"))
 ENVS = (
     f"env=[{{name='sums', id='key_value', reward='{SHORT}', params={{calls=2}}, weight=2.0, limits={{max_turns=3}}}},"
     f" {{name='calls', id='key_value', params={{calls=[3, 4], set_share=1.0}}, reward='{SHORT}',"
     " limits={max_turns=1, max_turn_tokens=6}, eval={tasks=3, weight=3.0}, advantage={name='rloo'}, system='Be brief.'}]"
 )
-SMALL = (
+SMALL = [
     "model.init.layers=1",
     "model.init.hidden=16",
     "optim.schedule=constant",
@@ -34,7 +34,7 @@ SMALL = (
     "rollout.group_size=3",
     "rollout.max_episode_tokens=700",
     "rollout.filter_zero_variance=true",
-)
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,7 @@ def test_metrics_trajectories_and_summary_speak_of_each_environment(run: Path) -
         assert (row["env/sums/scored"], row["env/calls/scored"], row["scored"]) == (4, 3, 7)
         assert row["success"] == pytest.approx((row["env/sums/success"] + 3 * row["env/calls/success"]) / 4)
         assert row["reward"] == pytest.approx((row["env/sums/reward"] + 3 * row["env/calls/reward"]) / 4)
-    held = [json.loads(line) for line in (run / "trajectories" / "after_000002.jsonl").read_text().splitlines()]
-    assert Counter(row["env"] for row in held) == {"sums": 4, "calls": 3}
+    assert Counter(episode.env for episode in episodes(run, 2, "after")) == {"sums": 4, "calls": 3}
     summary = json.loads((run / "summary.json").read_text())
     for name, one in summary["envs"].items():
         assert one["tokens"] == sum(row.get(f"env/{name}/tokens", 0) for row in updates(run))

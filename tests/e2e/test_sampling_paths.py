@@ -16,7 +16,7 @@ import torch
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.env.catalog import make_env
 from tests.conftest import proof
-from tests.e2e.runs import rows, train
+from tests.e2e.runs import train, updates
 from tests.engines.vllm_parts import skip_without_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -32,26 +32,11 @@ SPEC = {
 TASKS, GROUPS, MEMBERS = 5, 3, 4
 # The entropy bonus has every row computed, also of a member whose reward is its group's mean: metrics cover all tokens.
 BASE = [
-    "env.id=key_value",
     "health.lint=false",  # what earns here is no solution
-    "model.init.layers=1",
-    "model.init.hidden=32",
-    "model.init.mlp=32",
-    "model.init.heads=2",
-    "model.init.kv_heads=1",
-    "model.init.head_dim=32",
-    "model.init.init_std=0.4",
-    "steps=2",
-    "trajectories_every=1",
-    f"rollout.groups={GROUPS}",
-    f"rollout.group_size={MEMBERS}",
-    "rollout.max_turns=2",
-    "rollout.max_turn_tokens=16",
-    "algorithm.minibatch=64",
-    f"eval.tasks={TASKS}",
-    "eval.every=1",
-    "cluster.backend=inline",
-    "algorithm.entropy_bonus=1e-9",
+    "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=32,init_std=0.4}",
+    *f"env.id=key_value steps=2 trajectories_every=1 eval.tasks={TASKS} eval.every=1 cluster.backend=inline".split(),
+    *f"rollout.groups={GROUPS} rollout.group_size={MEMBERS} rollout.max_turns=2 rollout.max_turn_tokens=16".split(),
+    "algorithm={minibatch=64,entropy_bonus=1e-9}",
     "optim.lr=1e-3",
     "vllm.kv_cache_mib=256",
 ]
@@ -71,15 +56,9 @@ class Case:
     tolerance: float = 1e-4
 
     def overrides(self) -> list[str]:
-        return [
-            f"name={self.name}",
-            f"rollout.temperature={self.temperature}",
-            f"rollout.top_p={self.top_p}",
-            f"rollout.top_k={self.top_k}",
-            f"eval.temperature={self.eval_temperature}",
-            f"engine={self.engine}",
-            *self.more,
-        ]
+        words = f"name={self.name} engine={self.engine} eval.temperature={self.eval_temperature}"
+        words += f" rollout.temperature={self.temperature} rollout.top_p={self.top_p} rollout.top_k={self.top_k}"
+        return [*words.split(), *self.more]
 
 
 KL = ("algorithm.kl.coef=0.1",)
@@ -101,9 +80,6 @@ class Done:
 
     def episodes(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "trajectories" / f"{name}.jsonl").read_text().splitlines()]
-
-    def updates(self) -> list[dict[str, Any]]:
-        return [row for row in rows(self.folder) if row["phase"] == "train"]
 
 
 @pytest.fixture(
@@ -181,7 +157,7 @@ def test_the_ledger_holds_the_policy_at_the_rollouts_temperature(done: Done, sta
 
 
 def test_the_first_steps_ratio_is_one(done: Done) -> None:
-    for row in done.updates():
+    for row in updates(done.folder):
         assert row["tokens_trained"] > 0 and row["minibatches"] == 1  # so that each update is one step
         assert row["ratio"] == pytest.approx(1, abs=done.case.tolerance)
         assert row["clip_fraction"] == 0
@@ -192,13 +168,13 @@ def test_the_entropy_is_that_of_the_policy_that_sampled(done: Done, start: Any) 
     tables = [look(start, episode, done.case.temperature).table for episode in done.episodes("step_000001")]
     assert len(tables) == GROUPS * MEMBERS
     entropies = np.concatenate([-(np.exp(table) * table).sum(axis=1) for table in tables])
-    first = done.updates()[0]
+    first = updates(done.folder)[0]
     assert first["tokens_trained"] == len(entropies)
     assert first["entropy"] == pytest.approx(entropies.mean(), abs=1e-4)
 
 
 def test_the_reference_is_the_start_at_the_same_temperature(done: Done) -> None:
-    first, second = done.updates()
+    first, second = updates(done.folder)
     if "algorithm.kl.coef=0.1" not in done.case.more:
         assert not {"kl_reward", "kl_reference", "kl_coef"} & {*first, *second}
         return
