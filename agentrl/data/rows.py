@@ -499,14 +499,13 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
     current: dict[tuple[str, str, int], int] = {}
     seen: set[tuple[int, int]] = set()
     numbers: list[int] = []
-    opened = 0
+    fresh = itertools.count()
     for trajectory in trajectories:
         task = (trajectory.env or trajectory.env_id, trajectory.task.id, trajectory.task.seed)
         # A task can be drawn twice in a batch. Two episodes with one member number cannot be of one group, so a repeated
         # number starts the next.
         if task not in current or (current[task], trajectory.member) in seen:
-            current[task] = opened
-            opened += 1
+            current[task] = next(fresh)
         seen.add((current[task], trajectory.member))
         numbers.append(current[task])
     return numbers
@@ -548,6 +547,7 @@ def _batch(
                 chosen[start : start + len(ledger.experts)] = ledger.experts
         routed["experts"] = nested_tensor(out, offsets)
     pictured = any(ledger.images for ledger in ledgers)
+    group, member, trajectory, reward, truncated = list(zip(*rows, strict=True)) or [()] * 5
     return build(
         {
             **routed,
@@ -558,11 +558,11 @@ def _batch(
             "versions": column("versions", torch.int32),
             "turns": column("turns", torch.int16),
             "rewards": nested_tensor(placed, offsets),
-            "group": torch.tensor([row[0] for row in rows], dtype=torch.int64),
-            "member": torch.tensor([row[1] for row in rows], dtype=torch.int64),
-            "trajectory": torch.tensor([row[2] for row in rows], dtype=torch.int64),
-            "reward": torch.tensor([row[3] for row in rows], dtype=torch.float32),
-            TRUNCATED: torch.tensor([row[4] for row in rows], dtype=torch.bool),
+            "group": torch.tensor(group, dtype=torch.int64),
+            "member": torch.tensor(member, dtype=torch.int64),
+            "trajectory": torch.tensor(trajectory, dtype=torch.int64),
+            "reward": torch.tensor(reward, dtype=torch.float32),
+            TRUNCATED: torch.tensor(truncated, dtype=torch.bool),
         },
         len(ledgers),
     )

@@ -168,16 +168,17 @@ class GroupLedger:
         or if more running groups must be part of this update than there are spare slots."""
         if self.waiting_count < self.groups_per_update:
             return None
-        # Running groups that the next update would push over the bound must be part of this one. Their age is counted from their
-        # admission: their tokens may turn out newer, but by then the update would be past.
-        running = (e for e in self._entries.values() if e.state is GroupState.RUNNING)
-        if sum(self.version + 1 - e.oldest > self.max_staleness for e in running) > self.spare:
+        urgent, usable = 0, list[tuple[int, int]]()
+        for entry in self._entries.values():
+            if entry.state is GroupState.RUNNING:
+                # Those that the next update would push over the bound must be part of this one. Their age is counted from their
+                # admission: their tokens may turn out newer, but by then the update would be past.
+                urgent += self.version + 1 - entry.oldest > self.max_staleness
+            elif self.version - entry.oldest <= self.max_staleness:
+                usable.append((entry.oldest, entry.index))
+        if urgent > self.spare or len(usable) < self.groups_per_update:
             return None
-        done = [(e.oldest, e.index) for e in self._entries.values() if e.state is GroupState.COMPLETE]
-        # Oldest first: what is left over is what can wait longest.
-        usable = sorted(pair for pair in done if self.version - pair[0] <= self.max_staleness)
-        if len(usable) < self.groups_per_update:
-            return None
+        usable.sort()  # oldest first: what is left over is what can wait longest
         # In the order of their indices, so that a batch does not depend on which group finished first.
         chosen = sorted(index for _, index in usable[: self.groups_per_update])
         return [group for index in chosen if (group := self._entries[index].group) is not None]
@@ -197,9 +198,8 @@ class GroupLedger:
     def counts(self) -> dict[str, int]:
         """Groups by state; the values sum to `total`."""
         now = Counter(entry.state for entry in self._entries.values())
-        return {state.value: now[state] + self._past[state] for state in GroupState} | {
-            GroupState.PENDING.value: len(self._again)
-        }
+        now[GroupState.PENDING] = len(self._again)
+        return {state.value: now[state] + self._past[state] for state in GroupState}
 
     # -- checkpoint --------------------------------------------------------------------------------
 

@@ -22,10 +22,14 @@ def ledger_of(versions: list[int]) -> TokenLedger:
 
 def group_of(index: int, *members: list[list[int]]) -> Group:
     """A group whose members have a ledger per list of versions."""
-    episodes = [
-        Trajectory("x", Task("t", 0), ledgers=[ledger_of(versions) for versions in ledgers], reward=1.0) for ledgers in members
-    ]
-    return Group(index, index, episodes)
+    return Group(index, index, [Trajectory("x", Task("t", 0), ledgers=list(map(ledger_of, of)), reward=1.0) for of in members])
+
+
+def begun(groups: int, *settings: int) -> GroupLedger:
+    """A ledger that has admitted so many groups."""
+    ledger = GroupLedger(*settings)
+    assert [ledger.admit() for _ in range(groups)] == list(range(groups))
+    return ledger
 
 
 @pytest.mark.parametrize(
@@ -96,9 +100,8 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
         copy.load_json(state, map(Group.from_json, written))
         assert set(copy.too_old()) == {e.index for e in copy._entries.values() if copy.version - e.oldest > eta}
         assert copy.complete_groups() == ledger.complete_groups()
-        assert [e.oldest for e in copy._entries.values()] == [
-            e.oldest for e in ledger._entries.values() if e.state is GroupState.COMPLETE
-        ]
+        complete = [e.oldest for e in ledger._entries.values() if e.state is GroupState.COMPLETE]
+        assert [e.oldest for e in copy._entries.values()] == complete
         assert copy.total == ledger.total
         assert sum(copy.counts().values()) == copy.total
     # Something is always admissible, running or ready: no deadlock.
@@ -106,11 +109,11 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
 
 
 def test_a_group_that_would_go_stale_is_waited_for() -> None:
-    ledger = GroupLedger(1, 1)
-    assert [ledger.admit(), ledger.admit(), ledger.admit()] == [0, 1, None]
+    ledger = begun(2, 1, 1)
+    assert ledger.admit() is None
     ledger.complete(group_of(1, [[0]]))
-    ready = ledger.ready()  # group 0 may still be trained in the next update
-    assert ready is not None
+    ready = ledger.ready()
+    assert ready is not None, "group 0 may still be trained in the next update"
     ledger.train(ready)
     assert ledger.admit() == 2
     ledger.complete(group_of(2, [[1]]))
@@ -119,8 +122,7 @@ def test_a_group_that_would_go_stale_is_waited_for() -> None:
 
 def test_the_oldest_tokens_go_first_not_the_group_that_was_admitted_first() -> None:
     """Group 0 waited for its first token until the weights were of version 1; group 2 has tokens of version 0."""
-    ledger = GroupLedger(1, 2)
-    assert [ledger.admit() for _ in range(3)] == [0, 1, 2]
+    ledger = begun(3, 1, 2)
     ledger.complete(group_of(1, [[0]]))
     ledger.train(ledger.ready() or [])
     ledger.complete(group_of(0, [[1, 1]]))
@@ -132,8 +134,8 @@ def test_the_oldest_tokens_go_first_not_the_group_that_was_admitted_first() -> N
 
 
 def test_spare_groups_of_an_asynchronous_run_are_kept_while_they_may_still_be_trained() -> None:
-    ledger = GroupLedger(1, 1, spare=1)
-    assert [ledger.admit() for _ in range(4)] == [0, 1, 2, None]
+    ledger = begun(3, 1, 1, 1)
+    assert ledger.admit() is None
     ledger.complete(group_of(1, [[0]]))
     chosen = ledger.ready()
     assert ledger.surplus(chosen) == []
@@ -145,10 +147,8 @@ def test_spare_groups_of_an_asynchronous_run_are_kept_while_they_may_still_be_tr
 
 def test_groups_that_are_too_old_are_told_until_they_are_dropped() -> None:
     """Two of three groups of version 0 are left over; what is admitted beside them, and each look, changes nothing of that."""
-    ledger = GroupLedger(1, 0, 2)
-    for _ in range(3):
-        index = ledger.admit()
-        assert index is not None
+    ledger = begun(3, 1, 0, 2)
+    for index in range(3):
         ledger.complete(group_of(index, [[0]]))
     ready = ledger.ready()
     assert ready is not None and [group.index for group in ready] == [0] and ledger.too_old() == []
@@ -166,8 +166,7 @@ def test_groups_that_are_too_old_are_told_until_they_are_dropped() -> None:
 )
 def test_one_token_that_is_too_old_keeps_its_group_from_an_update(members: tuple[list[list[int]], ...]) -> None:
     """Whichever member, ledger and place has it."""
-    ledger = GroupLedger(1, max_staleness=4)
-    assert ledger.admit() == 0
+    ledger = begun(1, 1, 4)
     ledger.version, ledger.max_staleness = 4, 1
     ledger.complete(group_of(0, *members))
     assert ledger.ready() is None and ledger.too_old() == [0]
@@ -184,8 +183,7 @@ class Counted(list):
 
 
 def test_after_a_resume_a_group_that_is_too_old_is_named_whatever_its_neighbours_are() -> None:
-    ledger = GroupLedger(1, max_staleness=4)
-    assert [ledger.admit(), ledger.admit()] == [0, 1]
+    ledger = begun(2, 1, 4)
     ledger.version = 4
     for index, version in enumerate([0, 4]):
         ledger.complete(group_of(index, [[version]]))
@@ -196,11 +194,8 @@ def test_after_a_resume_a_group_that_is_too_old_is_named_whatever_its_neighbours
 
 def test_selection_reads_no_tokens() -> None:
     """Each look at the ledger read every token of every complete group: O(groups^2 x tokens) an update."""
-    size = 64
-    ledger = GroupLedger(size, 1)
-    for _ in range(size):
-        ledger.admit()
-    Counted.looks = 0
+    size, Counted.looks = 64, 0
+    ledger = begun(size, size, 1)
     for index in range(size):
         group = group_of(index, [[0, 0]])
         group.trajectories[0].ledgers = Counted(group.trajectories[0].ledgers)
@@ -213,8 +208,7 @@ def test_selection_reads_no_tokens() -> None:
 
 
 def test_a_checkpoint_whose_state_holds_the_groups_is_read_and_a_missing_one_is_told() -> None:
-    ledger, copy = GroupLedger(2, 1), GroupLedger(2, 1)
-    assert [ledger.admit() for _ in range(2)] == [0, 1]
+    ledger, copy = begun(2, 2, 1), GroupLedger(2, 1)
     ledger.complete(group_of(1, [[0]]))
     [group] = ledger.complete_groups()
     with pytest.raises(ValueError, match=r"complete groups \[1\], got \[\]"):

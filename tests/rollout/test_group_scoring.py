@@ -1,6 +1,5 @@
 """Group leaves in a collected group: members get their rank, an unscored one stays unscored and is not compared."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -22,18 +21,14 @@ def spec(use: str, **args: Any) -> dict[str, Any]:
     return {"agentrl_reward": 1, "name": "compared", "root": leaf}
 
 
-def collected(renderer: Renderer, reward: dict[str, Any], **engine: Any) -> list[Group]:
+async def collected(renderer: Renderer, reward: dict[str, Any], **engine: Any) -> list[Group]:
     """Two updates of groups of six, whose members answer with a text of random length."""
-
-    async def run() -> list[Group]:
-        config = RolloutConfig(groups=2, group_size=6, max_turns=3, stall_timeout=20.0, retries=0, min_survivors=2)
-        policy = Policy(FaultyEngine(renderer.stop_token_ids[0], **engine), renderer)
-        collect = collector_of(EnvRef("key_value"), policy, compile_spec(reward), config, context=2048, seed=0)
-        groups = await steps(collect, 2)
-        await collect.close()
-        return groups
-
-    return asyncio.run(run())
+    config = RolloutConfig(groups=2, group_size=6, max_turns=3, stall_timeout=20.0, retries=0, min_survivors=2)
+    policy = Policy(FaultyEngine(renderer.stop_token_ids[0], **engine), renderer)
+    collect = collector_of(EnvRef("key_value"), policy, compile_spec(reward), config, context=2048, seed=0)
+    groups = await steps(collect, 2)
+    await collect.close()
+    return groups
 
 
 def lengths(members: list[Trajectory]) -> list[int]:
@@ -46,8 +41,8 @@ def rank(mine: int, sizes: list[int]) -> float:
     return (below + ties / 2) / (len(sizes) - 1)
 
 
-def test_a_member_that_failed_is_not_compared(renderer: Renderer) -> None:
-    groups = collected(renderer, spec("group.rank"), fail=0.15, seed=1)
+async def test_a_member_that_failed_is_not_compared(renderer: Renderer) -> None:
+    groups = await collected(renderer, spec("group.rank"), fail=0.15, seed=1)
     lost = [m for group in groups for m in group.trajectories if m.stop is StopReason.ENGINE_ERROR]
     assert lost and all(member.reward is None for member in lost)
     for group in groups:
@@ -59,12 +54,12 @@ def test_a_member_that_failed_is_not_compared(renderer: Renderer) -> None:
             assert member.evidence["root"]["members"] == len(left)
 
 
-def test_a_member_whose_value_is_null_is_not_compared(renderer: Renderer) -> None:
+async def test_a_member_whose_value_is_null_is_not_compared(renderer: Renderer) -> None:
     reward = spec("group.rank")
     # Null (nothing left to add up) if fewer than three tokens were sampled.
     reward["root"]["args"]["of"] = {"op": "sum", "of": [{**LENGTH, "when": {"$": "/episode/sampled_tokens", "gte": 3}}]}
     members = 0
-    for group in collected(renderer, reward):
+    for group in await collected(renderer, reward):
         assert [m.reward is None for m in group.trajectories] == [n < 3 for n in lengths(group.trajectories)]
         left = group.scored()
         members += len(left)
