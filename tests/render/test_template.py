@@ -1,5 +1,7 @@
 """The generic renderer over the template shapes of nine model families."""
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -135,37 +137,7 @@ def test_a_control_token_in_a_tool_description_stays_text():
     assert ends[0] == ends[1]
 
 
-def test_templates_that_do_not_append_are_refused():
-    dropping = QWEN25.replace("{%- for m in messages %}", "{%- for m in messages[-1:] %}", 1)
-    counting = "{% for m in messages %}<|im_start|>{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}"
-    endless = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}\n{% endfor %}"
-    for template, reason in [
-        (dropping, "rewrote|append|ends"),
-        (counting, "does not render by appending"),
-        (endless, "does not render by appending"),
-    ]:
-        with pytest.raises((ModelError, RenderError), match=reason):
-            make_renderer(build_tokenizer(IM, template))
-
-
-def test_what_is_wrong_with_a_template_is_said_with_what_to_do():
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    for template, reason in [
-        (plain, r"ends an assistant turn with .*user: .*not a control token.*add_special_tokens.*model.chat_template"),
-        (
-            "{{ functions.parts.first }}",
-            "a question and its answer cannot be rendered.*'functions' is undefined.*model.chat_template",
-        ),
-        ("{{ messages[3].content.x }}", "cannot be rendered.*model.chat_template"),
-        (
-            {"default": QWEN25, "tool_use": QWEN25},
-            r"has several chat templates \('default', 'tool_use'\): write the one to use to a file that model",
-        ),
-        (None, "has no chat template; set model.chat_template to"),
-    ]:
-        with pytest.raises(ModelError, match=reason):
-            make_renderer(build_tokenizer(IM, template))
-    # One that goes through a list of tools that need not be there.
+def test_a_template_that_goes_through_tools_that_need_not_be_there():
     listing = QWEN25.replace("{%- if tools %}", "{%- for t in tools %}{% endfor %}{%- if tools %}")
     renderer = make_renderer(build_tokenizer(IM, listing))
     assert renderer.start([Message("user", "x")], TOOLS) and renderer.start([Message("user", "x")], [])
@@ -256,19 +228,15 @@ def test_a_later_system_message_that_a_template_does_not_show_in_its_place_is_re
     system, late, user = Message("system", "Be kind."), Message("system", "Be brief."), Message("user", "q")
     said = Message("assistant", "Yes.")
     assert renderer.start([system, user, said, user], []) and renderer.extend("stop", [user])
+    refused = r"not show all of a message of role 'system' in its place: 'Be brief\.'"
     for messages in ([user, late], [system, user, said, late, user], [user, said, user, said, late, user]):
-        with pytest.raises(
-            RenderError, match=r"not show all of a message of role 'system' in its place: 'Be brief\.'.*user's, or .*model\.chat"
-        ):
+        with pytest.raises(RenderError, match=rf"{refused}.*user's, or .*model\.chat"):
             renderer.start(messages, [])
-    with pytest.raises(RenderError, match=r"not show all of a message of role 'system' in its place: 'Be brief\."):
+    with pytest.raises(RenderError, match=refused):
         renderer.extend("stop", [user, late])
     # Both are shown at the beginning by the one that moves them, and the second not at all by the other.
-    if does == "moves":
+    with nullcontext() if does == "moves" else pytest.raises(RenderError, match=refused):
         assert renderer.start([system, late, user], [])
-    else:
-        with pytest.raises(RenderError, match=r"not show all of a message of role 'system' in its place: 'Be brief\."):
-            renderer.start([system, late, user], [])
     shows = make_renderer(build_tokenizer(IM, QWEN25))
     assert shows.start([system, user, said, late, user], []) and shows.extend("stop", [late, user])
 
@@ -302,19 +270,18 @@ def test_each_result_of_a_turn_is_shown_as_its_own_calls():
     assert tokenizer.decode(renderer.extend("stop", results)) == expected
 
 
-PLAIN = QWEN25
 ANSWERED = "m.content + '\\n</tool_response>'"
 LOOP = "{%- for m in messages %}"
 
 
-def answering(form, template=PLAIN):
+def answering(form, template=QWEN25):
     """The template with another form of a tool's answer."""
     assert ANSWERED in template
     return template.replace(ANSWERED, f"({form}) + '\\n</tool_response>'")
 
 
 def limited(most):
-    return PLAIN.replace(LOOP, f"{{%- for m in messages[-{most}:] %}}", 1)
+    return QWEN25.replace(LOOP, f"{{%- for m in messages[-{most}:] %}}", 1)
 
 
 @pytest.mark.parametrize(
@@ -323,28 +290,40 @@ def limited(most):
 def test_a_template_that_cuts_what_a_tool_says_is_refused_with_tools(form):
     """The policy was asked about what it could not see."""
     renderer = make_renderer(build_tokenizer(IM, answering(form)))
-    with pytest.raises(
-        RenderError, match=r"cuts long or marked text of a message of role 'tool': .* Remove the limit or the filter"
-    ):
+    said = r"cuts long or marked text of a message of role 'tool': .* Remove the limit or the filter"
+    with pytest.raises(RenderError, match=said):
         renderer.start([Message("user", "x")], TOOLS)
     assert renderer.start([Message("user", "x")], [])
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (limited(6), "leaves out messages once there are"),
-        (limited(50), "leaves out messages once there are"),
-        (PLAIN.replace("+ m.content +", "+ m.content[:9000] +", 1), "cuts long or marked text of a message of role 'user'"),
-        (
-            PLAIN.replace("\\n' + m.content }}", "\\n' + m.content[:9000] }}", 1),
-            "cuts long or marked text of a message of role 'assistant'",
-        ),
-        ("{{ 1 // 0 }}" + PLAIN, "cannot be rendered: .*division or modulo by zero"),
-        ("{% for i in range(10**7) %}{% endfor %}" + PLAIN, "cannot be rendered: .*Range too big"),
-        (PLAIN.replace(LOOP, "{{ range(99)|random }}" + LOOP, 1), "writes the same messages otherwise each time"),
-    ],
-)
+CANNOT = "a question and its answer cannot be rendered.*"
+USELESS = {
+    "shows the last message alone": (limited(1), "rewrote|append|ends"),
+    "counts messages": ("{% for m in messages %}<|im_start|>{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}",
+                        "does not render by appending"),
+    "never ends a turn": ("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}\n{% endfor %}",
+                          "does not render by appending"),
+    "has no control tokens": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        r"ends an assistant turn with .*user: .*not a control token.*add_special_tokens.*model.chat_template"),
+    "wants what is not there": ("{{ functions.parts.first }}", f"{CANNOT}'functions' is undefined.*model.chat_template"),
+    "wants a fourth message": ("{{ messages[3].content.x }}", "cannot be rendered.*model.chat_template"),
+    "is one of several": ({"default": QWEN25, "tool_use": QWEN25},
+                          r"has several chat templates \('default', 'tool_use'\): write the one to use to a file that model"),
+    "is missing": (None, "has no chat template; set model.chat_template to"),
+    "shows six messages": (limited(6), "leaves out messages once there are"),
+    "shows fifty messages": (limited(50), "leaves out messages once there are"),
+    "cuts what a user says": (QWEN25.replace("+ m.content +", "+ m.content[:9000] +", 1),
+                              "cuts long or marked text of a message of role 'user'"),
+    "cuts what is sampled": (QWEN25.replace("\\n' + m.content }}", "\\n' + m.content[:9000] }}", 1),
+                             "cuts long or marked text of a message of role 'assistant'"),
+    "divides by 0": ("{{ 1 // 0 }}" + QWEN25, "cannot be rendered: .*division or modulo by zero"),
+    "counts far": ("{% for i in range(10**7) %}{% endfor %}" + QWEN25, "cannot be rendered: .*Range too big"),
+    "throws dice": (QWEN25.replace(LOOP, "{{ range(99)|random }}" + LOOP, 1), "writes the same messages otherwise each time"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "reason"), USELESS.values(), ids=USELESS)
 def test_a_template_that_cannot_work_is_refused_before_a_run(template, reason):
     with pytest.raises(ModelError, match=reason):
         make_renderer(build_tokenizer(IM, template))
@@ -354,7 +333,7 @@ def test_a_template_that_cannot_work_is_refused_before_a_run(template, reason):
     ("old", "new", "hidden"), [("in tools %}", "in tools[:2] %}", "'list_keys'"), ("(tool |", "(tool.function.name |", "'value'")]
 )
 def test_what_a_template_does_not_show_of_a_tool_is_named(old, new, hidden):
-    renderer = make_renderer(build_tokenizer(IM, PLAIN.replace(old, new, 1)))
+    renderer = make_renderer(build_tokenizer(IM, QWEN25.replace(old, new, 1)))
     assert not renderer.no_tools
     with pytest.raises(RenderError, match=f"the chat template ignores tools: of .* it does not show {hidden}"):
         renderer.start([Message("user", "x")], TOOLS)
@@ -398,7 +377,7 @@ def test_an_empty_answer_that_a_template_refuses_is_shown_as_empty(form, shown):
 def test_a_ledger_forks_where_a_template_counts_messages(every):
     """Each prompt is the template's own, also where it puts in something after so many messages."""
     note = f"{{% if loop.index % {every} == 0 %}}{{{{ '<|im_start|>system\\nNote<|im_end|>\\n' }}}}{{% endif %}}"
-    tokenizer = build_tokenizer(IM, PLAIN.replace(LOOP, LOOP + note, 1))
+    tokenizer = build_tokenizer(IM, QWEN25.replace(LOOP, LOOP + note, 1))
     renderer, messages = make_renderer(tokenizer), [Message("user", "q")]
     ids, begun, forks = renderer.start(messages, []), 1, 0
     for number in range(10):
