@@ -21,6 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+from hypothesis.errors import FlakyFailure
+
+from tests.hostile.targets import TARGETS
+
 CORPUS = Path(__file__).parent / "corpus"
 SECONDS = 5.0
 """Of the processor, for one input."""
@@ -70,12 +76,6 @@ def keep(target: str, text: str, did: str, folder: Path = CORPUS) -> Path:
 
 def fuzz_here(name: str, inputs: int, seed: int, current: Path | None = None, folder: Path = CORPUS) -> dict[str, Any]:
     """Try inputs of one target in this process: how many, the longest in seconds, and the file of the first that failed."""
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as seeded
-    from hypothesis.errors import FlakyFailure
-
-    from tests.hostile.targets import TARGETS
-
     target = TARGETS[name]
     done: dict[str, Any] = {"target": name, "inputs": 0, "longest_s": 0.0, "failed": None, "why": ""}
     failing: list[tuple[str, str]] = []
@@ -166,8 +166,6 @@ def _all(shares: Mapping[str, int], seed: int, jobs: int) -> list[dict[str, Any]
 
 def again(file: Path) -> int:
     """Try one entry of the corpus."""
-    from tests.hostile.targets import TARGETS
-
     entry = json.loads(file.read_text(encoding="utf-8"))
     began = time.perf_counter()
     with limited(6 * SECONDS):
@@ -187,8 +185,6 @@ def main() -> int:
     args = parser.parse_args()
     if args.again:
         return again(args.again)
-    from tests.hostile.targets import TARGETS
-
     names = [name for name in TARGETS if name.startswith(args.only)]
     whole = sum(TARGETS[name].inputs for name in names)
     shares = {name: max(1, -(-args.inputs * TARGETS[name].inputs // whole)) for name in names}

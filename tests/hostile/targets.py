@@ -63,13 +63,11 @@ class Target:
 
 # -- texts -----------------------------------------------------------------------------------------
 
-NASTY = st.sampled_from(
-    ["\x1b]0;x\x07", "\x00", "\r", "\u202e", "\ue000", "\ue0000\ue001", "\ufffd", "é", "🙂", "1e999", "-1e999",
-    "9" * 400, "9" * 4400,
-     "NaN", "Infinity", "null", "../x", "/etc/passwd", "a" * 300, " " * 200, "\n" * 50, "\\ud800",
-     "[" * 120, '{"a":' * 120, "(" * 120,
-     "-" * 300, "$ref", "#", "<think>", "</think>", "%s{0}", "0x1f", "1_000", "'''", '"""', "\\"]
-)  # fmt: skip
+NASTY = st.sampled_from([
+    "\x1b]0;x\x07", "\x00", "\r", "\u202e", "\ue000", "\ue0000\ue001", "\ufffd", "é", "🙂", "1e999", "-1e999", "9" * 400,
+    "9" * 4400, "NaN", "Infinity", "null", "../x", "/etc/passwd", "a" * 300, " " * 200, "\n" * 50, "\\ud800", "[" * 120,
+    '{"a":' * 120, "(" * 120, "-" * 300, "$ref", "#", "<think>", "</think>", "%s{0}", "0x1f", "1_000", "'''", '"""', "\\",
+])  # fmt: skip
 NUMBERS = st.sampled_from([0, -1, 1, 2, 1e308, -0.0, 1e-320, 10**30, 10**320, math.inf, -math.inf, math.nan, 0.5])
 BIG = "an integer of 4,400 digits"
 LEAVES = st.just(BIG) | st.none() | st.booleans() | NUMBERS | NASTY | st.text(max_size=6)
@@ -147,14 +145,17 @@ def stream(text: str) -> None:
 # -- what others declare ---------------------------------------------------------------------------
 
 
+def an_object(text: str) -> dict[str, Any] | None:
+    """The JSON object of a text, if it is one."""
+    with suppress(ValueError):
+        return value if isinstance(value := read_json(text), dict) else None
+    return None
+
+
 def schema(text: str) -> None:
     """A schema is refused by name, or its tool answers any arguments; nothing is fetched (see conftest: no sockets,
     no files)."""
-    try:
-        parameters = read_json(text)
-    except ValueError:
-        return
-    if not isinstance(parameters, dict):
+    if (parameters := an_object(text)) is None:
         return
     try:
         box = Toolbox([Tool.from_schema("t", "", parameters, lambda **given: 1)])
@@ -175,10 +176,7 @@ def pattern(text: str) -> None:
         within_seconds(found.search, "aab" * 200 + "!", 0.2)
 
 
-_EPISODE = Trajectory(
-    env_id="e", task=Task("t", 0, "train", {}, {"answer": "1"}), seed=0, messages=[Message("user", "go")],
-    turns=[],
-)  # fmt: skip
+_EPISODE = Trajectory("e", Task("t", 0, "train", {}, {"answer": "1"}), seed=0, messages=[Message("user", "go")], turns=[])
 
 
 def spec(text: str) -> None:
@@ -195,11 +193,7 @@ def spec(text: str) -> None:
 
 
 def body(read: Callable[[Exchange], Any], text: str) -> None:
-    try:
-        value = read_json(text)
-    except ValueError:
-        return
-    if isinstance(value, dict):
+    if (value := an_object(text)) is not None:
         session: Any = SimpleNamespace(kept={})
         with suppress(RequestError):
             read(Exchange(session, value, "m", {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, None))
@@ -229,10 +223,9 @@ def env_server(text: str) -> None:
     app, loop = _app()
     kind = ("/v1/describe", "/v1/ask", "/v1/sessions/s/step", "/v1/sessions/s/reset")[len(text) % 4]
     headers = [(b"authorization", b"Bearer a-token-of-the-tests-only"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-    "path": kind, "raw_path": kind.encode(),
-             "query_string": b"", "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1",
-             2), "scheme": "http"}  # fmt: skip
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": kind,
+             "raw_path": kind.encode(), "query_string": b"", "headers": headers, "client": ("127.0.0.1", 1),
+             "server": ("127.0.0.1", 2)}  # fmt: skip
     sent: list[Any] = []
     parts = iter([{"type": "http.request", "body": text.encode("utf-8", "replace"), "more_body": False}])
 
@@ -300,11 +293,7 @@ def override(text: str) -> None:
 def params(text: str) -> None:
     """Parameters of an environment, from its server's client and from a config: it is built, or refused by name, and a client's
     references lead to no variable of this machine."""
-    try:
-        given = read_json(text)
-    except ValueError:
-        return
-    if not isinstance(given, dict):
+    if (given := an_object(text)) is None:
         return
     with suppress(ConfigError, CatalogError):
         EnvOffer(EnvRef("key_value")).build(Asked("key_value", given))
@@ -332,47 +321,45 @@ def written(text: str) -> None:
 
 
 _SCHEMA_WORDS = (
-    "$ref", "$dynamicRef", "$id", "$schema", "$anchor", "$defs", "type", "properties", "items", "prefixItems", "allOf",
-    "anyOf", "oneOf",
-    "not", "if", "then", "else", "pattern", "patternProperties", "additionalProperties", "unevaluatedProperties",
-    "unevaluatedItems",
-    "uniqueItems", "multipleOf", "enum", "const", "required", "minLength", "maxItems", "contains", "dependentSchemas",
-    "dependentRequired",
-    "propertyNames", "format", "default", "a", "b",
+    "$ref", "$dynamicRef", "$id", "$schema", "$anchor", "$defs", "type", "properties", "items", "prefixItems", "allOf", "anyOf",
+    "oneOf", "not", "if", "then", "else", "pattern", "patternProperties", "additionalProperties", "unevaluatedProperties",
+    "unevaluatedItems", "uniqueItems", "multipleOf", "enum", "const", "required", "minLength", "maxItems", "contains",
+    "dependentSchemas", "dependentRequired", "propertyNames", "format", "default", "a", "b",
 )  # fmt: skip
-_SCHEMA_LEAVES = LEAVES | st.sampled_from(
-    ["#", "#/$defs/a", "#/properties/a", "#a", "http://127.0.0.1:9/x", "file:///etc/passwd", "object", "array", "string",
-    "integer",
-     "(a+)+$", "(a|aa)+!", "(?R)?a", "((a{90}){90}){90}", "a{0,9}", "[", "^(?=a)", "date-time"]
+_SCHEMA_LEAVES = LEAVES | st.sampled_from([
+    "#", "#/$defs/a", "#/properties/a", "#a", "http://127.0.0.1:9/x", "file:///etc/passwd", "object", "array", "string",
+    "integer", "(a+)+$", "(a|aa)+!", "(?R)?a", "((a{90}){90}){90}", "a{0,9}", "[", "^(?=a)", "date-time",
+])  # fmt: skip
+_PATTERN = (
+    "(", ")", "[", "]", "{2}", "{9,}", "{99}", "{0,5000}", "*", "+", "?", "|", "^", "$", ".", "\\d", "\\1", "(?:", "(?=",
+    "(?<n>", "(?P<n>", "(?&n)", "(?R)", "(?i)", "(?x)", "#", "a", "b", "a+", "\\p{L}", "[[a]&&b]", "{e<=3}", "\\K", "(?|",
 )  # fmt: skip
-_PATTERN = ("(", ")", "[", "]", "{2}", "{9,}", "{99}", "{0,5000}", "*", "+", "?", "|", "^", "$", ".", "\\d", "\\1",
-        "(?:", "(?=", "(?<n>",
-            "(?P<n>", "(?&n)", "(?R)", "(?i)", "(?x)", "#", "a", "b", "a+", "\\p{L}", "[[a]&&b]", "{e<=3}", "\\K",
-            "(?|")  # fmt: skip
-_BODY = ("model", "messages", "role", "content", "tools", "function", "name", "parameters", "tool_choice",
-        "response_format", "json_schema",
-         "schema", "type", "stream", "n", "stop", "temperature", "seed", "max_tokens", "input", "instructions",
-         "previous_response_id",
-         "text", "format", "system", "input_schema", "tool_calls", "arguments", "tool_use", "stop_sequences", "protocol",
-         "env")  # fmt: skip
+_BODY = (
+    "model", "messages", "role", "content", "tools", "function", "name", "parameters", "tool_choice", "response_format",
+    "json_schema", "schema", "type", "stream", "n", "stop", "temperature", "seed", "max_tokens", "input", "instructions",
+    "previous_response_id", "text", "format", "system", "input_schema", "tool_calls", "arguments", "tool_use", "stop_sequences",
+    "protocol", "env",
+)  # fmt: skip
 _BODY_LEAVES = LEAVES | st.sampled_from(
     ["user", "assistant", "tool", "system", "text", "function", "json_schema", "auto", "required"]
 )
-_ROW = ("phase", "step", "success", "time/x", "task", "messages", "turns", "ledgers", "stop", "env_id", "seed", "id",
-        "split", "data", "gold",
-        "results", "message", "tool_calls", "metrics", "timings", "spans", "status", "seconds", "files", "size",
-        "sha256",
-        "config", "../x", "/etc/hostname", "sum", "kind", "episode")  # fmt: skip
-_LEAF = ("agentrl_reward", "name", "root", "use", "args", "op", "of", "if", "then", "else", "expect", "where", "pattern",
-        "id", "weight",
-         "success", "metrics", "path", "equals", "ref")  # fmt: skip
+_ROW = (
+    "phase", "step", "success", "time/x", "task", "messages", "turns", "ledgers", "stop", "env_id", "seed", "id", "split",
+    "data", "gold", "results", "message", "tool_calls", "metrics", "timings", "spans", "status", "seconds", "files", "size",
+    "sha256", "config", "../x", "/etc/hostname", "sum", "kind", "episode",
+)  # fmt: skip
+_LEAF = (
+    "agentrl_reward", "name", "root", "use", "args", "op", "of", "if", "then", "else", "expect", "where", "pattern", "id",
+    "weight", "success", "metrics", "path", "equals", "ref",
+)  # fmt: skip
 _LEAF_LEAVES = LEAVES | st.sampled_from(
     ["text.equals", "format.regex", "text.number", "calls.schema", "sum", "gate", "mean", "answer"]
 )
 _REFERENCES = st.sampled_from(["env:HOME", "x${env:PATH}", "env:", "${env:}", "env:NOWHERE_SET", "${env:${env:HOME}}"])
-_TOML = ("name", "=", " ", "\n", "[", "]", "[[", "]]", "{", "}", ".", ",", '"', "'", "'''", "model", "path", "env", "id",
-        "steps", "1", "true",
-         "base", "a.b", "rollout.groups", "2026-01-01", "inf", "nan", "#")  # fmt: skip
+_TOML = (
+    "name", "=", " ", "\n", "[", "]", "[[", "]]", "{", "}", ".", ",", '"', "'", "'''", "model", "path", "env", "id", "steps",
+    "1", "true", "base", "a.b", "rollout.groups", "2026-01-01", "inf", "nan", "#",
+)  # fmt: skip
 
 
 def _targets() -> Iterator[tuple[str, Target]]:
