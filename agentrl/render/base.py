@@ -302,7 +302,6 @@ class Renderer(ABC):
 
 def characters(messages: Sequence[Message]) -> int:
     """The characters of messages, roughly: calls count as they were sampled."""
-    return sum(
-        len(message.content) + len(message.reasoning or "") + sum(len(call.raw) for call in message.tool_calls)
-        for message in messages
-    )
+    calls = [call for message in messages for call in message.tool_calls]
+    said = sum(len(message.content) + len(message.reasoning or "") for message in messages)
+    return said + sum(len(call.raw) for call in calls)

@@ -281,11 +281,7 @@ class Collector:
 
     def to_json(self, *, contents: bool = True) -> dict[str, Any]:
         """The rollouts' part of a checkpoint: the group ledger and the state of the task sampler."""
-        return {
-            **self.ledger.to_json(contents=contents),
-            "sampler": self.tasks.to_json(),
-            **self.stats.to_json(),
-        }
+        return {**self.ledger.to_json(contents=contents), "sampler": self.tasks.to_json(), **self.stats.to_json()}
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
         """Inverse of `to_json`; `groups` as in `GroupLedger.load_json`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -232,9 +233,9 @@ class TaskSource:
     def update(self) -> None:
         """At an update: the sampler learns from what finished since the last one."""
         # Sorted, because the order in which groups finish differs from run to run.
-        outcomes, self._outcomes = sorted(self._outcomes, key=lambda outcome: outcome.index), []
+        outcomes, self._outcomes = sorted(self._outcomes, key=attrgetter("index")), []
         self._ask(TaskSampler.observe, outcomes)
-        starts, self._starts = sorted(self._starts, key=lambda outcome: outcome.index), []
+        starts, self._starts = sorted(self._starts, key=attrgetter("index")), []
         if self.start is not None:
             self.start.observe(starts)
 
@@ -339,7 +340,7 @@ class MixedTasks:
         for source in self.sources.values():
             source.update()
         # Sorted, because the order in which groups finish differs from run to run.
-        outcomes, self._outcomes = sorted(self._outcomes, key=lambda outcome: outcome.index), []
+        outcomes, self._outcomes = sorted(self._outcomes, key=attrgetter("index")), []
         self._ask(Mixture.observe, outcomes)
         self._step = step
 
