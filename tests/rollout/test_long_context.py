@@ -160,16 +160,10 @@ async def test_gold_that_outgrows_the_context_many_times(
     # is, and the other half at the end.
     score = compile_spec(load_spec(find_reward("workspace_turns"))).score(trajectory)
     writes = [(call["name"], call["arguments"]) for call in trajectory.task.gold["writes"]]
-    paid = {
-        (t.ledger, t.end): 0.5 / len(writes)
-        for t in trajectory.turns
-        for c in t.message.tool_calls
-        if (c.name, c.arguments) in writes
-    }
-    last = trajectory.turns[-1]
-    assert {spot[:2]: spot[2] for spot in reward_spots(trajectory, score.terminal, score.turns)} == pytest.approx(
-        paid | {(last.ledger, last.end): 0.5}
-    )
+    calls = [(t, (c.name, c.arguments)) for t in trajectory.turns for c in t.message.tool_calls]
+    paid = {(turn.ledger, turn.end): 0.5 / len(writes) for turn, call in calls if call in writes}
+    last, spots = trajectory.turns[-1], reward_spots(trajectory, score.terminal, score.turns)
+    assert {spot[:2]: spot[2] for spot in spots} == pytest.approx(paid | {(last.ledger, last.end): 0.5})
     assert len({ledger for ledger, _ in paid}) > 1
 
 
@@ -190,10 +184,8 @@ class Vault(ToolEnv):
         return Task(f"{split}/{rng_seed}", rng_seed, split, {"code": 7040 + rng_seed}, {"answer": str(7040 + rng_seed)})
 
     def prompt(self, task: Task) -> list[Message]:
-        return [
-            Message("system", "open the doors."),
-            Message("user", f"Open {self.calls} doors, then say the code of the first."),
-        ]
+        asked = f"Open {self.calls} doors, then say the code of the first."
+        return [Message("system", "open the doors."), Message("user", asked)]
 
     @tool(read_only=True)
     async def door(self, n: int) -> str:
@@ -229,8 +221,7 @@ POLICIES = {
 async def test_what_the_context_no_longer_holds_is_known_from_notes_or_a_summary(
     policy: str, notes: bool, reward: float, stop: StopReason, renderer: Renderer
 ) -> None:
-    env = Vault(scorer=None)
-    turn = iter(range(1000))
+    env, turn = Vault(scorer=None), iter(range(1000))
 
     def call(name: str, **arguments: Any) -> Message:
         return Message("assistant", tool_calls=(ToolCall(name, arguments),))

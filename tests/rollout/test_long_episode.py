@@ -26,6 +26,8 @@ from tests.rollout.test_context_policies import TURNS, Endless, replayed
 
 pytestmark = pytest.mark.slow
 CONTEXT = 4096
+Played = tuple[Path, "Listening", dict[str, Trajectory]]
+"""The model, the engine with what it was asked, and the episodes by name."""
 
 
 class Listening(EmbeddedEngine):
@@ -46,7 +48,7 @@ def limits(turns: int, context: int = CONTEXT) -> Limits:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Listening, dict[str, Trajectory]]:
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     folder = tmp_path_factory.mktemp("model")
     # Random weights; a larger spread than a trained model starts from, so that a wrong cache would be seen.
     init_model(InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=CONTEXT,
@@ -76,7 +78,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Listening, d
 
 
 @pytest.mark.parametrize("name", ["whole", "full", "compact", "recent"])
-def test_the_ledgers_are_the_engine_calls(played: tuple[Path, Listening, dict[str, Trajectory]], name: str) -> None:
+def test_the_ledgers_are_the_engine_calls(played: Played, name: str) -> None:
     _, engine, episodes = played
     calls = engine.calls[name]
     assert replayed(episodes[name]) == [(prompt, generation.token_ids) for prompt, generation in calls]
@@ -84,14 +86,14 @@ def test_the_ledgers_are_the_engine_calls(played: tuple[Path, Listening, dict[st
     assert logprobs == pytest.approx(np.concatenate([generation.logprobs for _, generation in calls]))
 
 
-def test_two_hundred_turns_in_one_ledger(played: tuple[Path, Listening, dict[str, Trajectory]]) -> None:
+def test_two_hundred_turns_in_one_ledger(played: Played) -> None:
     episode = played[2]["whole"]
     assert episode.stop is StopReason.MAX_TURNS and len(episode.turns) == 200
     [ledger] = episode.ledgers
     assert len(ledger) > 2000 and set(ledger.turns.tolist()) == set(range(200))
 
 
-def test_an_episode_ends_with_the_context_to_the_last_token(played: tuple[Path, Listening, dict[str, Trajectory]]) -> None:
+def test_an_episode_ends_with_the_context_to_the_last_token(played: Played) -> None:
     episode = played[2]["full"]
     assert episode.stop is StopReason.CONTEXT_FULL and episode.truncated and episode.reward is not None
     [ledger] = episode.ledgers
@@ -99,7 +101,7 @@ def test_an_episode_ends_with_the_context_to_the_last_token(played: tuple[Path, 
     assert 1500 - 16 <= len(ledger) <= 1500
 
 
-def test_an_episode_of_its_last_turns_alone_goes_on(played: tuple[Path, Listening, dict[str, Trajectory]]) -> None:
+def test_an_episode_of_its_last_turns_alone_goes_on(played: Played) -> None:
     episode = played[2]["recent"]
     assert episode.stop is StopReason.MAX_TURNS and len(episode.turns) == 200
     assert len(episode.ledgers) == len(episode.rewrites) + 1 > 3 and all(len(ledger) <= 500 + 16 for ledger in episode.ledgers)
@@ -108,7 +110,7 @@ def test_an_episode_of_its_last_turns_alone_goes_on(played: tuple[Path, Listenin
     assert gone == [f"[{rewrite['turn'] - 5} earlier turns were left out]" for rewrite in episode.rewrites]
 
 
-def test_compacted_episodes_go_on(played: tuple[Path, Listening, dict[str, Trajectory]]) -> None:
+def test_compacted_episodes_go_on(played: Played) -> None:
     episode = played[2]["compact"]
     assert episode.stop is StopReason.MAX_TURNS and len(episode.turns) == 200
     # `tokens` is where it happens: one answer, the request and the summary may lie beyond it.
@@ -117,7 +119,7 @@ def test_compacted_episodes_go_on(played: tuple[Path, Listening, dict[str, Traje
 
 
 @pytest.mark.parametrize("name", ["whole", "compact", "recent"])
-def test_a_forward_pass_agrees_with_every_sampled_token(played: tuple[Path, Listening, dict[str, Trajectory]], name: str) -> None:
+def test_a_forward_pass_agrees_with_every_sampled_token(played: Played, name: str) -> None:
     folder, _, episodes = played
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for ledger in episodes[name].ledgers:
@@ -128,9 +130,7 @@ def test_a_forward_pass_agrees_with_every_sampled_token(played: tuple[Path, List
     assert off(model, last, ids) > 1e-3
 
 
-async def test_an_episode_budget_over_the_context_is_no_prompt_over_the_context(
-    played: tuple[Path, Listening, dict[str, Trajectory]],
-) -> None:
+async def test_an_episode_budget_over_the_context_is_no_prompt_over_the_context(played: Played) -> None:
     folder = str(played[0])
     config = TrainConfig.model_validate({
         "env": {"id": "key_value"}, "vllm": {"max_model_len": 1000}, "rollout": {"max_episode_tokens": 50_000},

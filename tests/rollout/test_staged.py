@@ -53,9 +53,8 @@ def tell(sampler: TaskSampler, first: int, bucket: str, *successes: float) -> di
 def test_a_share_of_all_groups_is_of_the_next_stage_and_its_success_is_known_before() -> None:
     sampler = staged(ahead=0.25, review=0.2)
     assert shares(sampler) == pytest.approx({"0": 0.75, "1": 0.25}, abs=0.02)
-    assert tell(sampler, 0, "1", 1.0, 1.0, 0.0, 1.0) == {"stage": 0.0, "ahead_success": pytest.approx(2 / 3)}, (
-        "of the last three; and however well they go, they begin no stage"
-    )
+    # Of the last three; and however well they go, they begin no stage.
+    assert tell(sampler, 0, "1", 1.0, 1.0, 0.0, 1.0) == {"stage": 0.0, "ahead_success": pytest.approx(2 / 3)}
     assert tell(sampler, 4, "0", 0.6, 0.6, 0.6) == {"stage": 1.0}, "what went before the stage began decides nothing in it"
     assert shares(sampler, 4000) == pytest.approx({"0": 0.2, "1": 0.55, "2": 0.25}, abs=0.02)
     for stage in (1, 2):
@@ -76,9 +75,7 @@ def test_it_goes_back_when_a_full_window_is_under_back_and_not_at_it() -> None:
     assert tell(sampler, 14, "0", 0.6, 0.6, 0.6)["stage"] == 1
     fifths = staged(back=0.2, review=0.0)
     tell(fifths, 0, "0", 1.0, 1.0, 1.0)
-    assert tell(fifths, 3, "1", 0.0, 0.0, 0.6)["stage"] == 1, (
-        "0.2 in thirds, though (0.0 + 0.0 + 0.6) / 3 is less than 0.2 in floats"
-    )
+    assert tell(fifths, 3, "1", 0.0, 0.0, 0.6)["stage"] == 1, "0.2 in thirds, though in floats it is less than that"
 
 
 def test_groups_that_were_chosen_before_a_move_say_nothing_of_it() -> None:
