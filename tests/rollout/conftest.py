@@ -24,15 +24,16 @@ from tests.publishing import VersionOnly, exchange
 class FaultyEngine(Still, VersionOnly):
     """Answers at once with short random text; waits, fails or hangs as told.
 
-    `stuck`: episodes whose keys begin so never get an answer. `keys`: every episode that asked. A stand-in only
-    for faults: no real engine can be made to fail in one request of ten.
+    `stuck`: episodes whose keys begin so never get an answer; `lost`: theirs is an error. `keys`: every episode that asked. A
+    stand-in only for faults: no real engine can be made to fail in one request of ten.
     """
 
     def __init__(
         self, stop: int, *, fail: float = 0.0, hang: float = 0.0, max_delay: float = 0.0, seed: int = 0,
-        stuck: tuple[str, ...] = (),
+        stuck: tuple[str, ...] = (), lost: tuple[str, ...] = (),
     ):  # fmt: skip
-        self.stop, self.fail, self.hang, self.max_delay, self.stuck = stop, fail, hang, max_delay, stuck
+        self.stop, self.fail, self.hang, self.max_delay = stop, fail, hang, max_delay
+        self.stuck, self.lost = stuck, lost
         self.keys: list[str] = []
         self.random = random.Random(seed)
         self.running = 0
@@ -47,7 +48,7 @@ class FaultyEngine(Still, VersionOnly):
             await self.open.wait()
             if self.stuck and request_key.startswith(self.stuck):
                 await asyncio.sleep(3600)
-            if fate < self.fail:
+            if fate < self.fail or (self.lost and request_key.startswith(self.lost)):
                 raise EngineError("the replica went away")
             if fate < self.fail + self.hang:
                 await asyncio.sleep(3600)

@@ -226,14 +226,8 @@ async def test_a_hanging_engine_ends_as_a_typed_outcome_and_not_as_reward_zero(r
 
 async def test_attempts_that_came_to_no_score_are_counted_wherever_they_ended(renderer: Renderer) -> None:
     """One of a member that was tried again, six of a group that was dropped: none of them is a member of the update."""
-
-    class Lost(FaultyEngine):
-        async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-            if request_key.startswith(("g0.m0.a0", "g1.")):
-                raise EngineError("the replica went away")
-            return await super().generate(token_ids, sampling, request_key)
-
-    collect = collector(renderer, Lost(renderer.stop_token_ids[0]), retries=1)
+    engine = FaultyEngine(renderer.stop_token_ids[0], lost=("g0.m0.a0", "g1."))
+    collect = collector(renderer, engine, retries=1)
     rows = []
     for _ in range(2):
         await steps(collect, 1)
