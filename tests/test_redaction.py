@@ -43,17 +43,7 @@ from agentrl.run.trackers import TRACKERS, check_trackers, makers
 from agentrl.utils import redaction
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError
 from agentrl.utils.parsing import toml_table
-from agentrl.utils.redaction import (
-    GONE,
-    guard_process,
-    guarded_output,
-    learn,
-    redact,
-    redact_json,
-    redact_said,
-    remember,
-    resolve_references,
-)  # fmt: skip
+from agentrl.utils.redaction import GONE, guard_process, guarded_output, learn, redact, redact_json, redact_said, remember
 from agentrl.utils.search_path import give
 from tests.rollout.loopback import LoopbackServer, completion
 
@@ -102,14 +92,9 @@ def found_in(text: str) -> list[str]:
     return [name for name, secret in PLANTED.items() if secret in text]
 
 
-def config_file(tmp_path: Path) -> Path:
-    text = CONFIG.format(**PLANTED)
-    (tmp_path / "c.toml").write_text(text)
-    return tmp_path / "c.toml"
-
-
 def test_what_a_config_holds_leaves_only_in_its_own_private_file(tmp_path: Path) -> None:
-    config = load_config(config_file(tmp_path), [f"out={tmp_path}/runs", "name=r"])
+    (tmp_path / "c.toml").write_text(CONFIG.format(**PLANTED))
+    config = load_config(tmp_path / "c.toml", [f"out={tmp_path}/runs", "name=r"])
     folder = RunFolder.create(config)
     held = {"flag", "equals", "header", "env", "url", "query"}
     assert set(found_in(folder.config.read_text())) == held  # of references only the name
@@ -122,18 +107,19 @@ def test_what_a_config_holds_leaves_only_in_its_own_private_file(tmp_path: Path)
     assert found_in(folder.summary.read_text()) == []
     assert found_in(str(without_secrets(config))) == [] and found_in(to_toml(config)) != []
     redaction._known.clear(), redaction._ordered.clear()  # another process, which has only the file, as the viewer
-    redaction.learn(toml_table(folder.config.read_text()))
-    shown = redaction.redact_said(folder.config.read_text())
+    learn(toml_table(folder.config.read_text()))
+    shown = redact_said(folder.config.read_text())
     assert found_in(shown) == [] and "production" in shown
 
 
 def test_references_are_resolved_late_and_remembered() -> None:
     row = {"a": "env:REFERRED", "b": ["x${env:WITHIN}y", "env:NOT a name"], "c": 3}
     assert redact(PLANTED["reference"]) == PLANTED["reference"]
-    assert resolve_references(row, "k") == {"a": PLANTED["reference"], "b": [f"x{PLANTED['within']}y", "env:NOT a name"], "c": 3}
+    found = redaction.resolve_references(row, "k")
+    assert found == {"a": PLANTED["reference"], "b": [f"x{PLANTED['within']}y", "env:NOT a name"], "c": 3}
     assert redact(f"<{PLANTED['reference']}> {PLANTED['within']}") == f"<{GONE}> {GONE}"
     with pytest.raises(ConfigError, match=r"k\.z: the environment variable NOWHERE_SET is not set"):
-        resolve_references({"z": "env:NOWHERE_SET"}, "k")
+        redaction.resolve_references({"z": "env:NOWHERE_SET"}, "k")
 
 
 def test_logs_and_prints_and_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,22 +206,10 @@ def test_names_that_are_no_secrets() -> None:
     assert redact_json(table) == table
 
 
-def _api(value: str) -> object:
-    return LiteLlmEngine("openai/x", ApiConfig(base=value)).request([], [], Sampling(max_tokens=1))["api_base"]
-
-
-def _agent(value: str) -> object:
-    return resolve_references(Remote(value)._url, "agent.url")
-
-
 def _tracker(value: str) -> object:
     config = config_from({"env": {"id": "key_value"}, "trackers": [{"name": "planted", "args": {"token": value}}]})
     check_trackers(RunStart(config))
     return makers(config.trackers, cast(Any, None))[0][1]()
-
-
-def _sandbox(value: str) -> object:
-    return getattr(provider_of(SandboxConfig(provider="planted", args={"token": value})), "token")  # noqa: B009
 
 
 @pytest.mark.parametrize(
@@ -243,12 +217,15 @@ def _sandbox(value: str) -> object:
     [
         (
             "reward.judge.api_base",
-            lambda value: judge_call(JudgeConfig(api_base=value), VerdictRequest("openai/m", (), {}, 1))["api_base"],
+            lambda it: judge_call(JudgeConfig(api_base=it), VerdictRequest("openai/m", (), {}, 1))["api_base"],
         ),
-        ("api.base", _api),
-        ("agent.url", _agent),
+        (
+            "api.base",
+            lambda it: LiteLlmEngine("openai/x", ApiConfig(base=it)).request([], [], Sampling(max_tokens=1))["api_base"],
+        ),
+        ("agent.url", lambda it: redaction.resolve_references(Remote(it)._url, "agent.url")),
         ("trackers.planted.args.token", _tracker),
-        ("env.sandbox.args.token", _sandbox),
+        ("env.sandbox.args.token", lambda it: vars(provider_of(SandboxConfig(provider="planted", args={"token": it})))["token"]),
     ],
 )
 def test_every_address_and_argument_may_be_a_reference(key: str, used: Callable[[str], object]) -> None:
@@ -293,9 +270,8 @@ def test_parameters_of_an_environment_may_be_references_and_stay_references_unti
     assert redact(PLANTED["reference"]) == PLANTED["reference"]
     assert cast(Any, ref.build()).token == {"a": [f"x{PLANTED['within']}", PLANTED["reference"]], "pair": pair}
     assert redact(PLANTED["reference"]) == GONE and found_in(str(ref)) == []
-    assert cast(Any, EnvRef("given:leaky-by-reference", {"token": pair}).build()).token is pair, (
-        "what refers to nothing stays as it is"
-    )
+    plain: Any = EnvRef("given:leaky-by-reference", {"token": pair}).build()
+    assert plain.token is pair, "what refers to nothing stays as it is"
     with pytest.raises(ConfigError, match=r"env\.params\.token: the environment variable NOWHERE_SET is not set"):
         EnvRef("given:leaky-by-reference", {"token": "env:NOWHERE_SET"}).build()
 

@@ -76,12 +76,8 @@ def test_tasks_splits_and_families_are_those_of_the_data(env: SuiteEnv, root: Pa
         "train": 2, "heldout": 1, "test_normal": 0, "test_challenge": 0,
     }  # fmt: skip
     task = env.make_task(1, "train")
-    assert (task.id, env.family(task), task.data["difficulty"], task.data["dataset"]) == (
-        "appworld/0aaaaaa_2",
-        "0aaaaaa",
-        1,
-        "train",
-    )
+    assert (task.id, env.family(task)) == ("appworld/0aaaaaa_2", "0aaaaaa")
+    assert (task.data["difficulty"], task.data["dataset"]) == (1, "train")
     system, user = env.prompt(task)
     assert "Ada Moss (ada@example.com, 5550100100)" in system.content and "2023-05-18" in system.content
     assert user.content == "Note plums." and env.version == "AppWorld data 0.1.0"
@@ -163,20 +159,13 @@ def test_a_cancelled_step_leaves_no_answer_for_the_next_episode(root: Path) -> N
 
 
 def test_the_official_table_counts_tasks_and_whole_scenarios() -> None:
-    def played(name: str, success: bool | None, level: int, sample: int = 0) -> Played:
+    def played(name: str, success: bool | None, level: int) -> Played:
         data = {"dataset": "dev", "difficulty": level}
         value = None if success is None else float(success)
-        return Played(name, name[0], data, sample, value, success, StopReason.DONE, 1, 1)
+        return Played(name, name[0], data, 0, value, success, StopReason.DONE, 1, 1)
 
-    episodes = [
-        played("a1", True, 1),
-        played("a2", True, 1),
-        played("a3", False, 1),
-        played("b1", True, 2),
-        played("b2", True, 2),
-        played("b3", True, 2),
-    ]
-    episodes += [played("c1", True, 2), played("c2", None, 2), played("c3", True, 2), played("d1", True, 1)]
+    episodes = [played(name, name != "a3", 1) for name in ("a1", "a2", "a3", "d1")]
+    episodes += [played(name, None if name == "c2" else True, 2) for name in ("b1", "b2", "b3", "c1", "c2", "c3")]
     rows = {row.name: (row.value, row.n) for row in find_env("appworld").load().official(episodes)}  # type: ignore[attr-defined]
     # By hand: eight of nine scored tasks; of the scenarios a fails, b passes, c is unscored, and of d one of three was played.
     assert rows == {

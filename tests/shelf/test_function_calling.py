@@ -151,20 +151,17 @@ def test_one_turn_is_all_there_is_and_calls_are_written_down() -> None:
     play(env, 3)
     gold = env.gold_turns(env.task)[0].tool_calls[0]
     assert env.state() == {"made": [{"name": gold.name, "arguments": gold.arguments}]}
-    assert [tool["function"]["name"] for tool in env.trajectory.tools] == [
-        tool["function"]["name"] for tool in env.task.data["tools"]
-    ]
-    env.reset(seed=4)
-    assert [t["function"]["name"] for t in env.toolbox.schemas()] == [t["function"]["name"] for t in env.task.data["tools"]]
+    for seed in (3, 4):
+        env.reset(seed=seed)
+        wanted = [tool["function"]["name"] for tool in env.task.data["tools"]]
+        assert [tool["function"]["name"] for tool in env.trajectory.tools] == wanted == list(env.toolbox.names)
 
 
 def test_splits_share_no_request() -> None:
     env = make_env("function_calling")
-    parts = [
-        {json.dumps([t.data["messages"], t.gold], sort_keys=True) for t in (env.make_task(s, split) for s in range(300))}
-        for split in ("train", "heldout")
-    ]
-    assert not parts[0] & parts[1] and min(map(len, parts)) > 150
+    made = [[env.make_task(seed, split) for seed in range(300)] for split in ("train", "heldout")]
+    train, held = ({json.dumps([task.data["messages"], task.gold], sort_keys=True) for task in tasks} for tasks in made)
+    assert not train & held and min(len(train), len(held)) > 150
 
 
 def test_the_teacher_is_right_now_and_then() -> None:
@@ -272,19 +269,11 @@ def test_relevance_wants_some_call_whatever_it_is(tmp_path: Path) -> None:
 def test_berkeley_rows_that_nobody_can_solve_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One has no allowed value for an argument, one says that a required one may be left out and nothing else."""
     number = {"type": "integer"}
-    area = {
-        "name": "geo.area",
-        "description": "",
-        "parameters": {"type": "dict", "properties": {"width": number, "height": number}, "required": ["width", "height"]},
-    }
+    sides = {"type": "dict", "properties": {"width": number, "height": number}, "required": ["width", "height"]}
+    area = {"name": "geo.area", "description": "", "parameters": sides}
     asked = {"question": [[{"role": "user", "content": "how large?"}]], "function": [area]}
     rows = [{"id": f"simple_{index}", **asked} for index in range(4)]
-    sets: list[dict[str, Any]] = [
-        {"width": [3], "height": [4]},
-        {"width": [], "height": [4]},
-        {"width": [[3]], "height": [4]},
-        {"width": [""], "height": [4]},
-    ]
+    sets: list[dict[str, Any]] = [{"width": width, "height": [4]} for width in ([3], [], [[3]], [""])]
     gold = [{"id": f"simple_{number}", "ground_truth": [{"geo.area": arguments}]} for number, arguments in enumerate(sets)]
     write(tmp_path / "BFCL_v4_simple.json", rows)
     write(tmp_path / "possible_answer" / "BFCL_v4_simple.json", gold)
@@ -292,25 +281,17 @@ def test_berkeley_rows_that_nobody_can_solve_are_left_out_and_counted(tmp_path: 
     tasks = {env.make_task(seed, split).id.rpartition("/")[2] for split in env.splits for seed in range(env.task_count(split))}
     assert tasks == {"simple_0", "simple_2"} and len(env.skipped) == 2
     assert "2 rows are left out" in caplog.text
-    for split in env.splits:
-        for seed in range(env.task_count(split)):
-            env.reset(seed=seed, options={"split": split})
-            assert [env.step(turn)[1] for turn in env.gold_turns(env.task)][-1] == 1.0
+    assert [play(env, seed, split=split) for split in env.splits for seed in range(env.task_count(split))] == [1.0] * 4
 
 
 def test_xlam(tmp_path: Path) -> None:
-    tools = [
-        {
-            "name": "search",
-            "description": "search things",
-            "parameters": {
-                "q": {"description": "text", "type": "str"},
-                "limit": {"description": "how many", "type": "int", "default": "10"},
-                "ids": {"description": "ids", "type": "List[int], optional"},
-                "map": {"description": "m", "type": "Dict[str, float]", "default": ""},
-            },
-        }
-    ]
+    parameters = {
+        "q": {"description": "text", "type": "str"},
+        "limit": {"description": "how many", "type": "int", "default": "10"},
+        "ids": {"description": "ids", "type": "List[int], optional"},
+        "map": {"description": "m", "type": "Dict[str, float]", "default": ""},
+    }
+    tools = [{"name": "search", "description": "search things", "parameters": parameters}]
     answers = [{"name": "search", "arguments": {"q": "x", "limit": 10}}, {"name": "search", "arguments": {"q": "y"}}]
     rows = [
         {"id": 7, "query": "find x and y", "tools": json.dumps(tools), "answers": json.dumps(answers)},
@@ -342,21 +323,17 @@ def test_toolace(tmp_path: Path) -> None:
         ("user", "Again"),
         ("assistant", "[quote/get()]"),
     ]
-    rows = [
-        {
-            "system": "You compose functions [see below].\n" + json.dumps(functions) + "\nNO other text.",
-            "conversations": [{"from": who, "value": text} for who, text in turns],
-        }
-    ]
-    env = from_file(write(tmp_path / "data.json", rows, lines=False))
+    system = f"You compose functions [see below].\n{json.dumps(functions)}\nNO other text."
+    row = {"system": system, "conversations": [{"from": who, "value": text} for who, text in turns]}
+    env = from_file(write(tmp_path / "data.json", [row], lines=False))
     assert play(env, 0) == 1.0 and env.task.data["kind"] == "parallel_multiple"
-    assert env.task.gold["calls"][0]["arguments"]["kind"] == ["A, (B) and 'C'"]
-    assert env.task.gold["calls"][0]["arguments"]["flags"] == [[True, {"a": None}]]
+    made = env.task.gold["calls"][0]["arguments"]
+    assert (made["kind"], made["flags"]) == (["A, (B) and 'C'"], [[True, {"a": None}]])
     assert play(env, 1) == 1.0
-    roles = [message.role for message in env.prompt(env.task)]
-    assert roles == ["system", "user", "assistant", "tool", "tool", "assistant", "user"]
-    assert env.prompt(env.task)[4].name == "quote/get" and json.loads(env.prompt(env.task)[4].content)["results"] == 2
-    assert env.prompt(env.task)[2].tool_calls[1].id == env.prompt(env.task)[4].tool_call_id
+    shown = env.prompt(env.task)
+    assert [one.role for one in shown] == ["system", "user", "assistant", "tool", "tool", "assistant", "user"]
+    assert shown[4].name == "quote/get" and json.loads(shown[4].content)["results"] == 2
+    assert shown[2].tool_calls[1].id == shown[4].tool_call_id
 
 
 def hermes_row(wrapped: bool, tools_field: bool) -> dict[str, Any]:
@@ -459,12 +436,8 @@ def test_files_that_cannot_be_used_say_why(tmp_path: Path) -> None:
 def test_rows_of_a_file_are_split_by_content(tmp_path: Path) -> None:
     rows = [native_row(messages=[{"role": "user", "content": f"f of {i % 100}"}]) for i in range(200)]
     env = make_env("function_calling", data=str(write(tmp_path / "t.jsonl", rows)))
-    said = {
-        split: {env.make_task(seed, split).data["messages"][0]["content"] for seed in range(200)}
-        for split in ("train", "heldout")
-    }
-    assert len(said["train"]) + len(said["heldout"]) == 100 and not said["train"] & said["heldout"]
-    assert 3 <= len(said["heldout"]) <= 30
+    train, held = ({env.make_task(seed, split).data["messages"][0]["content"] for seed in range(200)} for split in env.splits)
+    assert len(train) + len(held) == 100 and not train & held and 3 <= len(held) <= 30
     one = write(tmp_path / "one.jsonl", [native_row()])
     with pytest.raises(TaskDataError, match="splits_by"):
         for split in ("train", "heldout"):

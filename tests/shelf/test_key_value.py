@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.data.trajectory import Message
@@ -68,10 +69,7 @@ def test_tasks_are_the_same_in_every_process() -> None:
     """A literal, so that a change of the generator or of Python's hashing shows."""
     task = build(calls=4, set_share=0.0).make_task(7, "train")
     assert build(calls=4, set_share=0.0).make_task(7, "train") == task
-    assert task.data["goal"] == GOAL_OF_SEED_7
-
-
-GOAL_OF_SEED_7 = "report f + i"
+    assert task.data["goal"] == "report f + i"
 
 
 def test_the_answer_hangs_on_what_the_tools_say() -> None:
@@ -82,13 +80,6 @@ def test_the_answer_hangs_on_what_the_tools_say() -> None:
         task = env.make_task(seed, "train")
         answers.setdefault(env.prompt(task)[-1].content, set()).add(task.gold["answer"])
     assert min(len(values) for values in answers.values()) >= 5
-
-
-def test_gold_is_in_no_prompt_and_no_info() -> None:
-    env = build(calls=[2, 5], set_share=0.3)
-    for seed in range(50):
-        _, info = env.reset(seed=seed)
-        assert set(info) == {"task_id", "split", "turns"}
 
 
 def test_prompts_and_schemas_stay_short() -> None:
@@ -160,8 +151,6 @@ def test_malformed_turns_are_raw_text_that_no_parser_reads() -> None:
 
 def test_the_teacher_needs_only_random() -> None:
     """The trainer may pass Python's or numpy's generator."""
-    import numpy as np
-
     env = build(calls=4, set_share=0.0)
     env.reset(seed=0)
     assert play(env, 0, env.teacher(env.task, np.random.default_rng(0), wrong=0.0, malformed=0.0, stop=0.0))

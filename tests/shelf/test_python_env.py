@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import io
 import tempfile
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from agentrl.env.catalog import find_env, make_env
 from agentrl.env.spaces import run_sync
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
-from tests.shelf.conversation_probes import play
+from tests.shelf.conversation_probes import play, teacher_success
 
 FOLDER = Path(str(find_env("python").path)).parent
 
@@ -57,18 +58,10 @@ def test_every_family_is_right_where_its_files_hold_the_data() -> None:
 
 
 def _printed(code: str, files: dict[str, str]) -> str:
-    import contextlib
-    import io
-
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
-        os.chdir(folder)
-        try:
-            for name, text in files.items():
-                Path(name).write_text(text)
-            exec(code, {"__name__": "__main__"})
-        finally:
-            os.chdir(before)
+    with tempfile.TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()) as out:
+        for name, text in files.items():
+            Path(name).write_text(text)
+        exec(code, {"__name__": "__main__"})
     return out.getvalue().strip()
 
 
@@ -133,16 +126,7 @@ def test_the_next_program_finds_what_was_kept_and_nothing_else() -> None:
 
 
 def test_the_teacher_is_right_now_and_then() -> None:
-    import random
-
-    env, rewards = make_env("python", level=1), []
-    for seed in range(10):
-        observation, _ = env.reset(seed=seed)
-        teacher, reward = env.teacher(env.task, random.Random(seed)), 0.0
-        while (message := teacher.act(observation)) is not None:
-            observation, reward, _, _, _ = env.step(message)
-        rewards.append(reward)
-    assert 0.3 < sum(rewards) / len(rewards) < 1.0
+    assert 0.3 < teacher_success(make_env("python", level=1), 10) < 1.0
 
 
 @pytest.mark.parametrize(
