@@ -170,8 +170,7 @@ def test_a_blocked_event_loop_makes_nobody_late(kind: str) -> None:
         time.sleep(1.0)
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    results = asyncio.run(run())
-    assert [getattr(result, "value", result) for result in results] == [1] * 16
+    assert [getattr(result, "value", result) for result in asyncio.run(run())] == [1] * 16
 
 
 def test_a_deadline_ends_what_is_late_and_leaves_others_errors_alone() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image as Pictures
+from PIL.PngImagePlugin import PngInfo
 
 from agentrl.config.schema import McpServerConfig
 from agentrl.contrib.mcp.client import McpSource
@@ -130,18 +131,14 @@ def test_what_is_no_image_is_refused_with_the_reason(data: bytes, why: str) -> N
 def test_a_row_whose_bytes_were_changed_is_refused() -> None:
     row = asdict(Image.of(picture()))
     other = base64.b64encode(file_of(picture((0, 0, 0)))).decode()
-    for change, why in [
-        ({"data": other}, "not those of its digest"),
-        ({"media_type": "image/svg+xml"}, "not the row of an image"),
-        ({"width": "<b>"}, "not the row of an image"),
-        ({"data": "?"}, "not the row of an image"),
-        ({"more": 1}, "not the row of an image"),
-        ({"width": -5}, "not the row of an image"),
-        ({"height": 10**9}, "not the row of an image"),
-        ({"sha256": None}, "not those of its digest"),
-    ]:
-        with pytest.raises(ImageError, match=why):
-            Image.from_row({**row, **change})
+    digest: list[dict[str, Any]] = [{"data": other}, {"sha256": None}]
+    form: list[dict[str, Any]] = [
+        {"media_type": "image/svg+xml"}, {"width": "<b>"}, {"data": "?"}, {"more": 1}, {"width": -5}, {"height": 10**9},
+    ]  # fmt: skip
+    for changes, why in ((digest, "not those of its digest"), (form, "not the row of an image")):
+        for change in changes:
+            with pytest.raises(ImageError, match=why):
+                Image.from_row({**row, **change})
 
 
 def test_an_image_stands_where_its_line_does() -> None:
@@ -151,68 +148,42 @@ def test_an_image_stands_where_its_line_does() -> None:
     # A line that somebody spells is text, and an image whose line was cut away is not shown.
     assert list(split_at_images(text, (red,))) == [f"a {blue.line} b ", red, red.line]
     assert list(split_at_images("nothing", (red,))) == ["nothing"]
-    message = Message("tool", red.line, images=(red,))
-    assert list(split_at_images(elide_outputs([message])[0].content, message.images)) == [
-        f"[{len(red.line)} characters left out]"
-    ]
+    [elided] = elide_outputs([Message("tool", red.line, images=(red,))])
+    assert list(split_at_images(elided.content, (red,))) == [f"[{len(red.line)} characters left out]"]
 
 
-async def answered(function: Any, **options: Any) -> Any:
-    return await Toolbox([tool(name="f", **options)(function)]).call(ToolCall("f", {}, "c"))
+async def answered(answer: Any, **options: Any) -> Any:
+    return await Toolbox([tool(name="f", **options)(lambda: answer)]).call(ToolCall("f", {}, "c"))
 
 
 async def test_what_tools_answer() -> None:
     red, blue = Image.of(picture()), Image.of(picture((0, 0, 250)))
-
-    async def alone() -> Any:
-        return red
-
-    async def drawn() -> Any:
-        return picture()  # as Pillow has it: a PNG is made of it
-
-    async def several() -> Any:
-        return ["before", red, blue, "after"]
-
-    async def deep() -> Any:
-        return {"shots": [{"at": 1, "image": red}]}
-
-    async def many() -> Any:
-        return [red] * (MOST_IMAGES + 2)
-
-    for function in (alone, drawn):
-        result = await answered(function)
+    for one in (red, picture()):  # as Pillow has it: a PNG is made of it
+        result = await answered(one)
         assert (result.content, result.value, result.images) == (red.line, red.line, (red,))
-    result = await answered(several)
+    result = await answered(["before", red, blue, "after"])
     assert result.content == f"before\n{red.line}\n{blue.line}\nafter" and result.images == (red, blue)
-    result = await answered(deep)
+    result = await answered({"shots": [{"at": 1, "image": red}]})
     assert json.loads(result.content) == {"shots": [{"at": 1, "image": red.line}]} and result.images == (red,)
-    result = await answered(many)
+    result = await answered([red] * (MOST_IMAGES + 2))
     assert len(result.images) == MOST_IMAGES and result.content.count("not shown: an answer may hold 16") == 2
     # A budget of text takes no image away: the line that it cut stands behind the cut.
-    result = await answered(several, max_output=12)
+    result = await answered(["before", red, blue, "after"], max_output=12)
     assert result.content.startswith("before") and "[cut:" in result.content and red.line in result.content
     assert [part for part in split_at_images(result.content, result.images) if isinstance(part, Image)] == [red, blue]
 
 
 async def test_a_secret_in_a_file_and_a_picture_that_is_too_large() -> None:
-    from PIL.PngImagePlugin import PngInfo
-
     remember("a-secret-of-this-test")
     info = PngInfo()
     info.add_text("comment", "key a-secret-of-this-test")
     out = io.BytesIO()
     picture().save(out, "PNG", pnginfo=info)
 
-    async def leaks() -> Any:
-        return Image.read(out.getvalue())
-
-    async def large() -> Any:
-        return Pictures.new("1", (5000, 5000))
-
-    result = await answered(leaks)
+    result = await answered(Image.read(out.getvalue()))
     assert not result.images and " of this run stands in its file" in result.content
     with pytest.raises(EnvError, match=r"tool f returned an image that is not taken: 5000 x 5000 pixels"):
-        await answered(large)
+        await answered(Pictures.new("1", (5000, 5000)))
 
 
 async def test_images_of_an_mcp_server() -> None:

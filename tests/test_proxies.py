@@ -10,13 +10,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from agentrl.config.schema import AgentConfig
+from agentrl.contrib.agents.endpoint import Endpoint
 from agentrl.contrib.agents.programs import program_of
+from agentrl.contrib.users import ModelUser
+from agentrl.env.users import UserModel
+from agentrl.render.litellm_calls import load_litellm
 from agentrl.utils import network as proxies
+from agentrl.utils.errors import EnvError
 
 NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 MESSAGE = {"role": "assistant", "content": "hello"}
@@ -63,17 +70,8 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     stub.server.shutdown()
 
 
-@pytest.fixture
-def server() -> Iterator[Stub]:
-    stub = Stub(refuses=False)
-    yield stub
-    stub.server.shutdown()
-
-
 def post(url: str) -> tuple[str | None, str | None]:
     """What an agent behind a URL answers, and how it failed."""
-    from types import SimpleNamespace
-
     program = program_of(AgentConfig(url=url))
     brief: Any = SimpleNamespace(to_json=lambda: {}, key="key")
 
@@ -99,11 +97,9 @@ def test_an_agent_on_this_machine_is_asked_directly(proxy: Stub, name: str) -> N
     assert proxy.seen == []
 
 
-def test_an_api_a_judge_and_a_user_on_this_machine_are_asked_directly(proxy: Stub, server: Stub) -> None:
+def test_an_api_a_judge_and_a_user_on_this_machine_are_asked_directly(proxy: Stub) -> None:
     pytest.importorskip("litellm")
-    from agentrl.env.users import UserModel
-    from agentrl.render.litellm_calls import load_litellm
-
+    server = Stub(refuses=False)
     request = UserModel("openai/m", {"api_base": server.url, "api_key": "k"}).request([{"role": "user", "content": "hi"}])
     answer = load_litellm().completion(**request)
     assert answer.choices[0].message.content == "hello"
@@ -111,10 +107,6 @@ def test_an_api_a_judge_and_a_user_on_this_machine_are_asked_directly(proxy: Stu
 
 
 def test_the_endpoint_is_asked_directly_by_an_agent_in_this_process(proxy: Stub) -> None:
-    import httpx
-
-    from agentrl.contrib.agents.endpoint import Endpoint
-
     async def run() -> int:
         endpoint = Endpoint(None, None)  # type: ignore[arg-type]
         async with endpoint, httpx.AsyncClient() as client:
@@ -135,9 +127,6 @@ def test_an_error_names_the_proxy_and_the_way_around_it_but_no_password(proxy: S
 
 def test_errors_of_a_model_behind_an_api_name_the_proxy(proxy: Stub) -> None:
     pytest.importorskip("litellm")
-    from agentrl.contrib.users import ModelUser
-    from agentrl.utils.errors import EnvError
-
     user = ModelUser(model="openai/m", api_base="http://model.example/v1", api_key="k", num_retries=0, max_retries=0)
     with pytest.raises(EnvError, match=r"the proxy http://127\.0\.0\.1:\d+ of HTTP_PROXY; NO_PROXY=model.example"):
         asyncio.run(user._complete([{"role": "user", "content": "hi"}]))
@@ -155,10 +144,9 @@ def test_what_the_user_has_exempt_stays_and_nothing_is_set_without_a_proxy(proxy
 @pytest.mark.parametrize("name", ["https_proxy", "ALL_PROXY"])
 def test_every_command_exempts_this_machine_for_all_that_it_starts(name: str) -> None:
     env = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    env[name] = "http://proxy:3128"
     program = (
         "import atexit, os; from agentrl.cli.main import main; atexit.register(lambda: print(os.environ['NO_PROXY'])); main()"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program, "--version"], env={**env, name: "http://proxy:3128"}, capture_output=True, text=True
-    )
+    ran = subprocess.run([sys.executable, "-c", program, "--version"], env=env, capture_output=True, text=True)
     assert ran.stdout.splitlines()[-1] == "127.0.0.1,localhost,::1"

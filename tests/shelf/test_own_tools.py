@@ -59,15 +59,8 @@ def test_each_episode_offers_its_own_tools_and_those_alone() -> None:
 def test_the_environment_is_shown_with_the_tools_of_each_task_that_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = {
-        **ROW,
-        "id": "b",
-        "split": "heldout",
-        "prompt": "Where is ann?",
-        "tools": [CITY],
-        "answers": [],
-        "gold": {"answer": "x"},
-    }
+    other = {"prompt": "Where is ann?", "tools": [CITY], "answers": [], "gold": {"answer": "x"}}
+    held = {**ROW, "id": "b", "split": "heldout", **other}
     assert main(["env", "show", "own_tools", f"tasks={file(tmp_path, ROW, held)}"]) == 0
     train, heldout = capsys.readouterr().out.partition("task 0 of train:")[2].split("task 0 of heldout:")
     assert [json.loads(line)["name"] for line in train.splitlines() if line.startswith("  {")] == ["age", "city"]
@@ -126,16 +119,19 @@ def test_functions_of_the_run_answer_and_rows_cannot_name_any(tmp_path: Path, mo
     assert json.loads(say(env, "city", name="ann")) == {"city": "Rome"}
     with pytest.raises(EnvError, match="city"):
         say(env, "city", name="annabel")
-    with pytest.raises(
-        TaskDataError, match=r"rows.jsonl:1: field tools/1: nothing answers 'city': params.functions has no function"
+    age, city = functions.values()
+    for task, wrong, error, said in (
+        (row, {"age": age}, TaskDataError, r"jsonl:1: field tools/1: nothing answers 'city': params.functions has no function"),
+        (ROW, {"citty": city}, ConfigError, r"\.citty: no row declares a tool 'citty'; did you mean 'city'\?.*: age, city"),
+        (
+            row,
+            {"age": f"{age}e", "city": city},
+            ConfigError,
+            r"env.params.functions.age: own_tools_functions has no function 'agee'",
+        ),
     ):
-        make_env("own_tools", tasks=file(tmp_path, row), functions={"age": "own_tools_functions:age"})
-    with pytest.raises(
-        ConfigError, match=r"functions\.citty: no row declares a tool 'citty'; did you mean 'city'\?.*: age, city"
-    ):
-        make_env("own_tools", tasks=file(tmp_path, ROW), functions={"citty": "own_tools_functions:city"})
-    with pytest.raises(ConfigError, match=r"env.params.functions.age: own_tools_functions has no function 'aeg'"):
-        make_env("own_tools", tasks=file(tmp_path, row), functions={**functions, "age": "own_tools_functions:aeg"})
+        with pytest.raises(error, match=said):
+            make_env("own_tools", tasks=file(tmp_path, task), functions=wrong)
 
 
 def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> None:
@@ -237,10 +233,8 @@ def test_a_conversation_so_far_and_an_mcp_server(tmp_path: Path) -> None:
             {"role": "user", "content": "load it"}]  # fmt: skip
     row = {"id": "a", "split": "train", "messages": said, "tools": ["count", AGE], "answers": ANSWERS, "gold": {"answer": "9"}}
     env_config = {"id": "own_tools", "params": {"tasks": file(tmp_path, row)}}
-    config = config_from(
-        {"name": "x", "env": env_config, "tools": {"mcp": {"shop": {"command": [sys.executable, str(server)]}}}}, []
-    )
-    env = EnvRef.of(config).build()
+    shop = {"command": [sys.executable, str(server)]}
+    env = EnvRef.of(config_from({"name": "x", "env": env_config, "tools": {"mcp": {"shop": shop}}}, [])).build()
     observation, _ = env.reset(seed=0)
     assert [message.content for message in observation] == ["s", "hi", "", "31", "load it"]
     assert observation[2].tool_calls == (ToolCall("age", {"name": "ann"}, id="c0"),)
@@ -359,6 +353,8 @@ def test_a_tool_of_another_form_is_offered_with_its_parameters_and_one_that_is_n
         assert env.trajectory.tools[0]["function"]["parameters"] == NAME
     with pytest.raises(TaskDataError, match=r"rows.jsonl:1: field tools/0.schema_of: no known key of a tool"):
         make_env("own_tools", tasks=file(tmp_path, {**ROW, "tools": [{"name": "age", "schema_of": NAME}, CITY]}))
+    with pytest.raises(TaskDataError, match="tasks = '': it names no file"):  # and not the packaged tasks
+        make_env("own_tools", tasks="")
 
 
 def test_results_of_a_conversation_so_far_stand_in_the_order_of_their_calls(tmp_path: Path) -> None:
@@ -371,11 +367,6 @@ def test_results_of_a_conversation_so_far_stand_in_the_order_of_their_calls(tmp_
     assert [message.content for message in observation] == ["hi", "", "x", "y"]
     with pytest.raises(TaskDataError, match=r"messages: user.contnet: no key of a message"):
         make_env("own_tools", tasks=file(tmp_path, {**row, "messages": [{"role": "user", "content": "a", "contnet": "b"}]}))
-
-
-def test_an_empty_path_is_not_the_packaged_tasks() -> None:
-    with pytest.raises(TaskDataError, match="tasks = '': it names no file"):
-        make_env("own_tools", tasks="")
 
 
 def test_a_function_may_be_a_tool_and_a_module_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,9 +141,8 @@ def test_all_calls_of_a_turn_are_made_at_once_and_too_many_are_refused(source: P
 
 def test_calls_of_a_set_in_the_same_turn_are_not_the_benchmarks(source: Path) -> None:
     env: Any = EnvRef("toolsandbox", {"source": str(source)}, tools=ToolsConfig(sets=["notes"])).build()
-    begun(env, "lamp_on").step(
-        call(("find", {"name": "a"}), ("write_note", {"title": "t", "text": "x"}), ("find", {"name": "b"}))
-    )
+    note = ("write_note", {"title": "t", "text": "x"})
+    begun(env, "lamp_on").step(call(("find", {"name": "a"}), note, ("find", {"name": "b"})))
     assert [result.content for result in results(env)] == ["['a']", "noted", "['b']"]
     env.step("The lamp is off.")
     assert env.trajectory.state["verdict"]["turn_count"] == 3, "the note never reached the benchmark"
@@ -190,10 +189,8 @@ def test_episodes_at_the_same_time_have_nothing_in_common(source: Path) -> None:
     fork = env.fork()
     fork.step(call(("lamp", {"on": True})))
     assert copy.deepcopy(env.inside) is env.inside, "what copies an environment whole, as a wrapper does, copies no process"
-    assert (
-        check_fork(subject_of(EnvRef("toolsandbox", {"source": str(source)}), None, 1))
-        == "1 episodes forked halfway and restored"
-    )
+    checked = check_fork(subject_of(EnvRef("toolsandbox", {"source": str(source)}), None, 1))
+    assert checked == "1 episodes forked halfway and restored"
     assert [one.step("The lamp is on.")[1] for one in (env, fork)] == [0.5, 1.0]
 
 
