@@ -183,22 +183,15 @@ def test_a_failure_is_not_cached_and_a_broken_file_is_asked_again(server, tmp_pa
 
 
 def test_a_budget_in_calls(server):
-    compiled = scorer(judge(server, calls=2))
+    """`missing: 0` is for a judge that could not answer; a judge that may not be asked would turn every reward into 0."""
+    asked = leaf("judge", {"model": MODEL, "prompt": "{answer}", "range": [0, 10]}, missing=0)
+    compiled = compile_spec(spec(asked), context=Context(services={"judge": judge(server, calls=2)}))
     assert [compiled.score(episode(f"answer {i}")).value for i in range(2)] == [0.7, 0.7]
     for _ in range(2):
         with pytest.raises(JudgeBudgetError, match=r"budget of 2 judge calls is spent; raise reward\.judge\.calls"):
             compiled.score(episode("answer 3"))
     assert compiled.score(episode("answer 1")).value == 0.7  # what was paid for is known
     assert len(server.requests) == 2
-
-
-def test_a_spent_budget_is_no_missing_verdict(server):
-    """`missing: 0` is for a judge that could not answer; a judge that may not be asked would turn every reward into 0."""
-    asked = {"model": MODEL, "prompt": "{answer}", "range": [0, 10]}
-    compiled = compile_spec(spec(leaf("judge", asked, missing=0)), context=Context(services={"judge": judge(server, calls=1)}))
-    assert compiled.score(episode("one")).value == 0.7
-    with pytest.raises(JudgeBudgetError):
-        compiled.score(episode("two"))
 
 
 def test_a_budget_in_money_is_not_overspent(server):

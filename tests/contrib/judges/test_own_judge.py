@@ -212,11 +212,12 @@ async def test_a_fault_of_the_engine_is_tried_again_and_is_never_a_score(
     judge: Path, faults: int, retries: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.contrib.judges.engines.BACKOFF", 0.0)
-    given = {"fault": (faults, EngineError("the card fell off")), "retries": retries}
+    remember("planted-judge-0123456789")
+    given = {"fault": (faults, EngineError("no: planted-judge-0123456789")), "retries": retries}
     [verdict], one, engine = await asked(judge, [request("a")], **given)
     assert engine.asked == attempts
     if faults > retries:
-        assert verdict.value is None and verdict.error == "engine:strict: the card fell off" and one.counted["failed"] == 1
+        assert verdict.value is None and verdict.error == f"engine:strict: no: {GONE}" and one.counted["failed"] == 1
     else:
         assert verdict.value["score"] is not None and one.counted["failed"] == 0
 
@@ -254,12 +255,6 @@ async def test_an_episode_that_is_cancelled_takes_no_verdict_from_another_that_a
     await asyncio.sleep(0.05)
     await asyncio.wait_for(one.close(), 5)  # as Ctrl-C does: what is under way is not waited for
     assert engine.under_way == 0 and (await asyncio.gather(*waiting, return_exceptions=True))[0] is not None
-
-
-async def test_what_an_engine_says_of_its_fault_holds_no_secret(judge: Path) -> None:
-    remember("planted-judge-0123456789")
-    [verdict], _, _ = await asked(judge, [request("a")], fault=(1, EngineError("no: planted-judge-0123456789")), retries=0)
-    assert verdict.error == f"engine:strict: no: {GONE}"
 
 
 async def test_a_prompt_without_room_is_no_score_and_not_asked_again(judge: Path) -> None:
