@@ -111,7 +111,7 @@ def run_leaks(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise UserError(f"{option} {value}: expected 1 or more")
     env = reference(args.env, args.params).with_gold_user().build(scorer=None)
-    train, heldout = (counted_tasks(env, split, args.tasks).count for split in ("train", "heldout"))
+    train, heldout = (counted_tasks(env, split, args.tasks)[1] for split in ("train", "heldout"))
     if not (train and heldout):
         raise UserError(f"{env.id}: {train} training and {heldout} held-out tasks. Choose parameters with tasks of both splits.")
     found = find_leaks(env, range(train), range(heldout), args.ngram)

@@ -18,23 +18,15 @@ from agentrl.env.official import WHOLE, Benchmark
 # The floor
 
 
-@dataclass(frozen=True, slots=True)
-class Tasks:
-    """Selection of the counted tasks: the first `count` of a split; `every`: they are all that it has."""
-
-    split: str
-    count: int
-    every: bool
-
-
-def counted_tasks(env: ToolEnv, split: str | None, most: int | None) -> Tasks:
-    """Of a suite by default every task, of another environment the first `most` (200 by default) of "heldout"."""
+def counted_tasks(env: ToolEnv, split: str | None, most: int | None) -> tuple[str, int, bool]:
+    """Split and number of the first tasks that count, and whether these are all: of a suite by default every task, of another
+    environment `most` (200 by default) of "heldout"."""
     suite = isinstance(env.unwrapped, Benchmark)
     chosen = split or (WHOLE if suite else "heldout")
     there = env.task_count(chosen)
     wanted = most if most is not None else there if suite and there is not None else 200
     count = wanted if there is None else min(wanted, there)
-    return Tasks(chosen, count, there is not None and count == there)
+    return chosen, count, there is not None and count == there
 
 
 def measure(subject: Subject, split: str | None = None, most: int | None = None) -> dict[str, Any]:
@@ -43,14 +35,14 @@ def measure(subject: Subject, split: str | None = None, most: int | None = None)
     `version`, that of its source, and for each script the benchmark's own table ("official"). Raises Skipped if there is no
     scorer."""
     env = subject.build()
-    tasks = counted_tasks(env, split, most)
+    chosen, count, every = counted_tasks(env, split, most)
     inner = env.unwrapped
     assert isinstance(inner, ToolEnv)
-    made = [env.make_task(seed, tasks.split) for seed in range(tasks.count)]
+    made = [env.make_task(seed, chosen) for seed in range(count)]
     families = Counter(inner.family(task) for task in made)
-    found = list(floors(subject, env, tasks.split, range(tasks.count)))
+    found = list(floors(subject, env, chosen, range(count)))
     env.close()
-    every = {task.id for floor in found for task in floor.paid}
+    any_paid = {task.id for floor in found for task in floor.paid}
     agents: dict[str, dict[str, Any]] = {}
     for floor in found:
         scored = [value for value in floor.values if value is not None]
@@ -59,18 +51,18 @@ def measure(subject: Subject, split: str | None = None, most: int | None = None)
             "mean": statistics.fmean(scored) if scored else None,
             "unscored": len(floor.values) - len(scored),
             **_share(len(floor.paid), len(floor.values)),
-            "families": {name: [count, families[name]] for name, count in sorted(paid.items())},
+            "families": {name: [number, families[name]] for name, number in sorted(paid.items())},
             "ids": [task.id for task in floor.paid],
             "official": [asdict(row) for row in inner.official(floor.played)] if isinstance(inner, Benchmark) else [],
         }
     return {
         "env": env.id,
         "version": inner.version if isinstance(inner, Benchmark) else "",
-        "split": tasks.split,
-        "tasks": tasks.count,
-        "every": tasks.every,
+        "split": chosen,
+        "tasks": count,
+        "every": every,
         "agents": agents,
-        "any": _share(len(every), tasks.count),
+        "any": _share(len(any_paid), count),
     }
 
 

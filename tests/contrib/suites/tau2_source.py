@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 TYPES = """
 from itertools import count
@@ -111,6 +112,7 @@ class Environment:
 DOMAIN = """
 import json
 from pathlib import Path
+from typing import Any
 from types import SimpleNamespace
 from pydantic import BaseModel
 from tau2.data_model.tasks import Task
@@ -205,68 +207,54 @@ HISTORY = [
     {"role": "tool", "id": "h1", "content": "{}"},
     {"role": "assistant", "content": "It is in the study."},
 ]
+BEGUN = {"env_type": "assistant", "func_name": "switch", "arguments": {"name": "hall", "on": True}}
+
+
+def find(name: str) -> dict[str, Any]:
+    return {"name": "find_lamp", "arguments": {"name": name}}
+
+
+def task(name: str, scenario: str, *actions: Any, begins: Any = None, **criteria: Any) -> dict[str, Any]:
+    state = {} if begins is None else {"initial_state": begins}
+    return {"id": name, "user_scenario": scenario, **state, "evaluation_criteria": {"actions": [*actions], **criteria}}
+
+
 TASKS = [
-    {
-        "id": "switch",
-        "user_scenario": "Your desk lamp is to be on.",
-        "evaluation_criteria": {
-            "actions": [{"name": "find_lamp", "arguments": {"name": "dask"}}, SWITCH],
-            "communicate_info": ["the study", "1200"],
-        },
-    },
-    {
-        "id": "nothing",
-        "user_scenario": "You want a lamp that glows.",
-        "evaluation_criteria": {"actions": [], "reward_basis": ["DB"]},
-    },
-    {
-        "id": "[far_plug]out[PERSONA:None]",
-        "user_scenario": "Your lamp is dark.",
-        "evaluation_criteria": {
-            "actions": [SWITCH, {"requestor": "user", "name": "plug", "arguments": {"put_in": True}}],
-            "env_assertions": [
-                {"env_type": "user", "func_name": "assert_plugged", "arguments": {}},
-                {"env_type": "assistant", "func_name": "assert_on", "arguments": {"name": "desk"}},
-            ],
-            "reward_basis": ["ENV_ASSERTION"],
-        },
-    },
-    {
-        "id": "transfer",
-        "user_scenario": "You want a person.",
-        "evaluation_criteria": {
-            "actions": [
-                {"name": "transfer_to_human_agents", "arguments": {"summary": "a person"}, "compare_args": []},
-                {"name": "find_lamp", "arguments": {"name": "desk"}},
-                {"name": "find_lamp", "arguments": {"name": "desk"}},
-            ],
-            "reward_basis": ["DB", "ACTION"],
-        },
-    },
-    {
-        "id": "polite",
-        "user_scenario": "You want a kind word.",
-        "evaluation_criteria": {"nl_assertions": ["The agent is kind"], "reward_basis": ["DB", "NL_ASSERTION"]},
-    },
-    {
-        "id": "history",
-        "user_scenario": "Go on about the desk lamp.",
-        "initial_state": {
-            "message_history": HISTORY,
-            "initialization_actions": [
-                {"env_type": "assistant", "func_name": "switch", "arguments": {"name": "hall", "on": True}}
-            ],
-        },
-        "evaluation_criteria": {"actions": [SWITCH], "reward_basis": ["DB"]},
-    },
-    {
-        "id": "refused",
-        "user_scenario": "A lamp that is not there is to be on, and the desk lamp.",
-        "evaluation_criteria": {
-            "actions": [{"name": "switch", "arguments": {"name": "dask", "on": True}}, SWITCH],
-            "reward_basis": ["DB"],
-        },
-    },
+    task("switch", "Your desk lamp is to be on.", find("dask"), SWITCH, communicate_info=["the study", "1200"]),
+    task("nothing", "You want a lamp that glows.", reward_basis=["DB"]),
+    task(
+        "[far_plug]out[PERSONA:None]",
+        "Your lamp is dark.",
+        *(SWITCH, {"requestor": "user", "name": "plug", "arguments": {"put_in": True}}),
+        env_assertions=[
+            {"env_type": "user", "func_name": "assert_plugged", "arguments": {}},
+            {"env_type": "assistant", "func_name": "assert_on", "arguments": {"name": "desk"}},
+        ],
+        reward_basis=["ENV_ASSERTION"],
+    ),
+    task(
+        "transfer",
+        "You want a person.",
+        {"name": "transfer_to_human_agents", "arguments": {"summary": "a person"}, "compare_args": []},
+        *(find("desk"), find("desk")),
+        reward_basis=["DB", "ACTION"],
+    ),
+    task(
+        "polite", "You want a kind word.", actions=None, nl_assertions=["The agent is kind"], reward_basis=["DB", "NL_ASSERTION"]
+    ),
+    task(
+        "history",
+        "Go on about the desk lamp.",
+        SWITCH,
+        begins={"message_history": HISTORY, "initialization_actions": [BEGUN]},
+        reward_basis=["DB"],
+    ),
+    task(
+        "refused",
+        "A lamp that is not there is to be on, and the desk lamp.",
+        *({"name": "switch", "arguments": {"name": "dask", "on": True}}, SWITCH),
+        reward_basis=["DB"],
+    ),
 ]
 SPLITS = {
     "base": ["switch", "nothing", "[far_plug]out[PERSONA:None]", "transfer", "polite"],

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,12 +70,13 @@ def surrogate():
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Foreign:
+def pool(tmp_path: Path) -> Iterator[Foreign]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     made = foreign(sys.executable, script, ("a b", "ü"), most=1)
     assert foreign(sys.executable, script, ("a b", "ü"), most=1) is made, "environments share the processes"
-    return made
+    yield made
+    made.end()
 
 
 def test_a_script_answers_and_what_it_prints_or_raises_is_no_answer(pool: Foreign) -> None:
@@ -88,25 +90,19 @@ def test_a_script_answers_and_what_it_prints_or_raises_is_no_answer(pool: Foreig
     with pytest.raises(EnvError, match=r"ended with exit code 7 in leave: (?s:.*)out of figs"):
         pool.ask("leave")
     assert pool.ask("count") == 1, "the next call starts another process"
-    pool.end()
 
 
-def test_a_process_is_held_by_one_and_goes_back_also_if_who_waits_for_it_is_cancelled(pool: Foreign) -> None:
-    async def play() -> tuple[int, int]:
-        first = await pool.held()
-        waiting = asyncio.ensure_future(pool.held())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        pid = first.ask("slow", {"seconds": 0})
-        pool.give(first)
-        # Without it the pool of one would be empty for good, and this would wait for ever.
-        return pid, await asyncio.wait_for(pool.call("slow", seconds=0), 20)
-
-    one, two = asyncio.run(play())
-    assert one == two != os.getpid()
-    pool.end()
+async def test_a_process_is_held_by_one_and_goes_back_also_if_who_waits_for_it_is_cancelled(pool: Foreign) -> None:
+    first = await pool.held()
+    waiting = asyncio.ensure_future(pool.held())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    pid = first.ask("slow", {"seconds": 0})
+    pool.give(first)
+    # Without it the pool of one would be empty for good, and this would wait for ever.
+    assert await asyncio.wait_for(pool.call("slow", seconds=0), 20) == pid != os.getpid()
 
 
 def test_a_process_whose_holder_was_dropped_unclosed_comes_back(pool: Foreign) -> None:
@@ -119,22 +115,17 @@ def test_a_process_whose_holder_was_dropped_unclosed_comes_back(pool: Foreign) -
 
     Holder()  # in a circle of references, as an environment and its toolbox are
     assert asyncio.run(asyncio.wait_for(pool.call("count"), 20)) == 1
-    pool.end()
 
 
-def test_a_killed_process_fails_who_waits_for_it_and_is_not_given_out_again(pool: Foreign) -> None:
-    async def play() -> None:
-        process = await pool.held()
-        asking = asyncio.ensure_future(asyncio.to_thread(process.ask, "slow", {"seconds": 60}))
-        await asyncio.sleep(0.05)
-        process.kill()
-        with pytest.raises(EnvError, match="exit code -9 in slow"):
-            await asking
-        pool.give(process)
-        assert await pool.call("count") == 1
-
-    asyncio.run(play())
-    pool.end()
+async def test_a_killed_process_fails_who_waits_for_it_and_is_not_given_out_again(pool: Foreign) -> None:
+    process = await pool.held()
+    asking = asyncio.ensure_future(asyncio.to_thread(process.ask, "slow", {"seconds": 60}))
+    await asyncio.sleep(0.05)
+    process.kill()
+    with pytest.raises(EnvError, match="exit code -9 in slow"):
+        await asking
+    pool.give(process)
+    assert await pool.call("count") == 1
 
 
 def test_the_interpreter_is_the_given_one_or_that_of_the_source(tmp_path: Path) -> None:
@@ -162,17 +153,12 @@ def test_what_is_no_answer_is_a_fault_and_never_answers_the_next_question(pool: 
     assert pool.ask("count") == 1
     (process,) = pool._idle
     assert os.fstat(process._told.fileno()).st_size == 0, "what it printed in earlier calls is not kept"
-    pool.end()
 
 
-def test_a_call_that_hangs_takes_no_process_from_the_next_if_it_is_cancelled(pool: Foreign) -> None:
-    async def play() -> object:
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(pool.call("spin"), 0.3)
-        return await asyncio.wait_for(pool.call("count"), 20)
-
-    assert asyncio.run(play()) == 1
-    pool.end()
+async def test_a_call_that_hangs_takes_no_process_from_the_next_if_it_is_cancelled(pool: Foreign) -> None:
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(pool.call("spin"), 0.3)
+    assert await asyncio.wait_for(pool.call("count"), 20) == 1
 
 
 def test_a_blocking_call_that_hangs_has_an_end(pool: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +167,6 @@ def test_a_blocking_call_that_hangs_has_an_end(pool: Foreign, monkeypatch: pytes
         pool.ask("spin")
     monkeypatch.undo()
     assert pool.ask("count") == 1
-    pool.end()
 
 
 def test_nothing_is_left_of_a_process_that_ends(pool: Foreign) -> None:
@@ -203,7 +188,6 @@ def test_nothing_is_left_of_a_process_that_was_killed_from_outside_while_somebod
     assert _gone(child)
     pool.give(process)  # too late
     assert pool.ask("count") == 1
-    pool.end()
 
 
 def test_nothing_is_left_if_the_run_is_killed_in_the_middle_of_a_call(tmp_path: Path) -> None:

@@ -137,24 +137,19 @@ def test_a_package_in_place_is_its_folder_and_a_missing_file_is_named(tmp_path: 
         (tmp_path / "tasks.json").read_text()
 
 
-def test_calls_of_a_turn_are_asked_for_once_and_equal_calls_get_an_answer_each() -> None:
-    class Env:
-        trajectory: Any = None
-
-    class Turn:
-        message = calling([("find", {"n": 1}), ("no_tool", {}), ("find", {"n": 1}), ("find", {"n": 2})])
-
+async def test_calls_of_a_turn_are_asked_for_once_and_equal_calls_get_an_answer_each() -> None:
+    turn = SimpleNamespace(message=calling([("find", {"n": 1}), ("no_tool", {}), ("find", {"n": 1}), ("find", {"n": 2})]))
+    env: Any = SimpleNamespace(trajectory=SimpleNamespace(turns=[turn]))
     asked: list[list[Any]] = []
 
     async def ask(made: Any) -> list[str]:
         asked.append([call.arguments for call in made])
         return [f"{len(asked)}.{place}" for place in range(len(made))]
 
-    env, together = Env(), TOGETHER.CallsTogether(["find"])
-    env.trajectory = SimpleNamespace(turns=[Turn()])
-    found = [asyncio.run(together.answer(env, "find", {"n": n}, ask)) for n in (1, 1, 2)]  # type: ignore[arg-type]
+    together = TOGETHER.CallsTogether(["find"])
+    found = [await together.answer(env, "find", {"n": n}, ask) for n in (1, 1, 2)]
     assert (found, asked) == (["1.0", "1.1", "1.2"], [[{"n": 1}, {"n": 1}, {"n": 2}]])
-    assert asyncio.run(together.answer(env, "find", {"n": 1}, ask)) == "2.0", "one more, in no turn: alone"  # type: ignore[arg-type]
+    assert await together.answer(env, "find", {"n": 1}, ask) == "2.0", "one more, in no turn: alone"
 
 
 SCRIPT = """
@@ -187,27 +182,22 @@ def sibling():
 """
 
 
-def test_scripts_have_a_steady_clock_and_siblings_and_a_copied_world_is_made_again(tmp_path: Path) -> None:
+async def test_scripts_have_a_steady_clock_and_siblings_and_a_copied_world_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "other.py").write_text("WORD = 'beside'")
     pool = foreign(sys.executable, tmp_path / "script.py", (), 2)
-    one, two, later = (pool.ask("seen", passed=passed) for passed in (0, 0, 61))
-    assert one == two and one[0] == "2025-01-01 00:00:00" and later[0] == "2025-01-01 00:01:01"
-    assert len({*one, *later}) == 6 and pool.ask("sibling") == "beside"
+    first, again, later = (pool.ask("seen", passed=passed) for passed in (0, 0, 61))
+    assert first == again and first[0] == "2025-01-01 00:00:00" and later[0] == "2025-01-01 00:01:01"
+    assert len({*first, *later}) == 6 and pool.ask("sibling") == "beside"
 
-    async def play() -> list[Any]:
-        world = HeldWorld(pool, ("start", {"first": 0}))
-        await world.start()
-        await world.act("add", item=1)
-        fork = copy.deepcopy(world)
-        await fork.act("add", item=2)
-        found = [await world.ask("show"), await fork.ask("show")]
-        for one in (world, fork):
-            one.end()
-            one.end()
-        return found
-
-    assert asyncio.run(play()) == [[0, 1], [0, 1, 2]]
+    world = HeldWorld(pool, ("start", {"first": 0}))
+    await world.start()
+    await world.act("add", item=1)
+    fork = copy.deepcopy(world)
+    await fork.act("add", item=2)
+    assert [await world.ask("show"), await fork.ask("show")] == [[0, 1], [0, 1, 2]]
+    for one in (world, fork, world, fork):
+        one.end()
     pool.end()
 
 
