@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.contrib.suites.benchmarks import calling
+from agentrl.contrib.suites.benchmarks import calling, message_of
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.contrib.suites.suite import found_version, known_word, members, within
-from agentrl.data.trajectory import Message, StopReason
+from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.catalog import find_env
 from agentrl.env.official import Played
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def part_of(env: str, name: str) -> Any:
@@ -85,6 +83,12 @@ def test_gold_of_two_sides_asks_the_user_for_its_calls_and_the_user_makes_them_w
     assert reply(Message("tool", "ok")) == "I have done that."
     assert reply(turns[1]) is None, "it has nothing more to do"
     assert asyncio.run(SIDES.AskedUser("", calls).reply([Message("assistant", "Please use tap")])) == ""  # its opening, first
+
+
+def test_messages_are_read_as_written() -> None:
+    row = {"role": "assistant", "content": None, "tool_calls": [{"name": "put", "arguments": {"n": 1}, "id": "c1"}]}
+    assert message_of(row) == Message("assistant", "", (ToolCall("put", {"n": 1}, id="c1"),))
+    assert message_of({"role": "tool", "content": "ok", "id": "c1"}) == Message("tool", "ok", tool_call_id="c1")
 
 
 def test_families_are_whole_or_not() -> None:
