@@ -179,10 +179,11 @@ class Endpoint(LocalServer):
         from starlette.applications import Starlette
         from starlette.routing import Route
 
+        models = [{"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}]
         return Starlette(
             routes=[
                 *(Route(f"/s/{{session}}/{wire.path}", partial(self._serve, wire), methods=["POST"]) for wire in WIRES),
-                Route("/s/{session}/v1/models", partial(self._show, self._models)),
+                Route("/s/{session}/v1/models", partial(self._show, lambda _: {"object": "list", "data": models})),
                 Route("/s/{session}", partial(self._show, AgentSession.to_json)),
             ]
         )
@@ -222,9 +223,6 @@ class Endpoint(LocalServer):
             raise RequestError("the API key is not this session's", status=401, code="invalid_api_key")
         return found[0]
 
-    def _models(self, session: AgentSession) -> Json:
-        return {"object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}]}
-
     async def _show(self, show: Callable[[AgentSession], Json], request: Request) -> Response:
         from starlette.responses import JSONResponse
 
@@ -244,7 +242,12 @@ def _refusal(wire: Wire, problem: Exception) -> Response:
 async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
     """The answer. If the client goes away, or the session ends, it is given up: what nobody reads must not be sampled, nor
     trained."""
-    task, gone = asyncio.ensure_future(answer), asyncio.create_task(_wait_for_disconnect(request))
+
+    async def disconnected() -> None:  # the body must have been read
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(answer), asyncio.create_task(disconnected())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -254,12 +257,6 @@ async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
     if task.cancelled() or not task.done():
         raise RequestError("the session is over, or the client went away", status=404, code="session_not_found")
     return task.result()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    """Returns when the client has gone; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 # The environment's tools for agents: one MCP server (streamable HTTP) for all episodes, each under a secret address

@@ -178,13 +178,21 @@ class AgentEpisode:
     async def _play(self, brief: Brief) -> Outcome:
         """The agent's program to its end. Raises what ends the episode before; the program is then ended."""
         task = asyncio.create_task(self.program.run(brief, self, self.about), name=f"the agent of {self.spec.key}")
-        first = asyncio.create_task(_first(task, self._over))
+        either: set[asyncio.Future[Any]] = {task, self._over}
+        first = asyncio.create_task(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
         clock = loop_clock()
         clock.enter()
         self._idle_since = clock.now()
+
+        def left(passed: float) -> float:
+            before = self.agent_s
+            self._charge()
+            self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
+            return min(self.config.idle_timeout - self._quiet, self.waits.limit - self.waits.used["infrastructure"])
+
         try:
             with self.watch.waits(f"{self.spec.key} (agent)", lambda: "its agent"):
-                if not await in_time(first, self._spend, self.watch.look):
+                if not await in_time(first, left, self.watch.look):
                     if self._quiet < self.config.idle_timeout:
                         raise self.waits.over("its agent")
                     said = f"no request, tool call or end for {self.config.idle_timeout:g} s (agent.idle_timeout)"
@@ -388,12 +396,6 @@ class AgentEpisode:
             self.waits.used["infrastructure"] += passed  # its program is not what is trained
         self._idle_since = now
 
-    def _spend(self, passed: float) -> float:
-        before = self.agent_s
-        self._charge()
-        self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
-        return min(self.config.idle_timeout - self._quiet, self.waits.limit - self.waits.used["infrastructure"])
-
     # -- inside --------------------------------------------------------------------------------------
 
     async def _env(
@@ -411,11 +413,6 @@ class AgentEpisode:
             raise EnvError(fault_text(fault)) from fault
         finally:
             self.env_s += time.monotonic() - began
-
-
-async def _first(task: asyncio.Future[Outcome], over: asyncio.Future[Exception]) -> None:
-    either: set[asyncio.Future[Any]] = {task, over}
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
 
 @AGENTS.register("program")

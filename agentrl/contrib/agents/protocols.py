@@ -525,11 +525,7 @@ _KNOWN_ANTHROPIC = {
 }  # fmt: skip
 _TYPES_ANTHROPIC = {**COMMON, "tool_choice": "an object", "cache_control": "an object", "output_config": "an object"}
 _HARMLESS_ANTHROPIC: dict[str, Sequence[Json]] = {"thinking": ({"type": "disabled"},)}
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-}
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 
 def read_anthropic(exchange: Exchange) -> Ask:

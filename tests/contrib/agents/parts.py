@@ -29,19 +29,9 @@ TOKENIZER = packaged_tokenizer(4096)
 RENDERER = make_renderer(TOKENIZER)
 LIMITS = Limits(4, 64, 2000, 30.0, 60.0, 2048)
 # Whether the last word names the number of tea, and whether nothing was put.
-SPEC = compile_spec(
-    {
-        "agentrl_reward": 1,
-        "name": "store",
-        "root": {
-            "op": "mean",
-            "of": [
-                {"use": "text.contains", "args": {"expect": {"$": "/task/gold/answer"}}},
-                {"use": "calls.none", "args": {"names": ["put"]}},
-            ],
-        },
-    }
-)
+NAMED: dict[str, Any] = {"use": "text.contains", "args": {"expect": {"$": "/task/gold/answer"}}}
+NO_PUT = {"use": "calls.none", "args": {"names": ["put"]}}
+SPEC = compile_spec({"agentrl_reward": 1, "name": "store", "root": {"op": "mean", "of": [NAMED, NO_PUT]}})
 
 
 class Store(ToolEnv):

@@ -12,8 +12,8 @@ from agentrl.contrib.agents import programs
 from agentrl.contrib.agents.programs import Command, Episode, Output, Remote
 from agentrl.contrib.agents.record import Brief, Outcome
 from agentrl.data.trajectory import StopReason
-from tests.contrib.agents.parts import FUNCTION, Script, client_of, play, says
-from tests.contrib.agents.test_episode import ask
+from tests.contrib.agents.parts import FUNCTION, Script, play, says
+from tests.contrib.agents.test_episode import asks
 
 KEY = "agentrl-" + "0123456789abcdefghijklmnopqrstuvwxyzABCDEFG"
 
@@ -33,8 +33,7 @@ def test_the_key_that_an_agent_tells_is_in_none_of_its_words(fails: bool) -> Non
     assert by_command.output == "out [key]" and by_command.failure == ("exit code 1: err [key]" if fails else None)
 
     async def tells(episode: Episode) -> str:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages)
+        await asks(episode)
         if fails:
             raise ValueError("x" * 1960 + episode.api_key)  # an error is cut inside it
         return f"it is {episode.api_key}"
@@ -58,8 +57,7 @@ def test_an_output_that_is_cut_inside_the_key_shows_no_part_of_it(shift: int) ->
 
 def test_lone_surrogates_of_an_agent_are_replaced_wherever_they_are_kept() -> None:
     async def odd(episode: Episode) -> str:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages)
+        await asks(episode)
         assert await episode.call("put", {"key": "a\ud800", "value": "b"}) == "done"
         return "3 \udfff"
 
@@ -68,9 +66,8 @@ def test_lone_surrogates_of_an_agent_are_replaced_wherever_they_are_kept() -> No
         raise ValueError("no \ud800")
 
     for program, answered in ((odd, True), (raises, False)):
-        (trajectory,) = play(
-            Script([says("There are 3.")]), AgentConfig(python=FUNCTION.python, answer="output"), program=program
-        )
+        agent = AgentConfig(python=FUNCTION.python, answer="output")
+        (trajectory,) = play(Script([says("There are 3.")]), agent, program=program)
         kept = json.dumps(trajectory.to_json(), ensure_ascii=False)
         kept.encode()
         assert "a\ufffd" in kept and (("3 \ufffd" in kept) if answered else ("ValueError: no \ufffd" in kept))

@@ -105,10 +105,8 @@ MOVES = """{%- set ns = namespace(last=0) %}
 async def test_a_client_s_conversation_forks_where_the_template_rewrites_it(reasoning):
     tokenizer = build_tokenizer([*CONTROL_TOKENS, "<think>", "</think>"], MOVES)
     renderer = make_renderer(tokenizer)
-    turns = [
-        Message("assistant", "", (ToolCall("get", {"key": "a"}),), reasoning=reasoning),
-        *(Message("assistant", w) for w in "xy"),
-    ]
+    first = Message("assistant", "", (ToolCall("get", {"key": "a"}),), reasoning=reasoning)
+    turns = [first, *(Message("assistant", w) for w in "xy")]
     engine = Scripted(renderer, turns)
     async with Endpoint(engine, renderer) as server, client_of(server) as client:
         rows = [{"role": "user", "content": "q"}]
@@ -120,9 +118,8 @@ async def test_a_client_s_conversation_forks_where_the_template_rewrites_it(reas
                 ids = {"tool_call_id": reply.tool_calls[0].id} if reply.tool_calls else {}
                 rows.append({**answer, **ids})
         ledgers = (await server.take("s")).ledgers
-    assert [sum(ledger.sampled) for ledger in ledgers] == [
-        sum(len(renderer.assistant(turn)) for turn in part) for part in (turns[:2], turns[2:])
-    ]
+    lengths = [len(renderer.assistant(turn)) for turn in turns]
+    assert [sum(ledger.sampled) for ledger in ledgers] == [sum(lengths[:2]), lengths[2]]
     last = tokenizer.decode(engine.prompts[-1])
     assert last.count("<|im_start|>tools") == 1 and last.index("tools") > last.index("q<|im_end|>") and "so</think>" not in last
     assert tokenizer.decode(engine.prompts[1]).count("so</think>") == (1 if reasoning else 0)
@@ -148,10 +145,8 @@ async def test_a_stream_holds_calls_back_until_their_turn_is_over(renderer):
     rows = [{"role": "user", "content": "q"}]
     async with Endpoint(engine, renderer) as server, client_of(server) as client:
         _, choices = await streamed(client, messages=rows, tools=TOOLS)
-        assert [(call.index, call.function.name, call.function.arguments) for call in choices[0]["calls"]] == [
-            (0, "get", '{"key": "a"}'),
-            (1, "list", "{}"),
-        ]
+        calls = [(call.index, call.function.name, call.function.arguments) for call in choices[0]["calls"]]
+        assert calls == [(0, "get", '{"key": "a"}'), (1, "list", "{}")]
         assert ("".join(choices[0]["pieces"]), choices[0]["finish"]) == ("look", "tool_calls")
         engine.turns = [EngineError("the replica died")]
         with pytest.raises(openai.InternalServerError, match="replica died"):
@@ -320,14 +315,8 @@ async def test_a_session_opens_with_its_own_key_only(renderer):
             server.open("one")
         with pytest.raises(ValueError, match="letters, digits"):
             server.open("a/b")
-        for wrong in (
-            {},
-            bearer(two.key),
-            bearer(one.key[:-1]),
-            {"authorization": "Bearer"},
-            {"x-api-key": two.key},
-            {"authorization": one.key},
-        ):
+        wrongs = [{}, bearer(two.key), bearer(one.key[:-1]), {"authorization": "Bearer"}, {"x-api-key": two.key}]
+        for wrong in (*wrongs, {"authorization": one.key}):
             status, told = await posted(one, body, **wrong)
             assert (status, told["error"]["code"]) == (401, "invalid_api_key"), wrong
             for path in ("/s/one", "/s/one/v1/models"):

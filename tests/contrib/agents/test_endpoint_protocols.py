@@ -1,6 +1,5 @@
 """OpenAI's responses and Anthropic's messages, driven by their real clients."""
 
-import dataclasses
 import json
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest_asyncio
 from agentrl.contrib.agents.endpoint import Endpoint
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
-from agentrl.rollout.engine import Sampling
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.utils.errors import EngineError, PromptTooLongError
 from tests.conftest import proof
 from tests.contrib.agents.test_endpoint import Breaks, Scripted, bearer, call, client_of, posted
@@ -250,20 +249,10 @@ ANSWER = {
 }
 
 
-PICK: Any = {
-    "type": "function",
-    "function": {
-        "name": "pick",
-        "parameters": {
-            "type": "object",
-            "properties": {"at": {"$ref": "#/$defs/place"}},
-            "$defs": {"place": {"enum": ["top", "end"]}},
-            "required": ["at"],
-            "additionalProperties": False,
-        },
-    },
-}
-STAY: Any = {"type": "function", "function": {"name": "stay", "parameters": {"type": "object", "additionalProperties": False}}}
+PLACE = {"properties": {"at": {"$ref": "#/$defs/place"}}, "$defs": {"place": {"enum": ["top", "end"]}}, "required": ["at"]}
+CLOSED = {"type": "object", "additionalProperties": False}
+PICK: Any = {"type": "function", "function": {"name": "pick", "parameters": {**CLOSED, **PLACE}}}
+STAY: Any = {"type": "function", "function": {"name": "stay", "parameters": CLOSED}}
 
 
 @proof
@@ -328,13 +317,8 @@ async def test_at_most_one_call_a_turn(renderer, tokenizer):
             found = await super().generate(token_ids, sampling, request_key)
             for count in range(1, len(found.token_ids) + 1):
                 if any(stop in tokenizer.decode(found.token_ids[:count]) for stop in sampling.stop):
-                    return dataclasses.replace(
-                        found,
-                        token_ids=found.token_ids[:count],
-                        logprobs=found.logprobs[:count],
-                        versions=found.versions[:count],
-                        finish="stop_string",
-                    )
+                    kept = (column[:count] for column in (found.token_ids, found.logprobs, found.versions))
+                    return Generation(*kept, "stop_string")
             return found
 
     engine = Says(renderer, [two, two, Message("assistant", "end")])

@@ -44,10 +44,12 @@ TURNS = [
 ]
 
 
-def test_an_agent_that_does_what_the_built_in_loop_does_has_the_same_episodes_to_the_digit() -> None:
-    by_agent, by_loop = play(Dice(TURNS), FUNCTION, members=10), native(Dice(TURNS), members=10)
-    assert {t.stop for t in by_loop} == {StopReason.DONE, StopReason.MAX_TURNS}  # both kinds of ends are among them
-    assert len({t.reward for t in by_loop}) > 2
+@pytest.mark.parametrize("limit", [{}, {"max_episode_tokens": 125}, {"context": 130}, {"max_turns": 2}], ids=str)
+def test_an_agent_that_does_what_the_built_in_loop_does_has_the_same_episodes_to_the_digit(limit: dict[str, int]) -> None:
+    """Also where limits cut them."""
+    how: dict[str, Any] = {"members": 12, "limits": replace(LIMITS, **limit)}
+    by_agent, by_loop = play(Dice(TURNS), FUNCTION, **how), native(Dice(TURNS), **how)
+    assert len({t.stop for t in by_loop}) > 1 and (limit or len({t.reward for t in by_loop}) > 2)  # several kinds of ends
     for mine, theirs in zip(by_agent, by_loop, strict=True):
         assert mine.ledgers == theirs.ledgers
         assert told(mine) == told(theirs)
@@ -77,21 +79,16 @@ def test_the_spans_of_an_agent_s_episode_are_those_of_the_built_in_loop_but_for_
     assert by_agent == by_loop and [kind for kind, _, _ in by_loop] == ["generation", "generation", "scoring", "tool"]
 
 
-@pytest.mark.parametrize("limit", [{"max_episode_tokens": 125}, {"context": 130}, {"max_turns": 2}], ids=str)
-def test_limits_cut_an_agent_where_they_cut_the_built_in_loop(limit: dict[str, int]) -> None:
-    limits = replace(LIMITS, **limit)
-    by_agent, by_loop = (
-        play(Dice(TURNS), FUNCTION, members=12, limits=limits),
-        native(Dice(TURNS), members=12, limits=limits),
-    )
-    assert len({t.stop for t in by_loop}) > 1
-    for mine, theirs in zip(by_agent, by_loop, strict=True):
-        assert (mine.stop, mine.reward, mine.ledgers) == (theirs.stop, theirs.reward, theirs.ledgers)
-        assert told(mine) == told(theirs)
-
-
 async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
     return (await client.chat.completions.create(model="policy", messages=messages, **more)).choices[0].message
+
+
+async def asks(episode: Episode, *conversations: list[Any], **more: Any) -> Any:
+    """Ask for a turn in each conversation, by default the episode's own; the last answer."""
+    async with client_of(episode) as client:
+        for messages in conversations or (episode.messages,):
+            said = await ask(client, messages, **more)
+    return said
 
 
 def user(text: str) -> dict[str, str]:
@@ -109,11 +106,8 @@ def one(*turns: Message, program: Any = plain_agent, env: type[Store] = Store, l
 
 def test_calls_side_by_side_keep_to_the_rules_of_the_tools_and_their_order() -> None:
     async def hasty(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            message = await ask(client, episode.messages, tools=episode.tools)
-            await asyncio.gather(
-                *(episode.call(c.function.name, json.loads(c.function.arguments)) for c in reversed(message.tool_calls))
-            )
+        calls = [one.function for one in (await asks(episode, tools=episode.tools)).tool_calls]
+        await asyncio.gather(*(episode.call(one.name, json.loads(one.arguments)) for one in reversed(calls)))
 
     puts = [call("put", key=key, value="1") for key in "ab"]  # `put` fails if another one runs beside it
     trajectory = one(says("", *puts, call("get", key="tea"), call("get", key="milk")), program=hasty)
@@ -126,16 +120,13 @@ def test_calls_side_by_side_keep_to_the_rules_of_the_tools_and_their_order() -> 
 
 def test_a_call_that_the_policy_did_not_sample_belongs_to_the_turn_after_which_it_was_made() -> None:
     async def coder(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages)
-            await episode.call("get", {"key": "tea"})
-            await ask(client, [user("and now?")])
+        await asks(episode)
+        await episode.call("get", {"key": "tea"})
+        await asks(episode, [user("and now?")])
 
     trajectory = one(says("get('tea')"), says("It is 3."), program=coder)
-    assert [[(c.name, c.arguments) for c in turn.message.tool_calls] for turn in trajectory.turns] == [
-        [("get", {"key": "tea"})],
-        [],
-    ]
+    made = [[(c.name, c.arguments) for c in turn.message.tool_calls] for turn in trajectory.turns]
+    assert made == [[("get", {"key": "tea"})], []]
     assert [result.content for result in trajectory.turns[0].results] == ["3"]
     assert [made.name for _, made, _ in trajectory.calls()] == ["get"]
     assert [m.role for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
@@ -143,10 +134,9 @@ def test_a_call_that_the_policy_did_not_sample_belongs_to_the_turn_after_which_i
 
 def test_a_call_finds_its_turn_by_its_arguments_then_by_its_name_and_an_unmade_one_stays_open() -> None:
     async def picky(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages, tools=episode.tools)
-            await episode.call("get", {"key": "milk"})
-            await episode.call("get", {"key": "sugar"})  # of the policy's, but with other arguments
+        await asks(episode, tools=episode.tools)
+        await episode.call("get", {"key": "milk"})
+        await episode.call("get", {"key": "sugar"})  # of the policy's, but with other arguments
 
     trajectory = one(says("", call("get", key="tea"), call("get", key="milk"), call("put", key="a", value="1")), program=picky)
     (turn,) = trajectory.turns
@@ -160,12 +150,9 @@ def test_the_calls_of_tools_of_the_agent_s_own_are_read_from_its_requests() -> N
     async def own(episode: Episode) -> None:
         assert episode.tools == [] and episode.mcp_url is None
         tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-        messages: list[Any] = list(episode.messages)
-        async with client_of(episode) as client:
-            message = await ask(client, messages, tools=tools)
-            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "three"}
-            messages += [message.model_dump(exclude_none=True), result, user("go on")]
-            await ask(client, messages, tools=tools)
+        message = await asks(episode, tools=tools)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "three"}
+        await asks(episode, [*episode.messages, message.model_dump(exclude_none=True), result, user("go on")], tools=tools)
 
     trajectory = one(says("", call("look")), says("There are 3."), program=own, tools="own")
     assert [(r.name, r.content, r.error) for r in trajectory.turns[0].results] == [("look", "three", None)]
@@ -220,29 +207,23 @@ def test_sub_agents_side_by_side_are_ledgers_of_their_own_and_every_token_is_tra
 
 def test_a_changed_history_begins_another_ledger() -> None:
     async def forgetful(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            first = await ask(client, episode.messages)
-            said = {"role": "assistant", "content": first.content}
-            await ask(client, [*episode.messages, said, user("more")])
-            await ask(client, [*episode.messages, {**said, "content": "[cut]"}, user("more")])
+        said = {"role": "assistant", "content": (await asks(episode)).content}
+        await asks(episode, *([*episode.messages, one, user("more")] for one in (said, {**said, "content": "[cut]"})))
 
     trajectory = one(says("one"), says("two"), says("three"), program=forgetful)
     assert [turn.ledger for turn in trajectory.turns] == [0, 0, 1]
     sampled = [int(ledger.sampled.sum()) for ledger in trajectory.ledgers]
-    assert sampled == [
-        len(RENDERER.assistant(says("one"))) + len(RENDERER.assistant(says("two"))),
-        len(RENDERER.assistant(says("three"))),
-    ]
+    one_, two, three = (len(RENDERER.assistant(says(word))) for word in ("one", "two", "three"))
+    assert sampled == [one_ + two, three]
 
 
 def test_new_weights_in_the_middle_of_an_episode_are_on_their_tokens() -> None:
     engine = Script([says("one"), says("two")])
 
     async def waits(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            first = await ask(client, episode.messages)
-            engine.version = 4
-            await ask(client, [*episode.messages, {"role": "assistant", "content": first.content}, user("more")])
+        first = await asks(episode)
+        engine.version = 4
+        await asks(episode, [*episode.messages, {"role": "assistant", "content": first.content}, user("more")])
 
     (trajectory,) = play(engine, FUNCTION, program=waits)
     (ledger,) = trajectory.ledgers
@@ -251,8 +232,7 @@ def test_new_weights_in_the_middle_of_an_episode_are_on_their_tokens() -> None:
 
 def test_the_run_s_sampling_is_used_whatever_the_agent_asks_for() -> None:
     async def own_ways(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages, temperature=0.1, top_p=0.5, seed=1, max_tokens=9)
+        await asks(episode, temperature=0.1, top_p=0.5, seed=1, max_tokens=9)
 
     engine = Dice([says("3")])
     trajectories = play(engine, FUNCTION, program=own_ways, members=2, temperature=0.7, top_p=0.9, top_k=20)
@@ -268,8 +248,7 @@ def test_the_run_s_sampling_is_used_whatever_the_agent_asks_for() -> None:
 @pytest.mark.parametrize(("answer", "reward"), [("last_message", 0.5), ("output", 1.0)])
 def test_the_last_word_is_the_policy_s_or_the_agent_s(answer: str, reward: float) -> None:
     async def returns(episode: Episode) -> str:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages)
+        await asks(episode)
         return "It is 3."
 
     trajectory = one(says("I do not know."), program=returns, answer=answer)
@@ -280,22 +259,25 @@ def test_the_last_word_is_the_policy_s_or_the_agent_s(answer: str, reward: float
 # -- what ends it, and whose fault that is -------------------------------------------------------------
 
 
-async def raises(episode: Episode) -> None:
-    async with client_of(episode) as client:
-        await ask(client, episode.messages)
-    raise ValueError("no such file")
+def raises(fault: BaseException) -> Any:
+    async def program(episode: Episode) -> None:
+        await asks(episode)
+        raise fault
+
+    return program
 
 
-async def raises_what_no_one_catches(episode: Episode) -> None:
-    async with client_of(episode) as client:
-        await ask(client, episode.messages)
-    raise GeneratorExit("gone")
+loses_a_file = raises(ValueError("no such file"))
+NO_FILE = "the agent failed (ValueError: no such file)"
 
 
 async def idles(episode: Episode) -> None:
-    async with client_of(episode) as client:
-        await ask(client, episode.messages)
+    await asks(episode)
     await asyncio.sleep(60)
+
+
+async def asks_too_much(episode: Episode) -> None:
+    await asks(episode, [user("word " * 3000)])
 
 
 async def never_asks(episode: Episode) -> str:
@@ -306,24 +288,19 @@ async def fails_first(episode: Episode) -> None:
     raise ValueError("no such file")
 
 
-async def asks_too_much(episode: Episode) -> None:
-    async with client_of(episode) as client:
-        await ask(client, [user("word " * 3000)])
-
-
 async def leaves(episode: Episode) -> None:
     await episode.call("leave", {})
     await asyncio.sleep(60)
 
 
 @pytest.mark.parametrize(("program", "agent", "stop", "reward", "error"), [
-    (raises, {}, StopReason.AGENT_ERROR, None, "the agent failed (ValueError: no such file)"),
-    (raises, {"blame": "policy"}, StopReason.AGENT_FAILED, 1.0, "the agent failed (ValueError: no such file)"),
-    (raises_what_no_one_catches, {}, StopReason.AGENT_ERROR, None, "the agent failed (GeneratorExit: gone)"),
+    (loses_a_file, {}, StopReason.AGENT_ERROR, None, NO_FILE),
+    (loses_a_file, {"blame": "policy"}, StopReason.AGENT_FAILED, 1.0, NO_FILE),
+    (raises(GeneratorExit("gone")), {}, StopReason.AGENT_ERROR, None, "the agent failed (GeneratorExit: gone)"),
     (idles, {"idle_timeout": 0.2}, StopReason.AGENT_ERROR, None, "no request, tool call or end for 0.2 s"),
     (idles, {"idle_timeout": 0.2, "blame": "policy"}, StopReason.AGENT_ERROR, None, "no request, tool call or end for 0.2 s"),
     (never_asks, {}, StopReason.AGENT_ERROR, None, "without a turn of the policy; does it use OPENAI_BASE_URL?; its output: 3"),
-    (fails_first, {"blame": "policy"}, StopReason.AGENT_ERROR, None, "the agent failed (ValueError: no such file)"),
+    (fails_first, {"blame": "policy"}, StopReason.AGENT_ERROR, None, NO_FILE),
     (asks_too_much, {"blame": "policy"}, StopReason.AGENT_ERROR, None, "before the policy's first turn; a prompt of "),
     (leaves, {}, StopReason.AGENT_ERROR, None, "ended (done) before the policy's first turn"),
     ("broken", {}, StopReason.ENV_ERROR, None, "tool broken failed: ValueError: out of order"),
@@ -337,8 +314,7 @@ def test_what_ends_an_episode_is_why_it_ended(
         name = program
 
         async def program(episode: Episode) -> None:
-            async with client_of(episode) as client:
-                await ask(client, episode.messages)
+            await asks(episode)
             await episode.call(name, {})
             await asyncio.sleep(60)
 
@@ -351,12 +327,10 @@ def test_what_ends_an_episode_is_why_it_ended(
 
 def test_an_engine_that_fails_is_the_reason_even_if_the_agent_ends_well() -> None:
     async def forgives(episode: Episode) -> str:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages)
-            try:
-                await ask(client, [user("again")])
-            except openai.APIStatusError as problem:
-                assert problem.status_code == 503
+        await asks(episode)
+        with pytest.raises(openai.APIStatusError) as problem:
+            await asks(episode, [user("again")])
+        assert problem.value.status_code == 503
         return "3"
 
     (trajectory,) = play(Dice([says("3")], fails=1), FUNCTION, program=forgives)
@@ -392,13 +366,12 @@ def test_a_prompt_that_is_too_long_is_refused_and_ends_the_episode() -> None:
     seen: list[tuple[int, str]] = []
 
     async def talks(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages)
-            try:
-                await ask(client, [user("word " * 3000)])
-            except openai.APIStatusError as problem:
-                seen.append((problem.status_code, str(problem.code)))
-                raise
+        await asks(episode)
+        try:
+            await asks_too_much(episode)
+        except openai.APIStatusError as problem:
+            seen.append((problem.status_code, str(problem.code)))
+            raise
 
     trajectory = one(says("There are 3."), program=talks)
     assert (trajectory.stop, trajectory.reward, trajectory.truncated) == (StopReason.MAX_TOKENS, 1.0, True)
@@ -422,13 +395,11 @@ class Talks(Store):
 def test_an_environment_s_user_talks_with_an_agent_that_says_so() -> None:
     async def polite(episode: Episode) -> None:
         messages: list[Any] = list(episode.messages)
-        async with client_of(episode) as client:
-            while True:
-                message = await ask(client, messages)
-                replies = await episode.say(message.content)
-                if replies is None:
-                    return
-                messages += [{"role": "assistant", "content": message.content}, *map(user, replies)]
+        replies: list[str] | None = []
+        while replies is not None:
+            said = (await asks(episode, messages)).content
+            replies = await episode.say(said)
+            messages += [{"role": "assistant", "content": said}, *map(user, replies or [])]
 
     talks = [says("Where?"), says("There are 3."), says("Welcome.")]
     trajectory = one(*talks, program=polite, env=Talks, user=True)
@@ -454,11 +425,10 @@ class Acts(Store):
 
 def test_a_user_s_own_calls_are_recorded_and_too_many_cut_the_episode_of_an_agent_too() -> None:
     async def polite(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            first = await ask(client, list(episode.messages))
-            assert await episode.say(first.content) == ["in the blue box?"]
-            more = [{"role": "assistant", "content": first.content}, user("in the blue box?")]
-            await episode.say((await ask(client, [*episode.messages, *more])).content)
+        first = await asks(episode)
+        assert await episode.say(first.content) == ["in the blue box?"]
+        more = [{"role": "assistant", "content": first.content}, user("in the blue box?")]
+        await episode.say((await asks(episode, [*episode.messages, *more])).content)
 
     cut = one(says("Where?"), says("Look again."), program=polite, env=Acts, user=True)
     assert cut.stop is StopReason.MAX_TURNS and "3 calls in one answer" in (cut.error or "")
@@ -524,8 +494,7 @@ def test_what_an_agent_did_not_wait_for_is_done_before_the_end_and_nothing_after
     refused: list[str] = []
 
     async def hasty(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            await ask(client, episode.messages)
+        await asks(episode)
         tasks.append(asyncio.create_task(episode.call("put", {"key": "tea", "value": "4"})))
         await asyncio.sleep(0.002)
         tasks.append(asyncio.create_task(later(episode)))

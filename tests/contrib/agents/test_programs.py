@@ -26,14 +26,13 @@ from tests.contrib.agents.parts import (
     Script,
     Store,
     call,
-    client_of,
     native,
     play,
     says,
     spec_of,
     told,
 )
-from tests.contrib.agents.test_episode import TURNS
+from tests.contrib.agents.test_episode import TURNS, asks
 from tests.contrib.agents.test_process import runs
 
 AGENT = [sys.executable, "-S", str(Path(__file__).parent / "agent_over_http.py")]
@@ -183,8 +182,7 @@ def test_a_real_mcp_client_lists_and_calls_the_environment_s_tools() -> None:
     seen: list[Any] = []
 
     async def through_mcp(episode: Episode) -> None:
-        async with client_of(episode) as client:
-            await client.chat.completions.create(model="m", messages=episode.messages, tools=episode.tools)
+        await asks(episode, tools=episode.tools)
         async with Client(str(episode.mcp_url)) as tools:
             seen.append([tool.name for tool in (await tools.list_tools()).tools])
             for key in ("tea", "gold"):
