@@ -55,6 +55,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, moe.VOCAB, length).tolist()
 
 
+def right(model: Any, prompt: list[int], answer: Generation, start: int = 0) -> bool:
+    """The experts of an answer, told from a place of the prompt on, are those of a plain pass."""
+    assert answer.experts is not None and answer.experts.dtype == np.uint8
+    return np.array_equal(np.sort(answer.experts, -1), chosen(model, [*prompt, *answer.token_ids])[start:-1])
+
+
 async def ask(engine: EmbeddedEngine, prompt: list[int], start: int | None, key: str = "a", tokens: int = 6) -> Generation:
     return await engine.generate(prompt, Sampling(tokens, seed=len(prompt), experts_from=start), key)
 
@@ -65,27 +71,16 @@ async def test_turns_of_an_episode_and_a_prefix_of_another(engine: EmbeddedEngin
     model, prompt = moe.model(FAMILY), prompt_of(40)
     first = await ask(engine, prompt, 0)
     ids = [*prompt, *first.token_ids]
-    assert first.experts is not None and first.experts.dtype == np.uint8
-    assert np.array_equal(np.sort(first.experts, -1), chosen(model, ids)[:-1])
+    assert right(model, prompt, first)
     longer = [*ids, *prompt_of(5, 1)]
-    second = await ask(engine, longer, len(ids) - 1)
-    assert second.experts is not None
-    assert np.array_equal(np.sort(second.experts, -1), chosen(model, [*longer, *second.token_ids])[len(ids) - 1 : -1])
+    assert right(model, longer, await ask(engine, longer, len(ids) - 1), len(ids) - 1)
     other = [*prompt[:32], *prompt_of(4, 2)]
     before = (await engine.stats()).cached_tokens
     third = await ask(engine, other, 0, "b")
-    assert (await engine.stats()).cached_tokens - before >= 32 and third.experts is not None
-    assert np.array_equal(np.sort(third.experts, -1), chosen(model, [*other, *third.token_ids])[:-1])
-    assert (await ask(engine, prompt, None, "c")).experts is None
-
-
-async def test_a_rewritten_history_has_its_own(engine: EmbeddedEngine) -> None:
-    model, prompt = moe.model(FAMILY), prompt_of(30)
-    await ask(engine, prompt, 0)
+    assert (await engine.stats()).cached_tokens - before >= 32 and right(model, other, third)
     rewritten = [*prompt[:20], *prompt_of(10, 5)]
-    answer = await ask(engine, rewritten, 0)
-    assert answer.experts is not None
-    assert np.array_equal(np.sort(answer.experts, -1), chosen(model, [*rewritten, *answer.token_ids])[:-1])
+    assert right(model, rewritten, await ask(engine, rewritten, 0)), "a rewritten history has its own"
+    assert (await ask(engine, prompt, None, "c")).experts is None
 
 
 async def test_tokens_keep_the_experts_that_they_were_computed_with_first(engine: EmbeddedEngine) -> None:
@@ -112,12 +107,8 @@ async def test_an_episode_with_a_rewritten_history_has_those_of_all_its_ledgers(
     folder = build_family(tmp_path, "qwen3_moe", tie_word_embeddings=False)
     engine = EmbeddedEngine(folder, kv_cache_mib=64, router_replay=True)
     await engine.start()
-    policy = Policy(
-        engine,
-        make_renderer(packaged_tokenizer(512)),
-        context=make_context_policy(Choice(name="keep_recent", args={"tokens": 120, "turns": 1})),
-        router_replay=True,
-    )
+    recent = make_context_policy(Choice(name="keep_recent", args={"tokens": 120, "turns": 1}))
+    policy = Policy(engine, make_renderer(packaged_tokenizer(512)), context=recent, router_replay=True)
     limits, spec = Limits(8, 16, 4000, 60.0, 60.0, 400), EpisodeSpec(1, "train", 3, 0, key="a")
     episode = await run_episode(Chat(), policy, spec, limits, compile_spec(CHAT_REWARD))
     greedy = await run_episode(Chat(), policy.at(0.0), spec, limits, compile_spec(CHAT_REWARD))

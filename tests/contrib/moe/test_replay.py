@@ -1,7 +1,6 @@
 """A trainer that sends tokens to the experts that the engine sent them to: in every pass of the policy, however rows are
 packed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.contrib.moe.routers import Routers, RouterWatch, load_metrics
 from agentrl.data.expert_routing import FREE
-from agentrl.data.rows import Ragged, nested_tensor, offsets_of, select
+from agentrl.data.rows import nested_tensor, offsets_of, select
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Reference
@@ -55,15 +54,11 @@ def routed(count: int = 7, seed: int = 0) -> TensorDict:
     return batch.update({"experts": nested_tensor(chosen, offsets)})
 
 
-def rows_of(batch: TensorDict, name: str) -> Iterator[Tensor]:
-    yield from (row for row in batch[name].unbind())
-
-
 def alone(plain: Any, batch: TensorDict) -> Tensor:
     """log p of the sampled tokens, each row by itself through transformers' own forward pass with its experts dictated."""
     model, routers = plain
     found = []
-    for ids, experts, sampled in zip(*(list(rows_of(batch, name)) for name in ("token_ids", "experts", "sampled")), strict=True):
+    for ids, experts, sampled in zip(*(batch[name].unbind() for name in ("token_ids", "experts", "sampled")), strict=True):
         with torch.inference_mode(), moe.dictate(routers, experts):
             logits = model(input_ids=ids.long()[None], use_cache=False).logits[0, :-1].float()
         logp = logits.log_softmax(-1).gather(1, ids.long()[1:, None]).squeeze(1)
@@ -159,7 +154,7 @@ def test_loads_are_those_of_the_tokens_that_were_computed(folder: str, plain: An
     advantages[offsets_of(batch["advantages"])[3] :] = 0.0
     metrics, _ = updated(actor_of(folder, 64, activation_checkpointing=True), batch)
     counts = np.zeros((2, moe.EXPERTS))
-    for ids, experts in list(zip(rows_of(batch, "token_ids"), rows_of(batch, "experts"), strict=True))[:3]:
+    for ids, experts in list(zip(batch["token_ids"].unbind(), batch["experts"].unbind(), strict=True))[:3]:
         model = moe.model("qwen3_moe")
         watch = RouterWatch(model)
         with watch.watching(), torch.inference_mode(), moe.dictate(watch.routers, experts):
@@ -205,8 +200,5 @@ def test_choices_of_another_model_are_refused(folder: str, tiny: str) -> None:
     wide = batch["experts"].values()[:, :1]
     with pytest.raises(ModelError, match="with 2 routers"):
         actor_of(folder).compute_logprob(batch.clone().update({"experts": nested_tensor(wide, offsets_of(batch["sampled"]))}))
-
-
-def test_a_dense_model_has_no_loads(tiny: str) -> None:
     metrics, _ = updated(actor_of(tiny), make_batch(4))
-    assert not [name for name in metrics if name.startswith("experts")] and Ragged.of(make_batch(4)).offsets[-1] > 0
+    assert not [name for name in metrics if name.startswith("experts")], "a dense model has no loads"

@@ -151,7 +151,6 @@ def test_loads_are_counted_over_real_tokens() -> None:
 def test_load_metrics_by_hand() -> None:
     """Two layers of four experts: even, and (4, 2, 2, 0) of 8 tokens' choices: 2 x 4 / 4 - 1, and 1.5 bits of 2."""
     found = load_metrics(np.array([[5.0, 5, 5, 5], [4, 2, 2, 0]]))
-    assert found == pytest.approx(
-        {"experts_max_violation": (0 + 1) / 2, "experts_entropy": (1 + 0.75) / 2, "experts_unused": 1 / 8}
-    )
+    wanted = {"experts_max_violation": (0 + 1) / 2, "experts_entropy": (1 + 0.75) / 2, "experts_unused": 1 / 8}
+    assert found == pytest.approx(wanted)
     assert load_metrics(np.zeros((2, 4))) == {}

@@ -56,23 +56,19 @@ def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("of", "message"),
     [
-        (["model.path=api:gpt"], 'engine = api does not tell which experts .*: "embedded", "vllm"'),
-        (["model.compile=true"], r"routers of compiled layers cannot repeat choices"),
+        ("model.path=api:gpt", 'engine = api does not tell which experts .*: "embedded", "vllm"'),
+        ("model.compile=true", r"routers of compiled layers cannot repeat choices"),
+        ("dense", r"\[model.init\] is a dense model"),
+        ("phimoe", "PhimoeTopKRouter does not choose experts by one topk"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused_by_name(model: str, tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_what_cannot_be_repeated_is_refused_by_name(model: str, tmp_path: Path, of: str, message: str) -> None:
+    words = [f"model.path={model}", of] if "=" in of else []
+    words += [f"model.path={moe.build('phimoe', tmp_path / 'sparse')}"] if of == "phimoe" else []
     with pytest.raises(ConfigError, match=message):
-        check_router_replay(RunStart(config_of(tmp_path, "x", f"model.path={model}", REPLAY, *overrides)))
-
-
-def test_models_without_routers_that_can_be_told_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[model.init\] is a dense model"):
-        check_router_replay(RunStart(config_of(tmp_path, "x", REPLAY)))
-    sparse = moe.build("phimoe", tmp_path / "sparse")
-    with pytest.raises(ConfigError, match="PhimoeTopKRouter does not choose experts by one topk"):
-        check_router_replay(RunStart(config_of(tmp_path, "x", f"model.path={sparse}", REPLAY)))
+        check_router_replay(RunStart(config_of(tmp_path, "x", REPLAY, *words)))
     check_router_replay(RunStart(config_of(tmp_path, "x")))
 
 

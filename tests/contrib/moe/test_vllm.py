@@ -2,36 +2,23 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from agentrl.config.schema import VllmConfig
-from agentrl.contrib.moe.routers import RouterWatch
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.engines.weights.parameters import Saving
 from agentrl.rollout.engine import Generation, Sampling
 from tests import moe
 from tests.conftest import proof
+from tests.contrib.moe.test_embedded import chosen, prompt_of, right
 from tests.engines.vllm_parts import skip_without_vllm
 from tests.publishing import publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio, proof]
 
 skip_without_vllm()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, moe.VOCAB, length).tolist()
-
-
-def chosen(model: Any, ids: list[int]) -> Any:
-    watch = RouterWatch(model)
-    with torch.inference_mode(), watch.watching():
-        model(torch.tensor([ids]), use_cache=False)
-    return np.sort(watch.experts(), axis=-1)
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("qwen3_moe", 1), ("glm4_moe", 1), ("granitemoe", 2)])
@@ -46,21 +33,17 @@ async def test_experts_are_those_of_a_plain_pass(family: str, ranks: int, tmp_pa
     async def ask(prompt: list[int], start: int | None, key: str = "a", tokens: int = 6) -> Generation:
         return await engine.generate(prompt, Sampling(tokens, seed=len(prompt), experts_from=start), key)
 
-    def right(prompt: list[int], start: int, answer: Generation) -> bool:
-        assert answer.experts is not None and answer.experts.dtype == np.uint8
-        return np.array_equal(np.sort(answer.experts, -1), chosen(old, [*prompt, *answer.token_ids])[start:-1])
-
     try:
         prompt = prompt_of(70)
         first = await ask(prompt, 0)
-        assert right(prompt, 0, first)
+        assert right(old, prompt, first)
         longer = [*prompt, *first.token_ids, *prompt_of(5, 1)]
-        assert right(longer, 75, await ask(longer, 75)), "the next turn, from its cache"
+        assert right(old, longer, await ask(longer, 75), 75), "the next turn, from its cache"
         other = [*prompt[:64], *prompt_of(4, 2)]
-        assert right(other, 0, await ask(other, 0, "b")), "two blocks of another episode's cache"
+        assert right(old, other, await ask(other, 0, "b")), "two blocks of another episode's cache"
         prompts = [prompt_of(20 + number, number) for number in range(12)]
         answers = await asyncio.gather(*(ask(each, 0, f"c{number}", 20) for number, each in enumerate(prompts)))
-        assert all(right(each, 0, answer) for each, answer in zip(prompts, answers, strict=True)), "batched"
+        assert all(right(old, each, answer) for each, answer in zip(prompts, answers, strict=True)), "batched"
         assert (await ask(prompt, None)).experts is None
 
         done = (await engine.stats()).sampled_tokens

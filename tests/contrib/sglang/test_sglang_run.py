@@ -74,11 +74,8 @@ def test_a_run_goes_on_when_a_server_dies(model: Path, tmp_path: Path) -> None:
 
         killer = threading.Thread(target=kill, daemon=True)
         killer.start()
-        folder = execute(
-            config_of(
-                tmp_path, "run", *overrides(model, one, two), "steps=4", "algorithm.minibatch=12", "rollout.max_staleness=1"
-            )
-        )
+        more = ["steps=4", "algorithm.minibatch=12", "rollout.max_staleness=1"]
+        folder = execute(config_of(tmp_path, "run", *overrides(model, one, two), *more))
         killer.join(30)
         assert len(one.posts("/generate")) < len(two.posts("/generate"))
     rows = updates(folder)

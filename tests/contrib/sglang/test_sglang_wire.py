@@ -147,9 +147,8 @@ async def test_a_turn_moves_when_its_server_dies_and_a_server_that_is_back_gets_
                 new = changed(model, seed=1)
                 await publish(engine, 3, new)
                 assert (await engine.stats()).extra == {"servers": 2}
-                turns = await asyncio.gather(
-                    *(engine.generate(prompt, Sampling(max_tokens=9, seed=n), f"n{n}") for n in range(4))
-                )
+                asked = (engine.generate(prompt, Sampling(max_tokens=9, seed=n), f"n{n}") for n in range(4))
+                turns = await asyncio.gather(*asked)
                 assert back.posts("/generate") and set(engine.homes.values()) == {two.address, back.address}
                 plain = load(model_folder)
                 assert all(off(plain, prompt, turn, weights=new) < 1e-5 and set(turn.versions) == {3} for turn in turns)
@@ -237,14 +236,14 @@ WRONG = [
 async def test_a_wrong_answer_names_what_is_wrong_with_it(answer, message):
     versions = Versions()
     versions._known["v"] = 3
-    turn = TurnRequests("http://a:1", [1, 2], Sampling(max_tokens=5, stop_token_ids=(0,)), 5)
+    given = ("http://a:1", [1, 2], Sampling(max_tokens=5, stop_token_ids=(0,)), 5)
+    turn = TurnRequests(*given)
     turn.request(16, True)
     with pytest.raises(EngineError, match=re.escape(message)):
         turn.add(answer, versions)
-    without = TurnRequests("http://a:1", [1, 2], Sampling(max_tokens=5, stop_token_ids=(0,)), 5, frozenset({0}))
     with pytest.raises(EngineError, match="drew the id 0, for which the tokenizer has no token"):
-        without.add(part({"type": "stop", "matched": 0}, [-0.5]), versions)
-    right = TurnRequests("http://a:1", [1, 2], Sampling(max_tokens=5, stop_token_ids=(0,)), 5)
+        TurnRequests(*given, frozenset({0})).add(part({"type": "stop", "matched": 0}, [-0.5]), versions)
+    right = TurnRequests(*given)
     right.add(part({"type": "stop", "matched": 0}, [-0.5]), versions)
     assert right.versions == [3] and right.finish == "stop"
 

@@ -45,27 +45,13 @@ def qwen3_vl(folder: Path) -> Path:
 
     small = architecture(TINY)
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    text = {
-        key: getattr(small.text_config, key) for key in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")
-    }
-    text |= {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    same = ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    text = {key: getattr(small.text_config, key) for key in same} | {"hidden_size": 64, "intermediate_size": 96}
+    text |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
     text |= {"head_dim": 32, "rope_parameters": rope, "initializer_range": 0.2}
-    tower = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "initializer_range": 0.2,
-    }
-    tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    tower |= {"initializer_range": 0.2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     ids = {key: getattr(small, key) for key in tokens}
     config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, dtype="float32", **ids)
     torch.manual_seed(0)
@@ -139,12 +125,8 @@ def test_packed_rows_with_images_are_each_row_alone(kind: str, folder: Path, ref
     vision = engine.modality
     assert isinstance(vision, Vision)
     assert {name.split(".")[1] for name, _ in engine.named_weights()} == {"language_model"}, "the tower is frozen"
-    episodes = [
-        episode(vision, 0, RED, 6, WIDE, 4),
-        episode(vision, 1, 5),
-        episode(vision, 2, WIDE, RED, RED, 3, BLUE, 2),
-        episode(vision, 3, BLUE, 6, WIDE, 4),
-    ]
+    kinds: list[tuple[Image | int, ...]] = [(RED, 6, WIDE, 4), (5,), (WIDE, RED, RED, 3, BLUE, 2), (BLUE, 6, WIDE, 4)]
+    episodes = [episode(vision, number, *parts) for number, parts in enumerate(kinds)]
     view = Ragged.of(collate(episodes))
     out = compute_logprobs(engine, view, 0.7, 10_000)["logprobs"].unbind()
     for row, one in zip(out, episodes, strict=True):

@@ -30,6 +30,7 @@ from agentrl.run.assembly import RunStart, renderer_of, tokenizer_of
 from agentrl.run.checks.model_checks import check_vision
 from agentrl.trainer.families import packing_of
 from agentrl.trainer.model_folder import export_run
+from agentrl.trainer.pretrained import architecture
 from agentrl.utils.errors import ConfigError, EngineError
 from tests.conftest import PROOFS, proof
 from tests.contrib.judges.test_own_judge import ENGINE, refused
@@ -62,7 +63,7 @@ def test_the_tokens_of_messages_with_images() -> None:
     plain = make_renderer(tokenizer_of(config("model.init={}").model))
     ids = RENDERER.extend("stop", [said])
     assert isinstance(ids, PromptIds) and ids.images == (BLUE, RED, BLUE), "in the order of their lines"
-    assert ids.count(PAD) == 3 * 4 == Vision("", _architecture()).tokens(RED) * 3
+    assert ids.count(PAD) == 3 * 4 == Vision("", architecture(config().model.init)).tokens(RED) * 3
     text = tokenizer_of(config().model).decode(ids)
     image = "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>"
     assert f"<|vision_start|><|image_pad|> {image} {image}<|im_end|> then {image}" in text
@@ -79,14 +80,6 @@ def test_whatever_image_is_taken_has_tokens(size: tuple[int, int]) -> None:
     image = Image.of(Pictures.new("1", size))
     ids = RENDERER.extend("stop", [Message("tool", image.line, tool_call_id="c", name="look", images=(image,))])
     assert 4 <= ids.count(PAD) <= 1280 and images_in(ids) == (image,)
-
-
-def _architecture() -> Any:
-    from agentrl.trainer.pretrained import architecture
-
-    init = config().model.init
-    assert init is not None
-    return architecture(init)
 
 
 class Says(Engine):
@@ -237,19 +230,10 @@ def run_config(out: Path, name: str, *more: str) -> Any:
     spec = {"agentrl_reward": 1, "name": "luck", "success": right, "root": {"use": "python", "args": {"name": "luck"}}}
     (out / "luck.json").write_text(json.dumps(spec))
     words = [
-        *RUN,
-        f"env.reward={out / 'luck.json'}",
-        "reward.python.luck=tests.rollout.luck:luck",
+        *(*RUN, f"env.reward={out / 'luck.json'}", "reward.python.luck=tests.rollout.luck:luck", "algorithm.kl.coef=0.05"),
         "sft={min_steps=40,max_steps=40,lr=0.02,matrix_lr=0.05,gate=0.0,gate_tasks=4,batch=16}",
-        "rollout.groups=2",
-        "rollout.group_size=4",
-        "rollout.max_turns=3",
-        "rollout.max_turn_tokens=16",
-        "rollout.max_episode_tokens=160",
-        "optim.schedule=constant",
-        "health={lint=false,max_unsolvable=1}",
-        "checkpoint.every=1",
-        "algorithm.kl.coef=0.05",
+        "rollout={groups=2,group_size=4,max_turns=3,max_turn_tokens=16,max_episode_tokens=160}",
+        *("optim.schedule=constant", "health={lint=false,max_unsolvable=1}", "checkpoint.every=1"),
     ]
     return config_from({}, [f"name={name}", f"out={out}", *HERE, *words, *more])
 
@@ -322,18 +306,12 @@ def test_adapters_of_the_language_model_are_trained_on_images(whole: Path, out: 
     own = {name for name in before if "visual" not in name and name.split(".")[-2] in ADAPTED and name.endswith(".weight")}
     assert changed == own and len(own) == 4
     export_run(run, out / "adapter", adapter=True)
-    assert len(held := load_file(out / "adapter" / "adapter_model.safetensors")) == 8 and not any(
-        "visual" in name for name in held
-    )
+    held = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert len(held) == 8 and not any("visual" in name for name in held)
 
 
-VLLM = (
-    INIT.replace("head_dim=16", "head_dim=32").replace("hidden=32", "hidden=64"),
-    "engine=vllm",
-    "engine_args={}",
-    "vllm.kv_cache_mib=32",
-    "vllm.max_model_len=256",
-)
+WIDER = INIT.replace("head_dim=16", "head_dim=32").replace("hidden=32", "hidden=64")
+VLLM = (WIDER, "engine=vllm", "engine_args={}", "vllm.kv_cache_mib=32", "vllm.max_model_len=256")
 
 
 @proof

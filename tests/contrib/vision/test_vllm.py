@@ -43,11 +43,7 @@ SAMPLING = Sampling(8, temperature=2.0, seed=1)
 
 def config(*more: str) -> Any:
     small = ["vllm.kv_cache_mib=16", f"vllm.max_model_len={CONTEXT}", "vllm.max_respawns=0"]
-    words = [
-        "env.id=color_square",
-        "env.reward=color_square",
-        "model.init={vision=true,hidden=64,heads=2,kv_heads=1,head_dim=32}",
-    ]
+    words = ["env={id='color_square',reward='color_square'}", "model.init={vision=true,hidden=64,heads=2,kv_heads=1,head_dim=32}"]
     return config_from({}, [*words, "engine=vllm", *small, *more])
 
 
@@ -102,9 +98,8 @@ async def test_it_samples_with_the_images_of_each_prompt(engine: Engine, referen
     assert red == blue and red.images != blue.images, "the same ids"
     both, twice = prompt(vision, [9], BLUE, [11, 12], WIDE, [13]), prompt(vision, RED, [14], RED)
     kinds = {"red": red, "blue": blue, "both": both, "twice": twice, "text": PromptIds(TEXT, [])}
-    made = dict(
-        zip(kinds, await asyncio.gather(*(check(engine, reference, vision, ids, key) for key, ids in kinds.items())), strict=True)
-    )
+    found = await asyncio.gather(*(check(engine, reference, vision, ids, key) for key, ids in kinds.items()))
+    made = dict(zip(kinds, found, strict=True))
     # Of the other image's prompt transformers says something else, by far more than the two programs differ.
     assert float((own(reference, vision, blue, made["red"]) - torch.tensor(made["red"].logprobs)).abs().max()) > 100 * CLOSE
 

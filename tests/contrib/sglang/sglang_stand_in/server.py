@@ -43,15 +43,10 @@ class Settings:
 
 
 DEFAULTS = {
-    "tp_size": 1,
-    "pp_size": 1,
-    "dp_size": 1,
-    "incremental_streaming_output": True,
-    "enable_deterministic_inference": True,
-    "allow_auto_truncate": False,
-    "speculative_algorithm": None,
-    "disaggregation_mode": "null",
-    "skip_tokenizer_init": False,
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size"), 1),
+    **dict.fromkeys(("incremental_streaming_output", "enable_deterministic_inference"), True),
+    **dict.fromkeys(("allow_auto_truncate", "skip_tokenizer_init"), False),
+    **{"speculative_algorithm": None, "disaggregation_mode": "null"},
 }
 
 
@@ -200,10 +195,8 @@ class StandIn:
         prompt, params = list(body["input_ids"]), body["sampling_params"]
         await self._gate.wait()  # before its scheduler, which knows nothing of it yet
         if len(prompt) >= self._longest - 5:
-            message = (
-                f"The input ({len(prompt)} tokens) is longer than the model's context length ({self.settings.context} tokens)."
-            )
-            yield {"error": {"message": message, "code": 400}}
+            context = f"the model's context length ({self.settings.context} tokens)"
+            yield {"error": {"message": f"The input ({len(prompt)} tokens) is longer than {context}.", "code": 400}}
             return
         request = self.model.submit(body["rid"] or "", prompt, self._sampling(len(prompt), params), self._seed(params))
         sent = 0
@@ -290,6 +283,5 @@ class StandIn:
     def _updated(self, problem: str, body: dict[str, Any]) -> Response:
         if not problem and body["flush_cache"] and self.model.requests and self.paused != "retract":
             problem = "Weights were updated, but the cache was not flushed because requests are still running or queued."
-        return JSONResponse(
-            {"success": not problem, "message": problem or "Succeeded to update model weights."}, 400 if problem else 200
-        )
+        said = problem or "Succeeded to update model weights."
+        return JSONResponse({"success": not problem, "message": said}, 400 if problem else 200)
