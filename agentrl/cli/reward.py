@@ -334,12 +334,11 @@ def _options(args: argparse.Namespace) -> _Options:
     judge = {"api_base": args.judge_url, "cache": args.judge_cache, "calls": args.judge_calls, "usd": args.judge_usd}
     engines = {name: JudgeEngineConfig(path=model) for name, model in models}
     python = dict(_pairs(args.python, "--python", "polite=my_rewards:polite"))
-    env = None
     if args.env is not None:
         find_env(args.env)  # raises for an unknown one
-        env = EnvRef(args.env, params)
-        if params:
-            check_ref(env)
+    env = None if args.env is None else EnvRef(args.env, params)
+    if env is not None and params:
+        check_ref(env)
     return _Options(env, RewardConfig(python=python, judge=JudgeConfig(engines=engines, **judge)))
 
 

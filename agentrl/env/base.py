@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
@@ -40,7 +41,7 @@ def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
 
     A string is parsed in the Hermes form, after its reasoning within <think>; so is the text of a message that contains call
     markup but no parsed calls. Calls without an id, or with one already used in this turn, get `call_N`, with N counted
-    over the episode. Raises TypeError for an action that is neither text nor an assistant message.
+    over the episode, or the next one that is free. Raises TypeError for an action that is neither text nor an assistant message.
     """
     if isinstance(action, str):
         from agentrl.render.base import THINK  # late, as below
@@ -55,10 +56,12 @@ def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
 
         content, parsed = parse_tool_calls(action.content)
         action = replace(action, content=content, tool_calls=tuple(replace(call, id="") for call in parsed))
-    calls, seen = list[ToolCall](), set[str]()
+    calls, seen, taken = list[ToolCall](), set[str](), {call.id for call in action.tool_calls}
     for number, call in enumerate(action.tool_calls, start=calls_before):
-        calls.append(replace(call, id=f"call_{number}") if not call.id or call.id in seen else call)
+        fresh = next(name for name in map("call_{}".format, count(number)) if name not in taken)
+        calls.append(replace(call, id=fresh) if not call.id or call.id in seen else call)
         seen.add(calls[-1].id)
+        taken.add(calls[-1].id)
     made = tuple(calls)
     return action if made == action.tool_calls else replace(action, tool_calls=made), calls_before + len(calls)
 

@@ -510,9 +510,7 @@ def tool_methods(owner: type) -> Iterator[Tool]:
                 raise ToolSchemaError(f"{base.__qualname__}.{name}: a decorator hides its @tool. Put @tool above all others")
             if isinstance(value, Tool):
                 if name in taken:
-                    raise ToolSchemaError(
-                        f"{base.__qualname__}.{name}: runs call this method. Rename it, with @tool(name={value.name!r})"
-                    )
+                    raise ToolSchemaError(f"{base.__qualname__}.{name}: runs call it. Rename it, with @tool(name={value.name!r})")
                 found[name] = value
     return iter(found.values())
 

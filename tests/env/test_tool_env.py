@@ -255,6 +255,15 @@ def test_what_a_text_only_thinks_of_is_neither_called_nor_said() -> None:
         assert count == len(names)
 
 
+@pytest.mark.parametrize("given", [("call_1", "call_1"), ("call_2", "", "call_2"), ("", "call_0"), ("a", "a", "call_1")])
+def test_each_call_of_a_turn_has_an_id_of_its_own(given: tuple[str, ...]) -> None:
+    """Results are found by id: two calls of one id had the second one's result both."""
+    calls = tuple(ToolCall("write", {"text": str(n)}, id=one) for n, one in enumerate(given))
+    made = read_action(Message("assistant", "", calls), 0)[0].tool_calls
+    assert len({call.id for call in made}) == len(given) and "" not in {call.id for call in made}
+    assert all(call.id == one for n, (call, one) in enumerate(zip(made, given, strict=True)) if one and one not in given[:n])
+
+
 @pytest.mark.filterwarnings("ignore:.*passive.*")
 def test_an_episode_cut_from_outside_is_not_judged_one_cut_from_inside_is() -> None:
     """Gymnasium's TimeLimit only sets `truncated`: the reward is the step's own, as for every environment."""
