@@ -67,7 +67,7 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
     tools = declarations(row.get("tools"), table=table)
     if row.get("functions") is not None:
         raise BadRowError("functions: the older layout; name them in tools, and call them in tool_calls")
-    _check_system(row)
+    _check_beside(row)
     chat = messages_of(row.get("messages"), "messages", tools, table=table)
     if row.get("parallel_tool_calls") is False:
         for number, message in enumerate(chat.messages):
@@ -78,9 +78,12 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
     return check_chat(chat)
 
 
-def _check_system(row: Mapping[str, Any]) -> None:
+def _check_beside(row: Mapping[str, Any]) -> None:
     if row.get("system"):
         raise BadRowError("system: stands next to the messages, where it is not read. Make it their first message")
+    for key, value in row.items() if not row.get("tools") else ():
+        if key.lower().rstrip("s").endswith("tool") and re.search(r"""["']name["']\s*:""", str(value)):
+            raise BadRowError(f"{key}: is not read, and would be tools. Rename it to tools, or take it out")
 
 
 def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Chat:
@@ -184,7 +187,7 @@ def check_chat(chat: Chat) -> Chat:
 def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Chat]:
     """The chosen and the rejected conversation of a row. `table`: of a file that has each column in each row. Raises BadRowError,
     which names the fault."""
-    _check_system(row)
+    _check_beside(row)
     if row.get("preferred_output") is not None:
         given = row.get("input")
         if not isinstance(given, Mapping):

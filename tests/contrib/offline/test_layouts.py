@@ -250,7 +250,10 @@ def test_a_message_without_content_and_a_system_prompt_where_none_is_read_are_re
     for read, row in ((openai_chat, {"messages": [ASKED[0], ASKED[5]]}), (preference, pair)):
         with pytest.raises(BadRowError, match="system: stands next to the messages, where it is not read"):
             read({**row, "system": "Be brief."})
-        assert read({**row, "system": ""}) == read(row)
+        assert read({**row, "system": "", "num_tools": 0, "target_tools": ["name"]}) == read(row)
+        for key, tools in (("Tools", TOOLS), ("available_tools", json.dumps(TOOLS))):  # it was learned to do without them
+            with pytest.raises(BadRowError, match=f"{key}: is not read, and would be tools"):
+                read({**row, key: tools})
     with pytest.raises(BadRowError, match="system: expected text, got list"):
         sharegpt_chat({**HERMES, "system": ["Be brief."]})
 
