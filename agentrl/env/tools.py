@@ -113,8 +113,7 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
     for part in parts_of(model.__pydantic_core_schema__):
         for value in part["expected"] if isinstance(part, dict) and part.get("type") == "literal" else ():
             if isinstance(value, Enum) and not isinstance(value, str | int):  # pydantic takes it only as a Python object
-                fix = f"Write Literal[{value.value!r}], or {type(value).__name__}"
-                raise ToolSchemaError(f"tool {function.__name__}: no JSON form for Literal[{value}]. {fix}")
+                raise ToolSchemaError(f"tool {function.__name__}: Literal[{value}] is no JSON. Write Literal[{value.value!r}]")
     hints = {name: hint for name, (hint, _) in fields.items()}
     plain = all((hint is Any or isinstance(hint, type)) and hint in _AS_JSON for hint in hints.values())
     return Signature(summary, schema, tuple(hidden), hints, None if plain else model)
@@ -498,8 +497,7 @@ class ToolSet:
 
 
 def tool_methods(owner: type) -> Iterator[Tool]:
-    """The tools among a class's attributes, in order of definition, those of its bases first. Raises TypeError for one that
-    would stand in for a method of agentrl's own classes, and for one that another decorator hides."""
+    """The tools of a class in order of definition, those of its bases first. Raises TypeError for one that could not work."""
     found: dict[str, Tool] = {}
     taken = {name for base in owner.__mro__ if base.__module__.startswith(("agentrl.env.", "gymnasium.")) for name in vars(base)}
     for base in reversed(owner.__mro__):

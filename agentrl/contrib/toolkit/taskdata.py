@@ -52,9 +52,7 @@ _SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
 
-_OWN = ("id", "split", "weight")
-"""Keys that a row of any layout may have."""
-
+_OWN = ("id", "split", "weight")  # keys of a row in any layout
 ToTask = Callable[[Mapping[str, Json]], tuple[Mapping[str, Json], Mapping[str, Json]]]
 Settle = Callable[[Any, bool], Any]
 
