@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, Trajectory
-from agentrl.reward.values import UnscorableError, composed, exact
+from agentrl.reward.values import UnscorableError, exact, with_nfc_keys
 from agentrl.utils.errors import fault_text, is_from_outside
 from agentrl.utils.parsing import deep_copy_json, identical, is_unbounded
 from agentrl.utils.threads import fork_safe
@@ -93,7 +93,7 @@ def _canonical(value: Json) -> Json:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if kind is dict or isinstance(value, Mapping):
-        return {str(key): _canonical(item) for key, item in composed(value).items()}
+        return {str(key): _canonical(item) for key, item in with_nfc_keys(value).items()}
     if isinstance(value, (list, tuple)):
         return [_canonical(item) for item in value]
     return value

@@ -113,16 +113,16 @@ def same(a: Json, b: Json, rule: EqualityRule = LITERAL) -> bool:
         return isinstance(b, (int, float)) and (a == b or close(a, b, rule.absolute, rule.relative))
     if isinstance(a, dict):
         if isinstance(b, dict) and a.keys() != b.keys():
-            a, b = composed(a), composed(b)
+            a, b = with_nfc_keys(a), with_nfc_keys(b)
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(v, b[k], rule) for k, v in a.items())
     if isinstance(a, (list, tuple)):
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(same(x, y, rule) for x, y in zip(a, b, strict=True))
     return a is None and b is None
 
 
-def composed(value: Mapping[Any, Json]) -> Mapping[Any, Json]:
+def with_nfc_keys(value: Mapping[Any, Json]) -> Mapping[Any, Json]:
     """The object with its keys as texts are compared (`exact`), if all are different then."""
-    if all(key.isascii() for key in value if isinstance(key, str)):
+    if "".join(map(str, value)).isascii():  # nearly always
         return value
     made = {exact(key) if isinstance(key, str) else key: item for key, item in value.items()}
     return made if len(made) == len(value) else value
@@ -137,7 +137,7 @@ def equality_key(value: Json, normalize: Normalizer = exact) -> Hashable:
     if isinstance(value, (int, float)):
         return value if value == value else object()  # NaN equals nothing, itself included
     if isinstance(value, dict):
-        return ("object", frozenset((key, equality_key(item, normalize)) for key, item in composed(value).items()))
+        return ("object", frozenset((key, equality_key(item, normalize)) for key, item in with_nfc_keys(value).items()))
     if isinstance(value, (list, tuple)):
         return ("array", *(equality_key(item, normalize) for item in value))
     return None if value is None else object()
@@ -177,7 +177,7 @@ def show_number(value: Fraction) -> str:
 def leaves_of(value: Json, path: str = "", kinds: str = "") -> Iterator[tuple[tuple[str, str], Json]]:
     """((JSON Pointer, "l" or "o" for each step into a list or an object), scalar or empty container) for every leaf, in order."""
     if isinstance(value, Mapping) and value:
-        for key, item in composed(value).items():
+        for key, item in with_nfc_keys(value).items():
             yield from leaves_of(item, join(path, key), f"{kinds}o")
     elif isinstance(value, (list, tuple)) and value:
         for index, item in enumerate(value):
