@@ -69,12 +69,12 @@ def _initial(path: Path, config: str, env: str, seed: int, split: str, content: 
     from agentrl.env.catalog import EnvRef
 
     whole = _config_of(RunRecord(path))
-    config = next((one for one in whole.envs if one.called == env), whole.envs[0])
-    tools, agent = config.tools or whole.tools, config.agent or whole.agent
-    for key, value in {"url": config.url, "sandbox": config.sandbox, "agent": agent, "tools": tools.mcp}.items():
+    chosen = next((one for one in whole.envs if one.called == env), whole.envs[0])
+    tools, agent = chosen.tools or whole.tools, chosen.agent or whole.agent
+    for key, value in {"url": chosen.url, "sandbox": chosen.sandbox, "agent": agent, "tools": tools.mcp}.items():
         if value:
             raise AgentrlError(f"env.{key}: it would be started for it")
-    made = EnvRef(config.id, config.params).build()
+    made = EnvRef(chosen.id, chosen.params).build()
     # Of a class that runs commands in a sandbox, or has a server of tools: a run folder must not choose what is started.
     if "sandbox" in inspect.signature(type(made).__init__).parameters or made._sources:
         raise AgentrlError(f"{made.id} starts other processes")
