@@ -135,7 +135,13 @@ class EnvSession:
         try:
             # Only what is new, unless an answer did not reach the client.
             whole = number == 0 or body.get("have") != number - 1
-            return wire.dumps({**self._answer(number, whole, body.get("tools")), **told})
+            answer = self._state(number)
+            if self._env is not None and _has_begun(self._env):
+                answer["record"] = self._sent.changes(self._env, whole)
+                answer["toolbox"] = wire.toolbox_row(self._env.toolbox, body.get("tools"))
+            elif self._record is not None:
+                answer["record"] = wire.record_row(self._record)
+            return wire.dumps({**answer, **told})
         except TypeError as problem:
             unsent = wire.fault_row(EnvError(f"an answer cannot be sent: {problem}"))
             return wire.dumps({**self._state(number), "fault": told.get("fault", unsent)})
@@ -146,16 +152,6 @@ class EnvSession:
                 if _has_begun(self._env):
                     self._record = self._env.trajectory
                 self._env = self._teacher = None
-
-    def _answer(self, number: int, whole: bool, tools: Json = None) -> dict[str, Json]:
-        answer = self._state(number)
-        if self._env is not None and _has_begun(self._env):
-            return {
-                **answer,
-                "record": self._sent.changes(self._env, whole),
-                "toolbox": wire.toolbox_row(self._env.toolbox, tools),
-            }
-        return answer if self._record is None else {**answer, "record": wire.record_row(self._record)}
 
     def _state(self, number: int) -> dict[str, Json]:
         state: dict[str, Json] = {"number": number, "boot": self._home.boot}
