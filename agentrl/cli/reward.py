@@ -258,7 +258,8 @@ def run_leaves(args: argparse.Namespace) -> int:
     from agentrl.reward.leaf import LEAVES
     from agentrl.reward.nodes import GROUP_LEAVES
 
-    for kind, leaf in [*LEAVES.items(), *GROUP_LEAVES.items()]:
+    leaves: list[tuple[str, Any]] = [*LEAVES.items(), *GROUP_LEAVES.items()]
+    for kind, leaf in leaves:
         example, doc = json.dumps({"use": kind, "args": leaf.example}), " ".join((leaf.__doc__ or "").split())
         say(f"{kind}\n  {doc}\n  value    {leaf.formula}\n  example  {example}\n")
     return 0

@@ -31,7 +31,7 @@ HALF = torch.bfloat16
 def rows_by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], form: AttentionForm) -> Tensor:
     """Causal attention of each row alone, in float64: [T, H, E]."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    rows = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+    rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     return torch.cat([by_hand(*row, form, form.sinks, 0) for row in rows])
 
 

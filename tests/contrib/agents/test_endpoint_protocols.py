@@ -317,8 +317,8 @@ async def test_at_most_one_call_a_turn(renderer, tokenizer):
             found = await super().generate(token_ids, sampling, request_key)
             for count in range(1, len(found.token_ids) + 1):
                 if any(stop in tokenizer.decode(found.token_ids[:count]) for stop in sampling.stop):
-                    kept = (column[:count] for column in (found.token_ids, found.logprobs, found.versions))
-                    return Generation(*kept, "stop_string")
+                    ids, logprobs, versions = found.token_ids[:count], found.logprobs[:count], found.versions[:count]
+                    return Generation(ids, logprobs, versions, "stop_string")
             return found
 
     engine = Says(renderer, [two, two, Message("assistant", "end")])
