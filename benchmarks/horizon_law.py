@@ -253,7 +253,7 @@ def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
     p, d = hits / n, 1 + z * z / n
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / d
     middle = (p + z * z / (2 * n)) / d
-    return middle - half, middle + half
+    return max(0.0, middle - half), middle + half
 
 
 def numbers(text: str) -> list[int]:
