@@ -266,7 +266,7 @@ class OpenEnv(ToolEnv):
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as fault:
                 raise EnvError(f"OpenEnv server {self.url}: no action schema: {type(fault).__name__}: {fault}") from fault
         result = await self._ask("reset", {"seed": task.data["seed"]})
-        tools = [Tool.from_schema("act", "take one action", schema, _act)]
+        tools = [Tool.from_schema("act", "take one action", schema, _calls())]
         if {"tool_name", "arguments"} <= schema["properties"].keys():  # a server of tools
             listed = await self._ask("step", {"type": "list_tools"})
             calls = declarations(listed["observation"]["tools"])
@@ -364,12 +364,10 @@ def _result(result: Json) -> str:
     return as_text("act", result)
 
 
-async def _act(env: OpenEnv, **action: Any) -> str:
-    return await env.act(action)
+def _calls(name: str | None = None) -> Callable[..., Any]:
+    """Makes the function of the tool `act`, or of the server's tool of that name."""
 
-
-def _calls(name: str) -> Callable[..., Any]:
     async def call(env: OpenEnv, **arguments: Any) -> str:
-        return await env.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
+        return await env.act(arguments if name is None else {"type": "call_tool", "tool_name": name, "arguments": arguments})
 
     return call
