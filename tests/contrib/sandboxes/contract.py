@@ -11,6 +11,20 @@ from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, FileInfo, 
 from agentrl.contrib.sandboxes.local import FolderSandbox
 from agentrl.utils.errors import ConfigError, SandboxError
 
+
+def commands(provider: str, *texts: str, timeout: float = 60.0, **fields: Any) -> list[ExecResult]:
+    """What comes of commands, one after the other in one sandbox."""
+
+    async def main() -> list[ExecResult]:
+        box = await SANDBOXES.bind(provider, {})().start(SandboxSpec(**fields))
+        try:
+            return [await box.exec(text, timeout=timeout, merge=True) for text in texts]
+        finally:
+            await box.stop()
+
+    return asyncio.run(main())
+
+
 FILES = {"a.txt": b"one\n", "in/deep/b.bin": bytes(range(256))}
 
 
@@ -136,28 +150,25 @@ class Contract:
         assert (cut.code, len(cut.stdout), cut.cut) == (0, 1000, 2000)
         assert len(endless.stdout) == 1000 and endless.cut > 63_000 and endless.end == "output"
 
-    def test_a_snapshot_starts_another(self) -> None:
-        async def main() -> None:
-            provider = self.provider()
-            box = await provider.start(self.spec())
-            await box.exec("echo two > a.txt; ln -s a.txt l; mkdir -p /tmp/x 2>/dev/null; true")
-            saved = await box.snapshot()
-            await box.exec("echo three > a.txt; rm -r in")
-            other = await provider.start(self.spec(), saved)
-            try:
-                assert (await other.exec("cat l; ls in/deep")).stdout == "two\nb.bin\n"
-                await other.exec("echo four > a.txt")
-                assert (await box.exec("cat a.txt; ls")).stdout == "three\na.txt\nl\n"
-                await box.stop()
-                await other.stop()
-                other = await provider.start(self.spec(), saved)  # the snapshot outlives its sandbox
-                assert await other.read("a.txt") == b"two\n"
-            finally:
-                await box.stop()
-                await other.stop()
-                provider.forget(saved)
-
-        asyncio.run(main())
+    async def test_a_snapshot_starts_another(self) -> None:
+        provider = self.provider()
+        box = await provider.start(self.spec())
+        await box.exec("echo two > a.txt; ln -s a.txt l; mkdir -p /tmp/x 2>/dev/null; true")
+        saved = await box.snapshot()
+        await box.exec("echo three > a.txt; rm -r in")
+        other = await provider.start(self.spec(), saved)
+        try:
+            assert (await other.exec("cat l; ls in/deep")).stdout == "two\nb.bin\n"
+            await other.exec("echo four > a.txt")
+            assert (await box.exec("cat a.txt; ls")).stdout == "three\na.txt\nl\n"
+            await box.stop()
+            await other.stop()
+            other = await provider.start(self.spec(), saved)  # the snapshot outlives its sandbox
+            assert await other.read("a.txt") == b"two\n"
+        finally:
+            await box.stop()
+            await other.stop()
+            provider.forget(saved)
 
     def test_cancelling_kills_the_command(self) -> None:
         async def work(box: Sandbox) -> Any:
@@ -201,15 +212,12 @@ class Contract:
         assert fault.code == 1 and "ZeroDivisionError" in fault.stdout and "notebook" not in fault.stdout
         assert half.code == 1 and "surrogates not allowed" in half.stdout, "half a character, which JSON can say, is no text"
 
-    def test_after_stop_nothing_runs(self) -> None:
-        async def main() -> None:
-            box = await self.provider().start(self.spec())
-            await box.stop()
-            await box.stop()
-            with pytest.raises((SandboxError, FileNotFoundError)):
-                await box.exec("true")
-
-        asyncio.run(main())
+    async def test_after_stop_nothing_runs(self) -> None:
+        box = await self.provider().start(self.spec())
+        await box.stop()
+        await box.stop()
+        with pytest.raises((SandboxError, FileNotFoundError)):
+            await box.exec("true")
 
     def test_an_unknown_snapshot_is_the_infrastructures_fault(self) -> None:
         with pytest.raises(SandboxError):

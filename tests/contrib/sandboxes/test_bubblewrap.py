@@ -3,28 +3,18 @@
 import asyncio
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from agentrl.contrib.sandboxes import bubblewrap
-from agentrl.contrib.sandboxes.contract import ExecResult, SandboxSpec
+from agentrl.contrib.sandboxes.contract import SandboxSpec
+from tests.contrib.sandboxes import contract
 
 REASON = bubblewrap.unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no bubblewrap here: {REASON}")
-
-
-def commands(*texts: str, timeout: float = 20.0) -> list[ExecResult]:
-    """What comes of commands, one after the other in one sandbox."""
-
-    async def main() -> list[ExecResult]:
-        box = await bubblewrap.BubblewrapProvider().start(SandboxSpec(disk=1 << 20))
-        try:
-            return [await box.exec(text, timeout=timeout, merge=True) for text in texts]
-        finally:
-            await box.stop()
-
-    return asyncio.run(main())
+commands = partial(contract.commands, "bubblewrap", timeout=20.0, disk=1 << 20)
 
 
 def test_the_kernel_s_settings_cannot_be_changed_not_even_by_root() -> None:
@@ -76,20 +66,16 @@ def test_a_search_of_everything_ends_at_the_command_s_limit() -> None:
 BOMB = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
 
 
-def test_a_limit_is_named_although_the_event_loop_is_busy() -> None:
+async def test_a_limit_is_named_although_the_event_loop_is_busy() -> None:
     """The memory limit ends the bomb at some 900 threads, within 0.3 s."""
-
-    async def main() -> ExecResult:
-        box = await bubblewrap.BubblewrapProvider().start(SandboxSpec())
-        try:
-            running = asyncio.ensure_future(box.exec(f"python3 -c '{BOMB}'", timeout=20, merge=True))
-            await asyncio.sleep(0.05)
-            time.sleep(3.0)
-            return await running
-        finally:
-            await box.stop()
-
-    assert asyncio.run(main()).end == "processes"
+    box = await bubblewrap.BubblewrapProvider().start(SandboxSpec())
+    try:
+        running = asyncio.ensure_future(box.exec(f"python3 -c '{BOMB}'", timeout=20, merge=True))
+        await asyncio.sleep(0.05)
+        time.sleep(3.0)
+        assert (await running).end == "processes"
+    finally:
+        await box.stop()
 
 
 def test_threads_count_like_processes() -> None:

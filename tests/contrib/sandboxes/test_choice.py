@@ -13,7 +13,6 @@ import pytest
 from agentrl.config.schema import SandboxConfig
 from agentrl.contrib.sandboxes import bubblewrap, local
 from agentrl.contrib.sandboxes import sandbox_pool as choice
-from agentrl.contrib.sandboxes import sandbox_pool as reach
 from agentrl.contrib.sandboxes.contract import SandboxSpec
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of, require, sandbox_config
 from agentrl.utils.errors import ResourceError
@@ -26,7 +25,7 @@ real = pytest.mark.skipif(REASON is not None, reason=f"no bubblewrap here: {REAS
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
     def forget() -> None:
-        for cached in (bubblewrap.unavailable, bubblewrap._no_more_namespaces, choice.preferred_provider, reach.reach):
+        for cached in (bubblewrap.unavailable, bubblewrap._no_more_namespaces, choice.preferred_provider, choice.reach):
             cached.cache_clear()
 
     forget()

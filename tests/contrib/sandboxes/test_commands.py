@@ -1,31 +1,19 @@
 """The local sandbox with commands: what they may do among themselves, and what they cannot do to others."""
 
-import asyncio
 import os
 import resource
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, SandboxSpec
 from tests.conftest import proof
+from tests.contrib.sandboxes import contract
 
-
-def commands(*texts: str, timeout: float = 60.0, **fields: Any) -> list[ExecResult]:
-    """What comes of commands, one after the other in one sandbox."""
-
-    async def main() -> list[ExecResult]:
-        box = await SANDBOXES.bind("local", {})().start(SandboxSpec(**fields))
-        try:
-            return [await box.exec(text, timeout=timeout, merge=True) for text in texts]
-        finally:
-            await box.stop()
-
-    return asyncio.run(main())
+commands = partial(contract.commands, "local")
 
 
 @pytest.fixture

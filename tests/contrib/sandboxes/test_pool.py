@@ -13,10 +13,15 @@ import pytest
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import SandboxConfig
-from agentrl.contrib.sandboxes import sandbox_pool as handle_module
-from agentrl.contrib.sandboxes import sandbox_pool as pool_module
 from agentrl.contrib.sandboxes.contract import ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
-from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, SandboxPool, pool_of, preferred_provider
+from agentrl.contrib.sandboxes.sandbox_pool import (
+    HeldSandbox,
+    SandboxPool,
+    pool_of,
+    preferred_provider,
+    provider_of,
+    sandbox_config,
+)
 from agentrl.env import Message, Task, ToolEnv
 from agentrl.env.catalog import EnvRef
 from agentrl.rollout.deadlines import Waits, Watch
@@ -95,93 +100,78 @@ class Counting(SandboxProvider):
 SPEC = SandboxSpec(files={"x": b"0"})
 
 
-def test_never_more_than_the_limit_run_and_all_get_their_turn() -> None:
-    async def main() -> tuple[int, int, int]:
-        provider = Counting()
-        pool = SandboxPool(provider, warm=0, limit=3)
+async def test_never_more_than_the_limit_run_and_all_get_their_turn() -> None:
+    provider = Counting()
+    pool = SandboxPool(provider, warm=0, limit=3)
 
-        async def episode(number: int) -> None:
-            box = await pool.acquire(SPEC)
-            await asyncio.sleep(0.001 * (number % 4))
-            await pool.release(box)
-
-        tasks = [asyncio.ensure_future(episode(number)) for number in range(60)]
-        await asyncio.sleep(0.002)
-        for task in tasks[::7]:  # nine are given up, some while they run and some while they wait
-            task.cancel()
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        finished = sum(result is None for result in done)
-        assert finished >= 51 and len(pool._queue) == 0
-        return provider.most, pool.limit, finished
-
-    most, limit, _ = asyncio.run(main())
-    assert most == limit == 3
-
-
-def test_a_cancelled_wait_hands_its_slot_on() -> None:
-    async def main() -> None:
-        provider = Counting()
-        pool = SandboxPool(provider, warm=0, limit=1)
-        held = await pool.acquire(SPEC)
-        first, second = (asyncio.ensure_future(pool.acquire(SPEC)) for _ in range(2))
-        await asyncio.sleep(0)
-        assert len(pool._queue) == 2
-        await pool.release(held)  # the slot is the first one's now, which is cancelled before it hears of it
-        first.cancel()
-        box = await asyncio.wait_for(second, 1)
-        assert first.cancelled() and (pool.running, len(pool._queue)) == (1, 0)
+    async def episode(number: int) -> None:
+        box = await pool.acquire(SPEC)
+        await asyncio.sleep(0.001 * (number % 4))
         await pool.release(box)
-        assert (pool.running, provider.running) == (0, 0)
 
-    asyncio.run(main())
-
-
-def test_warm_ones_are_taken_at_once_and_started_again_behind() -> None:
-    async def main() -> None:
-        provider = Counting(seconds=0.05)
-        pool = SandboxPool(provider, warm=2, limit=8)
-        first = await pool.acquire(SPEC)  # cold: nobody knew the kind yet
-        await asyncio.sleep(0.12)
-        assert (pool.idle, pool.running, provider.starts) == (2, 3, 3)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        boxes = [await pool.acquire(SandboxSpec(files={"y": bytes([number])})) for number in range(2)]
-        assert loop.time() - began < 0.02  # a start takes 0.05 s
-        assert [await box.read("y") for box in boxes] == [b"\0", b"\1"]
-        assert "x" not in boxes[0].files  # type: ignore[attr-defined]
-        await asyncio.sleep(0.12)
-        assert (pool.idle, provider.starts) == (2, 5)
-        other = await pool.acquire(SandboxSpec(network="all"))  # another kind: cold, and it takes the places of the first
-        await asyncio.sleep(0.12)
-        assert pool.idle == 2 and {kind for kind, _ in pool._idle} == {SandboxSpec(network="all").key}
-        for box in (first, *boxes, other):
-            await pool.release(box)
-        await pool.close()
-        assert (pool.running, provider.running) == (0, 0)
-
-    asyncio.run(main())
+    tasks = [asyncio.ensure_future(episode(number)) for number in range(60)]
+    await asyncio.sleep(0.002)
+    for task in tasks[::7]:  # nine are given up, some while they run and some while they wait
+        task.cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(result is None for result in done) >= 51 and len(pool._queue) == 0 and provider.most == 3
 
 
-def test_warm_ones_make_room_at_the_limit_and_a_failed_start_frees_its_slot() -> None:
-    async def main() -> None:
-        provider = Counting()
-        pool = SandboxPool(provider, warm=2, limit=3)
-        first = await pool.acquire(SPEC)
-        await asyncio.sleep(0.01)
-        assert (pool.idle, pool.running) == (2, 3)
-        other = await asyncio.wait_for(pool.acquire(SandboxSpec(network="all")), 1)
-        assert provider.most == 3
-        await pool.release(first)
-        await pool.release(other)
-        await asyncio.sleep(0.01)
-        await pool.close()
-        provider.fails.extend([True, True, True])
-        for _ in range(3):
-            with pytest.raises(SandboxError, match="no start"):
-                await pool.acquire(SPEC)
-        assert (pool.running, provider.running) == (0, 0)
+async def test_a_cancelled_wait_hands_its_slot_on() -> None:
+    provider = Counting()
+    pool = SandboxPool(provider, warm=0, limit=1)
+    held = await pool.acquire(SPEC)
+    first, second = (asyncio.ensure_future(pool.acquire(SPEC)) for _ in range(2))
+    await asyncio.sleep(0)
+    assert len(pool._queue) == 2
+    await pool.release(held)  # the slot is the first one's now, which is cancelled before it hears of it
+    first.cancel()
+    box = await asyncio.wait_for(second, 1)
+    assert first.cancelled() and (pool.running, len(pool._queue)) == (1, 0)
+    await pool.release(box)
+    assert (pool.running, provider.running) == (0, 0)
 
-    asyncio.run(main())
+
+async def test_warm_ones_are_taken_at_once_and_started_again_behind() -> None:
+    provider = Counting(seconds=0.05)
+    pool = SandboxPool(provider, warm=2, limit=8)
+    first = await pool.acquire(SPEC)  # cold: nobody knew the kind yet
+    await asyncio.sleep(0.12)
+    assert (pool.idle, pool.running, provider.starts) == (2, 3, 3)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    boxes = [await pool.acquire(SandboxSpec(files={"y": bytes([number])})) for number in range(2)]
+    assert loop.time() - began < 0.02  # a start takes 0.05 s
+    assert [await box.read("y") for box in boxes] == [b"\0", b"\1"]
+    assert "x" not in boxes[0].files  # type: ignore[attr-defined]
+    await asyncio.sleep(0.12)
+    assert (pool.idle, provider.starts) == (2, 5)
+    other = await pool.acquire(SandboxSpec(network="all"))  # another kind: cold, and it takes the places of the first
+    await asyncio.sleep(0.12)
+    assert pool.idle == 2 and {kind for kind, _ in pool._idle} == {SandboxSpec(network="all").key}
+    for box in (first, *boxes, other):
+        await pool.release(box)
+    await pool.close()
+    assert (pool.running, provider.running) == (0, 0)
+
+
+async def test_warm_ones_make_room_at_the_limit_and_a_failed_start_frees_its_slot() -> None:
+    provider = Counting()
+    pool = SandboxPool(provider, warm=2, limit=3)
+    first = await pool.acquire(SPEC)
+    await asyncio.sleep(0.01)
+    assert (pool.idle, pool.running) == (2, 3)
+    other = await asyncio.wait_for(pool.acquire(SandboxSpec(network="all")), 1)
+    assert provider.most == 3
+    await pool.release(first)
+    await pool.release(other)
+    await asyncio.sleep(0.01)
+    await pool.close()
+    provider.fails.extend([True, True, True])
+    for _ in range(3):
+        with pytest.raises(SandboxError, match="no start"):
+            await pool.acquire(SPEC)
+    assert (pool.running, provider.running) == (0, 0)
 
 
 def test_warm_ones_are_stopped_with_the_loop_that_has_them() -> None:
@@ -201,8 +191,7 @@ def test_warm_ones_are_stopped_with_the_loop_that_has_them() -> None:
 @pytest.fixture
 def provider(monkeypatch: pytest.MonkeyPatch) -> Counting:
     made = Counting()
-    monkeypatch.setattr(pool_module, "provider_of", lambda config: made)
-    monkeypatch.setattr(handle_module, "provider_of", lambda config: made)
+    monkeypatch.setattr("agentrl.contrib.sandboxes.sandbox_pool.provider_of", lambda config: made)
     return made
 
 
@@ -279,32 +268,25 @@ class Waiting(ToolEnv):
         return self.held.queued
 
 
-def test_the_watch_is_told_what_an_episode_queues_for_and_its_clock_stands(provider: Counting) -> None:
-    async def main() -> None:
-        config = SandboxConfig(provider="local", limit=1)
-        first = HeldSandbox(config, SPEC)
-        await first.start()
-        env, watch = Waiting(), Watch(0.05)
-        env.held = HeldSandbox(config, SPEC)
-        waits = Waits("e1", turn=9.0, episode=0.4, watch=watch)
-        # env_timeout 0.2 s and 0.4 s of active time, neither of which passes while it is queued for 0.6 s.
-        task = asyncio.ensure_future(waits.environment(env, env.areset(seed=1), "the setup", limit=0.2))
-        await asyncio.sleep(0.6)
-        told = watch.waiting()
-        assert (
-            "episode e1" in told and "the setup of environment test/Waiting-v0, which waits for a local sandbox for 1 s" in told
-        )
-        assert not task.done() and waits.used["infrastructure"] < 0.1
-        await first.stop()
-        await asyncio.wait_for(task, 2)
-        await env.held.stop()
-
-    asyncio.run(main())
+async def test_the_watch_is_told_what_an_episode_queues_for_and_its_clock_stands(provider: Counting) -> None:
+    config = SandboxConfig(provider="local", limit=1)
+    first = HeldSandbox(config, SPEC)
+    await first.start()
+    env, watch = Waiting(), Watch(0.05)
+    env.held = HeldSandbox(config, SPEC)
+    waits = Waits("e1", turn=9.0, episode=0.4, watch=watch)
+    # env_timeout 0.2 s and 0.4 s of active time, neither of which passes while it is queued for 0.6 s.
+    task = asyncio.ensure_future(waits.environment(env, env.areset(seed=1), "the setup", limit=0.2))
+    await asyncio.sleep(0.6)
+    told = watch.waiting()
+    assert "episode e1" in told and "the setup of environment test/Waiting-v0, which waits for a local sandbox for 1 s" in told
+    assert not task.done() and waits.used["infrastructure"] < 0.1
+    await first.stop()
+    await asyncio.wait_for(task, 2)
+    await env.held.stop()
 
 
 def test_a_config_with_a_wrong_key_or_name_is_refused_with_what_is_near() -> None:
-    from agentrl.contrib.sandboxes.sandbox_pool import provider_of, sandbox_config
-
     with pytest.raises(ConfigError, match=r"sandbox\.provder.*did you mean 'provider'"):
         sandbox_config({"provder": "local"})
     with pytest.raises(ConfigError, match=r"env.sandbox.provider: unknown name 'dokcer'; did you mean 'docker'"):
