@@ -175,7 +175,7 @@ def compared(node: ast.AST) -> list[str]:
 
 # Registered words that are compared as something else, everywhere: how a generation ended, which context policy "stop" is not;
 # the address "local" of a cluster, which is no sandbox.
-OTHER_MEANINGS = {"stop": ("finish",), "local": ("address",), "tree": ("view",)}
+OTHER_MEANINGS = {"stop": ("finish", "on_error"), "local": ("address",), "tree": ("view",)}
 
 
 def test_no_branch_on_a_registered_name_outside_of_its_file() -> None:

@@ -328,7 +328,7 @@ def _options(args: argparse.Namespace) -> _Options:
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
     if params and args.part != "lint" and not any('"replay": ' in json.dumps(_spec(spec)) for spec in specs):
-        raise UserError(f"--param: {' and '.join(specs)} replays nothing, so no environment is made. Leave it out")
+        raise UserError(f"--param: no gold calls are replayed by {' or '.join(specs)}, so no environment is made. Leave it out")
     models = tuple(_pairs(args.judge_model, "--judge-model", "strict=Qwen/Qwen3-0.6B"))
     if twice := [name for number, (name, _) in enumerate(models) if name in dict(models[:number])]:
         raise UserError(f"--judge-model {twice[0]}=...: given twice; a judge has one model")

@@ -17,7 +17,7 @@ from agentrl.utils.processor import own_threads
 
 
 class InlinePending(Pending):
-    """A call that runs in the caller's thread when its result is first requested."""
+    """A call that runs in the caller's thread, in `wait`, which is called once."""
 
     def __init__(self, backend: InlineBackend, method: str, shipment: Shipment) -> None:
         self._backend, self._method, self._shipment = backend, method, shipment

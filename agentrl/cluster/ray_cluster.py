@@ -407,9 +407,8 @@ def own_token() -> None:
     if mode != "token" or "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    with suppress(ImportError, AttributeError):  # a Ray without tokens
-        raylet: Any = importlib.import_module("ray._raylet")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
+    raylet: Any = importlib.import_module("ray._raylet")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def asks_for_token() -> bool:

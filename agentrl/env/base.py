@@ -58,9 +58,11 @@ def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
         action = replace(action, content=content, tool_calls=tuple(replace(call, id="") for call in parsed))
     calls, seen, taken = list[ToolCall](), set[str](), {call.id for call in action.tool_calls}
     for number, call in enumerate(action.tool_calls, start=calls_before):
-        fresh = next(name for name in map("call_{}".format, count(number)) if name not in taken | seen)
-        calls.append(replace(call, id=fresh) if not call.id or call.id in seen else call)
-        seen.add(calls[-1].id)
+        if not call.id or call.id in seen:
+            call = replace(call, id=next(name for name in map("call_{}".format, count(number)) if name not in taken))
+            taken.add(call.id)
+        calls.append(call)
+        seen.add(call.id)
     made = tuple(calls)
     return action if made == action.tool_calls else replace(action, tool_calls=made), calls_before + len(calls)
 

@@ -67,8 +67,8 @@ _AS_JSON = frozenset({str, bool, Any, dict, list})
 def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
     """Read the name, types, defaults and docstring of `function` (`method`: its first parameter is `self`).
 
-    Raises TypeError if a parameter has no annotation, is `*args` or `**kwargs`, or has a type that
-    has no JSON form.
+    Raises TypeError if a parameter has no annotation, is `*args` or `**kwargs`, has a `Field` as its default, or has a type
+    that has no JSON form.
     """
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -111,7 +111,7 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
         why = re.sub(r"^\s*(\w*Error|error): ", "", said.splitlines()[-1])
         raise ToolSchemaError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
     for part in parts_of(model.__pydantic_core_schema__):
-        for value in part["expected"] if isinstance(part, dict) and part.get("type") == "literal" else ():
+        for value in part.get("expected", ()) if isinstance(part, dict) and part.get("type") == "literal" else ():
             if isinstance(value, Enum) and not isinstance(value, str | int):  # pydantic takes it only as a Python object
                 raise ToolSchemaError(f"tool {function.__name__}: Literal[{value}] is no JSON. Write Literal[{value.value!r}]")
     hints = {name: hint for name, (hint, _) in fields.items()}

@@ -118,9 +118,9 @@ def play_turns(env: Any, task: Task, turns: Turns) -> Trajectory:
     env.reset(seed=task.seed, options={"task": task})
     over = any(any(env.step(turn)[2:4]) for turn in turns)  # `any` stops at the turn that ends it
     trajectory: Trajectory = env.trajectory
-    env.close()
     if not over:
         trajectory.stop, trajectory.truncated = StopReason.MAX_TURNS, True
+    env.close()
     return trajectory
 
 

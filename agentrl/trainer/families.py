@@ -16,7 +16,6 @@ from agentrl.utils.registry import Registry
 
 # Configs of models
 
-# Words in the keys of a config by which activations are dropped, or routers shaken, at random in training.
 _DROPPED = ("dropout", "pdrop", "layerdrop", "jitter", "drop_prob")
 _UNUSED = ("classifier", "summary", "hidden_dropout_prob_", "droppath")
 
@@ -27,6 +26,17 @@ def parts_of(config: Any) -> Iterator[Any]:
     for value in list(vars(config).values()):
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
             yield from parts_of(value)
+
+
+def dropouts(config: Any) -> dict[str, float]:
+    """The keys of a config by which activations are dropped, or routers shaken, at random in training."""
+    found = {}
+    for part in parts_of(config):
+        for name, value in vars(part).items():
+            used = any(word in name for word in _DROPPED) and not any(word in name for word in _UNUSED)
+            if used and isinstance(value, float) and value > 0:
+                found[name] = value
+    return found
 
 
 def switches(model: Any) -> Iterator[tuple[str, int]]:
@@ -194,12 +204,7 @@ def probe_family(config: Any, kind: Kind, label: str, *, one_row: bool = False) 
         return _probed[key]
     classes = ", ".join(getattr(config, "architectures", None) or [])
     name = f"{label}: the family {config.model_type}" + (f" ({classes})" if classes else "")
-    random: dict[str, float] = {}
-    for key_of, value in ((key, value) for part in parts_of(config) for key, value in vars(part).items()):
-        used = any(word in key_of for word in _DROPPED) and not any(word in key_of for word in _UNUSED)
-        if used and isinstance(value, float) and value > 0:
-            random[key_of] = value
-    if random:
+    if random := dropouts(config):
         keys = ", ".join(f"{key} = {value:g}" for key, value in random.items())
         raise ModelError(
             f"{name} drops activations at random in training, so no logprob would be right: set {keys} to 0 in config.json"

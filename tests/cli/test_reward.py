@@ -360,7 +360,7 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path):
         (["lint", "rewards/judge.json", "--param", "calls=2"], "--env"),
         (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=VALUE"),
         (["lint", "key_value", "--param", "cals=2"], "calls"),
-        (["score", "key_value", "none.jsonl", "--param", "calls=2"], "--param: key_value replays nothing"),
+        (["score", "key_value", "none.jsonl", "--param", "calls=2"], "--param: no gold calls are replayed by key_value"),
         (["score", "bfcl_multi_turn", "none.jsonl", "--env", KEY_VALUE, "--param", "cals=2"], "calls"),
         (["score", "key_value", "none.jsonl"], "cannot be read"),
         (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),

@@ -33,6 +33,7 @@ from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.minibatch import Term, proximal_of
 from agentrl.trainer.update_hooks import ADDED, UPDATE_HOOKS, UpdateHook
 from agentrl.utils.errors import CheckpointError, ConfigError, EnvError
+from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -250,6 +251,10 @@ class Opsd(Callback, UpdateHook):
         self._shown = 0
 
     async def prepare(self, batch: TensorDict, groups: Sequence[Group], envs: Sequence[RunEnv]) -> TensorDict:
+        await in_thread("batch", self._render, groups, envs)
+        return batch
+
+    def _render(self, groups: Sequence[Group], envs: Sequence[RunEnv]) -> None:
         """Note the prompt of each trajectory without and with its solution."""
         parts, self._prompts = {part.name: part for part in envs}, []
         for member in (one for group in groups for one in group.scored()):
@@ -263,7 +268,6 @@ class Opsd(Callback, UpdateHook):
             renderer = part.policy.renderer.with_tools(member.tools)
             plain, hinted = (renderer.start([*before, one], member.tools) for one in (last, told))
             self._prompts.append((plain, hinted))
-        return batch
 
     def teacher_rows(self, view: Ragged, most: int) -> Ragged:
         """Return the rows with the longer prompts. A row that begins otherwise, as after a rewrite, stays, as does one that would
@@ -387,10 +391,10 @@ def check_opsd(start: RunStart) -> list[str]:
         return []
     if config.algorithm.distillation is None:
         raise ConfigError("callbacks.opsd: the run has no teacher. Set algorithm.distillation.path to the folder of model.path")
-    for env in config.envs:
+    for env in (env for env in config.envs if env.trains):
         with start.alone(env) as one:
             why = gold_obstacle(one, "writes its prompts itself", "rows after a summary lack the solution", played=False)
-            if env.trains and why is not None:
+            if why is not None:
                 raise ConfigError(f"callbacks.opsd ({env.called}): {why}. Leave opsd out")
     return []
 

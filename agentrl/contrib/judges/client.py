@@ -6,9 +6,7 @@ import asyncio
 import hashlib
 import importlib
 import json
-import os
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,15 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import JudgeConfig, RewardConfig
-from agentrl.contrib.judges.leaf import JudgeFault, LastingJudgeFault, Verdict, VerdictRequest, own_name, read_verdict
+from agentrl.contrib.judges.leaf import (
+    JudgeFault,
+    LastingJudgeFault,
+    Verdict,
+    VerdictCache,
+    VerdictRequest,
+    own_name,
+    read_verdict,
+)
 from agentrl.data.trajectory import Json
 from agentrl.render.litellm_calls import ONCE, load_litellm, refusal, request_of, said_of
 from agentrl.reward.leaf import SERVICES
 from agentrl.run.services import ApiModel, RunServices, Service, SideEngine
-from agentrl.utils.errors import ConfigError, JudgeBudgetError
-from agentrl.utils.parsing import read_json
+from agentrl.utils.errors import JudgeBudgetError
 from agentrl.utils.redaction import redact_said
-from agentrl.utils.schemas import first_fault, validator
 from agentrl.utils.threads import after_fork, background, fork_safe, threads
 
 if TYPE_CHECKING:
@@ -63,54 +67,6 @@ class Budget:
         with self._lock:
             self._reserved -= reserved or 0.0
             self.usd += used
-
-
-class VerdictCache:
-    """A folder of verdicts, which several processes may share; in memory only if there is no folder."""
-
-    def __init__(self, folder: Path | None) -> None:
-        """Raises ConfigError for a folder that cannot be written."""
-        if folder is not None:
-            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-            if not there.is_dir():
-                raise ConfigError(f"reward.judge.cache = {folder}: expected a folder, and {there} is a file")
-            if not os.access(there, os.W_OK | os.X_OK):
-                raise ConfigError(f"reward.judge.cache = {folder}: {there} may not be written")
-        self.folder = folder
-        self._memory: dict[str, Json] = {}
-
-    def get(self, key: str, schema: Mapping[str, Any]) -> Json:
-        """The verdict for a key, or None. A file that cannot be read, or whose verdict does not fit `schema`, counts as
-        missing: others write to the folder too."""
-        if key not in self._memory and self.folder is not None:
-            try:
-                verdict = read_json(self._path(key).read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                return None
-            if first_fault(validator(schema), verdict) is None:
-                self._memory[key] = verdict
-        return self._memory.get(key)
-
-    def put(self, key: str, verdict: Json) -> None:
-        """Store a verdict. It is written to a temporary file and renamed, so that readers never see a partial one."""
-        self._memory[key] = verdict
-        if self.folder is None:
-            return
-        path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".verdict-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(verdict, file)
-        Path(name).replace(path)
-
-    def forget(self) -> None:
-        """Drop the verdicts, unless a folder keeps them."""
-        if self.folder is None:
-            self._memory.clear()
-
-    def _path(self, key: str) -> Path:
-        assert self.folder is not None
-        return self.folder / key[:2] / f"{key}.json"
 
 
 class Judge:

@@ -281,8 +281,8 @@ def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: 
 
 @CORRECTIONS.register("kpop", traits={"importance_weighted"})
 def kpop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, phi: Positive = 0.1) -> Tensor:
-    """KPop (Guo et al. 2026, ringtech.notion.site/kpop): exp(d) if the KL of this token or another is at most `phi`
-    in both directions, else the token is rejected."""
+    """KPop (Guo et al. 2026, ringtech.notion.site/kpop): exp(d) if the KL divergence of the choice between this token
+    and any other is at most `phi` in both directions, else the token is rejected."""
     p, q = torch.stack([prox, behave]).double().exp()
     # The rest is at least 1e-6, which is ours: a probability that is rounded to 1 would have an infinite divergence.
     moved, other = prox - behave, torch.log((1 - p).clamp(min=1e-6) / (1 - q).clamp(min=1e-6))
