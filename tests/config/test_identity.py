@@ -130,6 +130,16 @@ def test_every_name_is_of_a_key_and_none_is_said_twice(purpose: Purpose) -> None
         assert not any(name.startswith(f"{other}.") for other in CANNOT_MATTER[purpose]), f"{name}: its section is named"
 
 
+def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:
+    """A new key is part of the identity by default; the sections where it is not are these."""
+    kept = {"cluster", "checkpoint", "keep", "health", "traces", "prometheus", "profile"}
+    update = {"sft", "data", "algorithm", "optim", "critic", "reward_model", "model.init", "model.lora", "env.sft", "env.advantage"}
+    update |= {"env.sampler", *(f"rollout.{key}" for key in ("sampler", "mixture", "accept", "start", "branch"))}
+    for purpose in get_args(Purpose):
+        sections = {name for name in CANNOT_MATTER[purpose] if any(".".join(path).startswith(f"{name}.") for path in KEYS)}
+        assert sections == kept | ({"vllm.args", "algorithm.loss.args"} if purpose == "train" else update)
+
+
 def test_values_are_compared_and_secrets_are_digests() -> None:
     base = TrainConfig.model_validate(EVERY)
     identity = identity_of(base, "eval")

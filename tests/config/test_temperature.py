@@ -50,3 +50,12 @@ def test_without_updates_one_number_is_asked_for() -> None:
         ConfigError, match=r"a rollout has no number of updates; give one number, such as rollout.temperature=0.7"
     ):
         one_temperature(config_of(POINTS).rollout, "a rollout")
+
+
+def test_one_number_is_0_or_at_least_what_vllm_samples_at() -> None:
+    for value in (0.0, 0.01):
+        check_temperatures(config_of(value).rollout, config_of(1.0, eval={"temperature": value}).eval, False)
+    for rollout, evaluation, section in ((0.0099, 0.0, "rollout"), (1.0, 0.0099, "eval")):
+        config = config_of(rollout, eval={"temperature": evaluation})
+        with pytest.raises(ConfigError, match=rf"^{section}.temperature = 0.0099: expected 0 .*at least 0\.01"):
+            check_temperatures(config.rollout, config.eval, False)

@@ -132,7 +132,7 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         display.show_evaluation(2, 0.5)
         with display.doing("evaluation"), display.doing("publish"):
             wait(5)
-        display.step(3, {"success": 0.25})
+        display.step(3, {"success": 0.25}, {"kl": 0.0, "kl to reference": 0.002, "grad norm": 0.25})
     assert out.getvalue().splitlines() == [
         "[start]",
         "[start]  starting the engine (vllm)  5 s",
@@ -143,7 +143,7 @@ def test_plain_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         "[train] 1/3  success 0.250  reward 0.500  tokens/s 1,234  kl 0.001  entropy 0.500  lr 2.0e-05  ETA 1:28",
         "[eval] held-out success 50.0 %",
         "[train] 2/3  evaluation > publish  5 s",
-        "[train] 3/3  success 0.250 (best 0.500)  ETA 0:00",
+        "[train] 3/3  success 0.250 (best 0.500)  kl to reference 0.002  grad norm 0.250  ETA 0:00",
     ]
 
 

@@ -1,19 +1,19 @@
 """The table of metric names: it knows what the code logs, and the page is made from it. Rows of real runs: tests/e2e/runs.py."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from agentrl.cli.main import main
-from agentrl.run.metrics import info_of, metrics_table
+from agentrl.run.metrics import PHASES, info_of, metrics_table
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import LossInput
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from tests.run.made_folders import unknown_keys
 
 PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
-TABLE = PACKAGE / "run" / "metrics.py"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,11 @@ def test_the_page_is_made_from_the_table(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["metrics", "--markdown"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert [entry.name for _, entry in metrics_table() if not any(row.startswith(f"| `{entry.name}` |") for row in rows)] == []
+    names = [entry.name for _, entry in metrics_table() if entry.unit and entry.phases and set(entry.phases) <= PHASES.keys()]
+    assert len(names) == len(set(names)) == len([*metrics_table()]) > 100, "whole entries, and no name twice"
+    made = [re.findall(r"EngineStats\(.*?extra=\{(.*?)\}", file.read_text(), re.DOTALL) for file in PACKAGE.rglob("*.py")]
+    extras = {name for found in made for text in found for name in re.findall(r'"(\w+)":', text)}
+    assert len(extras) >= 5 and {name for name in extras if info_of(f"engine/{name}") is None} == set()
 
 
 def test_the_command_finds_words(capsys: pytest.CaptureFixture[str]) -> None:
