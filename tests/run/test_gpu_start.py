@@ -38,6 +38,11 @@ TOKEN = {"lora_one_gpu": 147_456, "one_gpu": 114_688, "qwen3_0.6b": 114_688, "qw
 """Bytes of a token's keys and values in bf16: 2 x layers x 8 key heads x 128 x 2."""
 
 
+def test_every_config_without_ray_is_started_here() -> None:
+    paths = [path for folder in ("gpu", "recipes") for path in (CONFIGS / folder).glob("*.toml")]
+    assert {path.stem for path in paths if load_config(path, find=find_config).cluster.backend == "inline"} == {*TOKEN}
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has one card of 80 GiB, as far as checks and counts ask."""
