@@ -8,6 +8,8 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.envs import check_temperatures, one_temperature, scheduled_temperature, temperature_at
+from agentrl.run.assembly import RunStart
+from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.utils.errors import ConfigError
 
 POINTS = [[2, 1.3], [8, 0.7]]
@@ -53,9 +55,8 @@ def test_without_updates_one_number_is_asked_for() -> None:
 
 
 def test_one_number_is_0_or_at_least_what_vllm_samples_at() -> None:
-    for value in (0.0, 0.01):
-        check_temperatures(config_of(value).rollout, config_of(1.0, eval={"temperature": value}).eval, False)
+    for rollout, evaluation in ((0.0, 0.01), (0.01, 0.0)):
+        check_rollout(RunStart(config_of(rollout, eval={"temperature": evaluation})))
     for rollout, evaluation, section in ((0.0099, 0.0, "rollout"), (1.0, 0.0099, "eval")):
-        config = config_of(rollout, eval={"temperature": evaluation})
         with pytest.raises(ConfigError, match=rf"^{section}.temperature = 0.0099: expected 0 .*at least 0\.01"):
-            check_temperatures(config.rollout, config.eval, False)
+            check_rollout(RunStart(config_of(rollout, eval={"temperature": evaluation})))
