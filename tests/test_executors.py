@@ -16,7 +16,7 @@ from agentrl.data.trajectory import ToolCall
 from agentrl.env import Toolbox, tool
 from agentrl.utils import event_loop as deadline
 from agentrl.utils import threads as executors
-from agentrl.utils.errors import EnvError, ToolTimeoutError
+from agentrl.utils.errors import EnvError, HungError, ToolTimeoutError
 from agentrl.utils.event_loop import LateError, in_time, within
 from agentrl.utils.threads import TOOLS, DaemonThreads
 
@@ -41,7 +41,7 @@ def test_calls_beyond_the_abandoned_ones_are_refused_by_name(monkeypatch: pytest
         for _ in range(2):
             with pytest.raises(ToolTimeoutError):
                 await box.call(ToolCall("stuck", {}))
-        with pytest.raises(EnvError, match=r"tool stuck: 2 calls hang in threads that cannot be killed"):
+        with pytest.raises(HungError, match=r"tool stuck: 2 calls hang in threads that cannot be killed"):
             await box.call(ToolCall("stuck", {}))
         assert len(begun) == 2, "at once: it was not begun"
         assert (await box.call(ToolCall("fine", {}))).value == 1

@@ -100,6 +100,13 @@ async def test_a_call_that_breaks_off_fails_all_that_wait_and_none_that_were_ans
         assert type(one) is (EngineError if breaks is None else type(breaks)) and heard in str(one)
 
 
+async def test_a_call_that_cannot_begin_fails_all_that_wait() -> None:
+    request_batcher = RequestBatcher(object())
+    calls = [asyncio.create_task(request_batcher.generate(request(n))) for n in (1, 2)]
+    found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
+    assert [type(one) for one in found] == [AttributeError, AttributeError]
+
+
 @pytest.mark.parametrize("how", ["it is closed", "an error that nobody foresaw"])
 async def test_a_stream_that_ends_early_ends_its_requests(how: str) -> None:
     ended: list[str] = []

@@ -37,7 +37,7 @@ def test_gold_is_worth_what_it_is_worth_elsewhere(name: str) -> None:
     env = find_env(name).load()()
     assert played(env) == (1.0, True) == played(make_env(name))
     env.reset(seed=3)
-    assert [env.step(text)[1] for text in ["I do not know"] * 5 if env.is_open][-1] == 0.0 and not env.trajectory.success
+    assert [env.step(text)[1] for text in ["I do not know"] * 5 if env.is_open][-1] == 0.0 and env.trajectory.success is False
 
 
 def test_none_scores_nothing_and_so_does_a_reference_whose_run_scores() -> None:

@@ -142,7 +142,7 @@ def test_tools_come_and_go_and_the_record_has_them_all() -> None:
         assert "unknown_tool" in env.step(call("shout", text="a"))[0][0].content
         assert env.step(call("shout", text="a"))[0][0].content == "A"
         assert "unknown_tool" in env.step(call("quit"))[0][0].content
-        assert "shout" in {t["function"]["name"] for t in env.trajectory.tools}
+        assert [t["function"]["name"] for t in env.trajectory.tools] == ["write", "hang", "quit", "shout"]
 
 
 WRAPPED: dict[str, Any] = {

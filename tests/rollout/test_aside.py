@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from agentrl.config import RolloutConfig
 from agentrl.contrib.users import RuleUser
-from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
 from agentrl.env import Tool, ToolEnv, tool
 from agentrl.env.toolbox import MARK, Toolbox, estimate_tokens, fit
 from agentrl.render import base as text
@@ -100,9 +100,9 @@ class Long(ToolEnv):
 async def play(env: Long, renderer: Noting, root: dict[str, Any] = EQUALS) -> Trajectory:
     said = [Message("assistant", env.text("turn"), (ToolCall("look", {}),)), Message("assistant", "1")]
     engine = Script([renderer.assistant(message) for message in said])
-    limits = Limits.of(RolloutConfig(max_turn_tokens=LONG, max_episode_tokens=LONG), LONG)
     policy, limits = Policy(engine, renderer), Limits.of(RolloutConfig(max_turn_tokens=LONG, max_episode_tokens=LONG), LONG)
     made = await run_episode(env, policy, EpisodeSpec(0, "train", 0, 0, "e"), limits, scorer_of(root))
+    assert made.stop is StopReason.DONE, made.error
     return made
 
 
