@@ -242,6 +242,13 @@ def test_an_episode_that_is_closed_midway_is_cancelled_and_one_that_ended_is_not
         assert (made.stop, made.terminated, made.truncated, made.state) == (stop, over, False, {"notes": []} if over else None)
 
 
+async def test_an_episode_that_is_closed_twice_at_once_is_torn_down_once() -> None:
+    env = Notes()
+    await env.areset(seed=0)
+    await asyncio.gather(env.aclose(), env.aclose())
+    assert env.log == ["setup", "teardown"]
+
+
 def test_what_a_text_only_thinks_of_is_neither_called_nor_said() -> None:
     """The decoded text of a model that reasons: a call in its thoughts was made, and they were its answer."""
     made = '<tool_call>{"name": "write", "arguments": {"text": "a"}}</tool_call>'
