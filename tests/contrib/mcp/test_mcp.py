@@ -157,12 +157,12 @@ async def test_a_server_that_dies_is_a_typed_outcome(stdio: McpServerConfig) -> 
 
 @pytest.mark.parametrize(
     ("late", "stop", "unscored"),
-    [("infrastructure", StopReason.TOOL_TIMEOUT, True), ("policy", StopReason.MAX_TOOL_TIME, False)],
+    [({}, StopReason.TOOL_TIMEOUT, True), ({"late": "policy"}, StopReason.MAX_TOOL_TIME, False)],
 )
 async def test_the_config_says_whose_doing_a_late_call_is(
-    stdio: McpServerConfig, late: str, stop: StopReason, unscored: bool
+    stdio: McpServerConfig, late: dict[str, str], stop: StopReason, unscored: bool
 ) -> None:
-    env = env_with(McpServerConfig.model_validate({**stdio.model_dump(), "late": late}))
+    env = env_with(McpServerConfig.model_validate({**stdio.model_dump(), **late}))
     await env.areset(seed=0)
     pid = int(await answer(env, "pid"))
     env.toolbox.replace(env.toolbox["sleep"].with_options(timeout=0.1))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.contrib.suites.benchmarks import calling, message_of
+from agentrl.contrib.suites.benchmarks import calling, groups, message_of
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.contrib.suites.suite import found_version, known_word, members, within
 from agentrl.data.trajectory import Message, StopReason, ToolCall
@@ -98,6 +98,8 @@ def test_families_are_whole_or_not() -> None:
     # Of a part that was played: families of two tasks, of which g and h have one each, are no whole ones.
     part = ROWS.whole_row("x", episodes, size=2)
     assert (part.value, part.n) == (0.0, 1) and part.note == "1 of 4 episodes unscored, in no mean; 2 of 3 not played whole"
+    named = groups(episodes, lambda one: [one.task_id[0], "all"])
+    assert {name: len(part) for name, part in named.items()} == {"a": 2, "all": 4, "b": 1, "c": 1}, "each counts in several"
 
 
 def test_the_spread_of_groups_is_their_range_and_their_standard_deviation() -> None:
