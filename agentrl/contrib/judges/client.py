@@ -1,4 +1,4 @@
-"""The service `judge`: models behind an API through litellm, with a cache and a budget, and those on engines of the run's own."""
+"""Judges behind an API: verdicts through litellm, with a cache and a budget."""
 
 from __future__ import annotations
 
@@ -6,35 +6,25 @@ import asyncio
 import hashlib
 import importlib
 import json
+import os
 import random
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from agentrl.config.schema import JudgeConfig, RewardConfig
-from agentrl.contrib.judges.leaf import (
-    JudgeFault,
-    LastingJudgeFault,
-    Verdict,
-    VerdictCache,
-    VerdictRequest,
-    own_name,
-    read_verdict,
-)
+from agentrl.config.schema import JudgeConfig
+from agentrl.contrib.judges.leaf import JudgeFault, LastingJudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.data.trajectory import Json
 from agentrl.render.litellm_calls import ONCE, load_litellm, refusal, request_of, said_of
-from agentrl.reward.leaf import SERVICES
-from agentrl.run.services import ApiModel, RunServices, Service, SideEngine
-from agentrl.utils.errors import JudgeBudgetError
+from agentrl.utils.errors import ConfigError, JudgeBudgetError
+from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import redact_said
-from agentrl.utils.threads import after_fork, background, fork_safe, threads
-
-if TYPE_CHECKING:
-    from agentrl.contrib.judges.engines import EngineJudge
-    from agentrl.reward import Scorer
+from agentrl.utils.schemas import first_fault, validator
+from agentrl.utils.threads import after_fork, fork_safe, threads
 
 
 class Budget:
@@ -67,6 +57,54 @@ class Budget:
         with self._lock:
             self._reserved -= reserved or 0.0
             self.usd += used
+
+
+class VerdictCache:
+    """A folder of verdicts, which several processes may share; in memory only if there is no folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Raises ConfigError for a folder that cannot be written."""
+        if folder is not None:
+            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            if not there.is_dir():
+                raise ConfigError(f"reward.judge.cache = {folder}: expected a folder, and {there} is a file")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise ConfigError(f"reward.judge.cache = {folder}: {there} may not be written")
+        self.folder = folder
+        self._memory: dict[str, Json] = {}
+
+    def get(self, key: str, schema: Mapping[str, Any]) -> Json:
+        """The verdict for a key, or None. A file that cannot be read, or whose verdict does not fit `schema`, counts as
+        missing: others write to the folder too."""
+        if key not in self._memory and self.folder is not None:
+            try:
+                verdict = read_json(self._path(key).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                return None
+            if first_fault(validator(schema), verdict) is None:
+                self._memory[key] = verdict
+        return self._memory.get(key)
+
+    def put(self, key: str, verdict: Json) -> None:
+        """Store a verdict. It is written to a temporary file and renamed, so that readers never see a partial one."""
+        self._memory[key] = verdict
+        if self.folder is None:
+            return
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".verdict-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(verdict, file)
+        Path(name).replace(path)
+
+    def forget(self) -> None:
+        """Drop the verdicts, unless a folder keeps them."""
+        if self.folder is None:
+            self._memory.clear()
+
+    def _path(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / key[:2] / f"{key}.json"
 
 
 class Judge:
@@ -174,86 +212,3 @@ def judge_call(settings: JudgeConfig, request: VerdictRequest) -> dict[str, Any]
         "caching": False,
     }
     return request_of(own, settings.args, settings.api_base, args_key="reward.judge.args", base_key="reward.judge.api_base")
-
-
-@SERVICES.register("judge")
-class Judges(Service):
-    """Asks the run's own judges for "engine:NAME", and for other models one client, since its budget and its limit of calls at a
-    time are the whole run's."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        self.api = Judge(config.judge)
-        self._own: dict[str, EngineJudge] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    @classmethod
-    def engines(cls, run: RunServices) -> Sequence[SideEngine]:
-        if not run.config.reward.judge.engines:
-            return ()
-        from agentrl.contrib.judges.engines import OwnJudge
-
-        judges = [OwnJudge(run.config, name) for name in run.config.reward.judge.engines]
-        return [
-            SideEngine(f"judge {one.name}", "judge", one.key, one.as_policy(), one.maker, f"concurrency = {one.own.concurrency}")
-            for one in judges
-        ]
-
-    @classmethod
-    def api_models(cls, run: RunServices, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:
-        from agentrl.contrib.judges.checks import paid_models
-
-        return paid_models(run, scorers)
-
-    def ask(self, key: str, request: VerdictRequest) -> Verdict:
-        if own_name(request.model) is None:
-            return self.api.ask(key, request)
-        return asyncio.run_coroutine_threadsafe(self._verdict(request), self._loop or background().loop).result()
-
-    async def aask(self, key: str, request: VerdictRequest) -> Verdict:
-        if own_name(request.model) is None:
-            return await self.api.aask(key, request)
-        if self._loop is None or self._loop is asyncio.get_running_loop():
-            return await self._verdict(request)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._verdict(request), self._loop))
-
-    async def _verdict(self, request: VerdictRequest) -> Verdict:
-        if (judge := self._own.get(str(own_name(request.model)))) is None:
-            why = f"{request.model} is a judge of a run's own (reward.judge.engines), and nothing here has its engine"
-            return Verdict(None, error=why)
-        return await judge.verdict(request)
-
-    async def start(self, run: RunServices, scorers: Sequence[Scorer]) -> None:
-        """As of any service; own judges answer on this event loop."""
-        from agentrl.contrib.judges.checks import leaves_on_engines
-        from agentrl.contrib.judges.engines import OwnJudge
-
-        names = sorted({found.name for found in leaves_on_engines(run.config.reward.judge, scorers)})
-        self._loop = asyncio.get_running_loop()
-        try:
-            for name in names:
-                self._own[name] = OwnJudge(run.config, name).make(run)
-                await self._own[name].engine.start()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def close(self) -> None:
-        judges, self._own = self._own, {}
-        for judge in judges.values():
-            await judge.close()
-
-    async def forget(self) -> None:
-        for judge in self._own.values():
-            await judge.forget()
-
-    def metrics(self) -> dict[str, float]:
-        """Of each own judge since the last call: verdicts, how many were known and how many failed, tokens, the seconds in which
-        it had something to do, and sampled tokens in each of these."""
-        row: dict[str, float] = {}
-        for name, judge in self._own.items():
-            counted, judge.counted = judge.counted, dict.fromkeys(judge.counted, 0.0)
-            busy = counted.pop("busy_s")
-            row |= {f"judge/{name}/{key}": value for key, value in counted.items()}
-            row[f"time/judge/{name}_s"] = busy
-            row[f"throughput/judge/{name}_tokens_per_s"] = counted["sampled_tokens"] / max(busy, 1e-9)
-        return row

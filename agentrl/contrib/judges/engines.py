@@ -16,7 +16,8 @@ from typing import Any, cast
 from agentrl.cluster.placement import has_gpus
 from agentrl.config import TrainConfig
 from agentrl.config.schema import JudgeConfig, ModelConfig, RolloutConfig
-from agentrl.contrib.judges.leaf import JudgeFault, Verdict, VerdictCache, VerdictRequest, read_verdict
+from agentrl.contrib.judges.client import VerdictCache
+from agentrl.contrib.judges.leaf import JudgeFault, Verdict, VerdictRequest, read_verdict
 from agentrl.contrib.toolkit.turns import grammar_of
 from agentrl.data.trajectory import Json, Message
 from agentrl.render import make_renderer

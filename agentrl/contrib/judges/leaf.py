@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, PendingError, Reading, View, object_schema
 from agentrl.reward.values import UnscorableError, brief
-from agentrl.utils.errors import ConfigError
 from agentrl.utils.network import strict_json
-from agentrl.utils.parsing import read_json
 from agentrl.utils.redaction import redact_json
 from agentrl.utils.schemas import fault_words, first_fault, validator
 
@@ -47,54 +42,6 @@ class VerdictRequest:
     def assumption(self, best: bool) -> Verdict:
         """The verdict with the highest score, or the lowest, without a model."""
         return Verdict({"score": self.schema["properties"]["score"]["maximum" if best else "minimum"], "reason": ASSUMED})
-
-
-class VerdictCache:
-    """A folder of verdicts, which several processes may share; in memory only if there is no folder."""
-
-    def __init__(self, folder: Path | None) -> None:
-        """Raises ConfigError for a folder that cannot be written."""
-        if folder is not None:
-            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-            if not there.is_dir():
-                raise ConfigError(f"reward.judge.cache = {folder}: expected a folder, and {there} is a file")
-            if not os.access(there, os.W_OK | os.X_OK):
-                raise ConfigError(f"reward.judge.cache = {folder}: {there} may not be written")
-        self.folder = folder
-        self._memory: dict[str, Json] = {}
-
-    def get(self, key: str, schema: Mapping[str, Any]) -> Json:
-        """The verdict for a key, or None. A file that cannot be read, or whose verdict does not fit `schema`, counts as
-        missing: others write to the folder too."""
-        if key not in self._memory and self.folder is not None:
-            try:
-                verdict = read_json(self._path(key).read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                return None
-            if first_fault(validator(schema), verdict) is None:
-                self._memory[key] = verdict
-        return self._memory.get(key)
-
-    def put(self, key: str, verdict: Json) -> None:
-        """Store a verdict. It is written to a temporary file and renamed, so that readers never see a partial one."""
-        self._memory[key] = verdict
-        if self.folder is None:
-            return
-        path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".verdict-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(verdict, file)
-        Path(name).replace(path)
-
-    def forget(self) -> None:
-        """Drop the verdicts, unless a folder keeps them."""
-        if self.folder is None:
-            self._memory.clear()
-
-    def _path(self, key: str) -> Path:
-        assert self.folder is not None
-        return self.folder / key[:2] / f"{key}.json"
 
 
 @dataclass(frozen=True, slots=True)

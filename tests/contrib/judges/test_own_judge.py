@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.config.schema import JudgeConfig, JudgeEngineConfig
 from agentrl.contrib.judges.checks import leaves_on_engines
-from agentrl.contrib.judges.client import Judges
 from agentrl.contrib.judges.engines import EngineJudge, OwnJudge, form_of
 from agentrl.contrib.judges.leaf import VerdictRequest
+from agentrl.contrib.judges.service import Judges
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Generation, Sampling

@@ -1,0 +1,101 @@
+"""The service `judge`: models behind an API, and those on engines of the run's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from agentrl.config.schema import RewardConfig
+from agentrl.contrib.judges.client import Judge
+from agentrl.contrib.judges.leaf import Verdict, VerdictRequest, own_name
+from agentrl.reward.leaf import SERVICES
+from agentrl.run.services import ApiModel, RunServices, Service, SideEngine
+from agentrl.utils.threads import background
+
+if TYPE_CHECKING:
+    from agentrl.contrib.judges.engines import EngineJudge
+    from agentrl.reward import Scorer
+
+
+@SERVICES.register("judge")
+class Judges(Service):
+    """Asks the run's own judges for "engine:NAME", and for other models one client, since its budget and its limit of calls at a
+    time are the whole run's."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.api = Judge(config.judge)
+        self._own: dict[str, EngineJudge] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def engines(cls, run: RunServices) -> Sequence[SideEngine]:
+        if not run.config.reward.judge.engines:
+            return ()
+        from agentrl.contrib.judges.engines import OwnJudge
+
+        judges = [OwnJudge(run.config, name) for name in run.config.reward.judge.engines]
+        return [
+            SideEngine(f"judge {one.name}", "judge", one.key, one.as_policy(), one.maker, f"concurrency = {one.own.concurrency}")
+            for one in judges
+        ]
+
+    @classmethod
+    def api_models(cls, run: RunServices, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:
+        from agentrl.contrib.judges.checks import paid_models
+
+        return paid_models(run, scorers)
+
+    def ask(self, key: str, request: VerdictRequest) -> Verdict:
+        if own_name(request.model) is None:
+            return self.api.ask(key, request)
+        return asyncio.run_coroutine_threadsafe(self._verdict(request), self._loop or background().loop).result()
+
+    async def aask(self, key: str, request: VerdictRequest) -> Verdict:
+        if own_name(request.model) is None:
+            return await self.api.aask(key, request)
+        if self._loop is None or self._loop is asyncio.get_running_loop():
+            return await self._verdict(request)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._verdict(request), self._loop))
+
+    async def _verdict(self, request: VerdictRequest) -> Verdict:
+        if (judge := self._own.get(str(own_name(request.model)))) is None:
+            why = f"{request.model} is a judge of a run's own (reward.judge.engines), and nothing here has its engine"
+            return Verdict(None, error=why)
+        return await judge.verdict(request)
+
+    async def start(self, run: RunServices, scorers: Sequence[Scorer]) -> None:
+        """As of any service; own judges answer on this event loop."""
+        from agentrl.contrib.judges.checks import leaves_on_engines
+        from agentrl.contrib.judges.engines import OwnJudge
+
+        names = sorted({found.name for found in leaves_on_engines(run.config.reward.judge, scorers)})
+        self._loop = asyncio.get_running_loop()
+        try:
+            for name in names:
+                self._own[name] = OwnJudge(run.config, name).make(run)
+                await self._own[name].engine.start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        judges, self._own = self._own, {}
+        for judge in judges.values():
+            await judge.close()
+
+    async def forget(self) -> None:
+        for judge in self._own.values():
+            await judge.forget()
+
+    def metrics(self) -> dict[str, float]:
+        """Of each own judge since the last call: verdicts, how many were known and how many failed, tokens, the seconds in which
+        it had something to do, and sampled tokens in each of these."""
+        row: dict[str, float] = {}
+        for name, judge in self._own.items():
+            counted, judge.counted = judge.counted, dict.fromkeys(judge.counted, 0.0)
+            busy = counted.pop("busy_s")
+            row |= {f"judge/{name}/{key}": value for key, value in counted.items()}
+            row[f"time/judge/{name}_s"] = busy
+            row[f"throughput/judge/{name}_tokens_per_s"] = counted["sampled_tokens"] / max(busy, 1e-9)
+        return row
