@@ -157,7 +157,7 @@ def load_tasks(
                 plain = without_padding(raw, schema, table=True)
                 # A gold of nulls alone is one that says "nothing": a gold cannot be missing.
                 plain = {**plain, "gold": raw["gold"]} if raw.get("gold") and not plain.get("gold") else plain
-            row = _row(where, plain, validator, to_task, named)
+            row = _row(where, plain, validator, to_task, named, family_column)
             if family_column is not None:
                 named_family = raw.get(family_column)
                 if not isinstance(named_family, str) or not named_family:
@@ -230,7 +230,7 @@ def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
         yield f"{file}: row {number}", row
 
 
-def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: str | None) -> Row:
+def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: str | None, family_column: str | None) -> Row:
     try:
         error = first_fault(validator, raw)
     except TimeoutError as late:
@@ -246,8 +246,9 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
         raise TaskDataError(
             f"{where}: {str(odd[0])[:24]} is no number of JSON's. Write null, a text or a number of a double's size"
         )
+    read = {*_OWN, *validator.schema.get("properties", ()), family_column}
     for key in raw:
-        if key not in _OWN and (hint := did_you_mean(key.lower(), [name for name in _OWN if name not in raw], like=0.83)):
+        if key not in read and (hint := did_you_mean(key.lower(), [name for name in _OWN if name not in raw], like=0.83)):
             raise TaskDataError(f"{where}: field {key} is not read; {hint}")
     own = raw.get("split")
     if own is not None and not isinstance(own, str):

@@ -134,6 +134,9 @@ def test_other_layouts_and_their_schema(tmp_path: Path) -> None:
 
     path = write(tmp_path / "train.jsonl", [{"question": "a", "n": 5}])
     assert load_tasks(path, schema=schema, to_task=to_task).task(0, "train").gold == {"answer": 2}
+    near = {**schema, "properties": {**schema["properties"], "height": {}}}  # a declared field is read: no slip of "weight"
+    write(path, [{"question": "a", "n": 5, "height": 1, "splits": "tall"}])
+    assert len(load_tasks(path, schema=near, to_task=to_task, family_column="splits")) == 1
     write(path, [{"question": "a", "n": 5}, {"question": "", "n": 5}])
     with pytest.raises(TaskDataError, match=r"train.jsonl:2: field question"):
         load_tasks(path, schema=schema, to_task=to_task)
