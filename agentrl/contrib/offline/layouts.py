@@ -81,6 +81,10 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
 def _check_beside(row: Mapping[str, Any]) -> None:
     if row.get("system"):
         raise BadRowError("system: stands next to the messages, where it is not read. Make it their first message")
+    _check_tools(row)
+
+
+def _check_tools(row: Mapping[str, Any]) -> None:
     for key, value in row.items() if not row.get("tools") else ():
         if key.lower().rstrip("s").endswith("tool") and re.search(r"""["']name["']\s*:""", str(value)):
             raise BadRowError(f"{key}: is not read, and would be tools. Rename it to tools, or take it out")
@@ -192,6 +196,7 @@ def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Ch
         given = row.get("input")
         if not isinstance(given, Mapping):
             raise BadRowError("input: expected an object with messages")
+        _check_beside(given)
         row = {"prompt": given.get("messages"), "tools": given.get("tools"), "chosen": row["preferred_output"],
                "rejected": row.get("non_preferred_output")}  # fmt: skip
     for key in ("prompt", "chosen", "rejected"):
@@ -267,6 +272,8 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
         system, said = said[0][1], said[1:]
     kept, inside = _split(system or "", bool(row.get("tools")))
     tools = declarations(row.get("tools")) or declarations(inside)
+    if not tools:
+        _check_tools(row)
     tagged = any(tag in text for _, text in [("", system or ""), *said] for tag in ("<tools>", "<tool_call>", "<tool_response>"))
     read = _hermes if tagged else _toolace
     every = [Message("system", kept)] if kept else []

@@ -247,6 +247,13 @@ def test_a_message_without_content_and_a_system_prompt_where_none_is_read_are_re
                 openai_chat({"messages": [empty, *ASKED[:1], ASKED[5]]})
     assert openai_chat({"messages": [{"role": "system", "content": ""}, ASKED[0], ASKED[5]]}).messages[0].content == ""
     pair = {"prompt": ASKED[:1], "chosen": [ASKED[5]], "rejected": [{**ASKED[5], "content": "no"}]}
+    inner = {"input": {"messages": ASKED[:1]}, "preferred_output": [ASKED[5]], "non_preferred_output": pair["rejected"]}
+    turns = {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "hi"}]}
+    assert sharegpt_chat({**turns, "system": "Be brief."}).messages[0].content == "Be brief."
+    beside = {**inner, "input": {**inner["input"], "tool": TOOLS}}
+    for reader, odd in ((sharegpt_chat, {**turns, "Tools": TOOLS}), (preference, beside)):
+        with pytest.raises(BadRowError, match="is not read, and would be tools"):
+            reader(odd)
     for read, row in ((openai_chat, {"messages": [ASKED[0], ASKED[5]]}), (preference, pair)):
         with pytest.raises(BadRowError, match="system: stands next to the messages, where it is not read"):
             read({**row, "system": "Be brief."})
