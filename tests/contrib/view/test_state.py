@@ -23,6 +23,7 @@ def played(seed: int) -> Trajectory:
         key = next(iter(env.task.data["store"]))
         for name, arguments in (("set", {"key": key, "x": 77}), ("add", {"x": 5})):
             await env.astep(Message("assistant", "", (ToolCall(name, arguments, "call_0"),)))
+        await env.astep(Message("assistant", "done"))
         await env.aclose()
         return env.trajectory
 
