@@ -74,12 +74,12 @@ def _initial(path: Path, config: str, env: str, seed: int, split: str, content: 
     for key, value in {"url": chosen.url, "sandbox": chosen.sandbox, "agent": agent, "tools": tools.mcp}.items():
         if value:
             raise AgentrlError(f"env.{key}: it would be started for it")
-    made = EnvRef(chosen.id, chosen.params).build()
-    # Of a class that runs commands in a sandbox, or has a server of tools: a run folder must not choose what is started.
-    if "sandbox" in inspect.signature(type(made).__init__).parameters or made._sources:
-        raise AgentrlError(f"{made.id} starts other processes")
 
     async def set_up() -> str:
+        made = EnvRef(chosen.id, chosen.params).build()
+        # Of a class that runs commands in a sandbox, or has a server of tools: a run folder must not choose what is started.
+        if "sandbox" in inspect.signature(type(made).__init__).parameters or made._sources:
+            raise AgentrlError(f"{made.id} starts other processes")
         try:
             await made.areset(seed=seed, options={"split": split})
             if json.dumps([made.task.data, made.task.gold], sort_keys=True, default=dict) != content:
