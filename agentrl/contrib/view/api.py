@@ -174,9 +174,9 @@ class Api:
         return {"rows": rows[0 if anew else after :], "next": len(rows), "edition": edition, "anew": anew}
 
     def episodes(self, ident: str, asked: Asked) -> Json:
-        one = self.library.get(ident)
+        one, page = self.library.get(ident), queries.page_of(asked)
         with self._index(one) as db:
-            found = queries.episodes(db, asked, self._high(db, ident))
+            found = queries.episodes(db, page, self._high(db, ident))
         indexed, of = one.index.progress()
         return {"total": found["total"], "indexed": indexed, "of": of, "rows": found["rows"], "problem": one.problem}
 

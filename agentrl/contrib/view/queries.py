@@ -97,9 +97,12 @@ def _int(name: str, given: str) -> int:
         raise UserError(f"{name}={given!r}: expected a whole number") from None
 
 
-def episodes(db: sqlite3.Connection, asked: Mapping[str, str], high: Mapping[str, float]) -> dict[str, Json]:
-    """The page of episodes that an address's parameters ask for, and how many there are in all. Raises UserError for a parameter
-    that is unknown or has no such value."""
+Page = tuple[str, list[Any], str, int, int]
+
+
+def page_of(asked: Mapping[str, str]) -> Page:
+    """What an address's parameters ask for: condition, its values, order, limit, offset. Raises UserError for a parameter that is
+    unknown or has no such value."""
     known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
     for name in asked:
         if name not in known:
@@ -119,7 +122,12 @@ def episodes(db: sqlite3.Connection, asked: Mapping[str, str], high: Mapping[str
     way = "ASC" if order == "asc" else "DESC"
     by = f"{_SORTS[sort]} {way}, e.id {way}" if sort else "e.id ASC" if order == "asc" else "e.step DESC, e.id ASC"
     offset, limit = whole(asked, "offset", 0, 0, 1 << 40), whole(asked, "limit", 50, 1, MOST)
-    where = f"WHERE {' AND '.join(parts)}" if parts else ""
+    return f"WHERE {' AND '.join(parts)}" if parts else "", values, by, limit, offset
+
+
+def episodes(db: sqlite3.Connection, page: Page, high: Mapping[str, float]) -> dict[str, Json]:
+    """A page of episodes, and how many there are in all."""
+    where, values, by, limit, offset = page
     total = db.execute(f"SELECT count(*) FROM episodes e {where}", values).fetchone()[0]
     # The page's numbers first, from an index alone if there is one; then their rows.
     found = db.execute(

@@ -269,3 +269,9 @@ def test_an_evaluation_has_the_figures_of_agentrl_eval(tmp_path: Path) -> None:
 def test_mistakes_are_said(asking: Asking, path: str, status: int, said: str) -> None:
     found = asking.get(f"/api{path}")
     assert found.status_code == status and said in found.json()["error"]
+
+
+def test_a_bad_page_is_refused_before_the_index_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_folder(tmp_path / "r", {"step_000001": [episode(1)]})
+    monkeypatch.setattr(Library, "want", lambda *_: pytest.fail("it waits"))
+    assert client(tmp_path).get("/api/runs/r/episodes?sort=rewards").status_code == 400
