@@ -95,7 +95,7 @@ CREATE INDEX IF NOT EXISTS by_seconds ON episodes (seconds, id);
 CREATE INDEX IF NOT EXISTS by_gold ON episodes (max(coalesce(gold_answer, 0), coalesce(gold_calls, 0)), reward);
 CREATE INDEX IF NOT EXISTS by_repeated ON episodes (repeated);
 CREATE INDEX IF NOT EXISTS by_judge ON episodes (judge) WHERE judge IS NOT NULL;
-CREATE INDEX IF NOT EXISTS by_did ON episodes (env, task, did, judged) WHERE judged IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_did ON episodes (env, task, content, did, judged) WHERE judged IS NOT NULL;
 CREATE TABLE IF NOT EXISTS tools (name TEXT, episode INTEGER, count INTEGER, PRIMARY KEY (name, episode)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS errors (name TEXT, episode INTEGER, PRIMARY KEY (name, episode)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS terms (name TEXT, value REAL, episode INTEGER, PRIMARY KEY (name, episode)) WITHOUT ROWID;

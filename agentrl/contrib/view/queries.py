@@ -322,12 +322,12 @@ def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima:
         "half of a turn's 4-grams of words or more repeat others, or half of the turns say what an earlier one said",
     )
     unlike = (
-        "SELECT env, task, did FROM episodes WHERE judged IS NOT NULL GROUP BY env, task, did "
+        "SELECT env, task, content, did FROM episodes WHERE judged IS NOT NULL GROUP BY env, task, content, did "
         f"HAVING max(judged) - min(judged) >= {JUDGE_GAP}"
     )
     found += _suspicion_row(
         db,
-        f"e.judge >= {JUDGE_GAP} OR (e.judged IS NOT NULL AND (e.env, e.task, e.did) IN ({unlike}))",
+        f"e.judge >= {JUDGE_GAP} OR (e.judged IS NOT NULL AND (e.env, e.task, e.content, e.did) IN ({unlike}))",
         [],
         "coalesce(e.judge, 0) DESC, e.id DESC",
         lambda row: (

@@ -1,6 +1,7 @@
 """Signs of reward hacking, and what a run is suspected of, against numbers counted by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,9 @@ def test_a_judge_that_judges_equal_episodes_otherwise(tmp_path: Path) -> None:
 
     equal = [one(1, 0, 0.9, "1 a"), one(1, 1, 0.25, "1 a")]
     others = [one(1, 2, 0.1, "1 b"), one(2, 0, 0.9, "2 a"), one(2, 1, 0.5, "2 a")]  # another answer; another task; 0.4 apart
+    for value in (0.9, 0.1):  # of one id and another content
+        others.append(one(1, 0, value, "1 c"))
+        others[-1].task = replace(others[-1].task, id="t/shared", data={"n": value})
     run_folder(tmp_path / "r", {"step_000001": [*equal, *others]})
     [found] = client(tmp_path).ask("/runs/r/suspects")
     assert (found["kind"], found["value"]) == ("judge_disagreement", 2)
