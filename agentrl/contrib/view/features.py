@@ -24,11 +24,9 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 @dataclass(slots=True)
 class Features:
-    """`columns`: of the table of episodes. The others: (name, ...) rows of the tables next to it. `task`: which episodes belong
-    together, (environment, task, seed), in a file."""
+    """`columns`: of the table of episodes. The others: (name, ...) rows of the tables next to it."""
 
     columns: dict[str, Any]
-    task: tuple[str, str, Any]
     tools: Counter[str] = field(default_factory=Counter)
     errors: set[str] = field(default_factory=set)
     terms: dict[str, float | None] = field(default_factory=dict)
@@ -61,12 +59,12 @@ def features_of(row: Mapping[str, Json]) -> Features:
     terms = {clean(str(name)): _number(value) for name, value in (row.get("metrics") or {}).items()}
     reward, success = _number(row.get("reward")), row.get("success")
     error = row.get("error")
-    env = clean(str(row.get("env") or row["env_id"]))
     content = [task.get("data"), task.get("gold")] if task.get("data") or task.get("gold") else task.get("seed")  # `task_key`
     out = Features(
         {
-            "env": env,
+            "env": clean(str(row.get("env") or row["env_id"])),
             "task": clean(str(task["id"])),
+            "seed": _whole(task.get("seed") or 0),
             "content": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
             "split": clean(str(task.get("split", ""))),
             "member": _whole(row.get("member", 0)),
@@ -87,7 +85,6 @@ def features_of(row: Mapping[str, Json]) -> Features:
             "judged": judged,
             "did": did,
         },
-        (env, str(task["id"]), _whole(task.get("seed") or 0)),
         Counter(clean(str(call.get("name"))) for call in made_calls(row)),
         {clean(str(result["error"])) for result in results if result.get("error") is not None},
         terms,

@@ -73,7 +73,8 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE TABLE IF NOT EXISTS episodes (
   id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER NOT NULL, row INTEGER NOT NULL, start INTEGER NOT NULL,
   length INTEGER NOT NULL, step INTEGER NOT NULL, phase TEXT NOT NULL, env TEXT NOT NULL, task TEXT NOT NULL,
-  content TEXT NOT NULL, split TEXT NOT NULL, grp INTEGER NOT NULL, member INTEGER NOT NULL, reward REAL, success INTEGER,
+  seed INTEGER NOT NULL, content TEXT NOT NULL, split TEXT NOT NULL,
+  grp INTEGER NOT NULL, member INTEGER NOT NULL, reward REAL, success INTEGER,
   stop TEXT NOT NULL, error TEXT, turns INTEGER NOT NULL, calls INTEGER NOT NULL, tool_errors INTEGER NOT NULL,
   tokens INTEGER NOT NULL, seconds REAL, terms TEXT NOT NULL, gold_answer REAL, gold_calls REAL, repeated REAL NOT NULL,
   judge REAL, judged REAL, did TEXT NOT NULL
@@ -332,11 +333,11 @@ def _read_rows(
 
 
 class Groups:
-    """Numbers of groups in a file, as `batch.collate.number_groups`: episodes of one task are a group, and a member that comes
-    again begins another."""
+    """Numbers of groups in a file, as `agentrl.data.rows.number_groups`: episodes of one task are a group, and a member that
+    comes again begins another."""
 
     def __init__(self, db: sqlite3.Connection, file: int) -> None:
-        self._current: dict[tuple[str, str, Any], tuple[int, set[int]]] = {}
+        self._current: dict[tuple[Any, ...], tuple[int, set[int]]] = {}
         self._file, self._db = file, db
         row = db.execute("SELECT max(grp) FROM episodes WHERE file = ?", (file,)).fetchone()
         self._next = 0 if row[0] is None else int(row[0]) + 1
@@ -345,18 +346,19 @@ class Groups:
     def of(self, features: Features) -> int:
         """The group of the next episode."""
         member = int(features.columns["member"])
-        found = self._current.get(features.task)
+        task = tuple(features.columns[name] for name in ("env", "task", "seed"))
+        found = self._current.get(task)
         if found is None and not self._first:  # the task's newest group among the rows that were indexed earlier
             rows = self._db.execute(
-                "SELECT grp, member FROM episodes WHERE file = ? AND task = ? AND content = ? AND env = ? ORDER BY grp DESC",
-                (self._file, *(features.columns[name] for name in ("task", "content", "env"))),
+                "SELECT grp, member FROM episodes WHERE file = ? AND env = ? AND task = ? AND seed = ? ORDER BY grp DESC",
+                (self._file, *task),
             ).fetchall()
             found = (rows[0][0], {row[1] for row in rows if row[0] == rows[0][0]}) if rows else None
         if found is None or member in found[1]:
             found = (self._next, set())
             self._next += 1
         found[1].add(member)
-        self._current[features.task] = found
+        self._current[task] = found
         return found[0]
 
 
