@@ -236,7 +236,7 @@ class Api:
         one, other = (tasks for _, tasks in sides)
         shared = [key for key in one if key in other]
 
-        def distance(key: tuple[str, str, str]) -> list[float]:
+        def distance(key: tuple[str, ...]) -> list[float]:
             """To sort by: first where success differs most, then where the reward does."""
             means = [
                 [sum(float(row[name] or 0) for row in side[key]) / len(side[key]) for side in (one, other)]
@@ -245,7 +245,7 @@ class Api:
             return [-abs(a - b) for a, b in means]
 
         pairs = [
-            {"task": key[2], "env": key[0], "split": key[1], "a": a, "b": b, "verdict": queries.verdict(a, b)}
+            {"task": key[2], "env": key[0], "split": key[1], "content": key[3], "a": a, "b": b, "verdict": queries.verdict(a, b)}
             for key in sorted(shared, key=distance)
             for a, b in [(one[key], other[key])]
         ]

@@ -248,6 +248,7 @@ def test_an_evaluation_has_the_figures_of_agentrl_eval(tmp_path: Path) -> None:
     assert own["official"] == {} and own["evaluations"][1]["rates"] == one["rates"]
     side = asking.ask("/compare?a=old:after_000002&b=old:after_000002")
     assert [(len(pair["a"]), pair["verdict"]) for pair in side["pairs"]] == [(3, "same"), (3, "neither solved")]
+    assert len({pair["content"] for pair in side["pairs"]}) == 2
 
 
 @pytest.mark.parametrize(

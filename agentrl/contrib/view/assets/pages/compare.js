@@ -61,7 +61,7 @@ export function ComparePage({ runs, query }) {
       : stepB ? [given(filesB, stepB) && matching(filesA, given(filesB, stepB)), given(filesB, stepB)] : preset(filesA, filesB, a === b);
     if (left && right) change(query, { a: `${a}:${left.file}`, b: `${b}:${right.file}` });
   }, [a, b, stepA, stepB, filesA.length, filesB.length]);
-  const set = (side) => (run, step) => go(["compare"], { ...query, [side]: step ? `${run}:${step}` : run, task: "", env: "", ia: "", ib: "" }, true);
+  const set = (side) => (run, step) => go(["compare"], { ...query, [side]: step ? `${run}:${step}` : run, task: "", env: "", content: "", ia: "", ib: "" }, true);
   return html`<main class="stack">
     <div class="sides">
       <${Side} name="a" runs=${runs} run=${a} step=${stepA} set=${set("a")} detail=${one} />
@@ -101,8 +101,8 @@ function Compared({ data, query, a, b }) {
   const count = (which) => pairs.filter((pair) => pair.verdict === which).length;
   // Won and lost ones first; within each the order of the server, which is by how far they are apart.
   const kept = query.show ? pairs.filter((pair) => pair.verdict === query.show) : [...pairs].sort((one, other) => decided(other) - decided(one));
-  const place = kept.findIndex((pair) => pair.task === query.task && pair.env === query.env);
-  const open = (pair) => pair && change(query, { task: pair.task, env: pair.env, ia: "", ib: "" });
+  const place = kept.findIndex((pair) => pair.task === query.task && pair.env === query.env && (!query.content || pair.content === query.content));
+  const open = (pair) => pair && change(query, { task: pair.task, env: pair.env, content: pair.content, ia: "", ib: "" });
   useKeys({ j: () => open(kept[place + 1]), ArrowDown: () => open(kept[place + 1]), k: () => open(kept[place - 1]), ArrowUp: () => open(kept[place - 1]) });
   if (!pairs.length) return html`<${Empty} title="The two sides have no task in common">${number(data.only_a.length)} tasks are only in A, ${number(data.only_b.length)} only in B. Held-out tasks (before, eval, after) are the same in runs of one environment and seed.<//>`;
   const side = (members, run) => html`<${Members} members=${members.slice(0, 16)} link=${(id) => href(["run", run, "episode", String(id)])} />`;
@@ -114,7 +114,7 @@ function Compared({ data, query, a, b }) {
     </div>
     <${Panel} title="Tasks" scroll><div class="scroll" style=${{ maxHeight: place >= 0 ? "30vh" : "70vh" }}><table class="pairs">
       <thead><tr><th></th><th>task</th><th>environment</th><th class="side-a">A</th><th class="side-b">B</th><th class="number">reward A</th><th class="number">reward B</th><th class="number">B − A</th></tr></thead>
-      <tbody>${kept.slice(0, shown).map((pair, row) => html`<tr key=${`${pair.env} ${pair.task}`} class=${row === place ? "chosen" : ""} data-verdict=${pair.verdict}>
+      <tbody>${kept.slice(0, shown).map((pair, row) => html`<tr key=${`${pair.env} ${pair.task} ${pair.content}`} class=${row === place ? "chosen" : ""} data-verdict=${pair.verdict}>
         <td><span class="badge ${COLORS[pair.verdict]}">${pair.verdict}</span></td>
         <td class="clip"><button class="link" onClick=${() => open(pair)}>${pieces(shortened(pair.task, 40))}</button></td><td class="muted">${pieces(pair.env)}</td>
         <td>${side(pair.a, a)}</td><td>${side(pair.b, b)}</td>
