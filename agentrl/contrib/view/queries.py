@@ -101,7 +101,7 @@ Page = tuple[str, list[Any], str, int, int]
 
 
 def page_of(asked: Mapping[str, str]) -> Page:
-    """What an address's parameters ask for: condition, its values, order, limit, offset. Raises UserError for a parameter that is
+    """The query in an address's parameters: condition, its values, order, limit, offset. Raises UserError for a parameter that is
     unknown or has no such value."""
     known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
     for name in asked:
