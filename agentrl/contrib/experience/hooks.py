@@ -257,17 +257,17 @@ class Opsd(Callback, UpdateHook):
     def _render(self, groups: Sequence[Group], envs: Sequence[RunEnv]) -> None:
         """Note the prompt of each trajectory without and with its solution."""
         parts, self._prompts = {part.name: part for part in envs}, []
-        for member in (one for group in groups for one in group.scored()):
-            part, turns = parts[member.env], list[Message]()
+        for members in filter(None, (group.scored() for group in groups)):
+            part, turns = parts[members[0].env], list[Message]()
             with closing(part.env.build()) as env, suppress(NotImplementedError):
-                turns = env.gold_turns(member.task)
+                turns = env.gold_turns(members[0].task)
             calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for turn in turns for call in turn.tool_calls]
             said = [turn.content for turn in turns if turn.content]
-            *before, last = takewhile(lambda message: message.role != "assistant", member.messages)
-            told = replace(last, content="\n".join((last.content, "", self.words, *calls, *said)) if turns else last.content)
-            renderer = part.policy.renderer.with_tools(member.tools)
-            plain, hinted = (renderer.start([*before, one], member.tools) for one in (last, told))
-            self._prompts.append((plain, hinted))
+            for member in members:
+                *before, last = takewhile(lambda message: message.role != "assistant", member.messages)
+                told = replace(last, content="\n".join((last.content, "", self.words, *calls, *said)) if turns else last.content)
+                start = part.policy.renderer.with_tools(member.tools).start
+                self._prompts.append((start([*before, last], member.tools), start([*before, told], member.tools)))
 
     def teacher_rows(self, view: Ragged, most: int) -> Ragged:
         """Return the rows with the longer prompts. A row that begins otherwise, as after a rewrite, stays, as does one that would

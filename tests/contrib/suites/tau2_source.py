@@ -112,7 +112,6 @@ class Environment:
 DOMAIN = """
 import json
 from pathlib import Path
-from typing import Any
 from types import SimpleNamespace
 from pydantic import BaseModel
 from tau2.data_model.tasks import Task
