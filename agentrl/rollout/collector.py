@@ -395,7 +395,7 @@ class Collector:
                 groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
                 raise StalledError(
                     f"no token, tool call or episode came back for {quiet.seconds:.1f} s (rollout.stall_timeout); update "
-                    f"{self.version} waits for {groups or 'nothing'}: {self.watch.waiting() or 'no episode runs'}; "
+                    f"{self.version} waits for {groups or 'nothing'}: {self.watch.waiting(8) or 'no episode runs'}; "
                     f"groups by state: {self.ledger.counts()}"
                 )
         finally:

@@ -59,7 +59,7 @@ class Watch:
         found = sorted(self._waits.items(), key=lambda item: item[1][1])
         return [(key, what(), now - since) for key, (what, since) in found[:most]], max(len(found) - most, 0)
 
-    def waiting(self, most: int = 8) -> str:
+    def waiting(self, most: int = 3) -> str:
         """Waits of the episodes with their durations, longest first; "" if none waits. May be called from any thread."""
         now = time.monotonic()
         waits, more = self.oldest(most)
