@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # `agentrl ... | head` has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             name = error.filename if isinstance(error, OSError) else None
             text: str | None
             if disk_full(error):
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
 
 
-def _of_shelf(error: Exception) -> str | None:
+def _of_shelf(error: BaseException) -> str | None:
     """Fault of a file on a shelf: FILE:LINE and function, or the hook whose signature does not fit; else None."""
     from agentrl.env import ToolEnv
     from agentrl.utils.search_path import PRIVATE

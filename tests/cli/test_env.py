@@ -289,6 +289,7 @@ def write_env(folder: Path, more: str = "", **bodies: str) -> Path:
         ({"prompt": "return {}['no']"}, "", "wrong.py:9: prompt raised KeyError: 'no'"),
         ({"make_task": "return {'id': 1}"}, "", "make_task returned {'id': 1}, expected a Task"),
         ({"make_task": "raise ValueError('boom')"}, "", "wrong.py:7: make_task raised ValueError: boom"),
+        ({"make_task": "raise SystemExit(0)"}, "", "wrong.py:7: make_task raised SystemExit: 0"),
     ],
 )
 @pytest.mark.parametrize("action", ["show", "play"])

@@ -77,7 +77,7 @@ class Broken(ToolEnv):
     ("how", "says"),
     [
         ("raises", "ValueError: no database"),
-        ("exits", "SystemExit: 4"),
+        ("exits", r"called sys\.exit\(4\)"),
         ("hangs", r"not finished within 1\.5 s \(rollout\.env_timeout"),
     ],
 )

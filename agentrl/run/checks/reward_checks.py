@@ -38,7 +38,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import without_chance
 from agentrl.run.assembly import RunStart
-from agentrl.utils.errors import ConfigError, UserError
+from agentrl.utils.errors import ConfigError, UserError, exception_for
 from agentrl.utils.files import shown_path
 from agentrl.utils.search_path import PRIVATE
 
@@ -128,8 +128,8 @@ def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
     def run() -> None:
         try:
             answer.set_result(work())
-        except BaseException as fault:
-            answer.set_exception(fault)
+        except BaseException as fault:  # sys.exit, and a Ctrl-C of that code's own, would end the command without a word
+            answer.set_exception(exception_for(fault, "its code").with_traceback(fault.__traceback__))
 
     threading.Thread(target=run, name="agentrl-gold", daemon=True).start()
     if not wait([answer], limit).done:
