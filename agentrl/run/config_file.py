@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean
+from agentrl.utils.files import remove
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -97,14 +98,16 @@ def check_folder(name: str, out: str, *, overwrite: bool) -> None:
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
     """Create the run's folder, with digests of the files that the config names, and in its config `origins`; with `overwrite` an
     older run of that name is removed first. Raises ConfigError if that is still being written."""
-    from agentrl.run.folder import RunFolder, lock_folder
+    from agentrl.run.folder import LOCK, RunFolder, lock_folder
     from agentrl.run.provenance import Provenance
 
     target = Path(config.out) / config.name
     # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
     if overwrite and (target / "config.toml").is_file():
         with lock_folder(target):
-            shutil.rmtree(target)
+            # Last what makes it a run, and its lock: cut short, it is removed by the next. The folder may be a link, and stays.
+            for path in sorted(target.iterdir(), key=lambda path: path.name in ("config.toml", LOCK)):
+                remove(path)
     folder = RunFolder.create(config, origins)
     try:
         Provenance(folder, config).write()

@@ -35,7 +35,7 @@ from agentrl.run.compare import mean_of, official, rate_of
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import EngineChoice, claiming_engine
-from agentrl.run.folder import stored_object
+from agentrl.run.folder import lock_folder, stored_object
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import by_label, is_scored
 from agentrl.run.reader import episode_of
@@ -304,36 +304,38 @@ class RolloutJob:
         if (ref := EnvRef.of(config)).at is None:  # before there is a folder; of one elsewhere the first task says it
             with closing(ref.build()) as env:
                 env.check_split(request.split)
-        self.episodes = self._resume()
-        session = self.shared or EvalSession(config, self.temperature)
-        missing = [pair for pair in request.pairs if pair not in self.episodes]
-        display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
-        if missing:
-            claiming = claiming_engine(request.model)  # a script is not sampled
-            if api_name(request.model) is not None or claiming is None or "messages" not in claiming.traits:
-                section = "eval" if request.purpose == "eval" else "rollout"
-                limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
-                more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
-                greedy = " (greedy)" if self.temperature == 0 else ""
-                display.say(f"[{request.purpose}] {section}.temperature = {self.temperature:g}{greedy}{''.join(more)}")
-            if computes := EngineChoice(config).computation_line(trains=False):
-                display.say(computes)
-        try:
+        request.out.mkdir(parents=True, exist_ok=True)
+        with lock_folder(request.out, OTHER):
+            self.episodes = self._resume()
+            session = self.shared or EvalSession(config, self.temperature)
+            missing = [pair for pair in request.pairs if pair not in self.episodes]
+            display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
             if missing:
-                tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
-                with last_words(unsaid(LATER)):
-                    await while_ray_lives(self.play(session, missing))
-        except WorkerDiedError as error:
-            raise WorkerDiedError(f"{error}; {LATER}") from error
-        except asyncio.CancelledError:
-            if not interrupt.requested:
-                raise
-            self.interrupted = True
-        finally:
-            if session is not self.shared:
-                await session.close()
-        # In the order of tasks, so that equal runs leave equal files.
-        atomic_write(self.file, "".join(_line(self.episodes[pair]) for pair in sorted(self.episodes)))
+                claiming = claiming_engine(request.model)  # a script is not sampled
+                if api_name(request.model) is not None or claiming is None or "messages" not in claiming.traits:
+                    section = "eval" if request.purpose == "eval" else "rollout"
+                    limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
+                    more = [f", rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
+                    greedy = " (greedy)" if self.temperature == 0 else ""
+                    display.say(f"[{request.purpose}] {section}.temperature = {self.temperature:g}{greedy}{''.join(more)}")
+                if computes := EngineChoice(config).computation_line(trains=False):
+                    display.say(computes)
+            try:
+                if missing:
+                    tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
+                    with last_words(unsaid(LATER)):
+                        await while_ray_lives(self.play(session, missing))
+            except WorkerDiedError as error:
+                raise WorkerDiedError(f"{error}; {LATER}") from error
+            except asyncio.CancelledError:
+                if not interrupt.requested:
+                    raise
+                self.interrupted = True
+            finally:
+                if session is not self.shared:
+                    await session.close()
+            # In the order of tasks, so that equal runs leave equal files.
+            atomic_write(self.file, "".join(_line(self.episodes[pair]) for pair in sorted(self.episodes)))
 
     async def evaluate(self, about: Mapping[str, Any] = NOTHING) -> dict[str, Any] | None:
         """Run the missing episodes; returns the report of the evaluation, also written to `out`, or None after Ctrl-C. Of a suite
@@ -389,7 +391,6 @@ class RolloutJob:
     def _resume(self) -> dict[Pair, Trajectory]:
         """The scored episodes that are there; an outage is run again."""
         request, purpose = self.request, self.request.purpose
-        request.out.mkdir(parents=True, exist_ok=True)
         # All that an episode depends on; `-n` and `-k` only say which episodes there are.
         own = {"command": purpose, "--split": request.split, **({"--values": request.values} if request.values else {})}
         identity = {**identity_of(self.config, purpose), **own, **contents_of(self.config, purpose)}

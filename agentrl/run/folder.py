@@ -30,7 +30,17 @@ from agentrl.config.schema import KeepConfig
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.trainer.checkpoint import MANIFEST
 from agentrl.utils.errors import ConfigError, DiskFullError, ResourceError, RunFolderError
-from agentrl.utils.files import atomic_write, atomic_write_all, disk_full, full_text, naming, open_plain, plain_file, read_plain
+from agentrl.utils.files import (
+    atomic_write,
+    atomic_write_all,
+    disk_full,
+    full_text,
+    naming,
+    open_plain,
+    plain_file,
+    read_plain,
+    remove,
+)
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.redaction import redact, redact_json, redact_said
 from agentrl.utils.terminal import safe
@@ -46,14 +56,15 @@ _NONE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder. Raises ConfigError, naming the process that holds it and
-    since when, if another does. A process that was killed holds none: the kernel gives it back.
+def lock_folder(folder: Path, otherwise: str = "", *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a folder that a run or an evaluation writes. Raises ConfigError, naming the process that holds it and
+    since when, and what else can be done (`otherwise`), if another does, or waits for it. A process that was killed holds none:
+    the kernel gives it back.
 
     On a file system without locks (some network ones) a warning in the log takes its place.
     """
     with open(folder / LOCK, "a+", encoding="utf-8", opener=plain_file) as file:
-        _try_lock(folder, file, fcntl.LOCK_EX)
+        _try_lock(folder, file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, otherwise)
         file.seek(0)
         file.truncate()
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else "Python"  # embedded, it may have none
@@ -68,13 +79,13 @@ def check_unlocked(folder: Path) -> None:
     if not (folder / LOCK).is_file():
         return
     with open(folder / LOCK, encoding="utf-8", opener=plain_file) as file:
-        _try_lock(folder, file, fcntl.LOCK_SH)
+        _try_lock(folder, file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def _try_lock(folder: Path, file: IO[str], kind: int) -> None:
+def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "") -> None:
     """Raise ConfigError, naming the process that holds the lock, if another does."""
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind)
         return
     except BlockingIOError:
         file.seek(0)
@@ -86,11 +97,11 @@ def _try_lock(folder: Path, file: IO[str], kind: int) -> None:
     try:
         by = read_json(file.read())
     except ValueError:  # it has just been taken
-        raise ConfigError(f"{folder}: another process is writing this run") from None
+        raise ConfigError(f"{folder}: another process is writing there. Wait for it") from None
     here = f"kill {by['pid']}" if by["host"] == socket.gethostname() else f"on {by['host']}: kill {by['pid']}"
     raise ConfigError(
-        f"{folder}: process {by['pid']} on {by['host']} has been writing this run since {by['since']} ({by['command']}). Wait "
-        f"for it, or end it ({here}; it then leaves a checkpoint), or choose another name: name={folder.name}-2"
+        f"{folder}: process {by['pid']} on {by['host']} has been writing there since {by['since']} ({by['command']}). Wait for "
+        f"it, or end it ({here}; what it has done is kept), or {otherwise or f'choose another name: name={folder.name}-2'}"
     )
 
 
@@ -208,6 +219,10 @@ class RunFolder:
             folder.trajectories.mkdir(parents=True)
             atomic_write(folder.config, text, private=True)
         except OSError as error:
+            if (
+                isinstance(error, FileExistsError) and folder.trajectories.exists()
+            ):  # since `check_free`, by another process, whose folder it is
+                raise NameTakenError(f"{folder.path}: another run of that name has just begun. Choose name=NAME") from None
             shutil.rmtree(folder.path, ignore_errors=True)
             if disk_full(error):
                 raise DiskFullError(full_text(folder.path, "repeat the command")) from None
@@ -304,7 +319,7 @@ class RunFolder:
             return
         for path in self.final.iterdir():
             if path.name == MANIFEST or not (path.is_file() and not path.is_symlink()):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                remove(path)
 
     def rotate(self, keep: KeepConfig, step: int) -> None:
         """Remove the episodes, and what training made of their tokens, of updates and evaluations up to `step` that are more than

@@ -16,7 +16,7 @@ from agentrl.config.identity import Identity, changes, check_resumed, difference
 from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
 from agentrl.run.digests import code_of, contents_of
-from agentrl.run.folder import DRIVER, RunFolder, stored_object
+from agentrl.run.folder import DRIVER, RunFolder, lock_folder, stored_object
 from agentrl.trainer.checkpoint import Checkpoints, check_model
 from agentrl.trainer.learner import policy_updates
 from agentrl.trainer.model_folder import export_run, start_model, while_chosen
@@ -260,10 +260,12 @@ def _export_path(folder: RunFolder, step: int) -> Path:
     if (out / "config.json").is_file():
         return out
     aside = out.with_name(f".{out.name}")  # an export that was cut short must not be taken for a model
-    shutil.rmtree(aside, ignore_errors=True)
     aside.parent.mkdir(parents=True, exist_ok=True)
-    export_run(folder.path, aside, step)
-    aside.rename(out)
+    with lock_folder(aside.parent, wait=True):
+        if not (out / "config.json").is_file():  # else another evaluation has written it meanwhile
+            shutil.rmtree(aside, ignore_errors=True)
+            export_run(folder.path, aside, step)
+            aside.rename(out)
     return out
 
 
