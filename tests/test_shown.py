@@ -78,6 +78,15 @@ class Hostile(ToolEnv):
         return NASTY
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_columns_of_0_are_no_width(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """A container's terminal has no size: a run, and `agentrl runs`, showed not one line there."""
+    monkeypatch.setenv("COLUMNS", "0")
+    out = io.StringIO()
+    console(file=out, force_terminal=terminal).print("a long line")
+    assert out.getvalue() == "a long line\n"
+
+
 def test_env_show_prints_nothing_that_acts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     give(Hostile, "hostile-shown")
     monkeypatch.setattr(env_command, "reference", lambda *args: EnvRef("given:hostile-shown"))
