@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.data.trajectory import Json, ToolCall
-from agentrl.reward.values import LITERAL, EqualityRule, UnscorableError, brief, equality_key, exact, same
+from agentrl.reward.values import LITERAL, EqualityRule, UnscorableError, brief, equality_key, exact, same, with_nfc_keys
 from agentrl.utils.registry import Registry
 
 # Expected calls
@@ -92,13 +92,15 @@ def gold_calls(value: Json, form: type[CallForm] = CallForm) -> list[GoldCall]:
         name, arguments, by, compare = read
         if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
             raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
+        if not form.languages:  # a declaration has its own names
+            name, arguments = exact(name), with_nfc_keys(arguments)
         if by not in (None, "assistant", "user"):
             raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")
         if compare is not None:
             if not (isinstance(compare, (list, tuple)) and all(isinstance(key, str) for key in compare)):
                 wrong = f"compare must be a list of arguments' names, not {brief(compare, 80)!r}"
                 raise UnscorableError(f"expected call {index}: {wrong}")
-            compare = tuple(compare)
+            compare = tuple(map(exact, compare))
         optional = frozenset[str]()
         for key, allowed in arguments.items() if form.lists else ():
             if not isinstance(allowed, (list, tuple)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,10 +14,10 @@ import jsonschema
 from agentrl.data.trajectory import kind_of_json
 from agentrl.reward.leaf import FIELDS, LEAVES, SCOPES, object_schema
 from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
-from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
+from agentrl.reward.values import COMPARISON_SCHEMA, brief, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
-from agentrl.utils.parsing import no_twice, refuse_constant
+from agentrl.utils.parsing import is_unbounded, no_twice, refuse_constant
 
 # JSON Schema of a spec
 
@@ -155,9 +154,9 @@ def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(source, Mapping | str | Path):
         raise RewardSpecError(f"reward spec: at (the top): a spec must be a JSON object or a path, not {kind_of_json(source)}")
-    where = str(source)
-    if isinstance(source, Mapping):
-        where = f"reward spec {source['name']!r}" if isinstance(source.get("name"), str) else "reward spec"
+    where = "reward spec" if isinstance(source, Mapping) else str(source)
+    if isinstance(source, Mapping) and isinstance(source.get("name"), str):
+        where = f"reward spec {source['name']!r}"
     try:
         if isinstance(source, Mapping):
             spec: Any = copy.deepcopy(dict(source))
@@ -267,10 +266,10 @@ class _Check:
                 self._refs(item, join(pointer, index))
 
     def _finite(self, value: Any, pointer: str, depth: int = 0) -> None:
-        if depth > 8 * _DEEPEST:
+        if depth > 3 * _DEEPEST:
             self.fail(pointer[:200], "nested too deeply")
-        if isinstance(value, float) and not math.isfinite(value):
-            self.fail(pointer, f"a number must be finite, not {value!r}")
+        if is_unbounded(value):
+            self.fail(pointer, f"a number must be finite, and one that a double can hold, not {brief(value)}")
         if isinstance(value, Mapping):
             for key, item in value.items():
                 if not isinstance(key, str):

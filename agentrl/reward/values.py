@@ -225,14 +225,14 @@ ABSENT: Final = Absent()
 
 @lru_cache(maxsize=4096)
 def parse_pointer(text: str) -> tuple[str, ...]:
-    """The tokens of a JSON Pointer. Raises ValueError if it is not one."""
+    """The tokens of a JSON Pointer, in the form of Unicode in which keys are compared. Raises ValueError if it is not one."""
     if text == "":
         return ()
     if not text.startswith("/"):
         raise ValueError(f"a JSON Pointer is empty or starts with '/', not {text!r}")
     if _ESCAPE.search(text):
         raise ValueError(f"in a JSON Pointer '~' is written ~0 and '/' is written ~1: {text!r}")
-    return tuple(token.replace("~1", "/").replace("~0", "~") for token in text[1:].split("/"))
+    return tuple(exact(token.replace("~1", "/").replace("~0", "~")) for token in text[1:].split("/"))
 
 
 def join(pointer: str, *tokens: str | int) -> str:
@@ -244,7 +244,7 @@ def follow(document: Json, tokens: tuple[str, ...]) -> Json | Absent:
     """The value at the tokens in a JSON document, or ABSENT."""
     for token in tokens:
         if type(document) is dict or isinstance(document, Mapping):  # a check against an abstract class takes ten times as long
-            if token not in document:
+            if token not in document and (token.isascii() or token not in (document := with_nfc_keys(document))):
                 return ABSENT
             document = document[token]
         elif isinstance(document, (list, tuple)):
@@ -309,7 +309,7 @@ def _contains(found: Json, wanted: Json, rule: EqualityRule) -> bool:
     if isinstance(found, str):
         return isinstance(wanted, str) and rule.normalize(wanted) in rule.normalize(found)
     if isinstance(found, Mapping):
-        return isinstance(wanted, str) and wanted in found
+        return isinstance(wanted, str) and not isinstance(follow(found, (exact(wanted),)), Absent)
     return isinstance(found, (list, tuple)) and any(same(item, wanted, rule) for item in found)
 
 

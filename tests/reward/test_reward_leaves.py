@@ -134,6 +134,16 @@ def test_gold_calls_of_another_shape_are_null(shape):
     assert nothing == "'/task/gold/call' resolves to nothing"
 
 
+@pytest.mark.parametrize("arguments", [{}, [1], "x", 3])
+def test_made_calls_that_are_data_of_another_shape_are_null(arguments):
+    trajectory = episode(state=[{"name": "f", "arguments": arguments}])
+    made = {"expect": gold(call("f")), "made": {"$": "/episode/state"}}
+    if isinstance(arguments, dict):
+        assert value("calls.match", made, trajectory) == 1  # also of an episode without a turn
+    else:
+        assert "an object of arguments" in why("calls.match", made, trajectory)
+
+
 @pytest.mark.parametrize(("form", "wanted"), [("bfcl", "{name: {argument: [values]}}"), ("literal", '{"name", "arguments"}')])
 def test_gold_calls_of_another_shape_say_which_shape_was_wanted(form, wanted):
     trajectory = episode([call("f")], task_gold={"calls": [{"f": 1, "g": 2}]})
@@ -623,3 +633,10 @@ def test_a_text_is_the_same_in_both_spellings_of_unicode():
             assert value("state.match", {"expect": both, "by": by}, episode(said, state=changed)) == 0
         gold = {"expect": [{"name": "open", "arguments": {"at": {expect: 1}}}]}
         assert value("calls.match", gold, episode([call("open", at={said: 1})])) == 1
+        for args in ({"arguments": {expect: 1}}, {"arguments": {expect: 1, "n": 2}, "compare": [expect]}):
+            for credit in ("all", "partial"):
+                gold = {"expect": [{"name": expect, **args}], "credit": credit}
+                assert value("calls.match", gold, episode([(said, {said: 1})])) == 1
+        assert value("state.assert", {"path": f"/n/{expect}", "eq": 1}, episode("x", state={"n": {said: 1}})) == 1
+        ignoring = {"expect": {"n": {}}, "ignore": [f"/n/{expect}"]}
+        assert value("state.match", ignoring, episode("x", state={"n": {said: 1}})) == 1

@@ -48,6 +48,7 @@ WRONG: list[Any] = [
     (spec(FINE, metrics=[leaf("cost.turns", {"max": 3})]), "/metrics/0", 'needs an "id"'),
     (spec(leaf("episode.stopped", id="a"), metrics=[leaf("calls.none", id="a")]), "/metrics/0/id", "also the id of /root"),
     (spec(leaf("episode.stopped", weight=float("nan"))), "/root/weight", "must be finite"),
+    (spec(leaf("episode.stopped", weight=10**400)), "/root/weight", "a double can hold"),
     ({"agentrl_reward": 2, "name": "x", "root": FINE}, "/agentrl_reward", "must be 1"),
     ({"agentrl_reward": 1, "root": FINE}, "(the top)", "'name' is missing"),
     ({"agentrl_reward": 1, "name": "x", "rot": FINE}, "/rot", "did you mean 'root'?"),
@@ -132,12 +133,15 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path):
         load_spec(tmp_path / "bytes.json")
 
 
-def test_a_tree_that_is_too_deep():
-    node = FINE
-    for _ in range(60):
-        node = {"op": "sum", "of": [node]}
-    with pytest.raises(RewardSpecError, match="nested more than"):
+@pytest.mark.parametrize(("levels", "says"), [(50, "nested more than"), (1000, "nested too deeply")])
+def test_a_tree_that_is_too_deep(levels, says):
+    node, test = FINE, {"$": "/episode/turns", "gt": 1}
+    for _ in range(levels):
+        node, test = {"op": "sum", "of": [node]}, {"not": {"not": {"not": test}}}
+    with pytest.raises(RewardSpecError, match=says):
         load_spec(spec(node))
+    with pytest.raises(RewardSpecError, match="nested too deeply"):
+        load_spec(spec({**FINE, "when": test}))
 
 
 def test_loading_copies():
@@ -157,7 +161,7 @@ def test_the_published_schema_agrees_with_load_spec():
             assert editor.is_valid(json.loads(path.read_text())) and load_spec(path)["name"] == path.stem, path
     beyond_a_grammar = [
         "above the upper", "did you mean 'gold'?", "did you mean 'stop'?", "it looks like a reference", "alone or next to",
-        'needs an "id"', "also the id of /root", "must be finite",
+        'needs an "id"', "also the id of /root", "must be finite", "a double can hold",
     ]  # fmt: skip
     assert [says for broken, _, says in WRONG if editor.is_valid(broken)] == beyond_a_grammar
 

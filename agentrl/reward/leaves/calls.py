@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any, ClassVar
 
-from agentrl.data.trajectory import Json, ToolCall
+from agentrl.data.trajectory import Json, Message, ToolCall, Turn
 from agentrl.reward import call_matching as assign
 from agentrl.reward.call_matching import (
     ARGUMENTS,
@@ -25,7 +25,7 @@ from agentrl.reward.call_matching import (
     parts,
 )
 from agentrl.reward.leaf import BY, EQUALITY, LEAVES, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
-from agentrl.reward.values import EqualityRule, UnscorableError, brief, same
+from agentrl.reward.values import EqualityRule, UnscorableError, brief, exact, same, with_nfc_keys
 from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 
 
@@ -271,9 +271,13 @@ class CallsMatch(Leaf):
         made = view.made(self.by)
         if "made" in args:  # calls that are data (an answer's, say), as if they had been made; null for none
             items = args["made"] or []
-            if not isinstance(items, list) or not all(isinstance(x, dict) and isinstance(x.get("name"), str) for x in items):
-                raise UnscorableError(f"made must be a list of calls, not {brief(args['made'], 80)!r}")
-            made = [Made(view.trajectory.turns[-1], ToolCall(x["name"], x.get("arguments")), None) for x in items]
+            if not isinstance(items, list) or not all(map(_is_call, items)):
+                wanted = "a list of calls, each with a string name and an object of arguments"
+                raise UnscorableError(f"made must be {wanted}, not {brief(args['made'], 80)!r}")
+            turn = next(reversed(view.trajectory.turns), Turn(-1, Message("assistant")))
+            made = [Made(turn, ToolCall(x["name"], x.get("arguments")), None) for x in items]
+        if not self.form.languages:
+            made = [_in_nfc(one) for one in made]
         if self.credit == "toolrl":
             return grade_calls([item.call for item in made], gold, self.rule.values, self.assign)
         if (language := args.get("language", "python")) not in self.rules:
@@ -347,6 +351,19 @@ class CallsMatch(Leaf):
 
 
 Credit = Callable[[int, int], float]
+
+
+def _is_call(item: Json) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("arguments"), dict | None)
+
+
+def _in_nfc(made: Made) -> Made:
+    """The call with its names as those of gold calls are read, nearly always itself."""
+    call = made.call
+    if call.name.isascii() and "".join(call.arguments or ()).isascii():
+        return made
+    arguments = None if call.arguments is None else dict(with_nfc_keys(call.arguments))
+    return made._replace(call=replace(call, name=exact(call.name), arguments=arguments))
 
 
 def _by_key(rule: CallRule, gold: Sequence[GoldCall]) -> bool:

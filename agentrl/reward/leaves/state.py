@@ -29,6 +29,7 @@ from agentrl.reward.values import (
     leaves_of,
     parse_pointer,
     same,
+    with_nfc_keys,
 )
 from agentrl.utils.errors import RewardSpecError
 
@@ -244,7 +245,7 @@ def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
     here = {tokens[0] for tokens in ignore if len(tokens) == 1}
     deeper = {tokens[0]: [rest[1:] for rest in ignore if len(rest) > 1 and rest[0] == tokens[0]] for tokens in ignore if tokens}
     if isinstance(value, Mapping):
-        return {key: _without(item, deeper.get(key, [])) for key, item in value.items() if key not in here}
+        return {key: _without(item, deeper.get(key, [])) for key, item in with_nfc_keys(value).items() if key not in here}
     # The same places are left out of both states, so the items after them still face each other.
     return [_without(item, deeper.get(str(i), [])) for i, item in enumerate(value) if str(i) not in here]
 
