@@ -282,7 +282,7 @@ class Toolbox:
                     self.waiting.remove(waiting)
                 began, most = waiting.since, self._budget(item)
             if type(answer) is Problem:  # not isinstance, which asks the answer
-                text = redact(self.refusal(call, answer))
+                text = redact(to_text(self.refusal(call, answer)))
                 result = ToolResult(call.id, call.name, text, None, answer.kind, time.monotonic() - began)
             else:
                 value, content, images = await by_size(size_of(answer), shape_result, item.name, answer, most, self._count)

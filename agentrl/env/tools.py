@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from datetime import date
 from enum import Enum
 from functools import cache, cached_property
 from types import FunctionType
@@ -120,6 +121,7 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
 
 
 _PLAIN = (str, int, float, bool, Any, dict, list)
+_NUMBER = re.compile(r"\s*[-+]?[0-9.]+\s*")
 
 
 def _is_json(value: Any) -> bool:
@@ -382,7 +384,12 @@ class Tool:
             place = ".".join(str(part) for part in first["loc"])
             return Problem("invalid_argument", f"{place}: {first['msg']}" if place else str(first["msg"]))
         # Only those that were given: for the others the function has its own defaults.
-        return {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}
+        values = {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}
+        for name, value in values.items():
+            # pydantic takes "2024" for seconds since 1970, so that a year would be a day in that year, without a word.
+            if isinstance(value, date) and _NUMBER.fullmatch(str(arguments[name])):
+                return Problem("invalid_argument", f"{name}: {arguments[name]!r} is no date or time. Write it in ISO 8601")
+        return values
 
     async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
         """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""

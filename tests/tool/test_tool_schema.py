@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -189,6 +190,19 @@ def test_a_refusal_that_no_schema_can_say_is_an_answer_too() -> None:
     f.__annotations__.update(value=Even)
     result = run(f, {"value": {"n": 3}})
     assert result.error == "invalid_argument" and "must be even" in result.content
+
+
+@pytest.mark.parametrize("text", ["2024", "20240101", "-5"])
+def test_a_bare_number_is_no_date(text: str) -> None:
+    """pydantic takes it for seconds since 1970: the tool got a day of that year."""
+
+    def f(at: datetime) -> str:
+        return at.isoformat()
+
+    f.__annotations__.update(at=datetime)
+    refused = run(f, {"at": text})
+    assert refused.error == "invalid_argument" and f"at: '{text}' is no date or time" in refused.content
+    assert run(f, {"at": "2024-01-01"}).content == "2024-01-01T00:00:00"
 
 
 @pytest.mark.parametrize("name", ["copy", "json", "schema", "model_config", "self_", "_x"])

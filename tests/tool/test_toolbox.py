@@ -334,11 +334,14 @@ def test_outputs_as_the_model_reads_them() -> None:
 
     @tool(inline=True)
     def give(which: str) -> Any:
+        if which not in answers:
+            raise ToolError(answers["odd"])
         return answers[which]
 
     box = Toolbox([give])
     shown = {w: asyncio.run(box.call(ToolCall("give", {"which": w}))).content for w in answers}
     assert shown == {"text": "as is", "none": "ok", "number": "4", "rows": '[{"name": "ä", "n": 1}]', "odd": "\ufffdx"}
+    assert "\ufffdx" in asyncio.run(box.call(ToolCall("give", {"which": "error"}))).content
 
 
 @pytest.mark.parametrize("answer", [{"a": 1}.keys(), {1: "a"}.values(), range(1), map(str, ["a"]), zip("a", "b", strict=True)])
