@@ -124,7 +124,7 @@ class TextTooLongError(TimeoutError):
 # time, or be as large as its author likes. `check_schema` refuses such a one, and `first_fault` ends after `SCHEMA_S`.
 
 SCHEMA_S = 1.0
-"""Seconds that a value's check against a schema may take in all."""
+"""Seconds of the processor that a value's check against a schema may take in all: waiting on a busy machine is not its fault."""
 AT_ONCE = 1000
 """Comparisons of a value with a schema's keywords that are made on an event loop, about 5 ms. They are counted, not timed: how
 long they take hangs on what else the machine does, and whether a thread answers decides which requests share an engine step."""
@@ -473,7 +473,7 @@ _LEFT: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar("agentrl_s
 
 def _in_time() -> float:
     """Remaining seconds. Raises TimeoutError, or TooLongError on an event loop, at the time limit."""
-    left = _LATE.get() - (time.thread_time() if QUICK.get() else time.monotonic())
+    left = _LATE.get() - time.thread_time()
     if left > 0:
         return left
     if QUICK.get():
@@ -599,7 +599,7 @@ def first_fault(validator: Any, instance: Any, *, at_once: bool = True) -> Valid
     """The error that says most of why the instance does not fit, or None. Raises TimeoutError after `SCHEMA_S`, and TooLongError
     if it takes long and is tried at once (`threads.at_once`), unless `at_once` is false."""
     hurry = at_once and QUICK.get()
-    late = _LATE.set(time.thread_time() + AT_ONCE_CPU_S if hurry else time.monotonic() + SCHEMA_S)
+    late = _LATE.set(time.thread_time() + (AT_ONCE_CPU_S if hurry else SCHEMA_S))
     quick, count = QUICK.set(hurry), _LEFT.set(iter(range(AT_ONCE)))
     try:
         found: ValidationError | None = best_match(validator.iter_errors(instance))

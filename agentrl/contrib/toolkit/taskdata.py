@@ -21,7 +21,7 @@ from agentrl.env.authoring import content_split, task_rng
 from agentrl.env.call_options import nearest
 from agentrl.utils.errors import DependencyError, TaskDataError, did_you_mean, fault_text
 from agentrl.utils.files import decode_text
-from agentrl.utils.parsing import is_unbounded, parts_of, read_json
+from agentrl.utils.parsing import is_unbounded, json_form, parts_of, read_json
 from agentrl.utils.schemas import BadSchemaError, checked_validator, fault_words, first_fault
 
 ROW_SCHEMA: dict[str, Json] = {
@@ -240,6 +240,7 @@ def _row(where: str, raw: Any, validator: Any, to_task: ToTask | None, named: st
         raise TaskDataError(f"{where}: field {place or '(the row)'}: {fault_words(error)}")
     try:
         data, gold = (raw["data"], raw["gold"]) if to_task is None else to_task(raw)
+        json_form([data, gold])
     except (KeyError, TypeError, ValueError, IndexError) as problem:
         raise TaskDataError(f"{where}: {fault_text(problem)}") from problem
     if odd := [part for part in parts_of([data, gold]) if is_unbounded(part)]:  # a Task has it as a text

@@ -109,6 +109,10 @@ NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
         (['{"data": {"q": "a"}, "data": {"q": "b"}, "gold": {}}'], ":1: not JSON: key 'data' is given twice"),
         ([{**row(1), "gold": {"a": [float("nan")]}}], ":1: nan is no number of JSON's"),
         ([{**row(1), "data": {"q": 10**400}}], "00000000000000 is no number of JSON's"),
+        (
+            [f'{{"data": {{"q": {"[" * 300}{"]" * 300}}}, "gold": {{}}}}'],
+            ":1: ValueError: it contains itself, or is nested too deep",
+        ),
         ([row(1), row(2), {**row(1), "data": {"q": "other"}}], ":3: field id: 't1' is also the id of"),
         ([NAMELESS, row(2), NAMELESS], "bad.jsonl:1. Remove one, or give each an id of its own"),
         ([row(1, split="train"), {**row(1, split="test"), "id": "x"}], ":2: field data: this heldout task is also"),
