@@ -118,7 +118,7 @@ class TemplateText:
                 **self._dates,
             )
         except Exception as problem:  # templates are programs: one that expects another form of a message fails in its own ways
-            raise RenderError(f"the chat template refused the messages: {problem}") from problem
+            raise RenderError(f"the chat template refused the messages: {str(problem) or type(problem).__name__}") from problem
         return str(text)
 
     def encode(self, text: str, after: Place = Place.TOKEN) -> list[int]:
@@ -395,6 +395,15 @@ class TurnText:
         self.opening, *others = {text.render([QUESTION], generate=True) for _ in range(8)}
         if others:
             raise ModelError("the chat template writes the same messages otherwise each time. Remove its random parts")
+        # Without an opening for sampling, the turn has to begin with what is said, or a frame of reasoning.
+        written = text.render([QUESTION, _ASKED], generate=False)
+        head = written.removeprefix(self.opening).partition(MARK)[0].strip() if written.startswith(self.opening) else ""
+        frames = tuple(frame.open for frame in FRAMES)
+        if head and not head.startswith(frames) and text.render([QUESTION], generate=False) == self.opening:
+            raise ModelError(
+                f"the chat template begins an assistant turn with {head[:40]!r}, but does not write that for "
+                f"add_generation_prompt, so a policy would have to say it. Write it there, or {text.advice}"
+            )
         if not self._render_text([QUESTION, Message("assistant"), QUESTION], ()):  # a turn in which the policy said nothing
             text.change(nothing=" ")
         self._learn_reasoning()

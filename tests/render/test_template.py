@@ -302,7 +302,9 @@ USELESS = {
     "counts messages": ("{% for m in messages %}<|im_start|>{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}",
                         "does not render by appending"),
     "never ends a turn": ("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}\n{% endfor %}",
-                          "does not render by appending"),
+                          "begins an assistant turn with '<.im_start.>assistant', but does not write that"),
+    "opens no turn": (QWEN25.replace("add_generation_prompt", "false"), "so a policy would have to say it. Write it there"),
+    "needs too much": ("{{ 'x' * 10**18 }}" + QWEN25, f"{CANNOT}refused the messages: MemoryError"),
     "has no control tokens": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
         r"ends an assistant turn with .*user: .*not a control token.*add_special_tokens.*model.chat_template"),
