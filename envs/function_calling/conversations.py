@@ -104,7 +104,7 @@ def _first_list(text: str) -> Json:
     for match in re.finditer(r"\[\s*[{\]]", text):
         try:
             return decoder.raw_decode(text, match.start())[0]
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     bad("system", "no JSON list of functions in it")
 

@@ -9,14 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from agentrl.contrib.toolkit.bfcl_calls import solvable
-from agentrl.data.chat_forms import FormError
 from agentrl.data.trajectory import Json
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.files import read_text
 from agentrl.utils.parsing import read_json
 
 from .conversations import hermes, toolace
-from .rows import NO_FUNCTION, BadRowError, Row, UnsolvableError, bad, check_row, history
+from .rows import NO_FUNCTION, BadRowError, Row, UnsolvableError, bad, check_row
 from .schemas import as_sets, declared, read_tools
 
 log = logging.getLogger("agentrl.envs.function_calling")
@@ -37,11 +36,6 @@ def native(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     for name, value in (("messages", messages), ("tools", tools), ("calls", calls)):
         if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
             bad(name, "expected a list of objects")
-    if messages:
-        try:
-            history(messages)
-        except FormError as problem:
-            bad(problem.key, problem.problem)
     functions = read_tools(tools, "tools")
     for index, call in enumerate(calls):
         sets = call.get("arguments")

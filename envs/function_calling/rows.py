@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from agentrl.contrib.offline.layouts import messages_of
-from agentrl.data.chat_forms import pair_results
+from agentrl.data.chat_forms import FormError, pair_results
 from agentrl.data.trajectory import Json, Message
 
 NO_FUNCTION = "NO FUNCTION"
@@ -75,7 +75,11 @@ def check_row(row: Row) -> Row:
     names = [tool["function"]["name"] for tool in row.tools]
     if duplicates := [name for name, count in Counter(names).items() if count > 1]:
         bad("tools", f"two tools are called {duplicates[0]!r}")
-    if not row.messages or row.messages[-1]["role"] not in ("user", "tool"):
+    try:
+        last = history(row.messages)[-1].role if row.messages else ""
+    except FormError as problem:
+        bad(problem.key, problem.problem)
+    if last not in ("user", "tool"):
         bad("messages", "the last message must be the user's or a tool's")
     for call in row.calls:
         if call_name(call) not in names:

@@ -422,6 +422,13 @@ def test_files_that_cannot_be_used_say_why(tmp_path: Path) -> None:
         (tmp_path / "BFCL_v4_multi_turn_base.json", "no known layout|multi_turn_base"),
         (unpaired, "possible_answer"),
         (odd, "no known layout has the fields text"),
+        *(
+            (
+                write(tmp_path / f"BFCL_v{n}_irrelevance.json", [{"id": "irrelevance_0", "question": [[first]], "function": []}]),
+                says,
+            )
+            for n, (first, says) in enumerate([({}, r"messages\[0\].role"), ("x", r"messages\[0\]': expected an object")])
+        ),
         (write(tmp_path / "empty.jsonl", []), "it contains no tasks"),
         (tmp_path / "possible_answer" / "x", "no such file"),
     ):

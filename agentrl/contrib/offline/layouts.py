@@ -24,6 +24,7 @@ from agentrl.contrib.toolkit.chat_forms import Declaration, calls_of, declaratio
 from agentrl.data.chat_forms import REASONING, FormError, arguments_of, pair_results, parse_field, reasoning_of, thought_of
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.utils.errors import BadRowError
+from agentrl.utils.parsing import read_json
 
 # A conversation to train on, and OpenAI's layout of one:
 #
@@ -296,7 +297,7 @@ def _split(system: str, given: bool) -> tuple[str, list[Any] | None]:
     if not given and (found := _LIST.search(system)):
         try:
             tools, _ = json.JSONDecoder().raw_decode(system, found.start())
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise BadRowError(f"the functions of the system message: not JSON: {problem}") from None
         before = system[: found.start()].rstrip()
         # The sentence that leads over to the list goes with it.
@@ -320,7 +321,7 @@ def _hermes(role: str, text: str) -> list[Message]:
 def _toolace(role: str, text: str) -> list[Message]:
     if role == "tool":
         try:
-            results = json.loads(text)
+            results = read_json(text)
         except ValueError:
             return [Message("tool", text)]
         if not isinstance(results, list) or not all(isinstance(item, Mapping) and "results" in item for item in results):

@@ -167,6 +167,15 @@ def test_a_hermes_call_that_is_no_json_value_is_refused(written: str) -> None:
         sharegpt_chat({"conversations": said})
 
 
+def test_json_nested_too_deep_is_text_of_a_tool_or_a_bad_row() -> None:
+    """The reader ended with a RecursionError, which is no fault of a row."""
+    deep, (asked, called, _, *rest) = "[" * 3000, TOOLACE["conversations"]
+    chat = sharegpt_chat({**TOOLACE, "conversations": [asked, called, {"from": "tool", "value": deep}, *rest]})
+    assert deep in [message.content for message in chat.messages]
+    with pytest.raises(BadRowError, match="the functions of the system message: not JSON"):
+        sharegpt_chat({**TOOLACE, "system": '[{"name": ' + deep})
+
+
 THOUGHT = [
     {"role": "user", "content": "one more than 0"},
     {"role": "assistant", "content": "1", "reasoning_content": "0 and 1"},
