@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from agentrl.cluster.group import Backend, Pending, WorkerGroup
@@ -16,17 +17,19 @@ from agentrl.utils.processor import own_threads
 # The inline backend
 
 
+@dataclass(frozen=True)
 class InlinePending(Pending):
     """A call that runs in the caller's thread, in `wait`, which is called once."""
 
-    def __init__(self, backend: InlineBackend, method: str, shipment: Shipment) -> None:
-        self._backend, self._method, self._shipment = backend, method, shipment
+    backend: InlineBackend
+    method: str
+    shipment: Shipment
 
     def wait(self) -> dict[int, Any]:
         """Run each rank's part. A UserError is raised as it is, any other exception as a WorkerError."""
-        method, shipment, results = self._method, self._shipment, dict[int, Any]()
+        method, shipment, results = self.method, self.shipment, dict[int, Any]()
         for rank in shipment.ranks:
-            worker = self._backend.workers[rank]
+            worker = self.backend.workers[rank]
             # A copy even of all rows, as with Ray: the method may write into it.
             rows = () if shipment.batch is None else (select(shipment.batch, shipment.rows[rank]),)
             own_threads(worker.threads)  # this thread may be another one than that of the last call

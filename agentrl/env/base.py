@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
@@ -117,6 +117,7 @@ class OwnReward:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ResetResult = tuple[Observation, dict[str, Any]]
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
@@ -324,21 +325,7 @@ class ToolEnv(Forkable):
         self._open, self._ended, self._calls, self._cut_for = True, False, 0, None
         self.replays = isinstance(options.get("user"), RecordedUser)
         self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
-        async with self._failing():
-            self.toolbox.hidden = self.user_toolbox.hidden = self.hidden(task)
-            await self._open_sessions()
-            await self._hook("setup", task)
-            if self.user is not None and "user" in options:
-                user = options["user"]
-                self.user = self.gold_user(task) or self.user if user == GOLD else user
-                if user == GOLD and isinstance(self.user, AsksModel):
-                    raise ConfigError(
-                        f"{self.id}: its user is a model, and a scripted policy plays without one; the environment needs a "
-                        "gold_user(task), or parameters with which its own user is scripted"
-                    )
-            self._record.horizon = self.horizon(task)
-            # Templates that write no ids show a result without its call's name as another's.
-            self._last = list(pair_results(await self._opening(task), strict=False))
+        self._last = await self._or_fail(self._start_episode(task, options))
         self._record.messages.extend(self._last)
         self._record.tools = self.toolbox.schemas()
         return list(self._last), self._info()
@@ -357,8 +344,7 @@ class ToolEnv(Forkable):
         record.messages.append(message)
         record.turns.append(turn)
         try:
-            async with self._failing(PolicyTimeoutError, UserLimitError):
-                observation, over = await self._answer(turn)
+            observation, over = await self._or_fail(self._answer(turn), PolicyTimeoutError, UserLimitError)
         except (PolicyTimeoutError, UserLimitError) as why:
             late = isinstance(why, PolicyTimeoutError)
             reward = await self.aend(StopReason.MAX_TOOL_TIME if late else StopReason.MAX_TURNS, str(why))
@@ -381,8 +367,7 @@ class ToolEnv(Forkable):
         """Make one of the calls of a turn that `record_turn` recorded, and record its result; `has_finished` then says whether
         it ended the episode. Raises what `astep` raises, and PolicyTimeoutError if the policy used up the tool's time."""
         record = self._running("a call")
-        async with self._failing(PolicyTimeoutError):
-            result = await self.toolbox.call(call)
+        result = await self._or_fail(self.toolbox.call(call), PolicyTimeoutError)
         note(record, turn, result)
         self._note_new_tools()
         return result
@@ -391,8 +376,7 @@ class ToolEnv(Forkable):
         """The user's reply to the text of a turn that `record_turn` recorded; None: nothing more. Raises as `astep`, and
         UserLimitError."""
         record = self._running("a turn")
-        async with self._failing(UserLimitError):
-            replies: Observation | None = await self._hook("user_reply", turn.message)
+        replies: Observation | None = await self._or_fail(self._hook("user_reply", turn.message), UserLimitError)
         record.messages.extend(replies or [])
         return replies
 
@@ -403,8 +387,7 @@ class ToolEnv(Forkable):
     async def auser_call(self, call: ToolCall) -> ToolResult:
         """Make a call of the user's, as a replay does with gold calls: nobody is asked. Raises what `astep` raises."""
         record = self._running("a call")
-        async with self._failing():
-            result = await make_call(record, self.user_toolbox, call, next_step(record))
+        result = await self._or_fail(make_call(record, self.user_toolbox, call, next_step(record)))
         self._note_new_tools()
         return result
 
@@ -427,8 +410,7 @@ class ToolEnv(Forkable):
         if record is None:
             raise EnvError(f"{self.id}: no episode to end; call reset first")
         if self._open and not stop.infrastructure:
-            async with self._failing():
-                await self._hook("conclude")
+            await self._or_fail(self._hook("conclude"))
         record.stop, record.error = stop, error
         record.terminated = stop is StopReason.DONE
         record.truncated = stop in _TRUNCATIONS
@@ -474,17 +456,30 @@ class ToolEnv(Forkable):
             raise EnvError(f"{self.id}: {what} without a running episode; call reset first")
         return self._record
 
-    async def _opening(self, task: Task) -> Observation:
+    async def _start_episode(self, task: Task, options: Mapping[str, Any]) -> Observation:
+        """Set the episode up; returns its opening messages."""
+        self.toolbox.hidden = self.user_toolbox.hidden = self.hidden(task)
+        await self._open_sessions()
+        await self._hook("setup", task)
+        if self.user is not None and "user" in options:
+            user = options["user"]
+            self.user = self.gold_user(task) or self.user if user == GOLD else user
+            if user == GOLD and isinstance(self.user, AsksModel):
+                raise ConfigError(
+                    f"{self.id}: its user is a model, and a scripted policy plays without one; the environment needs a "
+                    "gold_user(task), or parameters with which its own user is scripted"
+                )
+        assert self._record is not None
+        self._record.horizon = self.horizon(task)
         opening = self.prompt(task)
-        if not inspect.isawaitable(opening):
-            return list(opening)
-        what = f"the opening of environment {self.id}"
-        try:
-            found = await within(self.opening_timeout, opening, what)
-        except (LateError, UserLimitError) as fault:  # before the policy's first turn, so it is nothing of its doing
-            raise EnvError(str(fault)) from None
-        check_answer(self.id, EnvHooks.prompt, type(self).prompt, found)
-        return list(found)
+        if inspect.isawaitable(opening):
+            try:
+                opening = await within(self.opening_timeout, opening, f"the opening of environment {self.id}")
+            except (LateError, UserLimitError) as fault:  # before the policy's first turn, so it is nothing of its doing
+                raise EnvError(str(fault)) from None
+            check_answer(self.id, EnvHooks.prompt, type(self).prompt, opening)
+        # Templates that write no ids show a result without its call's name as another's.
+        return list(pair_results(list(opening), strict=False))
 
     async def _hook(self, hook: str, *args: Any) -> Any:
         """Await a hook. Raises EnvError, which names it, if it is not async, and HookError for a user's reply of another form."""
@@ -527,11 +522,10 @@ class ToolEnv(Forkable):
             known = {schema["function"]["name"] for schema in record.tools}
             record.tools += [item.schema for item in self.toolbox if item.name not in known]
 
-    @asynccontextmanager
-    async def _failing(self, *but: type[BaseException]) -> AsyncIterator[None]:
-        """Whatever is raised inside, other than `but`, is why the episode failed (`_fail`)."""
+    async def _or_fail(self, work: Awaitable[T], *but: type[BaseException]) -> T:
+        """The result of `work`; whatever it raises, other than `but`, is why the episode failed (`_fail`)."""
         try:
-            yield
+            return await work
         except but:
             raise
         except BaseException as fault:

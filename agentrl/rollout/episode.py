@@ -246,7 +246,7 @@ async def run_episode(
     reward: it is recorded as a StopReason with `reward` None. If the policy's own code used up its time, the episode is truncated
     and scored. Cancellation tears the environment down and propagates. `watch` hears each wait and its end.
     """
-    episode = RunningEpisode(env, policy, spec, limits, watch := watch or Watch(), hook or EpisodeHook())
+    episode = RunningEpisode(env, policy, spec, limits, watch := watch or Watch(), hook)
     try:
         return await play_and_score(episode, env, spec, limits, scorer, watch)
     except asyncio.CancelledError:
@@ -271,7 +271,9 @@ class EpisodeHook:
 class RunningEpisode:
     """The state of one episode while it runs."""
 
-    def __init__(self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, watch: Watch, hook: EpisodeHook) -> None:
+    def __init__(
+        self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, watch: Watch, hook: EpisodeHook | None
+    ) -> None:
         self.env, self.policy, self.spec, self.limits, self.hook = env, policy, spec, limits, hook
         self.renderer = policy.renderer
         self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, watch)
@@ -291,13 +293,14 @@ class RunningEpisode:
         return self.ledgers[-1]
 
     async def run(self) -> StopReason:
-        ended = await self.hook.begin(self)
+        ended = await (self.begin() if self.hook is None else self.hook.begin(self))
         assert self.record is not None
         for turn in range(len(self.record.turns), self.limits.max_turns if ended is None else 0):
             room, reason = self._room()
             if room <= 0:
                 return reason
-            await self.hook.before(turn, self)
+            if self.hook is not None:
+                await self.hook.before(turn, self)
             self._extend(turn)
             with span("turn", f"turn {turn}"):
                 ended = await self._turn(turn, room, reason)
@@ -317,7 +320,8 @@ class RunningEpisode:
         self.shown, self.begun = list(observation), len(observation)
         # A prompt that alone exceeds a limit leaves no room for a turn, but its row must still respect the limit.
         most = min(self.limits.max_episode_tokens, self.limits.context)
-        self.ledger.append_context((await self._start(observation))[:most], turn=0)
+        prompt = await self.renderer.astart(observation, self.env.toolbox.schemas())
+        self.ledger.append_context(prompt[:most], turn=0)
         # The turns of the gold calls are context too.
         given = prefix_of(self.env.gold_turns(self.env.task), self.spec.given) if self.spec.given else ()
         for said in given:
@@ -382,7 +386,8 @@ class RunningEpisode:
         # After the last turn no prompt follows, and a summary would be sampled for nothing.
         rewritten = await self.policy.context.rewrite(moment) if turn < limits.max_turns else None
         if rewritten is not None:
-            fork, self.shown, ids = True, rewritten, await self._start(rewritten)
+            fork, self.shown = True, rewritten
+            ids = await self.renderer.astart(rewritten, self.env.toolbox.schemas())
             # By identity: a new message may equal an old one.
             known = {id(message) for message in before}
             added = [{"role": m.role, "content": m.content} for m in self.shown if id(m) not in known]
@@ -396,7 +401,7 @@ class RunningEpisode:
         another ledger must begin, else False and the suffix."""
         fork = not self.renderer.keeps(message, fresh, earlier[:-1], self.begun)
         if fork:
-            return True, await self._start([*earlier, *fresh])
+            return True, await self.renderer.astart([*earlier, *fresh], self.env.toolbox.schemas())
         stopped = generation.finish == "stop" and bool(generation.token_ids)
         return False, await self.renderer.aextend(generation.finish, fresh, generation.token_ids[-1] if stopped else None)
 
@@ -432,9 +437,6 @@ class RunningEpisode:
         answer = await self._generate(room, turn, "summary")
         return (await self.renderer.aparse(answer.token_ids, answer.finish)).content
 
-    async def _start(self, messages: Sequence[Message]) -> list[int]:
-        return await self.renderer.astart(messages, self.env.toolbox.schemas())
-
     async def _step(self, message: Message, what: str, blame: Blame = "infrastructure") -> StepResult:
         """Have a message answered. Raises HookError if an `astep` of the author's own answers with something else."""
         found = await self._env(self.env.astep(message), what, blame)
@@ -460,7 +462,7 @@ class RunningEpisode:
     def _room(self, most: int | None = None) -> tuple[int, StopReason]:
         """The tokens that the next turn may have, by default at most as many as it may sample, and why the episode ends if there
         are too few left."""
-        episode = self.limits.max_episode_tokens - sum(len(ledger) for ledger in self.ledgers) - len(self.suffix)
+        episode = self.limits.max_episode_tokens - sum(map(len, self.ledgers)) - len(self.suffix)
         context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledger))
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
         return min(self.limits.max_turn_tokens if most is None else most, episode, context), reason
@@ -516,8 +518,9 @@ class RunningEpisode:
     async def end(self, stop: StopReason, error: str | None) -> Trajectory:
         """Tear the environment down and complete the record."""
         trajectory = await complete(self.env, self.record, self.spec, stop, error, self.waits.used)
-        trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
+        trajectory.ledgers = list(filter(len, self.ledgers))
         trajectory.rewrites = self.rewrites
-        self.hook.complete(trajectory)
+        if self.hook is not None:
+            self.hook.complete(trajectory)
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
         return trajectory

@@ -160,8 +160,7 @@ class Actor(TrainedRole):
         parts, counts, meter = minibatches(view), view.batch["counts"], Meter()
         micros, steps = plan_micro_batches(view, parts, self._optim.micro_tokens, engine), Steps(engine, view, f"update {step}")
         added = view.batch["added"] if "added" in view else [None] * len(parts)
-        # Greedy sampling (temperature 0) has no distribution to train: its logprobs are those at temperature 1.
-        job = partial(MicroLoss, engine, view, algorithm, policy, temperature or 1.0, coef, meter)
+        job = partial(MicroLoss, engine, view, algorithm, policy, temperature, coef, meter)
         self._visits = [] if SOURCE in view else None
         engine.expert_load()  # of what was computed before
         for epoch in range(algorithm.epochs):
@@ -220,7 +219,7 @@ class Actor(TrainedRole):
                 if parameter.grad is not None:
                     parameter.grad.mul_(old / whole)
             share = new / whole
-        job = MicroLoss(engine, view, algorithm, policy, temperature or 1.0, coef, meter, counts, not self._stepped)
+        job = MicroLoss(engine, view, algorithm, policy, temperature, coef, meter, counts, not self._stepped)
         sound = steps.backward(part, micros, job.loss)
         self._waiting = Gradients(counts, sound and (waiting is None or waiting.sound))
         metrics = measured_means(engine, meter, (own,))

@@ -229,7 +229,7 @@ class Learner:
         not finite in it, in words ("" if all is). `algorithm`, `own`: instead of the run's and its environments' estimators;
         `estimator`: a function instead of them."""
         algorithm, own = algorithm or self.algorithm, self._own if own is None else own
-        view, metrics = await self._prepare(Ragged.of(batch), self._temperature(step))
+        view, metrics = await self._prepare(Ragged.of(batch), temperature_at(self.config.rollout, step))
         # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
         if broken := await in_thread("batch", broken_rows, view):
             return view, metrics, broken
@@ -278,14 +278,9 @@ class Learner:
         self._skipped = 0
         return metrics | {"skipped_steps": 0.0}
 
-    def _temperature(self, step: int) -> float:
-        """That at which all policies of update `step` are computed, the one at which its episodes were sampled. Greedy ones have
-        no distribution to train: theirs is that of 1."""
-        return temperature_at(self.config.rollout, step) or 1.0
-
     async def _prepare(self, view: Ragged, temperature: float) -> tuple[Ragged, dict[str, float]]:
         """The batch with the inputs of advantages: the reward model's scores, the logprobs of the proximal and the
-        reference policy, and values, each only if the config asks for it."""
+        reference policy, and values, each only if the config asks for it. `temperature`: at which its episodes were sampled."""
         # First, so that each of the forward passes below computes a shared prefix once.
         view = await in_thread("batch", with_trees, view, self.sharing)
         metrics: dict[str, float] = {}
@@ -330,6 +325,7 @@ class Learner:
 
         Both get the same batch, advantages included: values were computed before either of them moves."""
         metrics, seed = dict[str, float](), self.config.seed
+        temperature = temperature_at(self.config.rollout, step)
         added: list[tuple[Term, TensorDict]] = []
         for hook in self.hooks.values() if learns else ():
             rows, drawn = hook.draw(step, int(view.episode.max()) + 1)
@@ -337,7 +333,7 @@ class Learner:
             if rows is None or hook.term is None:
                 continue
             if self.algorithm.proximal == "recompute" and not hook.term.supervised:
-                now = await self.actors.arun(Actor.compute_logprob, rows, self._temperature(step))
+                now = await self.actors.arun(Actor.compute_logprob, rows, temperature)
                 rows = Ragged.of(rows).with_tokens(old_logprobs=now["logprobs"].values()).batch
                 if self.critics is not None:
                     await self._rest("actor", self.actors)
@@ -360,7 +356,7 @@ class Learner:
                 algorithm,
                 step=step,
                 seed=seed,
-                temperature=self._temperature(step),
+                temperature=temperature,
                 kl_coef=self.kl_coef,
             )
             if self._moving is not None and metrics.get("optimizer_steps", 0) > 0:

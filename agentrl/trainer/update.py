@@ -115,7 +115,8 @@ class MicroLoss:
     """The losses of one optimizer step's micro-batches.
 
     `counts`: the denominators of this update's own rows; `added`: of rows that hooks added, by origin, if there are any. `first`:
-    the weights are those of the last publish. `visits` gets the log ratios of the rows, if it is a list."""
+    the weights are those of the last publish. `visits` gets the log ratios of the rows, if it is a list. Greedy sampling
+    (`temperature` 0) has no distribution to train: its logprobs are those at temperature 1."""
 
     engine: BaseEngine
     view: Ragged
@@ -132,7 +133,7 @@ class MicroLoss:
     def loss(self, rows: list[int]) -> Tensor:
         """This micro-batch's share of the step's loss."""
         piece, meter = Pack(self.view, rows, self.engine.device, replay=True), self.meter
-        logprobs, entropy = self.engine.logprobs(piece.micro, self.temperature, True)
+        logprobs, entropy = self.engine.logprobs(piece.micro, self.temperature or 1.0, True)
         weights = piece.column("weights") if "weights" in self.view else torch.ones_like(logprobs)
         given = LossInput(
             logprobs,
@@ -392,6 +393,6 @@ def forward_columns(
 
 
 def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: int, replay: bool = False) -> TensorDict:
-    """`logprobs` and `entropy` as `forward_columns`."""
-    names = ("logprobs", "entropy")
-    return forward_columns(engine, view, cap, names, lambda micro: engine.logprobs(micro, temperature, True), replay)
+    """`logprobs` and `entropy` as `forward_columns`; at temperature 0 as `MicroLoss` has it."""
+    names, heat = ("logprobs", "entropy"), temperature or 1.0
+    return forward_columns(engine, view, cap, names, lambda micro: engine.logprobs(micro, heat, True), replay)

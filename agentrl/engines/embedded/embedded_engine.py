@@ -119,7 +119,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         return self._words.refusal(sampling)
 
     async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
-        _, model = self._ready()
+        _, model = self._running_parts(fit=True)
         check_request(token_ids, sampling, self._context, model.vocab)
         prompt = model.prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
@@ -136,12 +136,12 @@ class EmbeddedEngine(Engine, WeightTarget):
             done=asyncio.get_running_loop().create_future(),
             told=told,
             stops=StopStrings(sampling.stop, self._words.decode) if sampling.stop else None,
-            constraint=self._words.constraint(sampling, model.vocab),
+            constraint=None if sampling.grammar is None else self._words.constraint(sampling, model.vocab),
         )
         self._under_way[request_key] = request
         try:
             async with self._turn:
-                batcher, _ = self._ready()
+                batcher, _ = self._running_parts(fit=True)
                 batcher.waiting.append(request)
             self._wake.set()
             return await request.done
@@ -310,17 +310,14 @@ class EmbeddedEngine(Engine, WeightTarget):
             error.__cause__ = cause
             batcher.fail(request, error)
 
-    def _ready(self) -> tuple[Batcher, EmbeddedModel]:
-        parts = self._running_parts()
-        # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
-        # moment has done nothing wrong. `_run` fails it if they do not all arrive.
-        if self._unfit is not None and not self._arriving:
-            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
-        return parts
-
-    def _running_parts(self, awake: bool = False) -> tuple[Batcher, EmbeddedModel]:
+    def _running_parts(self, awake: bool = False, fit: bool = False) -> tuple[Batcher, EmbeddedModel]:
+        """The parts of a started engine. Raises EngineError if it is not, or is not as `awake`, or `fit` to generate, asks."""
         if self._batcher is None or self._model is None:
             raise EngineError("the engine is not started or already closed")
         if awake and self._asleep:
             raise EngineError("the engine is asleep; wake its weights before a publish")
+        # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
+        # moment has done nothing wrong. `_run` fails it if they do not all arrive.
+        if fit and self._unfit is not None and not self._arriving:
+            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         return self._batcher, self._model

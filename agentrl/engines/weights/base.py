@@ -92,15 +92,11 @@ NOTHING_LENT = Lent()
 
 class Stream:
     """Tensors in order. `next` is seen before it is taken, because filling a bucket requires to know whether it still fits; it is
-    valid until `advance` is called, and None at the end."""
+    valid until `fill` takes it, and None at the end."""
 
     def __init__(self, tensors: Iterator[Named]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self.next: Named | None = next(tensors, None)
-
-    def advance(self) -> None:
-        self.next = None  # drops the last reference first: two whole layers must not be in memory at once
-        self.next = next(self._tensors, None)
 
 
 def fill(
@@ -128,7 +124,8 @@ def fill(
         if buffer is not None and entries[-1].lent is None:
             tensor_in(buffer, entries[-1]).copy_(tensor.detach())
         used += -(-tensor.nbytes // align) * align
-        stream.advance()
+        stream.next = None  # drops the last reference first: two whole layers must not be in memory at once
+        stream.next = next(stream.tensors, None)
     # The last tensor's alignment may reach past the buffer.
     return entries, min(used, room)
 
