@@ -43,7 +43,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        return math.prod(size for _, size in self.axes)
+        return math.prod(dict(self.axes).values())
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`. Raises DispatchError for an unknown axis."""

@@ -302,6 +302,9 @@ class Renderer(ABC):
 
 def characters(messages: Sequence[Message]) -> int:
     """The characters of messages, roughly: calls count as they were sampled."""
-    calls = [call for message in messages for call in message.tool_calls]
-    said = sum(len(message.content) + len(message.reasoning or "") for message in messages)
-    return said + sum(len(call.raw) for call in calls)
+    count = 0
+    for message in messages:
+        count += len(message.content) + len(message.reasoning or "")
+        for call in message.tool_calls:
+            count += len(call.raw)
+    return count

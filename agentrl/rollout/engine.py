@@ -312,7 +312,7 @@ def derive(*parts: int | str) -> int:
     Unlike `hash()` it is the same in every process, and unlike a sum of the parts it does not give neighboring streams
     the same seed.
     """
-    text = "/".join(str(part) for part in parts)
+    text = "/".join(map(str, parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

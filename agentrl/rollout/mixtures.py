@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -28,7 +28,6 @@ from agentrl.utils.registry import Registry
 MIXTURES: Registry[Callable[..., Mixture]] = Registry("rollout.mixture", "MIXTURES", "agentrl.rollout.mixtures")
 
 GOLDEN = (5**0.5 - 1) / 2
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +183,7 @@ class TaskSource:
 
     def __init__(self, env: EnvRef, sampler: TaskSampler, name: str, run_seed: int, start: StartConfig | None = None) -> None:
         self.env, self.sampler, self.name, self.run_seed = env, sampler, name, run_seed
+        self._label = f"rollout.sampler {name!r}"
         self.start = None if start is None else GoldStart(start, env)
         self._starts: list[StartOutcome] = []
         self.drawn: dict[int, TaskChoice] = {}
@@ -195,26 +195,23 @@ class TaskSource:
         """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Determined at the first call."""
         if self._pool is None:
             self._pool = ()
-            wanted = self._ask(TaskSampler.wants)
+            wanted = call_method(self._label, TaskSampler.wants, self.sampler)
             if wanted is not None:
                 env = self.env.build()
                 self._pool = pool_seeds(env, wanted)
                 env.close()
-                self._ask(TaskSampler.use, self._pool)
+                call_method(self._label, TaskSampler.use, self.sampler, self._pool)
         return self._pool
-
-    def _ask(self, method: Callable[..., R], *args: Any) -> R:
-        return call_method(f"rollout.sampler {self.name!r}", method, self.sampler, *args)
 
     def variants(self) -> Sequence[Mapping[str, Any]]:
         """Environment parameters of the sampler, as `TaskSampler.variants`."""
-        return self._ask(TaskSampler.variants)
+        return call_method(self._label, TaskSampler.variants, self.sampler)
 
     def draw(self, index: int) -> TaskChoice:
         """The task of a group; the same again if it was drawn before (a group that is run again)."""
         self.pool()
         if index not in self.drawn:
-            choice = self._ask(TaskSampler.choose, self.run_seed, index)
+            choice = call_method(self._label, TaskSampler.choose, self.sampler, self.run_seed, index)
             self.drawn[index] = choice if self.start is None else self.start.begin(self.run_seed, index, choice)
         return self.drawn[index]
 
@@ -234,21 +231,22 @@ class TaskSource:
         """At an update: the sampler learns from what finished since the last one."""
         # Sorted, because the order in which groups finish differs from run to run.
         outcomes, self._outcomes = sorted(self._outcomes, key=attrgetter("index")), []
-        self._ask(TaskSampler.observe, outcomes)
+        call_method(self._label, TaskSampler.observe, self.sampler, outcomes)
         starts, self._starts = sorted(self._starts, key=attrgetter("index")), []
         if self.start is not None:
             self.start.observe(starts)
 
     def metrics(self) -> dict[str, float]:
         """The sampler's metrics, under `sampler/`."""
-        found = {f"sampler/{name}": value for name, value in self._ask(TaskSampler.metrics).items()}
+        known = call_method(self._label, TaskSampler.metrics, self.sampler)
+        found = {f"sampler/{name}": value for name, value in known.items()}
         return found if self.start is None else found | {f"sampler/{k}": v for k, v in self.start.metrics().items()}
 
     def to_json(self) -> dict[str, Any]:
         """The sampler's state, the choices of running groups, and the outcomes that it has not seen yet."""
         return {
             "name": self.name,
-            "state": self._ask(TaskSampler.state),
+            "state": call_method(self._label, TaskSampler.state, self.sampler),
             "drawn": {str(index): asdict(choice) for index, choice in self.drawn.items()},
             "outcomes": [asdict(outcome) for outcome in self._outcomes],
             **({} if self.start is None else {"start": self.start.state(), "starts": list(map(asdict, self._starts))}),
@@ -301,7 +299,7 @@ class MixedTasks:
     """
 
     def __init__(self, parts: Sequence[Part], mixture: Choice, run_seed: int) -> None:
-        self.name, self.run_seed = mixture.name, run_seed
+        self.name, self.run_seed, self._label = mixture.name, run_seed, f"rollout.mixture {mixture.name!r}"
         self.mixture = make_mixture(mixture)
         self.weights = {part.name: part.weight for part in parts}
         self.several = len(parts) > 1
@@ -341,7 +339,7 @@ class MixedTasks:
             source.update()
         # Sorted, because the order in which groups finish differs from run to run.
         outcomes, self._outcomes = sorted(self._outcomes, key=attrgetter("index")), []
-        self._ask(Mixture.observe, outcomes)
+        call_method(self._label, Mixture.observe, self.mixture, outcomes)
         self._step = step
 
     def shares(self) -> dict[str, float]:
@@ -350,14 +348,12 @@ class MixedTasks:
         return {name: share / sum(shares.values()) for name, share in shares.items()}
 
     def _shares(self) -> dict[str, float]:
-        shares = self._ask(Mixture.shares, {name: weight_at(weight, self._step) for name, weight in self.weights.items()})
+        weights = {name: weight_at(weight, self._step) for name, weight in self.weights.items()}
+        shares = call_method(self._label, Mixture.shares, self.mixture, weights)
         if shares.keys() != self.weights.keys() or min(shares.values()) < 0 or not sum(shares.values()):
             expected = f"expected one >= 0 for each of {', '.join(self.weights)}, not all 0"
-            raise ConfigError(f"rollout.mixture {self.name!r} returned shares {shares!r:.80}, {expected}")
+            raise ConfigError(f"{self._label} returned shares {shares!r:.80}, {expected}")
         return shares
-
-    def _ask(self, method: Callable[..., R], *args: Any) -> R:
-        return call_method(f"rollout.mixture {self.name!r}", method, self.mixture, *args)
 
     def metrics(self) -> dict[str, float]:
         """The samplers' metrics under `sampler/`, and, of several environments, `sampler/NAME/`; and those of the mixture under
@@ -366,7 +362,7 @@ class MixedTasks:
             (source,) = self.sources.values()
             return source.metrics()
         found = {f"mixture/{name}/share": share for name, share in self.shares().items()}
-        found |= {f"mixture/{key}": value for key, value in self._ask(Mixture.metrics).items()}
+        found |= {f"mixture/{key}": value for key, value in call_method(self._label, Mixture.metrics, self.mixture).items()}
         for name, source in self.sources.items():
             found |= {f"sampler/{name}/{key.removeprefix('sampler/')}": value for key, value in source.metrics().items()}
         return found
@@ -379,7 +375,7 @@ class MixedTasks:
             return source.to_json()
         return {
             "mixture": self.name,
-            "state": self._ask(Mixture.state),
+            "state": call_method(self._label, Mixture.state, self.mixture),
             "step": self._step,
             "begun": self._begun,
             "places": {str(index): list(place) for index, place in self._places.items()},

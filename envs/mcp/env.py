@@ -169,7 +169,7 @@ class Mcp(ToolEnv):
         forked = super().fork()
         forked._sessions, forked.private = [], {}
         if forked.is_open:
-            run_sync(forked._replay())
+            run_sync(forked._or_fail(forked._replay()))
         return forked
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -179,22 +179,21 @@ class Mcp(ToolEnv):
             run_sync(session.close())
         super().restore(snapshot)
         if self.is_open:
-            run_sync(self._replay())
+            run_sync(self._or_fail(self._replay()))
 
     async def _replay(self) -> None:
         record = self.trajectory
-        async with self._failing():
-            self.toolbox.table = self._tools_before
-            await self._open_sessions()
-            await self._prepare(record.task)
-            for turn in record.turns:
-                answers = await self.toolbox.call_all(turn.message.tool_calls)
-                for was, now in zip(turn.results, answers, strict=True):
-                    if was.content != now.content:
-                        raise EnvError(
-                            f"{self.id}: the server is not deterministic, so this episode cannot be forked: "
-                            f"{was.name} said {was.content[:80]!r}, now {now.content[:80]!r}"
-                        )
+        self.toolbox.table = self._tools_before
+        await self._open_sessions()
+        await self._prepare(record.task)
+        for turn in record.turns:
+            answers = await self.toolbox.call_all(turn.message.tool_calls)
+            for was, now in zip(turn.results, answers, strict=True):
+                if was.content != now.content:
+                    raise EnvError(
+                        f"{self.id}: the server is not deterministic, so this episode cannot be forked: "
+                        f"{was.name} said {was.content[:80]!r}, now {now.content[:80]!r}"
+                    )
 
     # -- scripted policies -------------------------------------------------------------------------
 
