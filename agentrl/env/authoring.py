@@ -387,7 +387,7 @@ class Forkable(ToolSide):
         """True if an episode may hold something outside of this object, that has to be freed: a `teardown` of its own or
         sessions say so."""
         frees = any(type(item).close is not ToolSet.close for item in self._sets.values())
-        return frees or bool(self._sessions) or type(self).teardown is not EnvHooks.teardown
+        return frees or bool(self._sessions) or getattr(self.teardown, "__func__", None) is not EnvHooks.teardown
 
     def _unshared_parts(self) -> list[str]:
         kept = _SHARED | self.shared

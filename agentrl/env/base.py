@@ -435,7 +435,8 @@ class ToolEnv(Forkable):
             self._open = False
             # Tools added or removed in this episode must not carry over to the next one.
             self.toolbox.table, self.user_toolbox.table = self._tools_before, self._user_tools_before
-            await asyncio.shield(self._tear_down())
+            if self.holds:
+                await asyncio.shield(self._tear_down())
 
     # -- replays -----------------------------------------------------------------------------------
 

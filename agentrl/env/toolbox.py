@@ -85,6 +85,8 @@ def to_json(name: str, answer: Any) -> tuple[Json, tuple[Image, ...]]:
 
     Raises EnvError if a tool returned something that has no JSON form, or whose own methods raise, or a Pillow picture that is
     too large: errors in the tool."""
+    if answer is None or type(answer) in (str, bool):  # the most usual
+        return answer, ()
     found: list[Image | None] = []
     try:
         with as_value_error():
