@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -471,7 +471,8 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
         if threading.current_thread() is threading.main_thread() and before is not None:  # Ray takes it over there alone
             signal.signal(signal.SIGTERM, before)
     worker: Any = importlib.import_module("ray._private.worker")
-    worker.print_to_stdstream = _into_log  # it would print the last lines of a raylet's log into the display, say
+    # It would print the last lines of a raylet's log into the display, say.
+    worker.print_to_stdstream = lambda said, **_: log.warning("Ray: %s", " ".join(map(str, said.get("lines", ())))[:LONGEST])
 
 
 def _job() -> Any:
@@ -490,10 +491,6 @@ def _job() -> Any:
             return super()._serialize()
 
     return Job()
-
-
-def _into_log(said: Mapping[str, Any], **_: Any) -> None:
-    log.warning("Ray: %s", " ".join(str(line) for line in said.get("lines", ()))[:LONGEST])
 
 
 def _local(object_store_bytes: int | None) -> dict[str, Any]:

@@ -293,7 +293,7 @@ class Collector:
             self.tasks.load_json(state["sampler"])
         complete = self.ledger.complete_groups()
         self._names = {group.index: group.env for group in complete}
-        self.stats.load_json(state, self.version, complete)
+        self.stats.load_json(state, self.ledger.version, complete)
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -379,13 +379,13 @@ class Collector:
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
-        self.stats.count_drop(index, self._names.pop(index), state, reason, self.version, self.ledger.waiting_count)
+        self.stats.count_drop(index, self._names.pop(index), state, reason, self.ledger.version, self.ledger.waiting_count)
 
     # -- waiting -----------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
         shares = self.tasks.shares() if self.tasks.several else {}
-        self.stats.check(self.version, self._names, self.ledger.waiting_count, shares)
+        self.stats.check(self.ledger.version, self._names, self.ledger.waiting_count, shares)
         self._changed.clear()
         self._raise_crashed()
         quiet, changed = Quiet(self.watch.moves), asyncio.ensure_future(self._changed.wait())
@@ -395,7 +395,7 @@ class Collector:
                 groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
                 raise StalledError(
                     f"no token, tool call or episode came back for {quiet.seconds:.1f} s (rollout.stall_timeout); update "
-                    f"{self.version} waits for {groups or 'nothing'}: {self.watch.waiting(8) or 'no episode runs'}; "
+                    f"{self.ledger.version} waits for {groups or 'nothing'}: {self.watch.waiting(8) or 'no episode runs'}; "
                     f"groups by state: {self.ledger.counts()}"
                 )
         finally:

@@ -332,7 +332,8 @@ class FsdpEngine(BaseEngine):
         self._offloaded.take([*self.module.parameters(), *optimizer])
 
     def onload(self) -> None:
-        self._offloaded.give_back()
+        if self._offloaded.away:
+            self._offloaded.give_back()
 
     def state(self) -> dict[str, Tensor]:
         held = self.module.state_dict()

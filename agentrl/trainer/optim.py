@@ -327,9 +327,7 @@ class Offloaded:
         free_cached()
 
     def give_back(self) -> None:
-        """Allocate the memory again and copy the bytes into it. Does nothing if they are there."""
-        if not self.away:
-            return
+        """Allocate the memory again and copy the bytes into it."""
         for storage, host in self._held.values():
             storage.resize_(host.numel())
             storage.copy_(host.untyped_storage(), non_blocking=True)

@@ -355,21 +355,20 @@ class CardUsage:
     """Usage of the ranks' cards by one role's steps, from its making to `metrics`."""
 
     def __init__(self, engine: BaseEngine, view: Ragged) -> None:
-        self._engine, self._view = engine, view
-        self._card = card_of(engine.device)
+        self._engine, self._view, self._model = engine, view, engine.flops()
         self._began, self._tokens, self._flops = time.monotonic(), 0.0, 0.0
-        self._counted = self._card is not None
-        if self._counted:
-            self._model = engine.flops()
-            offsets = offsets_of(view.batch["token_ids"])
-            self._lengths = offsets.diff().numpy()
-            before = np.concatenate([[0], np.cumsum(view.tokens("sampled").numpy())])
-            self._predicted = np.diff(before[offsets.numpy()])
+        offsets = offsets_of(view.batch["token_ids"])
+        self._lengths = offsets.diff().numpy()
+        before = np.concatenate([[0], np.cumsum(view.tokens("sampled").numpy())])
+        self._predicted = np.diff(before[offsets.numpy()])
+
+    @classmethod
+    def of(cls, engine: BaseEngine, view: Ragged) -> CardUsage | None:
+        """None without a card."""
+        return None if card_of(engine.device) is None else cls(engine, view)
 
     def add(self, micros: list[list[int]]) -> None:
         """Count a forward and a backward pass of these rows."""
-        if not self._counted:
-            return
         for rows in micros:
             lengths, predicted = self._lengths[rows], self._predicted[rows]
             self._tokens += float(lengths.sum())
@@ -379,10 +378,9 @@ class CardUsage:
                 self._model = None
 
     def metrics(self) -> dict[str, float]:
-        """Of the ranks' cards: `gpu/memory_gib` of the fullest, `gpu/tokens_per_s` and `gpu/mfu` of each; nothing on a CPU."""
+        """Of the ranks' cards: `gpu/memory_gib` of the fullest, `gpu/tokens_per_s` and `gpu/mfu` of each."""
         card = card_of(self._engine.device)
-        if not self._counted or card is None:
-            return {}
+        assert card is not None
         seconds, peak, unknown = self._engine.reduce(
             torch.tensor([time.monotonic() - self._began, card.peak, float(self._model is None)], dtype=torch.float64), "max"
         ).tolist()

@@ -317,7 +317,7 @@ class Steps:
         self._engine, self._view, self._where = engine, view, where
         self.norms: list[float] = []
         self._taken: list[float] = []
-        self._usage = CardUsage(engine, view)
+        self._usage = CardUsage.of(engine, view)
         self.skipped = 0
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
@@ -341,7 +341,8 @@ class Steps:
             finite.append(torch.isfinite(share.detach()))
             # Also with a loss that is not finite: a rank that left out a backward pass would hang the others' collectives.
             self._engine.backward(share, last=index == len(micros) - 1)
-        self._usage.add(micros)
+        if self._usage is not None:
+            self._usage.add(micros)
         if broken := [rows for rows, fine in zip(micros, finite, strict=True) if not fine]:
             self._log_skipped(number, "the loss is not finite in a micro-batch", broken)
         return not float(self._engine.reduce(torch.tensor([float(len(broken))]), "max"))
@@ -362,7 +363,7 @@ class Steps:
             **({"grad_norm": sum(self._taken) / len(self._taken)} if self._taken else {}),
             "skipped_optimizer_steps": float(self.skipped),
             "optimizer_steps": float(len(self._taken)),
-            **self._usage.metrics(),
+            **({} if self._usage is None else self._usage.metrics()),
         }
 
 

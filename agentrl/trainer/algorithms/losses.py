@@ -27,7 +27,7 @@ def log_ratio(new: Tensor, old: Tensor) -> Tensor:
 
     No paper has this bound; beyond it the gradient is 0.
     """
-    return clamp_exponent(new - old)
+    return torch.clamp(new - old, -LIMIT, LIMIT)
 
 
 def clamp_exponent(exponent: Tensor) -> Tensor:
