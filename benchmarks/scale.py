@@ -187,7 +187,7 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     written = (folder.trajectories / "step_000001.jsonl").stat().st_size
     shutil.rmtree(folder.trajectories)
     with meter.phase("checkpoint_groups"):
-        state, complete = ledger.to_json(contents=False), ledger.complete_groups()
+        state, complete = ledger.to_json(), ledger.complete_groups()
         await in_thread("files", _write_driver, out, state, complete)
     beat.cancel()
     return {

@@ -279,9 +279,9 @@ class Collector:
         """The number of updates done, which is the version of the weights."""
         return self.ledger.version
 
-    def to_json(self, *, contents: bool = True) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The rollouts' part of a checkpoint: the group ledger and the state of the task sampler."""
-        return {**self.ledger.to_json(contents=contents), "sampler": self.tasks.to_json(), **self.stats.to_json()}
+        return {**self.ledger.to_json(), "sampler": self.tasks.to_json(), **self.stats.to_json()}
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
         """Inverse of `to_json`; `groups` as in `GroupLedger.load_json`.

@@ -203,11 +203,9 @@ class GroupLedger:
 
     # -- checkpoint --------------------------------------------------------------------------------
 
-    def to_json(self, *, contents: bool = True) -> dict[str, Any]:
-        """Everything except the progress of running groups, which are pending again after a resume.
-
-        Without `contents`, only the indices of the complete groups are included: `complete_groups` returns the groups,
-        to be written one at a time.
+    def to_json(self) -> dict[str, Any]:
+        """Everything except the progress of running groups, which are pending again after a resume, and the complete groups:
+        `complete_groups` returns them, to be written one at a time.
         """
         running = [e.index for e in self._entries.values() if e.state is GroupState.RUNNING]
         return {
@@ -215,11 +213,7 @@ class GroupLedger:
             "next": self.total,
             "again": sorted([*self._again, *running]),
             "past": {state.value: count for state, count in self._past.items()},
-            "complete": [
-                {"index": e.index, "born": e.born} | (e.group.to_json() if contents else {})
-                for e in self._entries.values()
-                if e.group is not None
-            ],
+            "complete": [{"index": e.index, "born": e.born} for e in self._entries.values() if e.group is not None],
         }
 
     def complete_groups(self) -> list[Group]:
@@ -227,7 +221,7 @@ class GroupLedger:
         return [e.group for e in self._entries.values() if e.group is not None]
 
     def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
-        """Inverse of `to_json`; without `contents`, `groups` are the result of `complete_groups`.
+        """Inverse of `to_json`; `groups` are the result of `complete_groups`, which the state of an older checkpoint contains.
 
         Raises ValueError if `groups` are not those of `state`.
         """

@@ -122,7 +122,7 @@ class Saver(Writes):
         try:
             await self._learner.begin_save(aside)
             # No await between these two: a group that ended in between would be in neither of them, or in both.
-            state = {"step": step, "ledger": self._collector.to_json(contents=False)}
+            state = {"step": step, "ledger": self._collector.to_json()}
             groups = self._collector.ledger.complete_groups()
             state |= {name: found for name, hook in self._learner.hooks.items() if (found := hook.state()) is not None}
             state |= {"metrics": self._folder.metrics_seal(), "identity": identity_of(self._config, "train")}
