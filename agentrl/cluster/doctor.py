@@ -115,7 +115,7 @@ def check_temporary_folder() -> MachineFinding:
 
 
 def check_network() -> Iterator[MachineFinding]:
-    """Return True if this node reaches itself at its own address, and which interface NCCL and Gloo would use."""
+    """This node's way to itself at its own address, and the interfaces that NCCL and Gloo would use."""
     pinned = {key: os.environ[key] for key in LOOPBACK if os.environ.get(key)}
     fault = network_fault()
     if fault is None:

@@ -83,7 +83,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 
 def reachable_address() -> str:
     """This process's address for the other processes of the run: loopback if they are all on this machine, because it works
-    even if the machine's own address does not route back (see guard.py); else the one under which Ray knows this node."""
+    even if the machine's own address does not route back; else the one under which Ray knows this node."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return LOOPBACK_ADDRESS
