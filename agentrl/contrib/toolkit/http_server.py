@@ -74,7 +74,7 @@ def _stranger(headers: Collection[tuple[bytes, bytes]], allowed: Collection[str]
     for name, value in headers:
         given.setdefault(name, []).append(value.decode("latin-1"))
     hosts = given.get(b"host", [])
-    named = _name(hosts[0]) if len(hosts) == 1 else None
+    named = host_name(hosts[0]) if len(hosts) == 1 else None
     if named is None:
         return "a request needs one Host"
     if allowed is not None and named not in {one.lower().strip("[]") for one in allowed}:
@@ -87,7 +87,8 @@ def _stranger(headers: Collection[tuple[bytes, bytes]], allowed: Collection[str]
     return None
 
 
-def _name(host: str) -> str | None:
+def host_name(host: str) -> str | None:
+    """The name in a Host header, without its port; None if it is no host."""
     try:
         found = urlsplit(f"//{host}")
         _ = found.port

@@ -11,8 +11,8 @@ import math
 import sqlite3
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,11 @@ def _initial(path: Path, config: str, env: str, seed: int, split: str, content: 
         # Of a class that runs commands in a sandbox, or has a server of tools: a run folder must not choose what is started.
         if "sandbox" in inspect.signature(type(made).__init__).parameters or made._sources:
             raise AgentrlError(f"{made.id} starts other processes")
-        try:
+        async with aclosing(made):
             await made.areset(seed=seed, options={"split": split})
             if json.dumps([made.task.data, made.task.gold], sort_keys=True, default=dict) != content:
                 raise AgentrlError("the environment makes another task of this seed than then")
             return json.dumps(made.state())
-        finally:
-            await made.aclose()
 
     return asyncio.run(asyncio.wait_for(set_up(), LIMIT_S))
 
@@ -212,9 +210,7 @@ class Api:
             return queries.groups(db, _step(asked), limit, offset)
 
     def failures(self, ident: str, asked: Asked) -> Json:
-        _only(asked, "step", "by", "kind")
-        if asked.get("by", "reason") != "reason":
-            raise UserError(f"by={asked['by']!r}: expected reason")
+        _only(asked, "step", "kind")
         with self._index(self.library.get(ident)) as db:
             step, kind = _step(asked), asked.get("kind") or None
             return self._once(db, (ident, "failures", step, kind), lambda: queries.failures(db, step, kind))
@@ -289,11 +285,9 @@ class Api:
                 self._kept.popitem(last=False)
         return made
 
-    @contextmanager
-    def _index(self, one: Shelved) -> Iterator[sqlite3.Connection]:
+    def _index(self, one: Shelved) -> AbstractContextManager[sqlite3.Connection]:
         self.library.want(one, FIRST_S)
-        with one.index.reading() as db:
-            yield db
+        return one.index.reading()
 
 
 def _step(asked: Asked) -> int | None:

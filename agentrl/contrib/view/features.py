@@ -55,7 +55,7 @@ def features_of(row: Mapping[str, Json]) -> Features:
     spans = [span for ledger in row.get("ledgers") or [] for span in ledger.get("spans") or []]
     sampled = sum(span[0] for span in spans if span[2] >= 0) if spans else sum(turn.get("sampled_tokens", 0) for turn in turns)
     answer, calls = gold_distances(row)
-    judged, did = judge_value(row)
+    gap, judged, did = judge_values(row)
     terms = {clean(str(name)): _number(value) for name, value in (row.get("metrics") or {}).items()}
     reward, success = _number(row.get("reward")), row.get("success")
     error = row.get("error")
@@ -81,7 +81,7 @@ def features_of(row: Mapping[str, Json]) -> Features:
             "gold_answer": answer,
             "gold_calls": calls,
             "repeated": repetition(row),
-            "judge": judge_gap(row),
+            "judge": gap,
             "judged": judged,
             "did": did,
         },
@@ -289,28 +289,21 @@ def _said(turn: Mapping[str, Json]) -> str:
     return " ".join([str(message.get("reasoning") or ""), str(message.get("content") or ""), *calls])
 
 
-def judge_value(row: Mapping[str, Json]) -> tuple[float | None, str]:
-    """The mean value of the episode's judges (None without one), and a digest of what it did and said: equal for episodes that a
-    judge should judge alike."""
+def judge_values(row: Mapping[str, Json]) -> tuple[float | None, float | None, str]:
+    """Three figures of the episode's judges: the largest distance of one from the mean of the other leaves or from another judge
+    (None with nothing to hold it against), their mean value (None without one), and a digest of what the episode did and said:
+    equal for episodes that a judge should judge alike."""
     evidence = row.get("evidence")
-    leaves = leaves_of(evidence.get("root") if isinstance(evidence, Mapping) else None)
-    values = [leaf["value"] for leaf in leaves if leaf["node"] == "judge" and isinstance(leaf["value"], (int, float))]
-    if not values:
-        return None, ""
-    did = [[_said(turn), [result.get("content") for result in turn.get("results") or []]] for turn in row.get("turns") or []]
-    return sum(values) / len(values), hashlib.sha256(repr(did).encode("utf-8", "replace")).hexdigest()[:16]
-
-
-def judge_gap(row: Mapping[str, Json]) -> float | None:
-    """Largest distance of a judge's value from the mean of the other leaves, or from another judge's value; None without a
-    judge, or with nothing to hold it against."""
     values: dict[bool, list[float]] = {True: [], False: []}
-    for leaf in leaves_of((row.get("evidence") or {}).get("root") if isinstance(row.get("evidence"), Mapping) else None):
+    for leaf in leaves_of(evidence.get("root") if isinstance(evidence, Mapping) else None):
         if isinstance(leaf["value"], (int, float)):
-            values[leaf["node"] == "judge"].append(float(leaf["value"]))
+            values[leaf["node"] == "judge"].append(leaf["value"])
     judges, others = values[True], values[False]
+    if not judges:
+        return None, None, ""
+    mean = sum(others) / len(others) if others else None
     gaps = [max(judges) - min(judges)] if len(judges) > 1 else []
-    if judges and others:
-        mean = sum(others) / len(others)
-        gaps += [abs(judge - mean) for judge in judges]
-    return max(gaps, default=None)
+    gaps += [] if mean is None else [abs(judge - mean) for judge in judges]
+    did = [[_said(turn), [result.get("content") for result in turn.get("results") or []]] for turn in row.get("turns") or []]
+    digest = hashlib.sha256(repr(did).encode("utf-8", "replace")).hexdigest()[:16]
+    return max(gaps, default=None), sum(judges) / len(judges), digest

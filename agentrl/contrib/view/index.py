@@ -251,12 +251,8 @@ def _look(path: Path | int) -> tuple[int, int, int] | None:
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.row_factory = sqlite3.Row
     db.execute("BEGIN IMMEDIATE")
-    try:
+    with db:  # which commits, or rolls back
         yield
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
 
 
 def file_size(path: Path) -> int:
@@ -315,19 +311,10 @@ def _read_rows(
         row, done, count = row + 1, done + len(line), count + 1
     whole = count < _BATCH
     # While more is to come, the size is noted as that of what was read: the next look then goes on.
+    size, changed = (stat.st_size, stat.st_mtime_ns) if whole else (done, 0)
     db.execute(
         "UPDATE files SET inode=?, size=?, mtime=?, done=?, print=?, rows=?, damaged=?, problem=? WHERE id=?",
-        (
-            stat.st_ino,
-            stat.st_size if whole else done,
-            stat.st_mtime_ns if whole else 0,
-            done,
-            _fingerprint(handle, done),
-            row,
-            damaged,
-            problem,
-            ident,
-        ),
+        (stat.st_ino, size, changed, done, _fingerprint(handle, done), row, damaged, problem, ident),
     )
     return not whole
 

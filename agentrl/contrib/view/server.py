@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from agentrl.contrib.toolkit.http_server import patient
+from agentrl.contrib.toolkit.http_server import host_name, patient
 from agentrl.contrib.view.api import Api
 from agentrl.contrib.view.library import Library
 from agentrl.contrib.view.queries import NotFoundError
 from agentrl.utils.errors import AgentrlError, ConfigError, UserError
+from agentrl.utils.network import LOOPBACK
 from agentrl.utils.parsing import json_text
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 ELSEWHERE = {(b"sec-fetch-site", b"cross-site"), (b"sec-fetch-site", b"same-site")}
 """Headers by which a browser says that another site asks: it could not read the answer, but could make environments run."""
-NAMES = {"127.0.0.1", "localhost", "[::1]"}
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -95,7 +95,7 @@ def guard_app(app: Any) -> Any:
             await send(message)
 
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1 or not _loopback(hosts[0]):
+        if len(hosts) != 1 or host_name(hosts[0]) not in LOOPBACK:
             await _json(403, {"error": f"the viewer answers on {HOST} and localhost only"})(scope, receive, sent)
         elif scope["path"].startswith("/api") and ELSEWHERE & {*scope["headers"]}:
             await _json(403, {"error": "the viewer's data is for its own page only"})(scope, receive, sent)
@@ -105,13 +105,6 @@ def guard_app(app: Any) -> Any:
             await app(scope, receive, sent)
 
     return served
-
-
-def _loopback(host: str) -> bool:
-    name, colon, port = host.rpartition(":")
-    if not colon or host.endswith("]"):
-        name, port = host, ""
-    return name.lower() in NAMES and (not port or port.isdigit())
 
 
 def _answering(ask: Callable[[Any, Asked], Any]) -> Any:

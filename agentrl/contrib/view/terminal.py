@@ -172,14 +172,14 @@ def _script(row: Mapping[str, Json]) -> list[RenderableType]:
     opening, later = [one for one in messages[:first] if one["role"] != "tool"], messages[first:]
     users = [place for place, message in enumerate(opening) if message["role"] == "user"]
     first = users[-1] if users else len(opening)  # what the user did before its first words
-    found += [_message(message) for message in opening[:first]]
-    found += [*_user_calls(row, -1), *(_message(message) for message in opening[first:])]
+    found += [_panel(message["role"], _said(message)) for message in opening[:first]]
+    found += [*_user_calls(row, -1), *(_panel(message["role"], _said(message)) for message in opening[first:])]
     for message in later:
         if turns and message["role"] == "assistant" and _same(message, turns[0]["message"]):
             turn = turns.pop(0)
             found += [*_turn(turn), *_user_calls(row, turn["index"])]
         elif message["role"] != "tool":
-            found.append(_message(message))
+            found.append(_panel(message["role"], _said(message)))
     # A context policy may have taken turns out of the messages: they were played, and are shown all the same.
     return found + [part for turn in turns for part in (*_turn(turn), *_user_calls(row, turn["index"]))]
 
@@ -189,17 +189,17 @@ def _same(message: Mapping[str, Json], played: Mapping[str, Json]) -> bool:
     return message["content"] == played["content"] and calls[0] == calls[1]
 
 
-def _message(message: Mapping[str, Json]) -> Panel:
-    return _panel(message["role"], _said(message))
-
-
 def _said(message: Mapping[str, Json]) -> str:
     said = [f"({message['reasoning']})"] if message.get("reasoning") else []
     said += [message["content"]] if message["content"] else []
     for call in message.get("tool_calls") or ():
-        given = call["raw"] if call["arguments"] is None else json.dumps(call["arguments"], ensure_ascii=False)
-        said.append(f"-> {call['name']} {given}" + (f"   [{call['error']}]" if call.get("error") else ""))
+        said.append(_call(call) + (f"   [{call['error']}]" if call.get("error") else ""))
     return "\n".join(said)
+
+
+def _call(call: Mapping[str, Json]) -> str:
+    given = call["raw"] if call["arguments"] is None else json.dumps(call["arguments"], ensure_ascii=False)
+    return f"-> {call['name']} {given}"
 
 
 def _turn(turn: Mapping[str, Json]) -> list[RenderableType]:
@@ -216,14 +216,11 @@ def _turn(turn: Mapping[str, Json]) -> list[RenderableType]:
 def _user_calls(row: Mapping[str, Json], turn: int) -> list[RenderableType]:
     """The simulated user's own tool calls in answer to a turn, -1: before its first words."""
     out: list[RenderableType] = []
-    for made in row.get("user_calls") or []:
-        if made["turn"] != turn:
-            continue
-        call, result = made["call"], made["result"] or {"error": "no answer", "content": ""}
-        given = call["raw"] if call["arguments"] is None else json.dumps(call["arguments"], ensure_ascii=False)
+    for made in [made for made in row.get("user_calls") or [] if made["turn"] == turn]:
+        result = made["result"] or {"error": "no answer", "content": ""}
         said = f" ({made['text']})" if made.get("text") else ""
         mark = f"  error: {result['error']}" if result.get("error") else ""
-        text = f"   the user{said} -> {call['name']} {given}{mark}: {result['content']}"
+        text = f"   the user{said} {_call(made['call'])}{mark}: {result['content']}"
         out.append(Text(safe(text, 2000), style="red" if mark else "cyan"))
     return out
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.contrib.view.features import features_of, gold_distances, judge_gap, normal, repetition
+from agentrl.contrib.view.features import features_of, gold_distances, judge_values, normal, repetition
 from tests.contrib.view.test_api import client
 from tests.run.made_folders import episode, run_folder
 
@@ -70,11 +70,11 @@ def test_how_far_a_judge_is_from_the_rest() -> None:
         nodes = [{"node": kind, "at": f"/root/of/{n}", "value": value, "weight": w} for n, (kind, value, w) in enumerate(leaves)]
         return {"evidence": {"root": {"node": "sum", "at": "/root", "value": 1, "of": nodes}}}
 
-    assert judge_gap(row(("judge", 1.0, 1), ("text.equals", 0.0, 1), ("state.match", 0.5, 1))) == 0.75
-    assert judge_gap(row(("judge", 1.0, 1), ("cost.tokens", 0.0, -1))) is None, "a cost says nothing about success"
-    assert judge_gap(row(("judge", 0.25, 1), ("judge", 0.75, 1))) == 0.5
-    assert judge_gap(row(("judge", None, 1), ("text.equals", 0.0, 1))) is None
-    assert judge_gap({"evidence": None}) is None and judge_gap({"evidence": {"unscored": "x"}}) is None
+    assert judge_values(row(("judge", 1.0, 1), ("text.equals", 0.0, 1), ("state.match", 0.5, 1)))[:2] == (0.75, 1.0)
+    assert judge_values(row(("judge", 1.0, 1), ("cost.tokens", 0.0, -1)))[0] is None, "a cost says nothing about success"
+    assert judge_values(row(("judge", 0.25, 1), ("judge", 0.75, 1)))[:2] == (0.5, 0.5)
+    for evidence in (row(("judge", None, 1), ("text.equals", 0.0, 1))["evidence"], None, {"unscored": "x"}):
+        assert judge_values({"evidence": evidence}) == (None, None, "")
 
 
 @pytest.mark.parametrize(

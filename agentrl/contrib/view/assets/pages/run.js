@@ -86,7 +86,7 @@ function Phases({ run }) {
 }
 
 function Reasons({ run }) {
-  const failures = useApi(address("runs", run.run, "failures"), { by: "reason" });
+  const failures = useApi(address("runs", run.run, "failures"));
   return html`<${Panel} title="Most frequent failures" aside=${html`<a href=${href(["run", run.run, "failures"])}>all</a>`} scroll>
     <${Answer} of=${failures} what="failures">${(data) => (data.length
       ? html`<table><tbody>${data.slice(0, 6).map(({ reason, kind, episodes, examples }) => html`<tr key=${kind + reason}>
