@@ -14,7 +14,7 @@ from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
 
-from agentrl.contrib.sandboxes.contract import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
+from agentrl.contrib.sandboxes.contract import SANDBOXES, End, ExecResult, Run, Sandbox, SandboxSpec
 from agentrl.contrib.sandboxes.jail import (
     ALLOW,
     ANY_BIT,
@@ -93,27 +93,16 @@ class BubblewrapSandbox(FolderSandbox):
 
     packages = False
 
-    async def exec(
-        self,
-        command: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 60.0,
-        max_output: int = 1 << 16,
-        stdin: bytes = b"",
-        merge: bool = False,
-    ) -> ExecResult:
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+    async def execute(self, run: Run) -> ExecResult:
         # A shell sets the limits of each process of the command: hard ones, which it can't raise again.
         memory, size = self.spec.memory, self.spec.file_size
         limits = {"-c": 0, "-v": memory and memory >> 10, "-f": size and -(-size // 512), "-t": self.spec.cpu_s}
         lines = [f"ulimit {flag} {value};" for flag, value in limits.items() if value is not None]
-        limited = ["/bin/sh", "-c", f'{" ".join(lines)} exec "$@"', "sh", *argv]
-        started = with_filter([*self._flags(self.spec.place(cwd or ""), env or {}), "--", *limited])
+        limited = ["/bin/sh", "-c", f'{" ".join(lines)} exec "$@"', "sh", *run.argv]
+        started = with_filter([*self._flags(run), "--", *limited])
         async with self._turn:
-            watched = await self.watched(timeout, max_output)
-            ended = await run_group(started, stdin, watched, env={"PATH": os.defpath}, merge=merge, status=False)
+            watched = await self.watched(run.timeout, run.max_output)
+            ended = await run_group(started, run.stdin, watched, env={"PATH": os.defpath}, merge=run.merge, status=False)
         said = (ended.stderr or ended.stdout).decode(errors="replace")
         if ended.code == 1 and said.startswith("bwrap: "):
             if "execvp" in said or "Can't chdir" in said:
@@ -130,7 +119,7 @@ class BubblewrapSandbox(FolderSandbox):
     async def watched(self, timeout: float, max_output: int) -> Watched:
         return replace(await super().watched(timeout, max_output), pids=self.spec.pids, crowded=Crowd())
 
-    def _flags(self, cwd: str, env: Mapping[str, str]) -> Iterator[str]:
+    def _flags(self, run: Run) -> Iterator[str]:
         share = ["--share-net"] if self.spec.network == "all" else []
         yield from [*CONFINED[:1], *share, *CONFINED[1:]]
         yield from _no_more_namespaces()
@@ -141,8 +130,8 @@ class BubblewrapSandbox(FolderSandbox):
         for top in sorted({*tops, "tmp", HOME.lstrip("/"), self.spec.place("").split("/")[1]} - {""}):
             (self.folder.root / top).mkdir(exist_ok=True)
             yield from ["--bind", str(self.folder.root / top), f"/{top}"]
-        yield from ["--remount-ro", "/", "--chdir", cwd, "--clearenv"]
-        for name, value in {**own_variables(HOME), **self.spec.env, **env}.items():
+        yield from ["--remount-ro", "/", "--chdir", run.cwd, "--clearenv"]
+        for name, value in {**own_variables(HOME), **run.env}.items():
             yield from ["--setenv", name, value]
 
 

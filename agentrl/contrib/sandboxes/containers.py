@@ -22,9 +22,9 @@ from uuid import uuid4
 from agentrl.cluster.doctor import MACHINE_CHECKS, MachineFinding
 from agentrl.contrib.sandboxes.contract import (
     SANDBOXES,
-    Command,
     ExecResult,
     FileInfo,
+    Run,
     Sandbox,
     SandboxProvider,
     SandboxSpec,
@@ -46,6 +46,8 @@ DEFAULT_IMAGE = "debian:bookworm-slim"
 
 class ContainerSandbox(Sandbox):
     """A container; a command is an `exec` in it."""
+
+    shell = "sh"
 
     def __init__(self, spec: SandboxSpec, provider: ContainerProvider) -> None:
         super().__init__(spec)
@@ -108,30 +110,17 @@ class ContainerSandbox(Sandbox):
 
     # -- commands ----------------------------------------------------------------------------------
 
-    async def exec(
-        self,
-        command: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 60.0,
-        max_output: int = 1 << 16,
-        stdin: bytes = b"",
-        merge: bool = False,
-    ) -> ExecResult:
-        argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
-        variables = [part for pair in {**self.spec.env, **(env or {})}.items() for part in ("-e", "=".join(pair))]
-        where = ["-w", self.spec.place(cwd or "")]
+    async def execute(self, run: Run) -> ExecResult:
+        variables = [part for pair in run.env.items() for part in ("-e", "=".join(pair))]
         async with self._turn:
             self._alive()
             # Merged by the shell inside: what the client itself says must not mix with the command's output.
-            inner = ["sh", "-c", 'exec "$@" 2>&1', "sh", *argv] if merge else argv
+            inner = ["sh", "-c", 'exec "$@" 2>&1', "sh", *run.argv] if run.merge else run.argv
             ended: Ended | None = None
             try:
-                started = [*self._provider.client, "exec", "-i", *variables, *where, self.name, *inner]
-                ended = await run_group(
-                    started, stdin, Watched(timeout, max_output), env=dict(os.environ), merge=False, status=False
-                )
+                started = [*self._provider.client, "exec", "-i", *variables, "-w", run.cwd, self.name, *inner]
+                watched = Watched(run.timeout, run.max_output)
+                ended = await run_group(started, run.stdin, watched, env=dict(os.environ), merge=False, status=False)
             finally:
                 # The client is not the command: one that was cut off goes on inside until it is killed there.
                 if ended is None or ended.end in ("wall", "output"):

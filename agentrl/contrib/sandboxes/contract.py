@@ -72,6 +72,20 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """A command as a provider runs it: its words, its folder from the sandbox's root, and all variables that were asked for; the
+    rest as in `Sandbox.exec`."""
+
+    argv: list[str]
+    cwd: str
+    env: dict[str, str]
+    timeout: float
+    max_output: int
+    stdin: bytes
+    merge: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ExecResult:
     """Result of a command. `code`: its exit status, -N if signal N ended it. `end`: how it ended; "cpu", "wall", "disk",
     "output" and "processes" name the limit that it met. `cut`: bytes of output beyond `max_output`, which are not kept."""
@@ -94,12 +108,13 @@ class FileInfo:
 
 
 class Sandbox(ABC):
-    """A started sandbox. One command runs at a time."""
+    """A started sandbox. One command runs at a time. A provider's overrides `execute`."""
+
+    shell: ClassVar[str] = "/bin/sh"
 
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
 
-    @abstractmethod
     async def exec(
         self,
         command: Command,
@@ -114,6 +129,13 @@ class Sandbox(ABC):
         """Run an argument vector, or a text with `sh -c`. `timeout` in seconds; `max_output` in bytes of each stream; `merge`:
         stderr goes into stdout, in order. Raises SandboxError if the sandbox failed. On cancellation the command is killed
         with its children before this returns."""
+        argv = [self.shell, "-c", command] if isinstance(command, str) else list(command)
+        variables = {**self.spec.env, **(env or {})}
+        return await self.execute(Run(argv, self.spec.place(cwd or ""), variables, timeout, max_output, stdin, merge))
+
+    async def execute(self, run: Run) -> ExecResult:
+        """Run a command; the work of `exec`."""
+        raise NotImplementedError(f"{type(self).__name__}.execute")
 
     async def python(self, code: str, *, timeout: float = 60.0, max_output: int = 1 << 16) -> ExecResult:
         """Run Python code; the value of a last expression is printed too. Output and errors are in `stdout`, in order."""

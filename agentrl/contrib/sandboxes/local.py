@@ -23,9 +23,9 @@ from typing import Any
 from agentrl.contrib.sandboxes.contract import (
     NOTEBOOK,
     SANDBOXES,
-    Command,
     ExecResult,
     FileInfo,
+    Run,
     Sandbox,
     SandboxProvider,
     SandboxSpec,
@@ -327,25 +327,13 @@ class LocalSandbox(FolderSandbox):
     def path(self, path: str) -> str:
         return self.host(path)
 
-    async def exec(
-        self,
-        command: Command,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 60.0,
-        max_output: int = 1 << 16,
-        stdin: bytes = b"",
-        merge: bool = False,
-    ) -> ExecResult:
+    async def execute(self, run: Run) -> ExecResult:
         if not self.spec.processes:
             raise ConfigError("this sandbox was asked for without processes: it runs Python code only")
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        work = self.host(cwd or "")
-        home = self.host("")
-        variables = {**own_variables(home), "TMPDIR": home, **self.spec.env, **(env or {})}
-        job = {"argv": argv, "cwd": work, "env": variables, "stdin": stdin.decode("latin-1"), "parent": os.getpid()}
-        ended = await self._run(job, timeout, max_output, merge)
+        work, home = self.host(run.cwd), self.host("")
+        variables = {**own_variables(home), "TMPDIR": home, **run.env}
+        job = {"argv": run.argv, "cwd": work, "env": variables, "stdin": run.stdin.decode("latin-1"), "parent": os.getpid()}
+        ended = await self._run(job, run.timeout, run.max_output, run.merge)
         return ended.result("killed" if ended.end == "cpu" and self.spec.cpu_s is None else None)
 
     async def python(self, code: str, *, timeout: float = 60.0, max_output: int = 1 << 16) -> ExecResult:
