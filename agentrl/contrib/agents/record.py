@@ -14,6 +14,7 @@ from agentrl.contrib.agents.session import AgentSession
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Turn
 from agentrl.env import ToolEnv
 from agentrl.env.call_options import Problem
+from agentrl.env.toolbox import to_text
 from agentrl.env.users import note
 
 MODEL = "policy"
@@ -96,12 +97,7 @@ MASK = "[key]"
 
 def text_of(value: str, key: str | None = None) -> str:
     """A text with `key`, None for none, as `MASK`, and each lone surrogate as U+FFFD."""
-    clean = value.replace(key, MASK) if key else value
-    try:
-        clean.encode()
-    except UnicodeEncodeError:
-        return clean.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return clean
+    return to_text(value.replace(key, MASK) if key else value)
 
 
 def json_of(value: Json, key: str | None = None) -> Json:

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from agentrl.cli.arguments import COMMANDS
+from agentrl.cli.arguments import COMMANDS, whole_number
 from agentrl.utils.errors import DependencyError
 
 OUT = Path(".pytest_cache") / "agentrl"
@@ -32,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cards", type=_numbers, metavar="N,N", help="use only these (default: all that CUDA_VISIBLE_DEVICES leaves)"
     )
     parser.add_argument(
-        "--slots", type=_whole, metavar="N", help="files without cards at the same time (default: half the cores)"
+        "--slots", type=whole_number(0), metavar="N", help="files without cards at the same time (default: half the cores)"
     )
     parser.add_argument("--timeout", type=_seconds, default=1800.0, metavar="S", help="seconds for one file (default 1800)")
     parser.add_argument("--wait", type=_seconds, default=300.0, metavar="S", help="for cards that are not free (default 300)")
     parser.add_argument(
-        "--in-use-mib", type=_whole, default=256, metavar="M", help="a card with more in use is not free (default 256)"
+        "--in-use-mib", type=whole_number(0), default=256, metavar="M", help="a card with more in use is not free (default 256)"
     )
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"logs and records (default: {OUT})")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
@@ -54,13 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    return [_whole(part) for part in text.split(",")]
-
-
-def _whole(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
-    return int(text)
+    return [whole_number(0)(part) for part in text.split(",")]
 
 
 def _seconds(text: str) -> float:

@@ -284,9 +284,8 @@ class EnvOffer:
 
     def card(self, asked: Asked) -> dict[str, Json]:
         ref = self._ref(asked)
-        env = ref.build()
-        inner = env.unwrapped
-        try:
+        with contextlib.closing(ref.build()) as env:
+            inner = env.unwrapped
             task = env.make_task(0, env.splits[0])  # a class that makes none is refused here, before a client asks
             try:
                 env.gold_turns(task)
@@ -306,5 +305,3 @@ class EnvOffer:
                 "teacher": gold or (isinstance(inner, ToolEnv) and type(inner).teacher is not ToolEnv.teacher),
                 "files": self._digest(ref),
             }
-        finally:
-            env.close()

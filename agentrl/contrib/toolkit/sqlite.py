@@ -12,6 +12,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,8 +73,7 @@ class Table:
 
 def query(image: bytes, sql: str, limits: QueryLimits) -> Table:
     """Run one SELECT on a copy of the database `image`. Raises ToolError with a message for the policy."""
-    connection = _copy(image)
-    try:
+    with closing(_copy(image)) as connection:
         clock = _lock(connection, limits)
         try:
             cursor = connection.execute(sql)
@@ -90,28 +90,22 @@ def query(image: bytes, sql: str, limits: QueryLimits) -> Table:
             raise ToolError("this is not a query: write one SELECT statement")
         columns = [str(column[0]) for column in cursor.description]
         return Table(columns, [list(map(_plain, row)) for row in found], more)
-    finally:
-        connection.close()
 
 
 def contents(image: bytes) -> dict[str, list[Row]]:
     """The rows of every table, by the tables' names."""
-    connection = _copy(image)
-    try:
+    with closing(_copy(image)) as connection:
         connection.text_factory = _readable
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
         quoted = {name: name.replace('"', '""') for name in names}
         rows = {name: connection.execute(f'SELECT * FROM "{quoted[name]}"') for name in names}
         return {name: [list(map(_plain, row)) for row in found] for name, found in rows.items()}
-    finally:
-        connection.close()
 
 
 def change(image: bytes, sql: str, limits: QueryLimits, most: int) -> tuple[bytes, int]:
     """Run one statement that changes a copy of the database; returns that copy, of at most about `most` bytes, and how many rows
     were changed. A statement that fails changes nothing. Raises ToolError with a message for the policy."""
-    connection = _copy(image)
-    try:
+    with closing(_copy(image)) as connection:
         (page,) = connection.execute("PRAGMA page_size").fetchone()
         connection.execute(f"PRAGMA max_page_count = {max(1, most // page)}")
         computed = _count_generated(connection)
@@ -126,8 +120,6 @@ def change(image: bytes, sql: str, limits: QueryLimits, most: int) -> tuple[byte
         if _count_generated(connection) > computed:  # worked out when they are read, which has no limit
             raise ToolError("generated columns are not allowed")
         return connection.serialize(), max(cursor.rowcount, 0)
-    finally:
-        connection.close()
 
 
 def _copy(image: bytes) -> sqlite3.Connection:

@@ -50,7 +50,7 @@ def test_what_stands_behind_the_dashes_goes_to_pytest(capsys: pytest.CaptureFixt
     assert (args.tests, args.cards, args.passed_on, args.json) == (["tests/gpu"], [0, 3], ["-k", "x", "--", "--json"], False)
     assert _parse(["test", "--"]).passed_on == _parse(["test"]).passed_on == []
     for words, told in (
-        (["--cards", "a"], "'a' is no whole number"), (["--timeout", "-1"], "'-1' are no seconds"),
+        (["--cards", "a"], "expected a whole number of at least 0, got 'a'"), (["--timeout", "-1"], "'-1' are no seconds"),
         (["--timeuot", "1"], "did you mean '--timeout'?"),
     ):  # fmt: skip
         with pytest.raises(SystemExit) as end:
