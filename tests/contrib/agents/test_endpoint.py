@@ -8,15 +8,13 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-import torch
 
 from agentrl.contrib.agents.endpoint import Endpoint
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.utils.errors import EngineError, ResourceError
-from tests.engines.engine_models import forward_logprobs, load
+from agentrl.utils.errors import EngineError, PromptTooLongError, ResourceError
 from tests.lazily import openai
 from tests.players import Still
 from tests.render.render_conversations import TOOLS
@@ -245,28 +243,8 @@ async def test_a_stop_string_ends_sampling_and_the_ledger_holds_what_was_sampled
         assert ledger.sampled.tolist() == [False] * len(prompt) + [True] * count + [False] * len(suffix) + [True] * 3
 
 
-async def test_real_engine_logprobs_are_recorded(model_folder, renderer):
-    engine = EmbeddedEngine(model_folder, device="cpu")
-    await engine.start()
-    sampling = Sampling(max_tokens=24, seed=5)
-    async with Endpoint(engine, renderer, sampling=sampling) as server, client_of(server) as client:
-        rows = [{"role": "user", "content": "q"}]
-        for _ in range(2):
-            answer = await client.chat.completions.create(model="policy", messages=rows)
-            assert answer.usage.completion_tokens <= 24
-            rows += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "on"}]
-        ledgers = (await server.take("s")).ledgers
-    await engine.close()
-    model = load(model_folder)
-    for ledger in ledgers:
-        ids = ledger.ids()
-        expected = torch.cat([torch.zeros(1), forward_logprobs(model, ids[:1], ids[1:])])
-        mask = torch.tensor(ledger.sampled)
-        assert (expected[mask] - torch.tensor(ledger.logprobs)[mask]).abs().max() < 1e-4
-
-
 async def test_what_cannot_be_done_is_refused_by_name(renderer):
-    engine = Scripted(renderer, [EngineError("the replica died")])
+    engine = Scripted(renderer, [PromptTooLongError("no room"), EngineError("the replica died")])
     rows = [{"role": "user", "content": "q"}]
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     async with Endpoint(engine, renderer) as server, client_of(server) as client:
@@ -286,7 +264,9 @@ async def test_what_cannot_be_done_is_refused_by_name(renderer):
                 await create(model="policy", messages=rows, **options)
         with pytest.raises(openai.BadRequestError, match="expected text"):
             await create(model="policy", messages=image)
-        assert server.session("s").failure is None
+        with pytest.raises(openai.BadRequestError, match="no room") as failed:
+            await create(model="policy", messages=rows)
+        assert failed.value.code == "context_length_exceeded" and server.session("s").failure is None
         with pytest.raises(openai.InternalServerError, match="replica died") as failed:
             await create(model="policy", messages=rows)
         assert failed.value.status_code == 503 and str(server.session("s").failure) == "the replica died"
@@ -441,13 +421,3 @@ async def test_members_of_a_group_sample_apart_although_their_agents_ask_with_on
     seeds = [sampling.seed for sampling in engine.samplings]
     a, b, again, free = seeds[:2], seeds[2:4], seeds[4:6], seeds[6:]
     assert a == again and free == [7, None] and len({*a, *b}) == 4
-
-
-async def test_a_prompt_that_is_too_long_is_the_client_s_error(model_folder, renderer):
-    engine = EmbeddedEngine(model_folder, device="cpu", max_context=64)
-    await engine.start()
-    async with Endpoint(engine, renderer) as server, client_of(server) as client:
-        with pytest.raises(openai.BadRequestError, match="leaves no room in a context of 64") as failed:
-            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "word " * 100}])
-        assert failed.value.code == "context_length_exceeded" and server.session("s").failure is None
-    await engine.close()

@@ -205,31 +205,6 @@ def test_sub_agents_side_by_side_are_ledgers_of_their_own_and_every_token_is_tra
     assert [tokens(t) for t in runs[0]] == [tokens(t) for t in runs[1]] and tokens(runs[0][0]) != tokens(runs[0][1])
 
 
-def test_a_changed_history_begins_another_ledger() -> None:
-    async def forgetful(episode: Episode) -> None:
-        said = {"role": "assistant", "content": (await asks(episode)).content}
-        await asks(episode, *([*episode.messages, one, user("more")] for one in (said, {**said, "content": "[cut]"})))
-
-    trajectory = one(says("one"), says("two"), says("three"), program=forgetful)
-    assert [turn.ledger for turn in trajectory.turns] == [0, 0, 1]
-    sampled = [int(ledger.sampled.sum()) for ledger in trajectory.ledgers]
-    one_, two, three = (len(RENDERER.assistant(says(word))) for word in ("one", "two", "three"))
-    assert sampled == [one_ + two, three]
-
-
-def test_new_weights_in_the_middle_of_an_episode_are_on_their_tokens() -> None:
-    engine = Script([says("one"), says("two")])
-
-    async def waits(episode: Episode) -> None:
-        first = await asks(episode)
-        engine.version = 4
-        await asks(episode, [*episode.messages, {"role": "assistant", "content": first.content}, user("more")])
-
-    (trajectory,) = play(engine, FUNCTION, program=waits)
-    (ledger,) = trajectory.ledgers
-    assert [int(v) for v in np.unique(ledger.versions[ledger.sampled])] == [0, 4] and ledger.oldest == 0
-
-
 def test_the_run_s_sampling_is_used_whatever_the_agent_asks_for() -> None:
     async def own_ways(episode: Episode) -> None:
         await asks(episode, temperature=0.1, top_p=0.5, seed=1, max_tokens=9)
