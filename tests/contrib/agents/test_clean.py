@@ -10,7 +10,7 @@ import pytest
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents import programs
 from agentrl.contrib.agents.programs import Command, Episode, Output, Remote
-from agentrl.contrib.agents.record import Brief, Outcome
+from agentrl.contrib.agents.record import Brief
 from agentrl.data.trajectory import StopReason
 from tests.contrib.agents.parts import FUNCTION, Script, play, says
 from tests.contrib.agents.test_episode import asks
@@ -74,7 +74,7 @@ def test_lone_surrogates_of_an_agent_are_replaced_wherever_they_are_kept() -> No
 
 
 @pytest.mark.parametrize(("size", "read"), [(2000, True), (2001, False)])
-def test_no_more_of_a_url_s_answer_is_read_than_its_limit(size: int, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_of_a_url_s_answer_is_read_than_its_limit(size: int, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "MAX_ANSWER", 2000)
     body = json.dumps({"answer": "x" * (size - 14)}).encode()
     assert len(body) == size
@@ -85,15 +85,11 @@ def test_no_more_of_a_url_s_answer_is_read_than_its_limit(size: int, read: bool,
         await writer.drain()
         writer.close()
 
-    async def scenario() -> tuple[Outcome, str]:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-        agent = Remote(url)
-        outcome = await agent.run(brief(), None, {})  # type: ignore[arg-type]
-        await agent.close()
-        server.close()
-        return outcome, url
-
-    outcome, url = asyncio.run(scenario())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    agent = Remote(url)
+    outcome = await agent.run(brief(), None, {})  # type: ignore[arg-type]
+    await agent.close()
+    server.close()
     assert outcome.failure == (None if read else f"{url}: the answer has more than 2000 bytes")
     assert (outcome.output is not None) is read

@@ -49,6 +49,9 @@ def client_of(server, session="s", **options):
     return openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key, max_retries=0)
 
 
+ROWS: Any = [{"role": "user", "content": "q"}]
+
+
 def call(name, **arguments):
     return Message("assistant", "", (ToolCall(name, arguments),))
 
@@ -140,15 +143,14 @@ async def streamed(client, **options):
 
 async def test_a_stream_holds_calls_back_until_their_turn_is_over(renderer):
     engine = Scripted(renderer, [Message("assistant", "look", (ToolCall("get", {"key": "a"}), ToolCall("list", {})))])
-    rows = [{"role": "user", "content": "q"}]
     async with Endpoint(engine, renderer) as server, client_of(server) as client:
-        _, choices = await streamed(client, messages=rows, tools=TOOLS)
+        _, choices = await streamed(client, messages=ROWS, tools=TOOLS)
         calls = [(call.index, call.function.name, call.function.arguments) for call in choices[0]["calls"]]
         assert calls == [(0, "get", '{"key": "a"}'), (1, "list", "{}")]
         assert ("".join(choices[0]["pieces"]), choices[0]["finish"]) == ("look", "tool_calls")
         engine.turns = [EngineError("the replica died")]
         with pytest.raises(openai.InternalServerError, match="replica died"):
-            await streamed(client, messages=rows)
+            await streamed(client, messages=ROWS)
 
 
 class Breaks(Scripted):
@@ -164,7 +166,7 @@ async def test_an_engine_that_fails_in_a_stream_ends_it_with_its_error(renderer)
     engine = Breaks(renderer, [Message("assistant", "only the begin")])
     async with Endpoint(engine, renderer) as server, client_of(server) as client:
         with pytest.raises(openai.APIError, match="the replica died"):
-            await streamed(client, messages=[{"role": "user", "content": "q"}])
+            await streamed(client, messages=ROWS)
         session = await server.take("s")
     assert str(session.failure) == "the replica died" and session.ledgers == []
 
@@ -182,8 +184,7 @@ async def embedded(model_folder):
 async def test_a_stream_comes_token_by_token_and_is_the_whole_answer(embedded, renderer, tokenizer):
     """Of two choices that are sampled side by side: the deltas of each are its message, and the first came long before the
     last token was sampled; its logprobs are the ledger's."""
-    rows = [{"role": "user", "content": "q"}]
-    asked = {"messages": rows, "n": 2, "logprobs": True}
+    asked = {"messages": ROWS, "n": 2, "logprobs": True}
     async with Endpoint(embedded, renderer, sampling=Sampling(max_tokens=90), decode=tokenizer.decode) as server:
         async with client_of(server, "early", seed=1) as client:
             before, first = (await embedded.stats()).sampled_tokens, None
@@ -211,11 +212,10 @@ async def test_a_stream_comes_token_by_token_and_is_the_whole_answer(embedded, r
 async def test_a_stop_string_ends_sampling_and_the_ledger_holds_what_was_sampled(embedded, renderer, tokenizer):
     """The stop string spans two tokens. The client sees the text before it, streamed or not; the next prompt goes on from the
     tokens that were sampled, closed by the template."""
-    rows = [{"role": "user", "content": "q"}]
     ledgers = []
     async with Endpoint(embedded, renderer, sampling=Sampling(max_tokens=90)) as server:
         async with client_of(server, "free", seed=4) as client:
-            said = (await client.chat.completions.create(model="policy", messages=rows)).choices[0].message.content
+            said = (await client.chat.completions.create(model="policy", messages=ROWS)).choices[0].message.content
             ids = (ledger := (await server.take("free")).ledgers[0]).token_ids[ledger.sampled].tolist()
         pieces = [tokenizer.decode([number]) for number in ids]
         at = next(i for i in range(15, 80) if pieces[i].isascii() and pieces[i + 1].isascii() and pieces[i + 1].strip())
@@ -223,7 +223,7 @@ async def test_a_stop_string_ends_sampling_and_the_ledger_holds_what_was_sampled
         count = next(n for n in range(len(ids)) if stop in tokenizer.decode(ids[:n]))
         for name in ("stopped", "streamed"):
             async with client_of(server, name, seed=4) as client:
-                asked = {"messages": rows, "stop": [stop, "nowhere"]}
+                asked = {"messages": ROWS, "stop": [stop, "nowhere"]}
                 if name == "stopped":
                     create: Any = client.chat.completions.create
                     answer = (await create(model="policy", **asked)).choices[0]
@@ -232,7 +232,7 @@ async def test_a_stop_string_ends_sampling_and_the_ledger_holds_what_was_sampled
                     choice = (await streamed(client, **asked))[1][0]
                     content, finish = "".join(choice["pieces"]), choice["finish"]
                 assert (content, finish) == (said[: said.index(stop)], "stop")
-                follow = [*rows, {"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
+                follow = [*ROWS, {"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
                 await client.chat.completions.create(model="policy", messages=follow, max_tokens=3)
             ledgers += (await server.take(name)).ledgers
     prompt = renderer.start([Message("user", "q")], [])
@@ -245,7 +245,6 @@ async def test_a_stop_string_ends_sampling_and_the_ledger_holds_what_was_sampled
 
 async def test_what_cannot_be_done_is_refused_by_name(renderer):
     engine = Scripted(renderer, [PromptTooLongError("no room"), EngineError("the replica died")])
-    rows = [{"role": "user", "content": "q"}]
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     async with Endpoint(engine, renderer) as server, client_of(server) as client:
         create = client.chat.completions.create
@@ -261,14 +260,14 @@ async def test_what_cannot_be_done_is_refused_by_name(renderer):
             ({"tool_choice": "required"}, "tool_choice"),
         ]:
             with pytest.raises(openai.BadRequestError, match=reason):
-                await create(model="policy", messages=rows, **options)
+                await create(model="policy", messages=ROWS, **options)
         with pytest.raises(openai.BadRequestError, match="expected text"):
             await create(model="policy", messages=image)
         with pytest.raises(openai.BadRequestError, match="no room") as failed:
-            await create(model="policy", messages=rows)
+            await create(model="policy", messages=ROWS)
         assert failed.value.code == "context_length_exceeded" and server.session("s").failure is None
         with pytest.raises(openai.InternalServerError, match="replica died") as failed:
-            await create(model="policy", messages=rows)
+            await create(model="policy", messages=ROWS)
         assert failed.value.status_code == 503 and str(server.session("s").failure) == "the replica died"
         assert (await client.models.list()).data[0].id == "policy"
         assert server.session("s").ledgers == []
@@ -287,7 +286,7 @@ async def posted(access, body, path="/v1/chat/completions", **headers):
 async def test_a_session_opens_with_its_own_key_only(renderer):
     """Of two sessions each has a key that the other's requests are refused with; nothing of a refused request is sampled."""
     engine = Scripted(renderer, [Message("assistant", "mine")])
-    body = {"model": "policy", "messages": [{"role": "user", "content": "q"}]}
+    body = {"model": "policy", "messages": ROWS}
     async with Endpoint(engine, renderer, max_body=4096) as server:
         one, two = server.open("one"), server.open("two")
         assert one.key != two.key and len(one.key) > 40 and one.key not in repr(one)
@@ -345,7 +344,7 @@ class Waiting(Scripted):
 
 async def test_what_is_under_way_ends_with_its_session_and_with_its_client(renderer):
     engine = Waiting(renderer, [])
-    body = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "n": 2}
+    body = {"model": "policy", "messages": ROWS, "n": 2}
     async with Endpoint(engine, renderer) as server:
         access = server.open("s")
         async with httpx.AsyncClient(headers=bearer(access.key)) as client:
@@ -368,13 +367,12 @@ async def test_what_is_under_way_ends_with_its_session_and_with_its_client(rende
 async def test_each_choice_is_a_ledger_and_the_one_that_is_continued_goes_on(renderer):
     said = ["first", "second", "third"]
     engine = Scripted(renderer, [Message("assistant", text) for text in [*said, "end"]])
-    rows = [{"role": "user", "content": "q"}]
     async with Endpoint(engine, renderer) as server, client_of(server) as client:
-        answer = await client.chat.completions.create(model="policy", messages=rows, n=3)
+        answer = await client.chat.completions.create(model="policy", messages=ROWS, n=3)
         assert [choice.message.content for choice in answer.choices] == said
         ids = [renderer.assistant(Message("assistant", text)) for text in [*said, "end"]]
         assert answer.usage.completion_tokens == sum(map(len, ids[:3]))
-        follow = [*rows, {"role": "assistant", "content": "second"}, {"role": "user", "content": "more"}]
+        follow = [*ROWS, {"role": "assistant", "content": "second"}, {"role": "user", "content": "more"}]
         await client.chat.completions.create(model="policy", messages=follow)
         session = await server.take("s")
     prompt = renderer.start([Message("user", "q")], [])
@@ -400,7 +398,7 @@ async def test_turns_are_sampled_as_the_run_says_whatever_the_agent_asks(rendere
     async with Endpoint(engine, renderer, sampling=own) as server, client_of(server) as client:
         create: Any = client.chat.completions.create
         for asked in ({"temperature": 0.1, "top_p": 0.9}, {"temperature": 0.0, "max_tokens": 4}, {"max_completion_tokens": 99}):
-            await create(model="policy", messages=[{"role": "user", "content": "q"}], **asked)
+            await create(model="policy", messages=ROWS, **asked)
         session = await server.take("s")
     assert [(s.temperature, s.top_p, s.max_tokens) for s in engine.samplings] == [(0.8, 0.9, 9), (0.8, 0.9, 4), (0.8, 0.9, 9)]
     assert session.other == {"temperature": 2}
@@ -411,13 +409,12 @@ async def test_turns_are_sampled_as_the_run_says_whatever_the_agent_asks(rendere
 
 async def test_members_of_a_group_sample_apart_although_their_agents_ask_with_one_seed(renderer):
     engine = Scripted(renderer, [Message("assistant", "a")] * 10)
-    rows = [{"role": "user", "content": "q"}]
     async with Endpoint(engine, renderer) as server:
         for name, seed in (("a", 1), ("b", 2), ("again", 1), ("free", None)):
             async with client_of(server, name, seed=seed) as client:
                 create: Any = client.chat.completions.create
                 for options in ({"seed": 7}, {}):
-                    await create(model="policy", messages=rows, **options)
+                    await create(model="policy", messages=ROWS, **options)
     seeds = [sampling.seed for sampling in engine.samplings]
     a, b, again, free = seeds[:2], seeds[2:4], seeds[4:6], seeds[6:]
     assert a == again and free == [7, None] and len({*a, *b}) == 4

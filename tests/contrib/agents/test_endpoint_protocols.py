@@ -12,7 +12,7 @@ from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.utils.errors import EngineError, PromptTooLongError
 from tests.conftest import proof
-from tests.contrib.agents.test_endpoint import Breaks, Scripted, bearer, call, client_of, posted
+from tests.contrib.agents.test_endpoint import ROWS, Breaks, Scripted, bearer, call, client_of, posted
 from tests.contrib.agents.test_endpoint import embedded as embedded  # the fixtures
 from tests.contrib.agents.test_endpoint import renderer as renderer
 from tests.lazily import anthropic, openai
@@ -148,10 +148,9 @@ async def test_one_conversation_over_three_protocols_is_one_ledger(renderer):
 
 async def test_anthropic_s_errors_have_their_own_form(renderer):
     engine = Scripted(renderer, [EngineError("the replica died"), PromptTooLongError("no room"), Message("assistant", "a b")])
-    rows: list[Any] = [{"role": "user", "content": "q"}]
     async with Endpoint(engine, renderer, max_body=2048) as server, anthropic_of(server) as client:
         create: Any = client.messages.create
-        asked: dict[str, Any] = {"model": "policy", "max_tokens": 9, "messages": rows}
+        asked: dict[str, Any] = {"model": "policy", "max_tokens": 9, "messages": ROWS}
         with pytest.raises(anthropic.InternalServerError, match="replica died"):
             await create(**asked)
         with pytest.raises(anthropic.BadRequestError, match="no room"):
@@ -159,7 +158,7 @@ async def test_anthropic_s_errors_have_their_own_form(renderer):
         image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
         for change, reason in [
             ({"messages": [{"role": "user", "content": [image]}]}, r"messages\[0\].content\[0\]: expected text"),
-            ({"messages": [*rows, {"role": "assistant", "content": "I"}]}, "the last one must be the user's"),
+            ({"messages": [*ROWS, {"role": "assistant", "content": "I"}]}, "the last one must be the user's"),
             ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: not supported"),
             ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]: only tools of the client's own"),
             ({"tool_choice": {"type": "tool", "name": "nope"}, "tools": CLAUDE_TOOLS}, "tool_choice: expected"),
@@ -181,7 +180,7 @@ async def test_anthropic_s_errors_have_their_own_form(renderer):
     engine = Breaks(renderer, [Message("assistant", "only the begin")])
     async with Endpoint(engine, renderer) as server, anthropic_of(server) as client:
         with pytest.raises(anthropic.APIStatusError, match="the replica died"):
-            async with client.messages.stream(model="policy", max_tokens=9, messages=rows) as events:
+            async with client.messages.stream(model="policy", max_tokens=9, messages=ROWS) as events:
                 await events.get_final_message()
 
 
@@ -220,19 +219,18 @@ async def test_streams_of_every_protocol_tell_the_same_text_token_by_token(embed
     async with Endpoint(embedded, renderer, sampling=Sampling(max_tokens=60)) as server:
         for name in ("chat", "responses", "anthropic"):
             access = server.open(name, seed=2)
-            rows: list[Any] = [{"role": "user", "content": "q"}]
             async with openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key) as client:
                 if name == "chat":
-                    stream = await client.chat.completions.create(model="policy", messages=rows, stream=True)
+                    stream = await client.chat.completions.create(model="policy", messages=ROWS, stream=True)
                     pieces[name] = [chunk.choices[0].delta.content or "" async for chunk in stream]
                 if name == "responses":
-                    events = [event async for event in await client.responses.create(model="policy", input=rows, stream=True)]
+                    events = [event async for event in await client.responses.create(model="policy", input=ROWS, stream=True)]
                     pieces[name] = [event.delta for event in events if event.type == "response.output_text.delta"]
                     assert [event.sequence_number for event in events] == list(range(len(events)))
                     assert events[-1].type == "response.incomplete" and events[-1].response.output_text == "".join(pieces[name])
             if name == "anthropic":
                 claude = anthropic.AsyncAnthropic(base_url=access.anthropic_url, api_key=access.key)
-                async with claude, claude.messages.stream(model="policy", max_tokens=99, messages=rows) as told:
+                async with claude, claude.messages.stream(model="policy", max_tokens=99, messages=ROWS) as told:
                     pieces[name] = [text async for text in told.text_stream]
                     assert (await told.get_final_message()).stop_reason == "max_tokens"
             said[name] = (await server.take(name)).messages[-1].content
@@ -260,7 +258,6 @@ STAY: Any = {"type": "function", "function": {"name": "stay", "parameters": CLOS
 async def test_answers_are_constrained_where_a_client_asks_for_it(embedded_with_calls, renderer):
     """JSON of a schema over each protocol, calls that must be made, of one tool or any, with arguments that fit; from a model
     of random weights, which does none of it by itself."""
-    rows: list[Any] = [{"role": "user", "content": "q"}]
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER, "strict": True}}
     named = {"type": "json_schema", "name": "answer", "schema": ANSWER}
     async with Endpoint(embedded_with_calls, renderer, sampling=Sampling(max_tokens=120)) as server:
@@ -272,12 +269,12 @@ async def test_answers_are_constrained_where_a_client_asks_for_it(embedded_with_
             respond: Any = client.responses.create
             message: Any = claude.messages.create
             said = [
-                (await chat(model="p", messages=rows, response_format=form)).choices[0].message.content,
+                (await chat(model="p", messages=ROWS, response_format=form)).choices[0].message.content,
                 (await respond(model="p", input="q", text={"format": named})).output_text,
-                (await message(model="p", max_tokens=99, messages=rows, output_config={"format": named})).content[0].text,
+                (await message(model="p", max_tokens=99, messages=ROWS, output_config={"format": named})).content[0].text,
             ]
             for seed in range(4):  # with tools an answer may also be a call
-                either = (await chat(model="p", messages=rows, response_format=form, tools=[PICK], seed=seed)).choices[0].message
+                either = (await chat(model="p", messages=ROWS, response_format=form, tools=[PICK], seed=seed)).choices[0].message
                 calls = either.tool_calls or []
                 assert bool(calls) == (either.content is None)
                 assert all(json.loads(one.function.arguments)["at"] in ("top", "end") for one in calls)
@@ -286,17 +283,17 @@ async def test_answers_are_constrained_where_a_client_asks_for_it(embedded_with_
                 found = json.loads(text)
                 assert found["key"] in ("a", "b") and isinstance(found["sure"], bool) and len(found) == 2
             for choice, may in (("required", {"pick", "stay"}), ({"type": "function", "function": {"name": "stay"}}, {"stay"})):
-                answer = (await chat(model="p", messages=rows, tools=[PICK, STAY], tool_choice=choice)).choices[0]
+                answer = (await chat(model="p", messages=ROWS, tools=[PICK, STAY], tool_choice=choice)).choices[0]
                 assert answer.message.content is None and {one.function.name for one in answer.message.tool_calls} <= may
             assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
             tools = [{"name": "pick", "input_schema": PICK["function"]["parameters"]}]
             for kind in ({"type": "tool", "name": "pick"}, {"type": "any", "disable_parallel_tool_use": True}):
-                used = await message(model="p", max_tokens=99, messages=rows, tools=tools, tool_choice=kind)
+                used = await message(model="p", max_tokens=99, messages=ROWS, tools=tools, tool_choice=kind)
                 assert [(block.type, block.name) for block in used.content] == [("tool_use", "pick")]
                 assert used.stop_reason == "tool_use" and used.content[0].input["at"] in ("top", "end")
             bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
             with pytest.raises(openai.BadRequestError, match=r"response_format: .*nonsense"):
-                await chat(model="p", messages=rows, response_format=bad)
+                await chat(model="p", messages=ROWS, response_format=bad)
         ledgers = (await server.take("s")).ledgers
     assert all(ledger.logprobs[ledger.sampled].min() < -2 for ledger in ledgers), "as the policy has them, not renormalized"
 
@@ -322,15 +319,14 @@ async def test_at_most_one_call_a_turn(renderer, tokenizer):
             return found
 
     engine = Says(renderer, [two, two, Message("assistant", "end")])
-    rows: list[Any] = [{"role": "user", "content": "q"}]
     async with Endpoint(engine, renderer) as server, client_of(server) as client:
         chat: Any = client.chat.completions.create
-        both = (await chat(model="p", messages=rows, tools=TOOLS)).choices[0].message
+        both = (await chat(model="p", messages=ROWS, tools=TOOLS)).choices[0].message
         assert len(both.tool_calls) == 2 and engine.samplings[0].stop == ()
-        answer = (await chat(model="p", messages=rows, tools=TOOLS, parallel_tool_calls=False)).choices[0]
+        answer = (await chat(model="p", messages=ROWS, tools=TOOLS, parallel_tool_calls=False)).choices[0]
         assert [one.function.arguments for one in answer.message.tool_calls] == ['{"key": "a"}']
         assert answer.finish_reason == "tool_calls"
-        follow = [*rows, answer.message.model_dump(exclude_none=True)]
+        follow = [*ROWS, answer.message.model_dump(exclude_none=True)]
         follow += [{"role": "tool", "tool_call_id": answer.message.tool_calls[0].id, "content": "1"}]
         await chat(model="p", messages=follow, tools=TOOLS, parallel_tool_calls=False)
         session = await server.take("s")

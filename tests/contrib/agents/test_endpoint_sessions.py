@@ -154,21 +154,17 @@ class Talking(Held):
 MISTRAL = make_renderer(build_tokenizer(FAMILIES["mistral"][1], FAMILIES["mistral"][0], bos="<s>", eos="</s>"))
 
 
-def test_what_the_policy_said_next_to_a_call_is_no_refusal_when_an_agent_sends_it_back():
+async def test_what_the_policy_said_next_to_a_call_is_no_refusal_when_an_agent_sends_it_back():
     """The template drops it, as wherever the model is used; what an agent makes up is refused."""
-
-    async def asks():
-        session = AgentSession("s", ServedPolicy(Talking(), MISTRAL, Sampling(max_tokens=64)))
-        said = [Message("user", "q")]
-        (answer,) = await session.begin(Ask(said, TOOLS))
-        assert answer.message.content == "I look." and [call.name for call in answer.message.tool_calls] == ["get"]
-        made = [replace(call, raw="") for call in answer.message.tool_calls]
-        back = replace(answer.message, tool_calls=tuple(made))
-        result = Message("tool", "7", tool_call_id=made[0].id, name="get")
-        await session.begin(Ask([*said, back, result], TOOLS))
-        assert len(session.ledgers) == 2, "the second prompt is without the text"
-        own = replace(back, tool_calls=(replace(made[0], id="own"),))
-        with pytest.raises(RenderError, match=r"not show all of a message of role 'assistant' in its place: 'I look\.'"):
-            await session.begin(Ask([*said, own, replace(result, tool_call_id="own")], TOOLS))
-
-    asyncio.run(asks())
+    session = AgentSession("s", ServedPolicy(Talking(), MISTRAL, Sampling(max_tokens=64)))
+    said = [Message("user", "q")]
+    (answer,) = await session.begin(Ask(said, TOOLS))
+    assert answer.message.content == "I look." and [call.name for call in answer.message.tool_calls] == ["get"]
+    made = [replace(call, raw="") for call in answer.message.tool_calls]
+    back = replace(answer.message, tool_calls=tuple(made))
+    result = Message("tool", "7", tool_call_id=made[0].id, name="get")
+    await session.begin(Ask([*said, back, result], TOOLS))
+    assert len(session.ledgers) == 2, "the second prompt is without the text"
+    own = replace(back, tool_calls=(replace(made[0], id="own"),))
+    with pytest.raises(RenderError, match=r"not show all of a message of role 'assistant' in its place: 'I look\.'"):
+        await session.begin(Ask([*said, own, replace(result, tool_call_id="own")], TOOLS))

@@ -144,7 +144,7 @@ async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, an
     (200, [1], StopReason.AGENT_ERROR, "expected a JSON object"),
     (500, {"why": "no disk"}, StopReason.AGENT_ERROR, 'HTTP 500: {"why": "no disk"}'),
 ])  # fmt: skip
-def test_a_url_gets_everything_in_a_post_and_answers_when_it_is_done(
+async def test_a_url_gets_everything_in_a_post_and_answers_when_it_is_done(
     status: int, body: Any, stop: StopReason, error: str | None
 ) -> None:
     import httpx
@@ -157,17 +157,13 @@ def test_a_url_gets_everything_in_a_post_and_answers_when_it_is_done(
             assert answer.status_code == 200 and given["mcp_url"].endswith("/mcp") and given["user_url"] is None
         return status, body
 
-    async def scenario() -> Trajectory:
-        server = await asyncio.start_server(lambda r, w: handler(r, w, agent), "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/play"
-        harness = Harness(AgentConfig(url=url, answer="output"))
-        policy = Policy(Script([says("I do not know.")]), RENDERER)
-        trajectory = await harness.play(Store(), policy, spec_of(), LIMITS, SPEC, Watch())
-        await harness.close()
-        server.close()
-        return trajectory
-
-    trajectory = asyncio.run(scenario())
+    server = await asyncio.start_server(lambda r, w: handler(r, w, agent), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/play"
+    harness = Harness(AgentConfig(url=url, answer="output"))
+    policy = Policy(Script([says("I do not know.")]), RENDERER)
+    trajectory = await harness.play(Store(), policy, spec_of(), LIMITS, SPEC, Watch())
+    await harness.close()
+    server.close()
     assert trajectory.stop is stop and (error is None or error in (trajectory.error or ""))
     assert trajectory.reward == (1.0 if stop is StopReason.DONE else None)
     assert trajectory.agent is not None and trajectory.agent["status"] == status
