@@ -30,17 +30,7 @@ from agentrl.config.schema import KeepConfig
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.trainer.checkpoint import MANIFEST
 from agentrl.utils.errors import ConfigError, DiskFullError, ResourceError, RunFolderError
-from agentrl.utils.files import (
-    atomic_write,
-    atomic_write_all,
-    disk_full,
-    full_text,
-    naming,
-    open_plain,
-    plain_file,
-    read_plain,
-    remove,
-)
+from agentrl.utils.files import atomic_write, disk_full, full_text, naming, open_plain, plain_file, read_plain, remove
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.redaction import redact, redact_json, redact_said
 from agentrl.utils.terminal import safe
@@ -337,12 +327,12 @@ class RunFolder:
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
         """Write `trajectories/<name>.jsonl`, row by row; an older file of that name is replaced at the end."""
-        atomic_write_all(self.trajectories / f"{name}.jsonl", lines(trajectories))
+        atomic_write(self.trajectories / f"{name}.jsonl", lines(trajectories))
 
     def write_tokens(self, name: str, lines: Iterable[str]) -> None:
         """Write `tokens/<name>.jsonl`, row by row; an older file of that name is replaced at the end."""
         self.tokens.mkdir(exist_ok=True)
-        atomic_write_all(self.tokens / f"{name}.jsonl", lines)
+        atomic_write(self.tokens / f"{name}.jsonl", lines)
 
     def read_summary(self) -> dict[str, Any] | None:
         """Content of summary.json; None if the run has not ended. Raises RunFolderError if it is damaged."""

@@ -21,14 +21,10 @@ def expand_home(path: str) -> str:
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path  # noqa: PTH111 - Path raises without one
 
 
-def atomic_write(path: Path, text: str, *, private: bool = False) -> None:
-    """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one.
-    `private`: only its owner may read it."""
-    atomic_write_all(path, [text], private=private)
-
-
-def atomic_write_all(path: Path, parts: Iterable[str], *, private: bool = False) -> None:
-    """The same for a text in parts, with one part at a time in memory. If producing a part raises, the old file stays."""
+def atomic_write(path: Path, text: str | Iterable[str], *, private: bool = False) -> None:
+    """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one. Of a
+    text in parts one at a time is in memory, and if producing one raises, the old file stays. `private`: only its owner may read
+    it."""
     # In the same folder, because a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -36,8 +32,7 @@ def atomic_write_all(path: Path, parts: Iterable[str], *, private: bool = False)
             temporary.unlink(missing_ok=True)
             temporary.touch(mode=0o600)
         with naming(path), temporary.open("w", encoding="utf-8") as file:
-            for part in parts:
-                file.write(part)
+            file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())  # before the rename: after a power loss the new name could otherwise have no content
         temporary.replace(path)
