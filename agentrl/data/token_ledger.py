@@ -72,16 +72,18 @@ def packed_experts(experts: npt.NDArray[Any] | None) -> dict[str, Any]:
     if experts is None:
         return {}
     kind = "<i2" if experts.dtype == np.int16 else "|u1"
-    return {"experts": _encode_array(experts), "experts_shape": list(experts.shape), "experts_type": kind}
+    return {"experts": encode_array(experts), "experts_shape": list(experts.shape), "experts_type": kind}
 
 
-def _encode_array(column: npt.NDArray[Any]) -> str:
+def encode_array(column: npt.NDArray[Any]) -> str:
+    """Numbers as base64, for `decode_array`."""
     # The order of bytes is fixed here, because a file may be read on a machine of the other order.
     ordered = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
     return base64.b64encode(ordered.data).decode("ascii")
 
 
-def _decode_array(text: str, kind: str) -> npt.NDArray[Any]:
+def decode_array(text: str, kind: str) -> npt.NDArray[Any]:
+    """The numbers of a base64 text; `kind`: their type in numpy's words, little-endian. Raises ValueError."""
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
 
 
@@ -298,8 +300,8 @@ class TokenLedger:
         starts = np.concatenate(([0], cuts)) if len(versions) else cuts
         counts = np.diff(np.append(starts, len(versions)))
         return {
-            "token_ids": _encode_array(self.token_ids),
-            "logprobs": _encode_array(self.logprobs[self.sampled]),
+            "token_ids": encode_array(self.token_ids),
+            "logprobs": encode_array(self.logprobs[self.sampled]),
             "spans": [list(run) for run in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(), strict=True)],
             **packed_experts(self.experts),
             **({"images": [image.sha256 for image in self.images]} if self.images else {}),
@@ -320,14 +322,14 @@ class TokenLedger:
         not fit together, OverflowError for a huge span, KeyError for an image that is not there."""
         ledger = cls()
         if "spans" in row:  # packed
-            token_ids = _decode_array(row["token_ids"], "<i4")
+            token_ids = decode_array(row["token_ids"], "<i4")
             # The shape is said, because an empty list would become a table without columns.
             spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
             total = spans[:, 0].sum()
             if total != len(token_ids):  # before they are written out: a damaged digit would take all memory
                 raise ValueError(f"ledger columns differ in length: {total} tokens in spans, {len(token_ids)} token_ids")
             turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
-            sampled, given = versions >= 0, _decode_array(row["logprobs"], "<f4")
+            sampled, given = versions >= 0, decode_array(row["logprobs"], "<f4")
             if len(given) != int(sampled.sum()):
                 raise ValueError(f"ledger columns differ in length: {sampled.sum()} sampled tokens, {len(given)} logprobs")
             logprobs = np.zeros(len(sampled), dtype=np.float32)
@@ -343,7 +345,7 @@ class TokenLedger:
             raise ValueError("ledger columns disagree on the sampled tokens: `sampled` must be set exactly where `versions` >= 0")
         ledger._append(lengths["token_ids"], found)
         if "experts" in row:
-            experts = _decode_array(row["experts"], row["experts_type"]).reshape(row["experts_shape"])
+            experts = decode_array(row["experts"], row["experts_type"]).reshape(row["experts_shape"])
             ledger.add_experts(0, experts.astype(experts.dtype.newbyteorder("="), copy=False))
         ledger.images = tuple((images or {})[sha256] for sha256 in row.get("images", ()))
         return ledger

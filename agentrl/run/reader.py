@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import time
 import zlib
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.token_ledger import TokenLedger, decode_array, encode_array
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.folder import RunFolder, stored_object
 from agentrl.utils.errors import ConfigError, RunFolderError, checks_arguments, hint_text
@@ -302,8 +301,8 @@ def token_lines(members: Sequence[Trajectory], tokens: TrainedTokens) -> Iterato
                 if len(ledger):
                     advantages, ratios = tokens.row(row)
                     same = len(advantages) > 0 and bool((advantages == advantages[0]).all())
-                    advantage = float(advantages[0]) if same else _encode_floats(advantages, "<f4")
-                    log_ratio = None if ratios is None else _encode_floats(ratios, "<f2")
+                    advantage = float(advantages[0]) if same else encode_array(np.asarray(advantages, np.float32))
+                    log_ratio = None if ratios is None else encode_array(np.asarray(ratios, np.float16))
                 entries.append({"advantage": advantage, "log_ratio": log_ratio})
                 row += len(ledger) > 0
         yield json_text({"check": check_of(member.ledgers), "ledgers": entries}) + "\n"
@@ -333,12 +332,8 @@ def token_columns(
     return advantages, ratio
 
 
-def _encode_floats(values: npt.NDArray[Any], kind: str) -> str:
-    return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode("ascii")
-
-
 def _decode_floats(text: str, kind: str, count: int) -> npt.NDArray[Any]:
-    found = np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
+    found = decode_array(text, kind)
     if len(found) != count:
         raise ValueError(f"{len(found)} numbers for {count} sampled tokens")
     return found.astype(found.dtype.newbyteorder("="), copy=False)
