@@ -224,28 +224,28 @@ _WRONG = "recursion depth mismatch"
 _TIMES = 8
 
 
-def module_of(source: str | bytes, filename: str = "<unknown>") -> ast.Module:
+def module_of(source: str | bytes) -> ast.Module:
     """`ast.parse(source)`. Raises SyntaxError, ValueError, RecursionError and MemoryError as it does."""
-    found = _tree(source, filename, "exec")
+    found = _tree(source, "exec")
     assert isinstance(found, ast.Module)
     return found
 
 
 def expression_of(text: str) -> ast.expr:
     """The one expression that a text is. Raises as `module_of`."""
-    found = _tree(text, "<unknown>", "eval")
+    found = _tree(text, "eval")
     assert isinstance(found, ast.Expression)
     return found.body
 
 
-def _tree(source: str | bytes, filename: str, mode: Literal["exec", "eval"]) -> ast.AST:
+def _tree(source: str | bytes, mode: Literal["exec", "eval"]) -> ast.AST:
     """Python 3.11 counts how deep a tree is in a place that all its threads share: a parse within another (in another thread, or
     in what the garbage collector calls) ends the outer one with a SystemError, whatever the source is (CPython issue 106905).
     The lock keeps agentrl's own threads apart; others' are rare enough that a further try is alone."""
     for left in reversed(range(_TIMES)):
         try:
             with _LOCK:
-                return ast.parse(source, filename, mode)
+                return ast.parse(source, mode=mode)
         except SystemError as problem:
             if not left or _WRONG not in str(problem):
                 raise
