@@ -100,8 +100,9 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
     from agentrl.config.load import config_from
     from agentrl.config.origin import typed_origins
     from agentrl.run.assembly import RunStart
+    from agentrl.run.checks import check_eval
     from agentrl.run.checks.env_checks import check_named
-    from agentrl.run.evaluate import RolloutJob, RolloutRequest, check_request, unscored_cause
+    from agentrl.run.evaluate import RolloutJob, RolloutRequest, unscored_cause
     from agentrl.run.provenance import model_label, model_note
 
     if args.env is None or is_override(args.env):
@@ -116,7 +117,7 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
     out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
     tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
     request = RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out, values=args.values)
-    config = check_request(config, request)
+    config = check_eval(config, request.purpose)
     from agentrl.run.display import Display
 
     with Display() as display:
@@ -216,9 +217,9 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace, _: int) -> int:
     plans = read_plans(args)
-    from agentrl.run.evaluate import check_request
+    from agentrl.run.checks import check_eval
 
-    plans = [replace(p, config=check_request(p.config, next(iter(p.requests.values())))) for p in plans]
+    plans = [replace(plan, config=check_eval(plan.config)) for plan in plans]
     from agentrl.run.display import Display
 
     code = 0

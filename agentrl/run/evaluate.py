@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -237,7 +236,6 @@ Pair = tuple[int, int]
 
 OTHER = "use another --out"
 LATER = "the same command runs the missing episodes"
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +243,7 @@ class RolloutRequest:
     """Request for episodes: `tasks` tasks of a split, `samples` episodes each, written to `out`.
 
     `chosen`: the numbers of those tasks in the split, if they are not the first ones. `values`: continuations per turn, which
-    measure its value.
+    measure its value. Raises ConfigError without a task or an episode.
     """
 
     purpose: Literal["eval", "rollout"]
@@ -256,6 +254,10 @@ class RolloutRequest:
     out: Path
     chosen: tuple[int, ...] = ()
     values: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.tasks, self.samples) < 1:
+            raise ConfigError(f"n = {self.tasks}, k = {self.samples}: expected at least 1 of each")
 
     @property
     def pairs(self) -> list[Pair]:
@@ -337,7 +339,7 @@ class RolloutJob:
             # In the order of tasks, so that equal runs leave equal files.
             atomic_write(self.file, "".join(_line(self.episodes[pair]) for pair in sorted(self.episodes)))
 
-    async def evaluate(self, about: Mapping[str, Any] = NOTHING) -> dict[str, Any] | None:
+    async def evaluate(self, about: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Run the missing episodes; returns the report of the evaluation, also written to `out`, or None after Ctrl-C. Of a suite
         it has the benchmark's own table, too ("official"). `about`: further entries. Raises as `run`."""
         await self.run()
@@ -346,7 +348,7 @@ class RolloutJob:
         request, episodes = self.request, [self.episodes[pair] for pair in self.request.pairs]
         found = official([self.config], {self.config.envs[0].called: episodes}, request.split)
         own = {"official": found} if found else {}
-        report = {**make_report(episodes, request.samples), "model": request.model, **about, **own}
+        report = {**make_report(episodes, request.samples), "model": request.model, **(about or {}), **own}
         _write_report(request.out / "report.json", report)
         return report
 
@@ -420,7 +422,7 @@ def _write_report(file: Path, report: Mapping[str, Any]) -> None:
 
 
 async def run_evals(
-    config: TrainConfig, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] = NOTHING
+    config: TrainConfig, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any] | None, RolloutJob]:
     """The evaluations of several environments, one after the other with one engine, by their names: `requests`, each in a folder
     of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last job.
@@ -448,7 +450,7 @@ async def run_evals(
     success = None
     if rates and all(rate is not None for _, rate in rates):
         success = float(sum(weight * rate["mean"] for weight, rate in rates) / sum(weight for weight, _ in rates))
-    whole = {"success": success, "model": request.model, **about, **own, "envs": reports}
+    whole = {"success": success, "model": request.model, **(about or {}), **own, "envs": reports}
     _write_report(request.out.parent / "report.json", whole)
     return whole, job
 
@@ -459,13 +461,3 @@ def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
     file = folder / "comparison.json"
     _write_report(file, comparison)
     return file
-
-
-def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
-    """The config with its engine settled. Raises a UserError for a request that cannot work, before a folder is created."""
-    from agentrl.run.checks import check_eval
-
-    if min(request.tasks, request.samples) < 1:
-        raise ConfigError(f"n = {request.tasks}, k = {request.samples}: expected at least 1 of each")
-    check_eval(config := EngineChoice(config).without_trainer(), request.purpose)
-    return config

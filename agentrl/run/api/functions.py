@@ -18,16 +18,15 @@ from agentrl.env.catalog import EnvRef
 from agentrl.reward.explain import reasons
 from agentrl.run.api.base import Both, Config, Table, config_of, env_table
 from agentrl.run.callbacks import Callback, Functions
-from agentrl.run.checks import check_train
+from agentrl.run.checks import check_eval, check_train
 from agentrl.run.compare import choose_tasks
-from agentrl.run.config_file import open_folder
+from agentrl.run.config_file import load_whole, open_folder
 from agentrl.run.display import Display
 from agentrl.run.driver import execute
-from agentrl.run.evaluate import RolloutJob, RolloutRequest, check_request, unscored_cause
+from agentrl.run.evaluate import RolloutJob, RolloutRequest, unscored_cause
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.provenance import Provenance, model_of, run_folder
-from agentrl.run.provenance import config_of as config_of_run
 from agentrl.run.reader import RunRecord, load_run
 from agentrl.utils.errors import AgentrlError, CallbackError, ConfigError
 from agentrl.utils.search_path import PREFIX, give, is_given
@@ -140,7 +139,7 @@ def _eval_config(
         table: Table = {"name": purpose, "env": env_table(env, params, reward), "model": {"path": name}}
         return config_of(table, overrides), name
     folder = run_folder(name)
-    config, path = config_of_run(folder), model_of(folder, checkpoint).path
+    config, path = load_whole(folder.config), model_of(folder, checkpoint).path
     there = [{"name": one.called} for one in config.envs]
     if env is None and len(there) > 1:
         raise ConfigError(f"{folder.path}: it has several environments ({', '.join(e['name'] for e in there)}); name one as env")
@@ -155,7 +154,7 @@ async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | 
     """The episodes of a request, with a report if it is an evaluation; without `out` nothing is kept. Raises CallbackError."""
     with tempfile.TemporaryDirectory(prefix=f"agentrl-{request.purpose}-") as folder:
         request = replace(request, out=Path(folder if out is None else out).expanduser())
-        checked = await in_thread("load", check_request, config, request)
+        checked = await in_thread("load", check_eval, config, request.purpose)
         display = Display(console(quiet=True) if quiet else None)
         job = RolloutJob(checked, request, display)
         report: dict[str, Any] | None = {}
@@ -241,7 +240,7 @@ def _prepare_run(
     if config is not None:
         raise ConfigError("train: a resumed run has its config in its folder; leave out the first argument")
     folder = run_folder(resume)
-    made = config_of(before := config_of_run(folder), top)
+    made = config_of(before := load_whole(folder.config), top)
     return made, folder, Provenance(folder, made).check_resumable(before, partial(check_train, made)), True
 
 

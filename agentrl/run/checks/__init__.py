@@ -25,6 +25,7 @@ from agentrl.run.checks.model_checks import check_models, check_other_models, ch
 from agentrl.run.checks.reward_checks import check_decided, check_gold, check_lint, check_success
 from agentrl.run.checks.rollout_checks import check_assembly, check_held_out, check_warm_start
 from agentrl.run.checks.size_checks import check_cache, check_capacity, check_heads, check_placement, check_sizes, check_workers
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
 from agentrl.trainer.families import packing_of
@@ -136,8 +137,10 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     return notes
 
 
-def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
-    """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
+def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> TrainConfig:
+    """All checks of `agentrl eval` and `agentrl rollout`, before a folder is created; returns the config with its engine settled.
+    Not for a replay, which needs neither engine nor environment."""
+    config = EngineChoice(config).without_trainer()
     quiet_libraries()
     check_references(config)
     scorers: dict[str, Scorer] = {}
@@ -153,3 +156,4 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
             check_prompts(one)
     check_heads(start.engine)
     run_checks(start)
+    return config
