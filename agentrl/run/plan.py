@@ -120,11 +120,11 @@ class RunPlan:
     model_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
 class Planner:
     """Plans a run of a config."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+    config: TrainConfig
 
     def derived_values(self) -> dict[str, str]:
         """Key -> its value as TOML. `--dry-run` says the rest, which takes the model and the cluster's nodes.

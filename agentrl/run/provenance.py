@@ -13,8 +13,8 @@ from pathlib import Path
 
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import Identity, changes, check_resumed, differences, identity_of, later_changes
-from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
+from agentrl.run.config_file import load_whole
 from agentrl.run.digests import code_of, contents_of
 from agentrl.run.folder import DRIVER, RunFolder, lock_folder, stored_object
 from agentrl.trainer.checkpoint import Checkpoints, check_model
@@ -29,11 +29,12 @@ from agentrl.utils.redaction import redact_json
 FILE = "provenance.json"
 
 
+@dataclass(frozen=True, slots=True)
 class Provenance:
     """Compares a config with the values and the files that the run in a folder was started with."""
 
-    def __init__(self, folder: RunFolder, config: TrainConfig) -> None:
-        self.folder, self.config = folder, config
+    folder: RunFolder
+    config: TrainConfig
 
     def write(self) -> None:
         """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
@@ -109,7 +110,7 @@ class Provenance:
     def differences(self, env: str) -> list[str]:
         """Differences from the run's own evaluations of an environment: the config's entry `env`, compared with the run's entry
         of that name, or else with that of the same id. Empty if nothing is, or if the run has no such environment."""
-        before = config_of(self.folder)
+        before = load_whole(self.folder.config)
         (own,) = [entry for entry in self.config.envs if entry.called == env]
         theirs = [entry for entry in before.envs if entry.called == env] or [e for e in before.envs if _same_env(e.id, own.id)]
         if not theirs:
@@ -208,11 +209,6 @@ def run_folder(path: str | Path) -> RunFolder:
         hint = f"; runs in {at}: {', '.join(near[:20])}" if near else ""
         raise ConfigError(f"{path}: not a run folder (it has no config.toml){hint}")
     return folder
-
-
-def config_of(folder: RunFolder) -> TrainConfig:
-    """The config that the run in `folder` has."""
-    return with_absolute_paths(load_config(folder.config))
 
 
 def model_of(folder: RunFolder, which: str) -> RunModel:
