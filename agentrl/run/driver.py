@@ -279,8 +279,32 @@ class RunDriver:
             if config.data is None:
                 draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
         with _unless_failed(outcome, "summary.json is not written"):
-            folder.write_summary(summary := _summary(config, rows, outcome))
+            folder.write_summary(summary := self._summary(rows))
             run_log.end(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
+
+    def _summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        config, outcome = self.config, self.outcome
+        updates = [row for row in rows if row["phase"] == "train"]
+        success = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
+        return {
+            "name": config.name,
+            "status": outcome.status,
+            "error": outcome.error,
+            **({"cause": outcome.cause} if outcome.cause is not None else {}),
+            **({"findings": outcome.findings} if outcome.findings else {}),
+            "engine": outcome.engine,
+            "seed": config.seed,
+            "steps": updates[-1]["step"] if updates else 0,
+            "success_before": success.get("before"),
+            "success_after": success.get("after"),
+            **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
+            **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
+            "tokens": sum(row["tokens"] for row in updates),
+            **thrown_away(updates),
+            "seconds": round(time.monotonic() - outcome.started, 1),
+            "restarts": outcome.restarts,
+            **(RUN_KINDS[DATA](config).summary(rows) if config.data is not None else {}),
+        }
 
     def say_end(self) -> None:
         """Show how the run ended, and what to do next."""
@@ -356,30 +380,6 @@ def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
                 raise
             outcome.status, outcome.error, outcome.full = "failed", f"{what}: {problem}", problem
         log.warning("%s: %s", what, problem)
-
-
-def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcome) -> dict[str, Any]:
-    updates = [row for row in rows if row["phase"] == "train"]
-    success = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
-    return {
-        "name": config.name,
-        "status": outcome.status,
-        "error": outcome.error,
-        **({"cause": outcome.cause} if outcome.cause is not None else {}),
-        **({"findings": outcome.findings} if outcome.findings else {}),
-        "engine": outcome.engine,
-        "seed": config.seed,
-        "steps": updates[-1]["step"] if updates else 0,
-        "success_before": success.get("before"),
-        "success_after": success.get("after"),
-        **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
-        **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
-        "tokens": sum(row["tokens"] for row in updates),
-        **thrown_away(updates),
-        "seconds": round(time.monotonic() - outcome.started, 1),
-        "restarts": outcome.restarts,
-        **(RUN_KINDS[DATA](config).summary(rows) if config.data is not None else {}),
-    }
 
 
 def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
