@@ -67,14 +67,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NODESxCARDS",
         help="with --gpu-memory: plan for this many nodes of this many cards each (default: one, with all that the run takes)",
     )
-    parser.set_defaults(run=run_train)
-
-
-def run_train(args: argparse.Namespace) -> int:
-    """Train; returns the exit code."""
-    if args.dry_run:
-        return _run(args, 0)
-    return with_parent(args, _run, _run)
+    parser.set_defaults(run=lambda args: _run(args, 0) if args.dry_run else with_parent(args, _run, _run))
 
 
 def _run(args: argparse.Namespace, restarts: int) -> int:
