@@ -38,7 +38,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     models = {
         "model.path": _files(config.model.path),
         **{key: _files(path) for key, path in config.other_models().items() if key != "critic.path"},
-        **{f"{one.key}.path": _files(one.config.model.path) for one in RunServices(config).engines()},
+        **{f"{one.key}.path": _files(one.model.path) for one in RunServices(config).engines()},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     suites: list[str] = []

@@ -90,7 +90,7 @@ class EngineChoice:
 
     def samples_on_ray(self) -> bool:
         """Return True if what samples needs Ray: the run's engine, or one next to it."""
-        names = [self.name, *(one.config.engine for one in RunServices(self.config).engines())]
+        names = [self.name, *(one.engine for one in RunServices(self.config).engines())]
         return any("ray" in ENGINES.entry(name).needs for name in names)
 
     def workers_apart(self) -> int:

@@ -333,7 +333,7 @@ class RunMemory:
             found.append(RolePlacement(role, device, ranks, memory, rests(config, role)))
         # Engines next to the policy's, which always hold their memory.
         for one in RunServices(config).engines():
-            own = one.config.model
+            own = one.model
             maker = one.make(model_context(str(own.path), own.trust_remote_code))
             dtype, processes, side = own.computes_in(self.card is not None), maker.processes(), shell(own)
             taken = maker.memory(numbers(side.parameters()) * width(dtype), token_bytes(side, dtype), self.card)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from agentrl.config import TrainConfig
+from agentrl.config import ModelConfig, TrainConfig
 from agentrl.reward.leaf import SERVICES, Client, Services
 
 if TYPE_CHECKING:
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 class SideEngine:
     """An engine of a service, which runs next to the policy's and holds its memory until the end.
 
-    `name`: of its places; `role`: in `cluster.roles`, the name of its service; `key`: of its section; `config`: with its model in
-    the policy's place; `make`: its maker, for as many positions as the model takes if they are read; `lower`: the key of its
-    section with which its cache is smaller."""
+    `name`: of its places; `role`: in `cluster.roles`, the name of its service; `key`: of its section; `engine`: its name in
+    `ENGINES`; `make`: its maker, for as many positions as the model takes if they are read; `lower`: the key of its section with
+    which its cache is smaller."""
 
     name: str
     role: str
     key: str
-    config: TrainConfig
+    engine: str
+    model: ModelConfig
     make: Callable[[int | None], EngineMaker]
     lower: str
 

@@ -36,7 +36,15 @@ class Judges(Service):
 
         judges = [OwnJudge(run.config, name) for name in run.config.reward.judge.engines]
         return [
-            SideEngine(f"judge {one.name}", "judge", one.key, one.as_policy(), one.maker, f"concurrency = {one.own.concurrency}")
+            SideEngine(
+                f"judge {one.name}",
+                "judge",
+                one.key,
+                one.own.engine,
+                one.as_policy().model,
+                one.maker,
+                f"concurrency = {one.own.concurrency}",
+            )
             for one in judges
         ]
 

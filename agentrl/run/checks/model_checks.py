@@ -87,7 +87,7 @@ def check_other_models(start: RunStart) -> None:
 
 
 def check_side_model(engine: str, model: ModelConfig, key: str, planned: bool = False) -> None:
-    """The same for the model of an engine next to the policy's (`SideEngine.config`). `key`: names the model."""
+    """The same for the model of an engine next to the policy's (`SideEngine.model`). `key`: names the model."""
     path = str(model.path)
     with _name_model_in_errors(key, path):
         _check_files(model, path, planned, computed="transformers" in ENGINES.entry(engine).traits)
