@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from agentrl.config.schema import TrainConfig
 from agentrl.env.address import PROTOCOLS, EnvAddress
 from agentrl.env.catalog import EnvRef
 from agentrl.run.checks import RUN_CHECKS, RunStart
@@ -18,13 +17,14 @@ def check_servers(start: RunStart) -> list[str]:
     for env in start.config.envs:
         with start.alone(env) as one:
             if one.env.at is not None and one.env.at.ours:
-                _check_server(one.config, one.env, one.env.at)
+                _check_server(one, one.env.at)
             elif one.env.at is not None:
                 PROTOCOLS[one.env.at.protocol].describe(one.env.at)
     return []
 
 
-def _check_server(config: TrainConfig, ref: EnvRef, at: EnvAddress) -> None:
+def _check_server(start: RunStart, at: EnvAddress) -> None:
+    config = start.config
     if config.tools.mcp:
         raise ConfigError(
             f"tools.mcp: the tools of an environment elsewhere run on its server, {at.url}, which starts no programs for its "
@@ -40,7 +40,7 @@ def _check_server(config: TrainConfig, ref: EnvRef, at: EnvAddress) -> None:
             f"[agent]: its calls go to the tools one by one, and an environment elsewhere ({at.url}) answers whole turns; "
             "run where the environment is (without env.url)"
         )
-    card = ref.card(fresh=True)
+    card = start.env.card(fresh=True)
     assert card is not None
     most = card["limits"]["episodes"]
     if config.rollout.max_episodes > most:
