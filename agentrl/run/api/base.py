@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import update_wrapper
 from pathlib import Path
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import IN_PYTHON, config_from, join_layers, read_layers, with_absolute_paths
@@ -30,12 +30,13 @@ from agentrl.utils.threads import background, share_the_lock
 
 S = TypeVar("S")
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 class Both(Generic[P, R]):
-    """A call that blocks, with the same one to be awaited as `aio`."""
+    """A function or method that blocks, with the same one to be awaited as `aio`."""
 
     def __init__(self, work: Callable[P, Coroutine[Any, Any, R]]) -> None:
         self._work = work
@@ -51,20 +52,9 @@ class Both(Generic[P, R]):
         check_arguments(self._work, args, kwargs)
         return await run_awaited(self._work(*args, **kwargs))
 
-
-class BothMethod(Generic[S, P, R]):
-    """A method of that kind."""
-
-    def __init__(self, work: Callable[Concatenate[S, P], Coroutine[Any, Any, R]]) -> None:
-        self._work = work
-        self.__doc__ = work.__doc__
-
-    @overload
-    def __get__(self, instance: None, owner: type[S]) -> BothMethod[S, P, R]: ...
-    @overload
-    def __get__(self, instance: S, owner: type[S] | None = None) -> Both[P, R]: ...
-    def __get__(self, instance: S | None, owner: type[S] | None = None) -> BothMethod[S, P, R] | Both[P, R]:
-        return self if instance is None else Both(MethodType(self._work, instance))
+    def __get__(self: Both[Concatenate[S, Q], R], instance: S | None, owner: type[S] | None = None) -> Both[Q, R]:
+        """Of a method: that of the instance; of the class itself as it is."""
+        return Both(MethodType(self._work, instance)) if instance is not None else self  # type: ignore[return-value]
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -21,7 +21,7 @@ from agentrl.engines.chat_format import RequestError, read_messages
 from agentrl.rollout.engine import Sampling, derive
 from agentrl.rollout.episode import score_group
 from agentrl.rollout.player import Evaluation, RunEnv
-from agentrl.run.api.base import Both, BothMethod, Config, config_of
+from agentrl.run.api.base import Both, Config, config_of
 from agentrl.run.api.trainer import Trainer
 from agentrl.run.checks import check_train
 from agentrl.run.config_file import open_folder
@@ -87,7 +87,7 @@ class LivePolicy:
         """The version of the engine's weights: updates published so far."""
         return self._trainer.version
 
-    @BothMethod
+    @Both
     async def sample(
         self,
         prompt: Prompt,
@@ -163,7 +163,7 @@ class LivePolicy:
             members.append(found)
         return Group(number, number, members)
 
-    @BothMethod
+    @Both
     async def collect(self) -> list[Group]:
         """The groups of the next update, as a run collects them: `rollout.groups` of `rollout.group_size` episodes, of the
         sampler's tasks, under the group ledger. Once per publish. Raises StalledError as a run, StepOrderError out of order."""
@@ -179,7 +179,7 @@ class LivePolicy:
         self._trainer.collected = groups
         return groups
 
-    @BothMethod
+    @Both
     async def play(
         self,
         env: str | None = None,
@@ -221,7 +221,7 @@ class LivePolicy:
             groups.append(Group(number, seed, members, env=part.name))
         return groups
 
-    @BothMethod
+    @Both
     async def evaluate(self, env: str | None = None, n: int | None = None, *, split: str | None = None) -> Evaluation:
         """One held-out episode on each of the first `n` tasks, as the run's own evaluation ([eval]) plays them."""
         self._trainer.check_fresh("policy.evaluate")
@@ -291,7 +291,7 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
         if self._closed:
             raise StepOrderError("the session is closed; open another one: agentrl.session(config)")
 
-    @BothMethod
+    @Both
     async def close(self) -> None:
         """Stop the engine, episodes and workers; idempotent."""
         if self._closed:

@@ -17,7 +17,7 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.rows import Ragged, on_mask
 from agentrl.data.schedule import cut_minibatches
 from agentrl.data.trajectory import Group, Trajectory
-from agentrl.run.api.base import BothMethod
+from agentrl.run.api.base import Both
 from agentrl.run.loop import make_batch
 from agentrl.run.session import Session
 from agentrl.trainer.actor import Actor
@@ -95,7 +95,7 @@ class Trainer:
 
     # -- a batch -----------------------------------------------------------------------------------
 
-    @BothMethod
+    @Both
     async def batch(
         self, groups: Sequence[Group], advantage: Named | Estimator | Sequence[float] | torch.Tensor | None = None
     ) -> TrainBatch:
@@ -142,7 +142,7 @@ class Trainer:
 
     # -- gradients and steps -----------------------------------------------------------------------
 
-    @BothMethod
+    @Both
     async def forward_backward(
         self,
         batch: TrainBatch,
@@ -197,7 +197,7 @@ class Trainer:
         self.waiting, self._aggregate = self.waiting + 1, chosen.aggregate
         return metrics
 
-    @BothMethod
+    @Both
     async def optim_step(self, lr: float | None = None) -> Metrics:
         """One optimizer step with the gradients that wait, clipped to `optim.max_grad_norm`, at the rate of the config's
         schedule or at `lr`. `optimizer_steps` is 0 if something was not finite: nothing has changed then.
@@ -212,13 +212,13 @@ class Trainer:
         self.waiting, self.unpublished = 0, self.unpublished + 1
         return metrics
 
-    @BothMethod
+    @Both
     async def drop(self) -> None:
         """Forget the gradients that wait for a step."""
         await self._session.actors.arun(Actor.drop_gradients)
         self.waiting = 0
 
-    @BothMethod
+    @Both
     async def critic_step(self, batch: TrainBatch) -> Metrics:
         """The update of the critic ([critic]) on the batch, as in a run. Raises ConfigError without one."""
         if self._session.learner.critics is None:
@@ -226,7 +226,7 @@ class Trainer:
         self._check_age(batch)
         return await self._session.learner.update_critic(batch.view.batch, batch.version)
 
-    @BothMethod
+    @Both
     async def update(self, batch: TrainBatch) -> Metrics:
         """The whole update of a run on the batch: critic and actor, every minibatch and epoch, the KL coefficient. Raises
         StepOrderError if gradients wait."""
@@ -238,7 +238,7 @@ class Trainer:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    @BothMethod
+    @Both
     async def publish(self) -> int:
         """Bring the weights to the engine, under the next version, which is returned. Raises StepOrderError if gradients wait."""
         self._check_none_wait("trainer.publish")
@@ -250,7 +250,7 @@ class Trainer:
         self.unpublished, self.resting = 0, False
         return self.version
 
-    @BothMethod
+    @Both
     async def save(self) -> Path:
         """Write a checkpoint of model, optimizer and schedule; returns its folder, from which `load` goes on."""
         self._check_none_wait("trainer.save")
@@ -262,7 +262,7 @@ class Trainer:
         await self._session.saver.wait()
         return self._session.folder.checkpoints / f"step_{self.version:06d}"
 
-    @BothMethod
+    @Both
     async def load(self, folder: str | Path) -> None:
         """Go on from the weights and the optimizer of a checkpoint (`save`'s, or a run's `checkpoints/step_NNNNNN`), and publish
         them. Gradients that wait are forgotten. Raises CheckpointError if it is not there, or damaged."""
@@ -277,7 +277,7 @@ class Trainer:
         await self._session.learner.load(path)
         await self.publish.aio()
 
-    @BothMethod
+    @Both
     async def export(self, folder: str | Path) -> Path:
         """Write the weights as a folder that transformers and vLLM load; returns it."""
         path = Path(folder).expanduser().absolute()
