@@ -35,7 +35,7 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run import evaluate as run_rollout
 from agentrl.run.folder import lines
 from agentrl.trainer.pretrained import packaged_tokenizer
-from agentrl.utils.files import atomic_write_all
+from agentrl.utils.files import atomic_write
 from agentrl.utils.threads import in_thread, share_the_lock
 
 AIM_MS = 50.0
@@ -185,7 +185,7 @@ def big_episode() -> Trajectory:
 
 async def trajectory_file() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        await in_thread("files", atomic_write_all, Path(folder) / "x.jsonl", lines([big_episode()] * 4))
+        await in_thread("files", atomic_write, Path(folder) / "x.jsonl", lines([big_episode()] * 4))
 
 
 async def evaluated() -> None:
