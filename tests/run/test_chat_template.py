@@ -1,28 +1,36 @@
-"""`model.chat_template`: a model whose template knows no tools plays with them, and is saved with the template."""
+"""`model.chat_template`: a model whose template knows no tools plays with them, and is saved with the template.
+
+`model.tool_parser`: every name is taken or refused with the nearest one; a parser must fit the template."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from agentrl.cli.main import main
-from agentrl.config import TrainConfig, load_config
+from agentrl.config import ModelConfig, TrainConfig, load_config
 from agentrl.config.load import with_absolute_paths
 from agentrl.data.trajectory import Message
 from agentrl.render.chatml import CHAT_TEMPLATES
+from agentrl.render.template import TemplateRenderer
 from agentrl.run.assembly import RunStart, renderer_of, tokenizer_of
 from agentrl.run.checks import check_assembly
 from agentrl.run.checks.model_checks import check_tokenizer
 from agentrl.trainer.model_folder import save_model
 from agentrl.trainer.pretrained import load_model_config
 from agentrl.utils.errors import ConfigError, ModelError
-from tests.run.test_tool_parser import NO_TOOLS
+from tests.render.families import FAMILIES
+from tests.render.render_tokenizers import build_tokenizer
 from tests.tiny import build
 
 ROOT = Path(__file__).resolve().parents[2]
 IGNORED = r"ignores tools \(it ends a turn with '<\|im_end\|>'\).*set model\.chat_template to \"hermes\".*model\.tool_parser"
 TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "of a key", "parameters": {"type": "object"}}}]
+
+NO_TOOLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +104,27 @@ def test_a_script_plays_the_environment_of_a_config_that_names_one(tmp_path: Pat
     file = tmp_path / "named.toml"
     file.write_text('base = "quickstart"\n[model]\nchat_template = "hermes"\n')
     assert main(["eval", "key_value", "--config", str(file), "--policy", "gold", "-n", "1", "--out", str(tmp_path / "gold")]) == 0
+
+
+# `model.tool_parser`
+
+
+def tokenizer(family: str) -> PreTrainedTokenizerFast:
+    template, tokens, bos, eos, *_ = FAMILIES[family]
+    return build_tokenizer(tokens, template, bos=bos, eos=eos)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen2.5", "hermes"), ("qwen3-coder", "qwen_xml"), ("llama3", "llama_json"), ("mistral", "mistral")]
+)
+def test_a_named_parser_is_used_where_it_fits_and_refused_where_not(family: str, name: str) -> None:
+    assert isinstance(renderer_of(ModelConfig(tool_parser=name), tokenizer(family)), TemplateRenderer)
+    other = "mistral" if name == "hermes" else "hermes"
+    with pytest.raises(ModelError, match="does not read what the chat template writes"):
+        renderer_of(ModelConfig(tool_parser=other), tokenizer(family))
+
+
+@pytest.mark.parametrize(("name", "hint"), [("hermez", "did you mean 'hermes'"), ("kimi_k2", "is written 'vllm:kimi_k2'")])
+def test_an_unknown_name_says_what_there_is(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.tool_parser.*{hint}"):
+        renderer_of(ModelConfig(tool_parser=name), tokenizer("qwen2.5"))

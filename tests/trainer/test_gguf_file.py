@@ -13,7 +13,7 @@ from agentrl.render.chatml import CHAT_TEMPLATES
 from agentrl.trainer.model_folder import convert_gguf
 from agentrl.trainer.pretrained import check_path, load_tokenizer, packaged_tokenizer
 from agentrl.utils.errors import ConfigError, ModelError
-from tests.run.test_tool_parser import NO_TOOLS
+from tests.run.test_chat_template import NO_TOOLS
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'agentrl[gguf]'")
 LAYERS, HIDDEN, HEADS, KV_HEADS = 2, 32, 4, 2
