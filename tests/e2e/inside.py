@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.data.trajectory import Trajectory
-from tests.e2e.runs import GROUPS, MEMBERS, ROOT, SHORT, forked, numbers, rows, updates
+from tests.e2e.runs import GROUPS, MEMBERS, ROOT, SHORT, exit_code, forked, numbers, rows, updates
 
 HERE = f"""
     cluster.backend=inline engine=embedded eval.tasks=4 eval.every=0 checkpoint.every=100 trajectories_every=1
@@ -84,11 +84,7 @@ def killed_at_random(out: Path, name: str, overrides: list[str], kills: int, ste
             moments.append((_recorded(folder), late))
         process.kill()
         process.join()
-    process = forked(start_or_resume, str(out), name, overrides)
-    process.start()
-    process.join(120)
-    code = process.exitcode
-    process.kill()
+    code = exit_code(start_or_resume, str(out), name, overrides)
     assert code == 0 and (moments or not kills), (code, moments)
     return moments
 

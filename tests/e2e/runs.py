@@ -40,6 +40,16 @@ def forked(target: Callable[..., None], *args: Any) -> ForkServerProcess:
     return context.Process(target=target, args=args)
 
 
+def exit_code(target: Callable[..., None], *args: Any) -> int | None:
+    """How such a process ends; None if it does not within two minutes, and is killed."""
+    process = forked(target, *args)
+    process.start()
+    process.join(120)
+    code = process.exitcode
+    process.kill()
+    return code
+
+
 class Command:
     """`agentrl ARGS` (or `pytest ARGS`) in a session of its own, so that a test can end it with all its children; like
     subprocess.Popen."""
