@@ -1,5 +1,7 @@
 """Episodes: the engine protocol, the episode loop, groups, and the group ledger (staleness)."""
 
-from agentrl.utils.callable_module import make_callable
+import sys
 
-make_callable(__name__, "agentrl.run.api.functions", "rollout")  # `agentrl.rollout(...)`
+from agentrl.utils.callable_module import CallableModule
+
+sys.modules[__name__].__class__ = CallableModule  # `agentrl.rollout(...)`

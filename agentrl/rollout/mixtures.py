@@ -283,12 +283,10 @@ class Part:
 
 def parts_of(config: TrainConfig) -> list[Part]:
     """The environments of a run as parts of its mixture."""
-    parts = []
-    for env in config.envs:
-        one = config.alone(env)
-        weight = 1.0 if env.weight is None else env.weight
-        parts.append(Part(env.called, EnvRef.of(one), one.rollout.sampler, weight, one.rollout.start))
-    return parts
+    return [
+        Part(env.called, EnvRef.of(one), one.rollout.sampler, 1.0 if env.weight is None else env.weight, one.rollout.start)
+        for env, one in zip(config.envs, config.each(), strict=True)
+    ]
 
 
 class MixedTasks:

@@ -7,22 +7,18 @@ package itself can be called.
 from __future__ import annotations
 
 import inspect
-import sys
 import types
 from importlib import import_module
 from typing import Any
 
 
 class CallableModule(types.ModuleType):
-    """A package whose call is that of a function in another module, loaded when it is called."""
-
-    _call: tuple[str, str]
+    """A package whose call is the function `rollout` of the API, loaded when it is called."""
 
     @property
     def function(self) -> Any:
         """The function itself."""
-        module, name = self._call
-        return getattr(import_module(module), name)
+        return import_module("agentrl.run.api.functions").rollout
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -34,10 +30,3 @@ class CallableModule(types.ModuleType):
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.function)
-
-
-def make_callable(package: str, module: str, name: str) -> None:
-    """Let the imported `package` be called as `module.name`."""
-    made = sys.modules[package]
-    made.__class__ = CallableModule
-    made._call = module, name  # type: ignore[attr-defined]
