@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentrl.engines.embedded.kv_cache import register_slot_attention
 from agentrl.engines.exact_attention import AttentionForm, exact_attention
@@ -29,31 +27,8 @@ def offsets_for(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    seed=st.integers(0, 99),
-)
-def test_values_and_gradients_are_those_of_one_row_at_a_time(lengths: list[int], kv_heads: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    inputs = [torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
-    packed = packed_rows(offsets_for(lengths))
-    found = packed_attention(torch.nn.Identity(), query, key, value, None, packed=packed, scaling=0.3)[0][0]
-    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    k, v = (tensor.repeat_interleave(4 // kv_heads, dim=1).split(lengths) for tensor in exact[1:])
-    rows = zip(exact[0].split(lengths), k, v, strict=True)
-    expected = torch.cat([by_hand(*row, AttentionForm(0.3), None, 0) for row in rows])
-    weights = torch.randn_like(found)
-    grads = torch.autograd.grad((found * weights).sum(), inputs)
-    wanted = torch.autograd.grad((expected * weights).sum(), exact)
-    for mine, theirs in zip((found, *grads), (expected, *wanted), strict=True):
-        assert torch.allclose(mine.double(), theirs, atol=1e-5)
-
-
 CPU = torch.device("cpu")
-ROWS = [[0, 0, 0, 11], [11, 11, 11, 13], [13, 13, 13, 31]]
+ROWS = [[0, 0, 0, 11], [11, 11, 11, 12], [12, 12, 12, 31]]
 TREES = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 25], [25, 25, 25, 30], [25, 30, 30, 31]]
 """Spans of key tokens from, to, and of a row's own from, to: rows alone, and prefixes with what follows them."""
 FORMS = {
@@ -116,7 +91,7 @@ def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
     given = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     form = FORMS[name]
-    packed = packed_trees(torch.tensor(spans), 18, CPU) if shared else packed_rows(torch.tensor([0, 11, 13, 31]))
+    packed = packed_trees(torch.tensor(spans), 18, CPU) if shared else packed_rows(torch.tensor([0, 11, 12, 31]))
     after = ((0, 7, 7, 22), (25, 30, 30, 31))
     assert not shared or (packed.parts is not None and packed.parts.after == after), "suffixes that follow each other are one run"
     asked = {"s_aux": None if form.sinks is None else given[3], "softcap": form.cap, "sliding_window": form.window}

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of, select
-from agentrl.data.schedule import assign_ranks, cut_minibatches
+from agentrl.data.schedule import assign_ranks
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer import minibatch
@@ -21,8 +21,7 @@ from agentrl.trainer.minibatch import with_counts, without_idle_rows
 from tests.conftest import proof
 from tests.publishing import flat
 from tests.trainer.learners import start
-from tests.trainer.plain_trainer import Batch, aggregated, load, norm_of, tokens_of
-from tests.trainer.train_batches import make_batch, sharing, train_batch, trajectories
+from tests.trainer.train_batches import make_batch, sharing, train_batch
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
@@ -134,31 +133,6 @@ def test_a_batch_that_teaches_nothing_takes_steps_of_gradient_zero(tiny: str) ->
     assert torch.allclose(second[moved], share * (after_one - start_at)[moved], atol=1e-4)
 
 
-def by_hand(tiny: str, batch: TensorDict, mode: Any, length: int) -> tuple[float, float]:
-    """Loss and gradient norm of REINFORCE over all rows by plain forward passes, in float64, an episode counting once."""
-    model, rows = load(tiny), Batch(batch)
-    losses = [-logprobs * own for logprobs, own in zip(tokens_of(model, rows)[0], rows.column("advantages"), strict=True)]
-    found = [torch.cat([losses[row] for row in own]) for own in rows.rows]
-    total = aggregated(found, AlgorithmConfig(aggregate=mode, length_norm=length if mode.endswith("norm") else None))
-    total.backward()
-    return total.item(), norm_of(model)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cap", [4096, 60])
-def test_an_episode_counts_once_however_many_ledgers_it_has(tiny: str, mode: str, cap: int) -> None:
-    batch = several(groups=2, size=3, teaching=1)
-    assert np.bincount(Ragged.of(batch).episode).tolist() == [1, 2, 3, 2, 3, 1]
-    algorithm = AlgorithmConfig(
-        minibatch=6, aggregate=mode, loss=Choice(name="reinforce"), length_norm=37 if mode.endswith("norm") else None
-    )
-    metrics = train_batch(start(tiny, max_grad_norm=1e9, micro_tokens=cap), Actor.update, batch, algorithm)
-    loss, norm = by_hand(tiny, batch, mode, 37)
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert metrics["episodes_trained"] == 6
-
-
 def test_counts_are_taken_from_every_row_and_without_rejected_tokens() -> None:
     batch = several(groups=2, size=2, teaching=1)
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
@@ -203,16 +177,6 @@ def test_means_over_tokens_are_over_what_was_computed_which_under_an_entropy_bon
     metrics = train_batch(start(tiny), Actor.update, batch, AlgorithmConfig(minibatch=8, entropy_bonus=0.1))
     assert metrics["tokens_computed"] == metrics["tokens_trained"] == int(sampled.sum())
     assert metrics["entropy"] == pytest.approx(float(entropy.sum() / sampled.sum()), rel=1e-5)
-
-
-def test_rows_of_one_ledger_fall_into_the_minibatches_of_their_rows() -> None:
-    """With a ledger an episode the cut is that over rows, whatever the order of rows."""
-    batch = collate(trajectories(10))
-    parts = cut_minibatches(Ragged.of(batch), AlgorithmConfig(minibatch=4), seed=3, step=1)
-    expected = np.array_split(np.random.default_rng([3, 1]).permutation(10), 3)
-    assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
-    turned = select(batch, list(range(9, -1, -1)))
-    assert len(cut_minibatches(Ragged.of(turned), AlgorithmConfig(minibatch=4), seed=3, step=1)) == 3
 
 
 @pytest.mark.parametrize("mode", MODES)

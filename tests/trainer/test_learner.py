@@ -126,6 +126,9 @@ def test_every_choice_reaches_the_update(tiny: str) -> None:
             assert not torch.equal(found[name], found[other]), (name, other)
 
 
+DECOUPLED = AlgorithmConfig(loss=Choice(name="decoupled_ppo"), proximal="recompute", correction=Choice(name="reject_sequence"))
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -137,11 +140,16 @@ def test_every_choice_reaches_the_update(tiny: str) -> None:
         ({"algorithm": AlgorithmConfig(advantage=Choice(name="multi_reward"))}, "terms"),
         ({"algorithm": AlgorithmConfig(loss=Choice(name="ppo_clop"))}, "ppo_clip"),
         ({"algorithm": AlgorithmConfig(loss=Choice(name="decoupled_ppo"))}, "needs algorithm.proximal"),
+        ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, kind="k1"))}, "mean 0"),
+        ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, where="reward", kind="k1+"))}, "changes a gradient"),
+        ({"algorithm": AlgorithmConfig(length_norm=5)}, "it is not used"),
+        ({"algorithm": DECOUPLED.model_copy(update={"correction": Choice(name="truncated")})}, "twice"),
     ],
 )
 def test_combinations_that_mean_nothing(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_learner(config_of(**sections))
+    check_learner(config_of(algorithm=DECOUPLED))
 
 
 def test_rejected_tokens_are_part_of_the_mismatch(tiny: str) -> None:

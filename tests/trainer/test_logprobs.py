@@ -52,24 +52,6 @@ def test_scales_cap_and_bias_against_the_same_in_float64(rule: HeadRule, dtype: 
         assert ((mine.double() - other).norm() / other.norm()).item() < near
 
 
-def test_without_entropy() -> None:
-    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(6, 3, requires_grad=True)
-    targets = torch.tensor([0, 1, 2, 5])
-    plain, zeros = token_logprobs(hidden, weight, targets, entropy=False)
-    assert not zeros.any()
-    assert torch.allclose(plain, token_logprobs(hidden, weight, targets)[0])
-    plain.sum().backward()
-    assert hidden.grad is not None and weight.grad is not None
-
-
-def test_no_tokens_still_give_gradients() -> None:
-    hidden, weight = torch.randn(2, 3, requires_grad=True), torch.randn(6, 3, requires_grad=True)
-    none = torch.zeros(0, dtype=torch.int64)
-    out, _ = token_logprobs(hidden.index_select(0, none), weight, none)
-    out.sum().backward()
-    assert not hidden.grad.any() and not weight.grad.any()
-
-
 def test_logits_of_a_chunk_are_all_that_lives() -> None:
     """Peak memory of saved tensors: nothing of size tokens x vocabulary is kept for the backward pass."""
     kept: list[int] = []
