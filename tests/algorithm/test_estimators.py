@@ -1,16 +1,19 @@
 """What an estimator or a loss wants of its batch, and what the papers' oracles (tests/algorithm/oracles) do not reach."""
 
-from __future__ import annotations
-
+import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
 
+import agentrl
+from agentrl.config.schema import AlgorithmConfig, Choice
+from agentrl.data.rows import Ragged, build, nested_tensor
 from agentrl.trainer.algorithms import advantages, policy_loss
-from agentrl.trainer.algorithms.base import AdvantageInput, Denominators, LossInput, aggregate
-from agentrl.trainer.algorithms.losses import CORRECTIONS, kl_estimate
+from agentrl.trainer.algorithms.base import AdvantageInput, LossInput, LossOutput, check_output
+from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
+from agentrl.trainer.minibatch import with_policies
 from agentrl.utils.errors import ConfigError
 
 
@@ -23,24 +26,20 @@ def batch_of(**more: Any) -> AdvantageInput:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "there", "message"),
     [
-        ("gae", '"gae" needs a critic'),
-        ("gae_turns", 'gae_turns" needs a critic'),
-        ("gigpo", "anchors"),
-        ("multi_reward", "terms"),
-        ("remax", "greedy"),
+        ("gae", "turns", '"gae" needs a critic'),
+        ("gae_turns", "turns", 'gae_turns" needs a critic'),
+        ("gae_turns", "values", "column `turns`"),
+        ("gigpo", "turns", "anchors"),
+        ("multi_reward", "turns", "terms"),
+        ("remax", "turns", "greedy"),
     ],
 )
-def test_missing_columns_are_named(name: str, message: str) -> None:
-    plain = batch_of(turns=torch.zeros(2, dtype=torch.int64))
+def test_missing_columns_are_named(name: str, there: str, message: str) -> None:
+    plain = batch_of(**{there: torch.zeros(2, dtype=torch.int64 if there == "turns" else torch.float32)})
     with pytest.raises(ConfigError, match=message):
         advantages(name, {"terms": ["right"]} if name == "multi_reward" else {})(plain)
-
-
-def test_turns_that_are_missing_are_named() -> None:
-    with pytest.raises(ConfigError, match="column `turns`"):
-        advantages("gae_turns", {})(batch_of(values=torch.zeros(2)))
 
 
 def test_terms_and_their_weights_are_as_many_as_the_columns() -> None:
@@ -51,13 +50,6 @@ def test_terms_and_their_weights_are_as_many_as_the_columns() -> None:
         advantages("multi_reward", {"terms": ["right", "short"], "weights": [1.0]})(batch)
     with pytest.raises(ConfigError, match="a column for each"):
         advantages("multi_reward", {"terms": ["right"]})(batch)
-
-
-def test_dr_grpo_divides_by_episodes_and_a_constant_length() -> None:
-    """1 + 2 + 4 over 2 episodes and a length of 7; the 3 is not masked in."""
-    loss, mask = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([True, True, False, True])
-    share = aggregate(loss, mask, torch.tensor([0, 1, 4]), "seq_mean_token_sum_norm", Denominators(3, 2, 7.0))
-    assert share.item() == pytest.approx(7 / (2 * 7.0))
 
 
 def test_a_loss_that_picks_tokens_refuses_a_batch_without_them() -> None:
@@ -91,3 +83,89 @@ def test_clips_at_their_corners() -> None:
         given = LossInput(new, torch.zeros(4).double(), torch.zeros(4).double(), advantage, mask, torch.arange(5))
         policy_loss(name, {"clip_low": 0.0, "clip_high": 0.0})(given).loss.sum().backward()
         assert new.grad is not None and new.grad.tolist() == [-1.0, 1.0, 0.0, -2.0], name
+
+
+# -- names and arguments ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: advantages("grppo", {}), "did you mean 'grpo'"),
+        (lambda: policy_loss("ppo_clp", {}), "did you mean 'ppo_clip'"),
+        (lambda: policy_loss("ppo_clip", {"clip_hi": 0.28}), "did you mean 'clip_high'"),
+        (lambda: policy_loss("ppo_clip", {"clip_high": "0.28"}), "clip_high = '0.28'"),
+        (lambda: policy_loss("ppo_clip", {"clip_high": -1.0}), "greater than or equal to 0"),
+        (lambda: policy_loss("ppo_clip", {"dual_clip": 0.5}), "dual_clip"),
+        (lambda: advantages("gae", {"gamma": 1.5}), "less than or equal to 1"),
+        (lambda: advantages("rloo", {"eps": 1}), "known: none"),
+        (lambda: CORRECTIONS.bind("trunc", {}), "did you mean 'truncated'"),
+        (lambda: kl_estimate("k4", None, None), "unknown name 'k4'"),
+    ],
+)
+def test_wrong_names_and_values(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "given", "low", "high"),
+    [
+        (CORRECTIONS.bind, "reject_sequence", {"low": 1.2, "high": 0.8}, 1.2, 0.8),
+        (CORRECTIONS.bind, "reject_sequence", {"low": 1.05}, 1.05, 1.01),  # above the default of high
+        (CORRECTIONS.bind, "icepop", {"low": 5.0, "high": 0.5}, 5.0, 0.5),
+        (CORRECTIONS.bind, "icepop", {"low": 0.7, "high": 0.7}, 0.7, 0.7),
+        (policy_loss, "clip_cov", {"low": 5.0, "high": 1.0}, 5.0, 1.0),
+        (policy_loss, "clip_cov", {"high": 1.0}, 1.0, 1.0),  # the default of low, and the bounds are no part
+    ],
+)
+def test_bounds_with_nothing_between_them_are_refused(make: Any, name: str, given: Any, low: float, high: float) -> None:
+    """They would reject (or pick) nothing or everything in silence: all weights of such a `reject_sequence` are 0."""
+    with pytest.raises(ConfigError, match=rf"{name}': argument low = {low:g} must be below high = {high:g}"):
+        make(name, given)
+
+
+def test_defaults_of_what_picks_tokens_are_the_papers() -> None:
+    """Those of all other arguments are the oracles' (oracles/), which get them now and then."""
+    picking = {"clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0}, "kl_cov": {"share": 2e-3}}
+    for name, defaults in picking.items():
+        found = inspect.signature(POLICY_LOSSES[name]).parameters
+        assert {argument: found[argument].default for argument in defaults} == defaults
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (torch.zeros(4), "returned a tensor of shape [4]; expected LossOutput(loss=...) with a tensor of shape [4]"),
+        (LossOutput(torch.zeros(())), "returned a tensor of shape [] as loss; expected"),
+        (LossOutput(0.5), "returned 0.5 as loss; expected"),  # type: ignore[arg-type]
+        (None, "returned None; expected LossOutput"),
+    ],
+)
+def test_what_a_loss_returns_is_named(answer: object, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_output("algorithm.loss 'mine'", answer, LossOutput, "loss", torch.zeros(4))
+    assert f"algorithm.loss 'mine' {said}" in str(error.value)
+    check_output("algorithm.loss 'mine'", LossOutput(torch.ones(4)), LossOutput, "loss", torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "returned None; expected a tensor of shape [4], a number for each token"),
+        (1.0, "returned 1.0; expected a tensor"),
+        (torch.ones(3), "returned a tensor of shape [3]; expected a tensor of shape [4]"),
+        (torch.tensor([1.0, float("nan"), 1.0, 1.0]), "returned weights that are negative or not finite"),
+        (torch.tensor([1.0, -1.0, 1.0, 1.0]), "returned weights that are negative or not finite"),
+    ],
+)
+def test_what_a_correction_returns_is_named(answer: Any, said: str) -> None:
+    """Without a word None left the update uncorrected, and a NaN took its token out of it."""
+    name = agentrl.give(lambda old, behaviour, mask, offsets: answer, "odd_correction")
+    algorithm = AlgorithmConfig(correction=Choice(name=name))
+    columns = {"logprobs": torch.zeros(4), "old_logprobs": torch.zeros(4), "sampled": torch.arange(4) > 0}
+    ends = torch.tensor([0, 4])
+    view = Ragged.of(build({key: nested_tensor(column, ends) for key, column in columns.items()}, 1))
+    with pytest.raises(ConfigError) as error:
+        with_policies(view, algorithm)
+    assert f"algorithm.correction {name!r} {said}" in str(error.value)

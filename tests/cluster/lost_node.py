@@ -1,5 +1,5 @@
 """A Ray cluster of two nodes on this machine, whole runs over both, and the second node killed:
-`python -m tests.cluster.lost_node FOLDER`. What came of it is in FOLDER/out.json; test_lost_node.py reads it.
+`python -m tests.cluster.lost_node FOLDER`. What came of it is in FOLDER/out.json; test_ray_faults.py reads it.
 
 A process of its own: it gives its Ray a token, which the Ray of another test would not know.
 """

@@ -1,14 +1,15 @@
 """Whole runs on real Ray, one of whose processes is killed (SIGKILL) at a chosen moment: what comes of them, and what they leave.
 
-Three rows are elsewhere. A second machine that is lost, with a replica of vLLM:
-test_a_machine_that_joins_in_mid_run_samples_and_one_that_leaves_loses_nothing in test_two_machines.py. A second node that is
-killed, with a training process: test_lost_node.py. The driver, at random moments of runs of three kinds: benchmarks/chaos.py.
+Two rows are elsewhere. A second machine that is lost, with a replica of vLLM:
+test_a_machine_that_joins_in_mid_run_samples_and_one_that_leaves_loses_nothing in test_two_machines.py. The driver, at random
+moments of runs of three kinds: benchmarks/chaos.py.
 
 docs/cluster.md has the table of what must happen. `make proofs` runs the matrix, `make test` what notices the death of a Ray.
 """
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -530,3 +531,45 @@ def once(run: Path) -> None:
     found = Counter((row["phase"], row["step"]) for row in rows(run))
     assert set(found.values()) == {1}
     assert {("before", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 1), ("eval", 2), ("after", 3)} <= found.keys()
+
+
+# -- a node of a joined cluster is lost, with a training process on it -----------------------------
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = """
+[cluster]
+actors = 2
+startup_timeout = 120.0
+"""
+
+
+@proof
+def test_a_node_that_is_lost_with_a_training_process(tmp_path: Path) -> None:
+    """The run goes on if what is left has room; else it ends, names what is missing, and goes on once that is there again."""
+    config = CONFIG.format(reward=ROOT / "tests" / "e2e" / "short.json", model=MODEL)
+    (tmp_path / "run.toml").write_text(config + RANKS)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+    command = [sys.executable, "-m", "tests.cluster.lost_node", str(tmp_path)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    out = json.loads((tmp_path / "out.json").read_text())
+
+    assert out["whole"]["code"] == 0, out["whole"]["said"]
+    for name in ("fits", "wide"):
+        [(pid, _)] = [(pid, line) for pid, line in out[name]["killed"].items() if line.startswith("ray::Host")]
+        said = out[name]["said"].replace("\n", " ")
+        assert re.search(rf"group 'actor'.* worker process gone: rank \d \(pid {pid} on ", said), said
+        assert said.count("; restarting from the newest checkpoint (1 of 2)") == 1 and "Traceback" not in said, said
+    assert out["fits"]["code"] == 0, out["fits"]["said"]
+    assert_same(tmp_path / "fits", tmp_path / "whole")
+
+    assert out["wide"]["code"] == 1, out["wide"]["said"]
+    *_, pool, _, node, then = out["wide"]["said"].strip().splitlines()
+    assert (
+        "NoRoomLeftError: the remaining nodes have no room for the run: the pools do not fit the cluster" in out["wide"]["said"]
+    )
+    assert pool.split()[:3] == ["pool", "train", "2"] and node.startswith("node ")
+    assert then == f"continue with: agentrl train --resume {tmp_path / 'wide'}"
+    assert out["resumed"]["code"] == 0, out["resumed"]["said"]
+    assert_same(tmp_path / "wide", tmp_path / "whole")

@@ -1,19 +1,29 @@
 """Ways to spread or thin the training of one model: each gives the results of the plain one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
+from agentrl.cluster.machine import join_group
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
 from agentrl.data.rows import Ragged
+from agentrl.engines.embedded import embedded_engine
+from agentrl.engines.vllm import vllm_engine
+from agentrl.run import engine_choice as engines
 from agentrl.trainer import memory as by_size
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.memory import LARGE
+from agentrl.trainer.train_engine import mesh_of
 from agentrl.trainer.update import Pack
 from agentrl.utils.errors import ConfigError, ModelError
 from tests.publishing import weights_of as weights
@@ -32,24 +42,6 @@ def test_activation_checkpointing_changes_nothing(tiny: str) -> None:
         agree(train_batch(plain, Actor.update, batch, ALGORITHM), train_batch(thin, Actor.update, batch, ALGORITHM))
     mine, theirs = weights(plain), weights(thin)
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
-
-
-def test_activation_checkpointing_keeps_less(tiny: str) -> None:
-    """Count what autograd saves during a forward pass."""
-    batch = make_batch(8)
-    kept = []
-    for thin in (False, True):
-        engine = FsdpEngine(tiny, ModelConfig(activation_checkpointing=thin), 1.0)
-        sizes: list[int] = []
-
-        def note(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
-            sizes.append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            engine.logprobs(Pack(Ragged.of(batch), list(range(8)), engine.device).micro, 1.0, True)
-        kept.append(sum(sizes))
-    assert kept[1] < 0.5 * kept[0]
 
 
 def test_what_a_size_decides(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,3 +99,78 @@ def test_what_cannot_be(tiny: str) -> None:
         start(tiny, ModelConfig(sequence_parallel=3))
     with pytest.raises(ModelError, match="nothing_proj"):
         start(tiny, ModelConfig(lora=LoraSection(modules=["nothing_proj"])))
+
+
+# -- meshes and precision --------------------------------------------------------------------------
+
+
+@contextmanager
+def ranks(backend: str, world: int) -> Iterator[None]:
+    """This process as rank 0 of so many; of more than one, the others are made up, and nothing is sent."""
+    store = FakeStore() if backend == "fake" else dist.HashStore()
+    dist.init_process_group(backend, rank=0, world_size=world, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "mesh", "share"),
+    [(1, {"shard": 8}, 8), (2, {"replicate": 2, "shard": 4}, 4), (8, {"replicate": 8, "shard": 1}, 1)],
+)
+@pytest.mark.parametrize("parallel", [1, 2, 4])
+def test_the_meshes_of_replicas_and_sequence_parallel(
+    tiny: str, replicas: int, mesh: dict[str, int], share: int, parallel: int
+) -> None:
+    """8 ranks: each holds 1 of actors / replicas parts of a matrix; so many neighbours share tokens, and the ranks in steps
+    of as many see different rows."""
+    model = ModelConfig(replicas=replicas, sequence_parallel=parallel)
+    config = TrainConfig(env=EnvConfig(id="none"), model=model, cluster=ClusterConfig(actors=8))
+    assert mesh_of(config.model, config.cluster) == {"dp": 8 // parallel, "sp": parallel}
+    with ranks("fake", 8):
+        engine = FsdpEngine(tiny, model, 1.0)
+        assert engine.layout.fsdp is not None
+        assert dict(zip(engine.layout.fsdp.mesh_dim_names or (), engine.layout.fsdp.shape, strict=True)) == mesh
+        weight: Any = dict(engine.named_weights())["model.layers.0.mlp.up_proj.weight"]
+        assert tuple(weight.shape) == (64, 32) and tuple(weight.to_local().shape) == (64 // share, 32)
+        if parallel == 1:
+            assert engine.layout.ulysses is None
+        else:
+            assert engine.layout.ulysses is not None and engine.layout.data is not None
+            assert dist.get_process_group_ranks(engine.layout.ulysses.group) == list(range(parallel))
+            assert dist.get_process_group_ranks(engine.layout.data) == list(range(0, 8, parallel))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Master weights stay float32; what a layer is given, and what is published, is of the type."""
+    expected = getattr(torch, dtype)
+    config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny, dtype=dtype))  # type: ignore[arg-type]
+    for module, cls, name in ((vllm_engine, "VllmEngine", "vllm"), (embedded_engine, "EmbeddedEngine", "embedded")):
+        monkeypatch.setattr(module, cls, lambda *args, **options: SimpleNamespace(**options))
+        assert engines.EngineChoice(config, name).make(tiny).dtype == dtype  # type: ignore[attr-defined]
+    given: list[torch.dtype] = []
+    with ranks("gloo", 1):
+        engine = FsdpEngine(tiny, config.model, 1.0)
+        layer = next(module for name, module in engine.module.named_modules() if name.endswith("mlp.up_proj"))
+        layer.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].dtype))
+        assert {p.dtype for _, p in engine.named_weights()} == {torch.float32}
+        engine.logprobs(Pack(Ragged.of(make_batch(4)), [0, 1, 2, 3], engine.device).micro, 1.0, False)
+        assert set(given) == {expected}
+        assert {tensor.dtype for _, tensor in engine.tensors()} == {expected}
+
+
+def test_a_group_on_gpus_carries_tensors_of_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `model.offload` "always" shards lie on the host, and their norm is added up over the ranks there."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    join_group(None, 0, 1, None, 10.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    join_group(None, 0, 1, None, 10.0)
+    found = [dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map() for backend in asked]
+    assert {device: found[0].get(device) for device in ("cpu", "cuda")} == {"cpu": "gloo", "cuda": "nccl"}
+    assert found[1]["cpu"] == "gloo"
