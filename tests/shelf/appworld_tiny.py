@@ -6,8 +6,6 @@ FOLDER then has `data/` as `appworld download data` leaves it: one supervisor, f
 them in two variants, and a note to write), their databases, evaluations and solutions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

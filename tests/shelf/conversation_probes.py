@@ -1,16 +1,12 @@
 """What the tests of the conversation environments have in common: playing episodes and fuzzing tools."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 
 from agentrl.data.trajectory import Task, ToolCall, Trajectory
 from agentrl.env import Message, ToolEnv
-from agentrl.env.catalog import make_env
 from agentrl.env.spaces import sample_arguments
 
 
@@ -92,11 +88,6 @@ def null_score(env: ToolEnv, seed: int, split: str, name: str) -> float:
 def seen_by_policy(trajectory: Trajectory) -> str:
     """All text that the policy was shown."""
     return "\n".join(m.content for m in trajectory.messages if m.role != "assistant")
-
-
-def build(name: str, **params: Any) -> ToolEnv:
-    """The environment with its own reward spec as its scorer."""
-    return make_env(name, **params)
 
 
 def teacher_success(env: ToolEnv, episodes: int) -> float:

@@ -1,7 +1,5 @@
 """Function calling: the generated set, scoring traps, and a reader for each layout on a small file of it."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -172,16 +170,6 @@ def test_the_teacher_is_right_now_and_then() -> None:
         rewards.append(env.step(teacher.act(observation))[1])
         assert teacher.act([]) is None
     assert 0.4 < sum(rewards) / len(rewards) < 0.95
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"calls": 1}, {"calls": [5, 3]}, {"distractors": 13}, {"kinds": ["simple"]}, {"kinds": {}}, {"kinds": {"single": -1}},
-     {"splits_by": "x"}, {"bad_rows": "x"}],
-)  # fmt: skip
-def test_knobs_have_ranges(params: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="expected"):
-        make_env("function_calling", **params)
 
 
 # -- layouts -----------------------------------------------------------------------------------------

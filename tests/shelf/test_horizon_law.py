@@ -1,7 +1,5 @@
 """benchmarks/horizon_law.py: the faults of episodes written by hand, and a law recovered from episodes drawn from it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 That it passes `env check` is in tests/env/test_env_check.py, with every other environment of the shelf.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess
@@ -108,7 +106,6 @@ def stdio(tmp_path: Path) -> dict[str, Any]:
     return {"command": [sys.executable, str(FOLDER / "server.py")], "tasks": tasks, "state_tool": "dump"}
 
 
-@pytest.mark.slow
 def test_a_program_over_stdio_and_every_kind_of_gold(stdio: dict[str, Any]) -> None:
     env = make_env("mcp", **stdio)
     assert set(env.splits) == {"train", "number", "state", "calls"}
@@ -125,7 +122,6 @@ def test_a_program_over_stdio_and_every_kind_of_gold(stdio: dict[str, Any]) -> N
     assert env.step("looked")[1] == 0.0
 
 
-@pytest.mark.slow
 def test_a_fork_over_stdio_is_a_session_of_its_own(stdio: dict[str, Any]) -> None:
     env = make_env("mcp", **stdio)
     env.reset(seed=0, options={"split": "state"})
@@ -170,7 +166,6 @@ def clock(tmp_path: Path) -> dict[str, Any]:
     return {"command": [sys.executable, str(tmp_path / "clock.py")], "tasks": tasks}
 
 
-@pytest.mark.slow
 def test_a_server_that_answers_differently_cannot_be_forked(clock: dict[str, Any]) -> None:
     env = make_env("mcp", **clock)
     env.reset(seed=0)
@@ -215,7 +210,6 @@ def test_a_late_call_is_the_policys_doing_where_the_parameter_says_so(clock: dic
     assert env.trajectory.stop is StopReason.MAX_TOOL_TIME and not env.is_open
 
 
-@pytest.mark.slow
 def test_tools_that_are_not_there_are_named(clock: dict[str, Any], stdio: dict[str, Any]) -> None:
     with pytest.raises(EnvError, match="no tool 'dump'; it has now, die"):
         make_env("mcp", **clock, state_tool="dump").reset(seed=0)

@@ -1,7 +1,5 @@
 """Tasks that bring their own tools: what an episode offers, who answers, and rows that nobody could play."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

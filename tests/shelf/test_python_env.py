@@ -1,12 +1,9 @@
 """The python environment: problems, scoring, its files. Its sandbox is attacked in tests/contrib/sandboxes/test_jail.py."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -15,9 +12,8 @@ from hypothesis import strategies as st
 from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import find_env, make_env
 from agentrl.env.spaces import run_sync
-from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
-from tests.shelf.conversation_probes import play, teacher_success
+from tests.shelf.conversation_probes import play
 
 FOLDER = Path(str(find_env("python").path)).parent
 
@@ -34,7 +30,7 @@ def call(code: str) -> Message:
 def test_the_reference_solution_prints_the_answer_and_scores_one(level: int, split: str) -> None:
     env = make_env("python", level=level)
     seen = set()
-    for seed in range(4):
+    for seed in range(3):
         env.reset(seed=seed, options={"split": split})
         task, turns = env.task, env.gold_turns(env.task)
         assert play(env, list(turns)) == (1.0, True)
@@ -123,15 +119,3 @@ def test_the_next_program_finds_what_was_kept_and_nothing_else() -> None:
     assert said == f"[files not kept: {', '.join(names[32:52])}]"
     listed = env.step(call("import os; sorted(os.listdir('.'))"))[0][0].content
     assert listed == repr(names[:32]) and list(env.state()["files"]) == names[:32]
-
-
-def test_the_teacher_is_right_now_and_then() -> None:
-    assert 0.3 < teacher_success(make_env("python", level=1), 10) < 1.0
-
-
-@pytest.mark.parametrize(
-    "params", [{"level": 0}, {"level": [2, 1]}, {"level": 4}, {"cpu_s": 0}, {"wall_s": 0.5}, {"memory_mb": 10}, {"file_mb": 0}]
-)
-def test_knobs_have_ranges(params: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="expected"):
-        make_env("python", **params)

@@ -1,8 +1,6 @@
 """ToolSandbox as a suite: on a stand-in of its code always, on its checkout if AGENTRL_TOOLSANDBOX_SOURCE names it (and
 AGENTRL_TOOLSANDBOX_PYTHON an interpreter with its packages)."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import os

@@ -3,8 +3,6 @@
 foreign_main.py toolsandbox_standin.py FOLDER NOW
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any

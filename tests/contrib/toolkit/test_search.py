@@ -6,10 +6,10 @@ import pytest
 
 from agentrl.contrib.toolkit.bm25 import Bm25
 from agentrl.env import Message, content_split
-from agentrl.env.catalog import find_env
+from agentrl.env.catalog import find_env, make_env
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.search_path import load_module
-from tests.shelf.conversation_probes import build, gold_episode, null_score, play, seen_by_policy, teacher_success
+from tests.shelf.conversation_probes import gold_episode, null_score, play, seen_by_policy, teacher_success
 
 PATH = find_env("search").path
 assert PATH is not None
@@ -21,7 +21,7 @@ WORLD = load_module(PATH.parent / "world.py")
     "params", [{}, {"hops": 1, "documents": 40, "results": 2}, {"hops": 4, "back_share": 1.0}, {"hops": [5, 8], "documents": 300}]
 )
 def test_gold_scores_one_and_reads_every_page_it_needs(params, split):
-    env = build("search", **params)
+    env = make_env("search", **params)
     for seed in range(12):
         reward, record = gold_episode(env, seed, split)
         assert reward == 1.0
@@ -35,12 +35,12 @@ def test_gold_scores_one_and_reads_every_page_it_needs(params, split):
 
 @pytest.mark.parametrize("name", ["empty", "done", "yes", "cannot", "echo", "spam"])
 def test_null_policies_score_nothing(name):
-    env = build("search")
+    env = make_env("search")
     assert all(null_score(env, seed, split, name) == 0.0 for seed in range(6) for split in ("train", "heldout"))
 
 
 def test_only_the_answer_alone_scores():
-    env = build("search")
+    env = make_env("search")
     for seed in range(5):
         gold = str(env.make_task(seed, "train").gold["answer"])
         trail = env.make_task(seed, "train").gold["trail"]
@@ -59,7 +59,7 @@ def test_only_the_answer_alone_scores():
 
 
 def test_the_question_holds_no_answer_and_info_no_gold():
-    env = build("search", hops=[1, 4])
+    env = make_env("search", hops=[1, 4])
     for seed in range(30):
         observation, info = env.reset(seed=seed)
         gold = env.task.gold["answer"]
@@ -78,7 +78,7 @@ def test_splits_share_no_name():
             invented = [name.split()[-1]] if name.split()[0] in ("The", "A", "Letters", "Songs", "Beyond") else name.split()
             assert all(content_split(word) == split for word in invented if word not in fixed), name
     with pytest.raises(TaskDataError, match="no split 'test'"):
-        build("search").make_task(0, "test")
+        make_env("search").make_task(0, "test")
 
 
 def test_a_question_has_one_answer():
@@ -106,28 +106,28 @@ def test_a_question_has_one_answer():
 )
 def test_knobs_out_of_range_are_refused(params, says):
     with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
-        build("search", **params)
+        make_env("search", **params)
 
 
 def test_knobs_change_the_task():
-    assert build("search", hops=5).make_task(0, "train").data["hops"] == 5
-    env = build("search", results=1)
+    assert make_env("search", hops=5).make_task(0, "train").data["hops"] == 5
+    env = make_env("search", results=1)
     env.reset(seed=0)
     observation, *_ = env.step('<tool_call>\n{"name": "search", "arguments": {"query": "town", "limit": 9}}\n</tool_call>')
     assert observation[0].content.count('"page"') == 1
-    back = [len(build("search", hops=4, back_share=s).make_task(2, "train").data["question"]) for s in (0.0, 1.0)]
+    back = [len(make_env("search", hops=4, back_share=s).make_task(2, "train").data["question"]) for s in (0.0, 1.0)]
     assert back[0] != back[1]
 
 
 def test_a_wrong_page_id_is_answered_with_the_nearest():
-    env = build("search")
+    env = make_env("search")
     env.reset(seed=0)
     env.step('<tool_call>\n{"name": "open", "arguments": {"page": "page12"}}\n</tool_call>')
     assert "tool_error" in seen_by_policy(env.trajectory) and "did you mean 'p" in seen_by_policy(env.trajectory)
 
 
 def test_the_teacher_errs_but_succeeds_often():
-    assert 0.3 < teacher_success(build("search"), 40) < 0.9
+    assert 0.3 < teacher_success(make_env("search"), 40) < 0.9
 
 
 def test_bm25_by_hand():

@@ -3,8 +3,6 @@
 A task's `ground_truth/evaluation.py` names requirements and expressions over `notes` and `answer`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
