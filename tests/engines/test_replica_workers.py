@@ -1,8 +1,6 @@
 """Rollout workers in the replicas' processes, with stand-ins for the actors: who plays what, and what follows from deaths,
 machines that join and leave, and updates that fail. With real vLLM, in whole runs: tests/e2e/test_vllm_workers.py."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -32,6 +30,7 @@ from agentrl.utils.errors import EngineError, PromptTooLongError
 from tests.engines.engine_models import parameters
 from tests.engines.replica_actors import HOST
 from tests.publishing import exchange, publish
+from tests.rollout.conftest import until
 
 ENV = EnvRef("key_value")
 CONFIG = RolloutConfig(groups=3, group_size=4, max_turns=3, max_turn_tokens=8, retries=0, stall_timeout=20.0)
@@ -97,12 +96,6 @@ async def updates(player: Player, env: RunEnv, model: Any, count: int = 2, seed:
 
 def generates(actor: Any) -> int:
     return int(actor.calls.count("generate"))
-
-
-async def until(true: Any) -> None:
-    async with asyncio.timeout(10):
-        while not true():
-            await asyncio.sleep(0.002)
 
 
 async def test_workers_in_replicas_play_what_the_driver_would_and_ask_it_for_no_turn(

@@ -21,8 +21,8 @@ from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import EngineError
 from tests.engines.engine_models import parameters
 from tests.publishing import Held, Holder, publish
+from tests.rollout.conftest import until
 
-pytestmark = pytest.mark.asyncio
 SHORT = Sampling(max_tokens=2)
 
 
@@ -124,9 +124,7 @@ async def test_a_replica_that_never_comes_up_counts_and_ends(started, spawned, c
     spawned[0].dead = True
     assert (await engine.generate([5], SHORT, "a")).token_ids == [1, 2]
     assert (await engine.generate([5], SHORT, "b")).token_ids == [1, 2]
-    async with asyncio.timeout(5):
-        while "no more are started" not in caplog.text:
-            await asyncio.sleep(0.001)
+    await until(lambda: "no more are started" in caplog.text)
     assert len(spawned) == 4 and (await engine.stats()).extra == {"replicas": 1, "respawns": 2}
 
 
@@ -153,9 +151,7 @@ async def test_a_request_that_comes_while_weights_arrive_waits_for_them(started,
     spawned[0].hang_at = "receive"
     weights = parameters(model) if whole else {"model.norm.weight": torch.ones(64)}
     publishing = asyncio.create_task(publish(engine, 1, weights))
-    async with asyncio.timeout(5):
-        while "receive" not in spawned[0].calls:
-            await asyncio.sleep(0.001)
+    await until(lambda: "receive" in spawned[0].calls)
     waiting, gone = (asyncio.create_task(engine.generate([5], SHORT, key)) for key in "ab")
     await asyncio.sleep(0.02)
     assert not waiting.done() and engine.progress("a") == 0 and "generate" not in spawned[0].calls
@@ -182,17 +178,13 @@ async def test_the_driver_asks_for_progress_only_while_there_are_requests(starte
     await asyncio.sleep(0.02)
     assert engine.progress("e") == 0
     spawned[0].paced = {"e#0": 4, "another's": 9}
-    async with asyncio.timeout(5):
-        while engine.progress("e") != 4:
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.progress("e") == 4)
     spawned[0].slow = 0.05  # while it is asked again, what it said last holds: 0 in between would look like tokens
     assert [engine.progress("e") for _ in range(8) if await asyncio.sleep(0.02) is None] == [4] * 8
     # its replica dies: the turn is sampled again elsewhere
     spawned.plan["hold"] = asyncio.Event()
     spawned[0].dead = True
-    async with asyncio.timeout(5):
-        while engine.progress("e") != 0:
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.progress("e") == 0)
     spawned.plan["hold"].set()
     assert (await asyncio.wait_for(turn, 5)).token_ids == [1, 2] and engine.progress("e") is None
     await asyncio.sleep(0.05)

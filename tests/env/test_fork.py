@@ -1,8 +1,5 @@
 """Snapshot, restore and fork: for the toy and for every registered environment."""
 
-from __future__ import annotations
-
-import asyncio
 import pickle
 import random
 from typing import Any
@@ -89,27 +86,24 @@ def test_what_cannot_be_copied_is_named() -> None:
 
 @given(st.lists(st.sampled_from(["a", "b", "no"]), max_size=6), st.integers(0, 6), st.lists(st.text(max_size=3), max_size=4))
 @settings(max_examples=60, deadline=None)
-def test_a_fork_equals_a_replay(script: list[str], at: int, rest: list[str]) -> None:
+async def test_a_fork_equals_a_replay(script: list[str], at: int, rest: list[str]) -> None:
     """Forking after some turns and playing on gives what playing everything in a fresh one gives."""
 
-    async def run() -> None:
-        env = Notes()
-        await env.areset(seed=1)
-        for text in script[:at]:
-            await env.astep(call("write", text=text))
-        replay_env = env.fork()
-        for text in script[at:]:
-            await env.astep(call("write", text=text))
-        for text in rest:
-            await replay_env.astep(call("write", text=text))
-        fresh = Notes()
-        await fresh.areset(seed=1)
-        for text in script[:at] + rest:
-            await fresh.astep(call("write", text=text))
-        assert replay_env.trajectory.messages == fresh.trajectory.messages
-        assert replay_env.state() == fresh.state()
-
-    asyncio.run(run())
+    env = Notes()
+    await env.areset(seed=1)
+    for text in script[:at]:
+        await env.astep(call("write", text=text))
+    replay_env = env.fork()
+    for text in script[at:]:
+        await env.astep(call("write", text=text))
+    for text in rest:
+        await replay_env.astep(call("write", text=text))
+    fresh = Notes()
+    await fresh.areset(seed=1)
+    for text in script[:at] + rest:
+        await fresh.astep(call("write", text=text))
+    assert replay_env.trajectory.messages == fresh.trajectory.messages
+    assert replay_env.state() == fresh.state()
 
 
 @pytest.mark.parametrize("entry", shelf())

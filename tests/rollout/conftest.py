@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,13 @@ def renderer() -> Renderer:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in which nothing was ever scored goes on to the limit of groups that it bears later."""
     monkeypatch.setattr(tally, "MIN_DEAD_GROUPS", 10**9)
+
+
+async def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Let the loop go round until it is so."""
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.002)
 
 
 async def steps(collect: Collector, updates: int) -> list[Group]:

@@ -178,25 +178,21 @@ def collecting(env: EnvRef, engine: FaultyEngine, renderer: Renderer, spec: Any 
     return collector_of(env, Policy(engine, renderer), scorer, settings, context=4000, seed=0)
 
 
-def play(
+async def play(
     env: EnvRef, renderer: Renderer, parts: dict[int, Sequence[Any]], spec: Any = None, meanwhile: Any = None,
     kind: type[Actor] = Actor, **config: Any,
 ) -> tuple[list[Trajectory], Actor]:  # fmt: skip
     """One group, whose members play these parts."""
     engine = kind(renderer, parts)
-
-    async def scenario() -> list[Trajectory]:
-        collect = collecting(env, engine, renderer, spec, **{"group_size": len(parts), **config})
-        also = asyncio.create_task(meanwhile(collect)) if meanwhile else None
-        try:
-            [group] = await asyncio.wait_for(collect.collect(), 60)
-        finally:
-            await collect.close()
-            if also is not None:
-                await also
-        return group.trajectories
-
-    return asyncio.run(scenario()), engine
+    collect = collecting(env, engine, renderer, spec, **{"group_size": len(parts), **config})
+    also = asyncio.create_task(meanwhile(collect)) if meanwhile else None
+    try:
+        [group] = await asyncio.wait_for(collect.collect(), 60)
+    finally:
+        await collect.close()
+        if also is not None:
+            await also
+    return group.trajectories, engine
 
 
 RULE = [
@@ -239,12 +235,12 @@ ENDS: list[tuple[str, list[Any], str, float | None]] = [
 ]
 
 
-def test_members_are_scored_by_whose_fault_their_timeout_was(room: Any, renderer: Renderer, caplog: Any) -> None:
+async def test_members_are_scored_by_whose_fault_their_timeout_was(room: Any, renderer: Renderer, caplog: Any) -> None:
     """A limit of 1 s for each: two turns of a slow engine take 3.6 s, and are as good as quick ones."""
     parts: dict[int, Sequence[Any]] = {member: part for member, (_, part, _, _) in enumerate(ENDS)}
     limits = {"turn_timeout": 1.0, "episode_timeout": 1.0, "max_turn_tokens": 60, "max_turns": 50}
     with caplog.at_level(logging.WARNING):
-        members, engine = play(room(), renderer, parts, **limits)
+        members, engine = await play(room(), renderer, parts, **limits)
     rule = {stop: (blame, scored) for stop, blame, scored in RULE}
     retried = {int(key.split(".")[1][1:]) for key in engine.keys if key.endswith(".a1")}
     for at, (member, (who, _, stop, reward)) in enumerate(zip(members, ENDS, strict=True)):
@@ -261,9 +257,9 @@ def test_members_are_scored_by_whose_fault_their_timeout_was(room: Any, renderer
     assert "tokens/s" in said and "Raise rollout.turn_timeout" in said
 
 
-def test_a_cut_episode_keeps_what_was_sampled_and_where(room: Any, renderer: Renderer) -> None:
+async def test_a_cut_episode_keeps_what_was_sampled_and_where(room: Any, renderer: Renderer) -> None:
     parts = {0: ["think"], 1: [("call", "run", {"code": "loop"})]}
-    (thinker, looper), _engine = play(room(), renderer, parts, max_turn_tokens=60)
+    (thinker, looper), _engine = await play(room(), renderer, parts, max_turn_tokens=60)
     [ledger] = thinker.ledgers
     assert ledger.token_ids[ledger.sampled].tolist()[-50:] == [270] * 50
     [turn] = thinker.turns
@@ -278,12 +274,13 @@ def test_a_cut_episode_keeps_what_was_sampled_and_where(room: Any, renderer: Ren
     assert Trajectory.from_json(old).cause is None
 
 
-def test_a_run_whose_engine_is_silent_ends_with_its_speed_and_the_key(room: Any, renderer: Renderer) -> None:
+async def test_a_run_whose_engine_is_silent_ends_with_its_speed_and_the_key(room: Any, renderer: Renderer) -> None:
     """After the first update, when the engine has been at work before: both attempts at the two of a group, and of the next."""
     parts: dict[int, Sequence[Any]] = {0: ["bye"], 1: ["bye"]}
     engine = Actor(renderer, parts)
 
-    async def scenario() -> None:
+    says = r"the engine is too slow: the last 8 attempts .*came for 0\.3 s \(rollout\.turn_timeout\).*tokens/s.*Raise rollout"
+    with pytest.raises(StalledError, match=says):
         collect = collecting(room(), engine, renderer, group_size=2, turn_timeout=0.3, retries=1)
         try:
             collect.trained(await collect.collect())
@@ -291,10 +288,6 @@ def test_a_run_whose_engine_is_silent_ends_with_its_speed_and_the_key(room: Any,
             await collect.collect()
         finally:
             await collect.close()
-
-    says = r"the engine is too slow: the last 8 attempts .*came for 0\.3 s \(rollout\.turn_timeout\).*tokens/s.*Raise rollout"
-    with pytest.raises(StalledError, match=says):
-        asyncio.run(asyncio.wait_for(scenario(), 30))
     assert len(engine.keys) == 2 + 8
 
 
@@ -308,7 +301,7 @@ class Mute(Actor):
 @pytest.mark.parametrize(
     ("kind", "members", "tokens", "limit"), [(Mute, 16, 20, {"turn_timeout": 0.6}), (Actor, 2, 30, {"stall_timeout": 0.5})]
 )
-def test_nothing_is_late_while_the_loop_is_blocked(
+async def test_nothing_is_late_while_the_loop_is_blocked(
     room: Any, renderer: Renderer, kind: type[Actor], members: int, tokens: int, limit: dict[str, float]
 ) -> None:
     async def block(collect: Collector) -> None:
@@ -316,11 +309,11 @@ def test_nothing_is_late_while_the_loop_is_blocked(
         time.sleep(1.0)
 
     parts: dict[int, Sequence[Any]] = {member: [("ponder", tokens), "bye"] for member in range(members)}
-    found, engine = play(room(), renderer, parts, meanwhile=block, kind=kind, **limit)
+    found, engine = await play(room(), renderer, parts, meanwhile=block, kind=kind, **limit)
     assert [m.stop.value for m in found] == ["done"] * members and len(engine.keys) == 2 * members
 
 
-def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> None:
+async def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> None:
     """Member 0 samples for 1.2 s, member 1 waits for a slow tool, member 2 is cut within a tool whose time is the policy's, and
     member 3 uses half of the limit on either: scored, unscored, 0, scored; and the state of the cut call is there."""
     told, wait = ("call", "told", {}), ("call", "wait", {"seconds": 0.25})
@@ -330,7 +323,7 @@ def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> Non
         2: [("call", "work", {"code": "loop"})],
         3: [told, told, wait, wait, "bye"],
     }
-    members, _engine = play(room(), renderer, parts, episode_timeout=0.8, retries=0)
+    members, _engine = await play(room(), renderer, parts, episode_timeout=0.8, retries=0)
     assert [m.stop.value for m in members] == ["done", "episode_timeout", "max_episode_time", "done"]
     assert [m.reward for m in members] == [1.0, None, 0.0, 1.0]
     for member, who in ((1, "infrastructure"), (2, "policy")):
@@ -341,7 +334,7 @@ def test_who_used_an_episodes_time_decides(room: Any, renderer: Renderer) -> Non
     assert members[1].state is None
 
 
-def test_a_harmless_call_in_the_same_turn_does_not_take_the_blame(room: Any, renderer: Renderer) -> None:
+async def test_a_harmless_call_in_the_same_turn_does_not_take_the_blame(room: Any, renderer: Renderer) -> None:
     """A policy that puts a quick call beside its endless loop is late all the same; one whose tools of the infrastructure
     take longer than its own is not."""
     quick, slow = ("wait", {"seconds": 0.01}), ("wait", {"seconds": 0.4})
@@ -351,7 +344,7 @@ def test_a_harmless_call_in_the_same_turn_does_not_take_the_blame(room: Any, ren
         2: [("call", "told", {}, *slow)],
         3: ["bye"],
     }
-    members, _engine = play(room(), renderer, parts, episode_timeout=1.5, retries=0, max_turns=50)
+    members, _engine = await play(room(), renderer, parts, episode_timeout=1.5, retries=0, max_turns=50)
     assert [m.stop.value for m in members] == ["max_episode_time", "max_episode_time", "episode_timeout", "done"]
     assert [m.reward for m in members] == [0.0, 0.0, None, 1.0]
     for member, who in ((0, "policy"), (1, "policy"), (2, "infrastructure")):
@@ -360,17 +353,17 @@ def test_a_harmless_call_in_the_same_turn_does_not_take_the_blame(room: Any, ren
     assert members[2].cause is not None and members[2].cause["policy_s"] >= 0.2
 
 
-def test_waiting_for_a_place_is_no_time_of_an_episode(room: Any, renderer: Renderer) -> None:
+async def test_waiting_for_a_place_is_no_time_of_an_episode(room: Any, renderer: Renderer) -> None:
     """Four members of 0.3 s, one at a time, with 0.6 s each."""
     wait = ("call", "wait", {"seconds": 0.3})
-    members, engine = play(room(), renderer, {key: [wait, "bye"] for key in range(4)}, max_episodes=1, episode_timeout=0.6)
+    members, engine = await play(room(), renderer, {key: [wait, "bye"] for key in range(4)}, max_episodes=1, episode_timeout=0.6)
     assert [m.stop.value for m in members] == ["done"] * 4 and len(engine.keys) == 8
 
 
-def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(room: Any, renderer: Renderer) -> None:
+async def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(room: Any, renderer: Renderer) -> None:
     """0.8 s of one turn's tokens, then five tool calls of 0.15 s, with a stall timeout of 0.5 s."""
     part = [("ponder", 80), *[("call", "wait", {"seconds": 0.15})] * 5, "bye"]
-    members, _ = play(room(), renderer, {0: part, 1: part}, stall_timeout=0.5)
+    members, _ = await play(room(), renderer, {0: part, 1: part}, stall_timeout=0.5)
     assert [m.stop.value for m in members] == ["done", "done"]
 
 
@@ -381,9 +374,9 @@ def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(room: A
         (("call", "work", {"code": "loop"}), r"tool work \(c\w*\), which has been running for \d s"),
     ],
 )
-def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, renderer: Renderer, part: Any, says: str) -> None:
+async def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, renderer: Renderer, part: Any, says: str) -> None:
     with pytest.raises(StalledError, match=rf"episode g0\.m0\.a0 for \d s on {says}") as stalled:
-        play(room(), renderer, {0: [part], 1: ["bye"]}, stall_timeout=0.5)
+        await play(room(), renderer, {0: [part], 1: ["bye"]}, stall_timeout=0.5)
     stall = "no token, tool call or episode came back for 0.5 s (rollout.stall_timeout); update 0 waits for group 0"
     assert stall in str(stalled.value)
 
@@ -407,21 +400,23 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
 
 @pytest.mark.parametrize(("slow", "step", "says"), FAULTS.values(), ids=FAULTS)
 @pytest.mark.usefixtures("patient")
-def test_a_fault_around_an_episode_is_named_and_no_stall(room: Any, renderer: Renderer, slow: str, step: Any, says: str) -> None:
+async def test_a_fault_around_an_episode_is_named_and_no_stall(
+    room: Any, renderer: Renderer, slow: str, step: Any, says: str
+) -> None:
     more = {"env_timeout": 0.1} if slow == "setup" else {}
     with pytest.raises(StalledError, match=says):
-        play(room(slow=slow), renderer, {0: [step], 1: [step]}, stall_timeout=3.0, retries=0, max_turns=1, **more)
+        await play(room(slow=slow), renderer, {0: [step], 1: [step]}, stall_timeout=3.0, retries=0, max_turns=1, **more)
 
 
-def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, renderer: Renderer, caplog: Any) -> None:
+async def test_a_teardown_that_hangs_is_let_go_and_the_episode_counts(room: Any, renderer: Renderer, caplog: Any) -> None:
     began = time.monotonic()
     with caplog.at_level(logging.ERROR):
-        members, _ = play(room(slow="teardown"), renderer, {0: ["bye"], 1: ["think"]}, env_timeout=0.5, max_turn_tokens=20)
+        members, _ = await play(room(slow="teardown"), renderer, {0: ["bye"], 1: ["think"]}, env_timeout=0.5, max_turn_tokens=20)
     assert [m.reward for m in members] == [1.0, 0.0] and time.monotonic() - began < 30
     assert "the teardown of environment test/Room-v0: not finished within 0.5 s; it is abandoned" in caplog.text
 
 
-def test_scoring_that_hangs_is_unscored_and_tried_again(room: Any, renderer: Renderer) -> None:
+async def test_scoring_that_hangs_is_unscored_and_tried_again(room: Any, renderer: Renderer) -> None:
     """The first two episodes' functions hang; the spec's time is over after 1 s, and the second attempts are scored."""
     release, calls = threading.Event(), []
 
@@ -433,14 +428,14 @@ def test_scoring_that_hangs_is_unscored_and_tried_again(room: Any, renderer: Ren
 
     spec = {"agentrl_reward": 1, "name": "slow", "root": {"use": "python", "args": {"name": "mark"}}}
     scorer = compile_spec(spec, context=Context(python={"mark": mark}), timeout=1.0)
-    members, engine = play(room(), renderer, {0: ["bye"], 1: ["bye"]}, spec=scorer)
+    members, engine = await play(room(), renderer, {0: ["bye"], 1: ["bye"]}, spec=scorer)
     release.set()
     assert [m.reward for m in members] == [0.5, 0.5]
     assert sorted(engine.keys) == ["g0.m0.a0", "g0.m0.a1", "g0.m1.a0", "g0.m1.a1"]
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_request_that_is_given_up_does_not_run_on_beside_the_next_attempt(
+async def test_a_request_that_is_given_up_does_not_run_on_beside_the_next_attempt(
     room: Any, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside: list[list[str]] = []
@@ -452,13 +447,13 @@ def test_a_request_that_is_given_up_does_not_run_on_beside_the_next_attempt(
 
     monkeypatch.setattr(Actor, "generate", watched)
     with pytest.raises(StalledError, match=r"engine_timeout: no token came for 0\.1 s"):
-        play(room(), renderer, {0: ["silent"], 1: ["silent"]}, turn_timeout=0.1, retries=1, max_episodes=1)
+        await play(room(), renderer, {0: ["silent"], 1: ["silent"]}, turn_timeout=0.1, retries=1, max_episodes=1)
     assert len(beside) >= 4 and not any(beside)
 
 
-def test_a_cancelled_member_whose_teardown_breaks_ends_nothing_else(room: Any, renderer: Renderer) -> None:
+async def test_a_cancelled_member_whose_teardown_breaks_ends_nothing_else(room: Any, renderer: Renderer) -> None:
     """Oversampling cancels the thinker once two members are back; what its teardown raises is logged, not the group's end."""
-    members, engine = play(
+    members, engine = await play(
         room(slow="broken cancel"),
         renderer,
         {0: ["bye"], 1: ["bye"], 2: ["think"], 3: ["think"]},
@@ -468,26 +463,26 @@ def test_a_cancelled_member_whose_teardown_breaks_ends_nothing_else(room: Any, r
     assert [m.reward for m in members] == [1.0, 1.0] and len(engine.keys) == 4
 
 
-def test_an_evaluation_does_not_wait_for_a_lost_request_for_ever(room: Any, renderer: Renderer) -> None:
+async def test_an_evaluation_does_not_wait_for_a_lost_request_for_ever(room: Any, renderer: Renderer) -> None:
     """A request that is queued for ever ends unscored once the engine has nothing else to do."""
     engine = Actor(renderer, {0: [("queue", 60)], 1: [("ponder", 80), "bye"]})
     limits = Limits.of(RolloutConfig(turn_timeout=0.4), 4000)
     began = time.monotonic()
-    lost, fine = asyncio.run(
-        run_tasks(room(), Policy(engine, renderer), compile_spec(DONE), limits, [(0, 0), (0, 1)], seed=0, max_episodes=2)
+    lost, fine = await run_tasks(
+        room(), Policy(engine, renderer), compile_spec(DONE), limits, [(0, 0), (0, 1)], seed=0, max_episodes=2
     )
     assert (lost.stop, lost.reward, fine.reward) == (StopReason.ENGINE_TIMEOUT, None, 1.0)
     assert lost.error is not None and "no token came for 0.4 s (rollout.turn_timeout), last on turn 0" in lost.error
     assert 1.1 < time.monotonic() - began < 30  # 0.8 s of the other's tokens are moves
 
 
-def test_a_group_whose_comparison_hangs_is_unscored() -> None:
+async def test_a_group_whose_comparison_hangs_is_unscored() -> None:
     async def late(trajectories: Any) -> Any:
         raise deadline.LateError("reward spec best: no end within 5 s")
 
     members = [Trajectory("test/Room-v0", Task("t", 0), reward=1.0, metrics={"best": 1.0}) for _ in range(2)]
     scorer: Any = SimpleNamespace(name="best", ascore_group=late, ids=["best"])
-    asyncio.run(score_group(members, scorer))
+    await score_group(members, scorer)
     for member in members:
         assert (member.stop, member.reward, member.metrics) == (StopReason.ENV_ERROR, None, {"best": None})
         assert member.error == "reward spec best: no end within 5 s" and member.cause == {"blame": "infrastructure"}

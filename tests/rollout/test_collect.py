@@ -24,7 +24,7 @@ from agentrl.rollout.samplers import TaskChoice
 from agentrl.utils.errors import EngineError, NothingScoredError, StalledError
 from tests.players import collector_of, tasks_of
 from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine, only_update, resume, steps
+from tests.rollout.conftest import FaultyEngine, only_update, resume, steps, until
 
 ENV = EnvRef("key_value")
 
@@ -57,7 +57,7 @@ async def run(collect: Collector, updates: int) -> list[list[Group]]:
     st.sampled_from([1.0, 1.3, 2.0]),
     st.integers(0, 4),
 )
-def test_invariants_under_failures_delays_oversampling_and_a_resume(
+async def test_invariants_under_failures_delays_oversampling_and_a_resume(
     renderer: Renderer,
     eta: int,
     fail: float,
@@ -73,44 +73,41 @@ def test_invariants_under_failures_delays_oversampling_and_a_resume(
         return engine, collector(renderer, engine, max_staleness=eta, retries=retries, oversample=groups_more,
                                  oversample_members=members_more)  # fmt: skip
 
-    async def scenario() -> None:
-        engine, collect = start()
-        seen: set[int] = set()
-        for update in range(4):
-            groups = await collect.collect()
-            assert len(groups) == 2
-            counts = collect.ledger.counts()
-            assert sum(counts.values()) == collect.ledger.total
-            assert counts["cancelled"] == 0 or groups_more > 1
-            assert collect.stats.cancelled == 0 or members_more > 1
-            for group in groups:
-                assert group.index not in seen
-                seen.add(group.index)
-                assert 2 <= len(group.scored()) <= 3
-                assert len({member.member for member in group.trajectories}) == len(group.trajectories)
-                assert all(member.stop is not StopReason.CANCELLED for member in group.trajectories)
-                for member in group.scored():
-                    versions = member.ledgers[0].versions[member.ledgers[0].sampled]
-                    assert update - int(versions.min()) <= eta
-                for member in group.trajectories:
-                    assert (member.reward is None) == member.stop.infrastructure
-            collect.trained(groups)
-            if update == killed_at:
-                state = json.loads(json.dumps(collect.to_json()))
-                await collect.close()
-                assert engine.running == 0
-                engine, collect = start()
-                collect.load_json(state)
-            await exchange(collect)
-            assert sum(collect.ledger.counts().values()) == collect.ledger.total
+    engine, collect = start()
+    seen: set[int] = set()
+    for update in range(4):
+        groups = await collect.collect()
+        assert len(groups) == 2
         counts = collect.ledger.counts()
-        assert counts["trained"] == len(seen) == 8
-        assert set(tasks_of(collect).drawn) == {e.index for e in collect.ledger._entries.values()
-                                             if e.state is GroupState.RUNNING} | set(collect.ledger._again)  # fmt: skip
-        await collect.close()
-        assert engine.running == 0, "a cancelled episode left its request behind"
-
-    asyncio.run(scenario())
+        assert sum(counts.values()) == collect.ledger.total
+        assert counts["cancelled"] == 0 or groups_more > 1
+        assert collect.stats.cancelled == 0 or members_more > 1
+        for group in groups:
+            assert group.index not in seen
+            seen.add(group.index)
+            assert 2 <= len(group.scored()) <= 3
+            assert len({member.member for member in group.trajectories}) == len(group.trajectories)
+            assert all(member.stop is not StopReason.CANCELLED for member in group.trajectories)
+            for member in group.scored():
+                versions = member.ledgers[0].versions[member.ledgers[0].sampled]
+                assert update - int(versions.min()) <= eta
+            for member in group.trajectories:
+                assert (member.reward is None) == member.stop.infrastructure
+        collect.trained(groups)
+        if update == killed_at:
+            state = json.loads(json.dumps(collect.to_json()))
+            await collect.close()
+            assert engine.running == 0
+            engine, collect = start()
+            collect.load_json(state)
+        await exchange(collect)
+        assert sum(collect.ledger.counts().values()) == collect.ledger.total
+    counts = collect.ledger.counts()
+    assert counts["trained"] == len(seen) == 8
+    assert set(tasks_of(collect).drawn) == {e.index for e in collect.ledger._entries.values()
+                                         if e.state is GroupState.RUNNING} | set(collect.ledger._again)  # fmt: skip
+    await collect.close()
+    assert engine.running == 0, "a cancelled episode left its request behind"
 
 
 class Timed(FaultyEngine):
@@ -182,8 +179,7 @@ class FirstAreSlow(FaultyEngine):
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         if request_key.startswith(("g0.", "g1.")):
-            while self.failed < 15:
-                await asyncio.sleep(0.005)
+            await until(lambda: self.failed >= 15)
             return await super().generate(token_ids, sampling, request_key)
         self.failed += 1
         raise EngineError("the replica went away")
@@ -250,9 +246,7 @@ async def test_a_collector_says_how_far_the_next_update_is(renderer: Renderer) -
     await asyncio.sleep(0.02)
     said.append(collect.ahead())
     engine.open.set()
-    async with asyncio.timeout(10):
-        while collect.ahead() != "5/6 episodes":  # three of a complete group, two of one that still runs
-            await asyncio.sleep(0.005)
+    await until(lambda: collect.ahead() == "5/6 episodes")  # three of a complete group, two of one that still runs
     said.append(collect.watch.waiting())
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)
@@ -392,8 +386,7 @@ async def test_groups_that_are_too_old_after_a_resume_are_replaced_at_once(rende
     stop = renderer.stop_token_ids[0]
     first = collector(renderer, FaultyEngine(stop), max_staleness=1)
     groups = await first.collect()
-    while first.ledger.counts()["complete"] < 4:
-        await asyncio.sleep(0.01)
+    await until(lambda: first.ledger.counts()["complete"] == 4)
     first.trained(groups)
     # The config was changed between the two: what was sampled one version ago may not be trained any more.
     again = collector(renderer, FaultyEngine(stop), max_staleness=0)
@@ -406,8 +399,7 @@ async def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Re
     stop = renderer.stop_token_ids[0]
     first = collector(renderer, FaultyEngine(stop, stuck=("g2.",)), max_staleness=1)
     groups = await first.collect()
-    while first.ledger.counts()["complete"] < 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: first.ledger.counts()["complete"] == 3)
     first.trained(groups)
     # Group 3 is complete and untrained, group 2 still runs.
     engine = FaultyEngine(stop)
@@ -444,24 +436,21 @@ async def test_a_task_s_outcome_counts_episodes_from_the_beginning_alone(
 # -- oversampling: the slowest are cancelled, and never in a batch ---------------------------------
 
 
-def played(renderer: Renderer, stuck: tuple[str, ...], updates: int = 2, **rollout: Any) -> tuple[Any, Collector, FaultyEngine]:
-    async def scenario() -> tuple[list[list[Group]], Collector, FaultyEngine]:
-        engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
-        collect = collector(renderer, engine, stall_timeout=3.0, **rollout)
-        batches = await batches_of(collect, updates)
-        # Counted before the end: what was given up lets go of the engine.
-        async with asyncio.timeout(60):
-            while engine.running != 3 * collect.ledger.counts()["running"]:
-                await asyncio.sleep(0.01)
-        await collect.close()
-        assert engine.running == 0
-        return batches, collect, engine
-
-    return asyncio.run(scenario())
+async def played(
+    renderer: Renderer, stuck: tuple[str, ...], updates: int = 2, **rollout: Any
+) -> tuple[list[list[Group]], Collector, FaultyEngine]:
+    engine = FaultyEngine(renderer.stop_token_ids[0], stuck=stuck)
+    collect = collector(renderer, engine, stall_timeout=3.0, **rollout)
+    batches = await batches_of(collect, updates)
+    # Counted before the end: what was given up lets go of the engine.
+    await until(lambda: engine.running == 3 * collect.ledger.counts()["running"])
+    await collect.close()
+    assert engine.running == 0
+    return batches, collect, engine
 
 
-def test_a_group_that_hangs_is_cancelled_and_the_update_goes_on_without_it(renderer: Renderer) -> None:
-    batches, collect, engine = played(renderer, ("g1.",), oversample=1.5)
+async def test_a_group_that_hangs_is_cancelled_and_the_update_goes_on_without_it(renderer: Renderer) -> None:
+    batches, collect, engine = await played(renderer, ("g1.",), oversample=1.5)
     assert [[group.index for group in groups] for groups in batches] == [[0, 2], [3, 4]]
     counts = collect.ledger.counts()
     # Group 5 was the spare one of the second update: complete or not, it was one too many.
@@ -487,20 +476,20 @@ async def test_a_teardown_that_hangs_is_named_and_not_waited_for(renderer: Rende
     await task
 
 
-def test_cancelled_groups_do_not_count_as_dropped(renderer: Renderer) -> None:
+async def test_cancelled_groups_do_not_count_as_dropped(renderer: Renderer) -> None:
     """Replaced groups end a run after a while (StalledError); cancelled ones are no sign of trouble."""
-    _, collect, _ = played(renderer, (), updates=5, oversample=8.0)
+    _, collect, _ = await played(renderer, (), updates=5, oversample=8.0)
     assert collect.ledger.counts()["cancelled"] == 5 * 14 and not collect.stats._dropped
 
 
-def test_a_stale_bound_gives_up_no_more_than_the_spare_groups(renderer: Renderer) -> None:
-    batches, collect, _ = played(renderer, ("g0.",), updates=3, max_staleness=1, oversample=1.5)
+async def test_a_stale_bound_gives_up_no_more_than_the_spare_groups(renderer: Renderer) -> None:
+    batches, collect, _ = await played(renderer, ("g0.",), updates=3, max_staleness=1, oversample=1.5)
     assert 0 not in [group.index for groups in batches for group in groups]
     assert collect.ledger.counts()["cancelled"] >= 1
 
 
-def test_a_member_that_hangs_is_cancelled_once_its_group_has_enough(renderer: Renderer) -> None:
-    batches, collect, _ = played(renderer, ("g0.m1.",), updates=1, oversample_members=1.3)
+async def test_a_member_that_hangs_is_cancelled_once_its_group_has_enough(renderer: Renderer) -> None:
+    batches, collect, _ = await played(renderer, ("g0.m1.",), updates=1, oversample_members=1.3)
     group = batches[0][0]
     assert group.index == 0 and [member.member for member in group.trajectories] == [0, 2, 3]
     assert all(member.reward is not None for member in group.trajectories)
@@ -508,8 +497,8 @@ def test_a_member_that_hangs_is_cancelled_once_its_group_has_enough(renderer: Re
     assert collect.ledger.counts()["cancelled"] == 0
 
 
-def test_a_spare_member_takes_the_place_of_one_that_failed(renderer: Renderer) -> None:
-    batches, _, _ = played(renderer, ("g0.m1.",), updates=1, oversample_members=1.3, turn_timeout=0.6, retries=0)
+async def test_a_spare_member_takes_the_place_of_one_that_failed(renderer: Renderer) -> None:
+    batches, _, _ = await played(renderer, ("g0.m1.",), updates=1, oversample_members=1.3, turn_timeout=0.6, retries=0)
     assert len(batches[0][0].scored()) == 3
-    without, _, _ = played(renderer, ("g0.m1.",), updates=1, turn_timeout=0.6, retries=0)
+    without, _, _ = await played(renderer, ("g0.m1.",), updates=1, turn_timeout=0.6, retries=0)
     assert len(without[0][0].scored()) == 2

@@ -24,7 +24,6 @@ from agentrl.run.engine_choice import EngineChoice
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from tests.rollout.test_context_policies import TURNS, Endless, replayed
 
-pytestmark = pytest.mark.slow
 CONTEXT = 4096
 Played = tuple[Path, "Listening", dict[str, Trajectory]]
 """The model, the engine with what it was asked, and the episodes by name."""

@@ -12,8 +12,6 @@ from agentrl.rollout.engine import EngineStats, Sampling
 from agentrl.rollout.stats import EngineMeter
 from agentrl.run.run_log import shown_of, train_row
 
-pytestmark = pytest.mark.asyncio
-
 
 def prompt_of(length: int) -> list[int]:
     return [7 + 31 * place % 400 for place in range(length)]

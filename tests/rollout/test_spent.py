@@ -29,7 +29,7 @@ from agentrl.rollout.stats import RolloutStats
 from agentrl.run.metrics import info_of
 from agentrl.run.run_log import shown_of, thrown_away
 from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine, resume, trained
+from tests.rollout.conftest import FaultyEngine, resume, trained, until
 from tests.rollout.in_process import pool_in_process
 from tests.rollout.test_samplers import LENGTH
 
@@ -205,12 +205,9 @@ async def test_a_worker_tells_what_an_episode_that_is_cancelled_had_sampled(
     pool, _ = pool_in_process(engine, make, 1)
     await pool.start()
     task = asyncio.create_task(pool.play(Job("kv", EpisodeSpec(3, "train", 77, 0, "g0.m0.a0")), watch := Watch()))
-    async with asyncio.timeout(60):
-        while not engine.waits:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        while not watch.cut:
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.waits)
+    task.cancel()
+    await until(lambda: watch.cut)
     assert watch.cut == len(engine.first) == engine.of("g0.")
     await asyncio.sleep(0.1)
     assert watch.cut == len(engine.first), "told once"

@@ -17,7 +17,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from tests.players import collector_of, run_tasks
 from tests.publishing import exchange
-from tests.rollout.conftest import steps
+from tests.rollout.conftest import steps, until
 from tests.rollout.test_blame import DONE, Actor, play
 from tests.rollout.test_blame import room as room  # the fixture
 
@@ -100,9 +100,7 @@ async def test_a_publish_starts_what_the_bound_has_room_for(
 
     async def asked(most: int) -> set[str]:
         """The groups that asked, once so many did and others had time to."""
-        async with asyncio.timeout(60):
-            while len({key.split(".")[0] for key in engine.keys}) < most:
-                await asyncio.sleep(0.01)
+        await until(lambda: len({key.split(".")[0] for key in engine.keys}) >= most)
         await asyncio.sleep(0.2)
         return {key.split(".")[0] for key in engine.keys}
 
@@ -117,6 +115,6 @@ async def test_a_publish_starts_what_the_bound_has_room_for(
     assert after - trained == {f"g{1 + staleness}" for _ in range(started)}
 
 
-def test_training_episodes_are_of_one_task_of_the_train_split(room: Callable[..., EnvRef], renderer: Renderer) -> None:
-    members, _ = play(room(), renderer, {0: ["bye"], 1: ["bye"]})
+async def test_training_episodes_are_of_one_task_of_the_train_split(room: Callable[..., EnvRef], renderer: Renderer) -> None:
+    members, _ = await play(room(), renderer, {0: ["bye"], 1: ["bye"]})
     assert {(member.task.split, member.task.seed) for member in members} == {("train", members[0].task.seed)}

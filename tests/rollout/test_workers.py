@@ -32,7 +32,7 @@ from agentrl.rollout.workers.worker_pool import WorkerPool
 from agentrl.run.folder import lines
 from agentrl.utils.errors import ModelError, RenderError, WorkerDiedError, WorkerError
 from tests.publishing import exchange
-from tests.rollout.conftest import FaultyEngine
+from tests.rollout.conftest import FaultyEngine, until
 from tests.rollout.in_process import Make, TaskSeats, pool_in_process
 from tests.run.test_services import MARKED, plant
 
@@ -204,16 +204,13 @@ async def test_a_dead_worker_gives_its_episodes_back_with_the_same_seed_and_atte
     engine.gate.clear()
 
     async def kill(pool: Any) -> None:
-        while len(engine.asked) < 6:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(engine.asked) >= 6)
         victim = pool.workers[0]
         killed.append(victim.running)
         victim.seat.kill()
-        while engine.cancelled < 3:  # what it asked for is freed at the engine
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.cancelled >= 3)  # what it asked for is freed at the engine
         engine.gate.set()
-        while len(pool.workers) < 2 or not all(worker.settled.done() for worker in pool.workers):
-            await asyncio.sleep(0.001)
+        await until(lambda: len(pool.workers) == 2 and all(worker.settled.done() for worker in pool.workers))
 
     with caplog.at_level("WARNING", logger="agentrl"):
         found, pool = await updates(make, engine, 2, during=kill)
@@ -233,8 +230,7 @@ async def test_a_worker_that_is_not_heard_of_counts_as_dead(renderer: Renderer, 
         worker = pool.workers[1]
         receive = worker._channel._receive
         worker._channel._receive = lambda kind, fields: receive(kind, fields) if kind in ("call", "cancel") else None
-        while not pool.respawned:
-            await asyncio.sleep(0.01)
+        await until(lambda: pool.respawned)
 
     with caplog.at_level("WARNING", logger="agentrl"):
         found, pool = await updates(make, engine, 2, during=hang, timeout=0.8)
@@ -249,12 +245,10 @@ async def test_with_no_worker_left_the_run_ends_with_a_typed_error(renderer: Ren
 
     async def kill(pool: Any) -> None:
         for left in (2, 1):
-            while len(engine.asked) < 1 or not pool.workers[0].running:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.asked and pool.workers[0].running)
             assert len(pool.workers) == left
             pool.workers[0].seat.kill()
-            while len(pool.workers) == left:
-                await asyncio.sleep(0.001)
+            await until(lambda left=left: len(pool.workers) < left)
 
     said = r"no rollout worker is left: rollout worker 0 .* its process ended; rollout worker 1"
     with pytest.raises(WorkerDiedError, match=said):
@@ -294,8 +288,7 @@ async def test_a_cancelled_episode_is_torn_down_there_before_its_caller_goes_on(
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 5)
         assert seats.seats["worker 0"].core._channel.serving == {} and not pool.workers[0].running
-        while asked and not engine.cancelled:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.cancelled or not asked)
         assert watch.waiting() == "" and bool(engine.asked) is asked
 
 
@@ -307,8 +300,7 @@ async def test_what_episodes_elsewhere_wait_for_and_that_they_move_is_known_here
     engine.gate.clear()
     async with pooled(engine, envs(renderer), 2) as (pool, _):
         tasks = [asyncio.create_task(pool.play(job_of(m), watch)) for m in range(2)]
-        while "worker 1" not in watch.waiting() or "worker 0" not in watch.waiting():
-            await asyncio.sleep(0.005)
+        await until(lambda: "worker 1" in watch.waiting() and "worker 0" in watch.waiting())
         waits = watch.waiting()
         assert "episode g0.m0.a0 for 0 s on turn 0 at the engine" in waits and "(in worker 0)" in waits
         await asyncio.sleep(0.1)
@@ -341,8 +333,7 @@ async def test_jobs_go_where_the_fewest_run_and_groups_stay_together_if_workers_
     make = envs(renderer, CONFIG.model_copy(update={"max_episode_tokens": 500}))
     async with pooled(engine, make, 2, caches=together) as (pool, _):
         tasks = [asyncio.create_task(pool.play(job_of(*one), Watch())) for one in four]
-        while len(engine.asked) < 4:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(engine.asked) >= 4)
         homes = {key.partition("@")[0][:5]: key[-1] for key, _ in engine.asked}
         assert [homes[f"g{g}.m{m}"] for m, g in four] == list(wanted)
         engine.gate.set()
@@ -449,8 +440,7 @@ async def test_an_episode_and_a_turn_arrive_as_they_were() -> None:
     worker, arrived = await dial(door, "worker 0", {}), list[Any]()
     came[0].on["told"] = arrived.append
     worker.send("told", episode=sent, turn=turn)
-    while not arrived:
-        await asyncio.sleep(0.001)
+    await until(lambda: arrived)
     got, back = arrived[0]["episode"], arrived[0]["turn"]
     assert got == sent and got.reward == 0.30000000000000004
     assert np.array_equal(got.ledgers[2].experts, routed.experts) and got.ledgers[2].experts.dtype == np.int16

@@ -1,7 +1,5 @@
 """AppWorld as a suite: on a stand-in of its package always, on the package itself if AGENTRL_APPWORLD_PYTHON names its Python."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -139,22 +137,19 @@ async def test_more_episodes_than_processes_wait_and_a_world_that_dies_is_a_faul
     assert two.trajectory.stop is StopReason.ENV_ERROR
 
 
-def test_a_cancelled_step_leaves_no_answer_for_the_next_episode(root: Path) -> None:
+async def test_a_cancelled_step_leaves_no_answer_for_the_next_episode(root: Path) -> None:
     env = built(root, processes=1)
 
-    async def play() -> str:
-        await env.areset(seed=0)
-        step = asyncio.ensure_future(env.astep(execute("import time; time.sleep(30); print('late')")))
-        await asyncio.sleep(0.3)
-        step.cancel()
-        await asyncio.gather(step, return_exceptions=True)
-        await env.areset(seed=0)
-        shown: str = (await env.astep(execute("print('in time')")))[0][0].content
-        await env.aclose()
-        return shown
-
     began = time.monotonic()
-    assert asyncio.run(play()) == "in time\n"
+    await env.areset(seed=0)
+    step = asyncio.ensure_future(env.astep(execute("import time; time.sleep(30); print('late')")))
+    await asyncio.sleep(0.3)
+    step.cancel()
+    await asyncio.gather(step, return_exceptions=True)
+    await env.areset(seed=0)
+    shown: str = (await env.astep(execute("print('in time')")))[0][0].content
+    await env.aclose()
+    assert shown == "in time\n"
     assert time.monotonic() - began < 20, "nor does the next one wait for what was abandoned"
 
 
