@@ -1,4 +1,4 @@
-"""The network guard, here and in a network namespace whose own address does not route back; and the address that is told."""
+"""The network guard, also in a network namespace whose own address does not route back; the address that others come to."""
 
 import logging
 import os
@@ -79,7 +79,6 @@ def test_a_namespace_that_does_not_route_back_is_pinned_and_logged():
 
 
 @proof
-@pytest.mark.slow
 def test_a_run_works_in_that_namespace():
     done = in_namespace(RUN, broken=True, timeout=200)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
@@ -102,7 +101,7 @@ def test_an_address_that_is_not_ours_does_not_route_back():
     assert guard.routes_back("127.0.0.1") and not guard.routes_back("203.0.113.9", timeout=0.2)
 
 
-# -- the address that others are told to come to ---------------------------------------------------
+# -- the address that others come to ---------------------------------------------------
 
 
 def ray_of(nodes: list[tuple[str, bool]], own: str) -> Any:

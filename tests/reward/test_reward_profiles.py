@@ -153,11 +153,6 @@ def test_bfcl_multi_turn(turns, value):
     assert score("bfcl_multi_turn", rounds(*turns), WITH_REPLAY).value == value
 
 
-def test_bfcl_multi_turn_needs_an_episode_that_ends_by_itself():
-    cut = rounds([add(2, "2")], [], [add(3, "5"), add(1, "6")], stop=StopReason.MAX_TURNS)
-    assert score("bfcl_multi_turn", cut, WITH_REPLAY).value == 0
-
-
 @pytest.mark.parametrize(
     ("stop", "more", "value"), [(StopReason.MAX_TURNS, [gold(call("add", x=2))], 0), (StopReason.DONE, [], 1)]
 )
@@ -186,10 +181,12 @@ def test_tau_bench_is_a_product(total, said, outputs, value):
     assert score("tau_bench", trajectory, WITH_REPLAY).value == value
 
 
-def test_tau_bench_of_an_episode_that_was_cut_is_nothing():
+def test_an_episode_that_was_cut_is_worth_nothing():
     task_gold = {"calls": gold(call("add", x=2)), "outputs": []}
     cut = episode([call("add", x=2)], "Done.", task_gold=task_gold, state={"total": 2}, stop=StopReason.MAX_TURNS)
     assert score("tau_bench", cut, WITH_REPLAY).value == 0
+    cut = rounds([add(2, "2")], [], [add(3, "5"), add(1, "6")], stop=StopReason.MAX_TURNS)
+    assert score("bfcl_multi_turn", cut, WITH_REPLAY).value == 0
 
 
 def test_tau_bench_reads_what_was_said_and_not_what_went_with_a_call():

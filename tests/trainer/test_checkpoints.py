@@ -51,12 +51,17 @@ def test_a_failed_write_leaves_the_older_ones_and_a_full_disk_is_a_resource_erro
 
 
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    checkpoints = write(Checkpoints(tmp_path, keep=5), 1, 2, 3, 4)
+    checkpoints = write(Checkpoints(tmp_path, keep=5, keep_best=1), 1, 2, 3, 4, 5)
+    checkpoints.rate(5, 0.5)
+    assert checkpoints.best() == (5, 0.5)
+    (tmp_path / "step_000005" / MANIFEST).write_text('{"step": 5, "fi')
     (tmp_path / "step_000004" / MANIFEST).unlink()
     (tmp_path / "step_000003" / "actor" / "data.bin").write_bytes(b"x")
-    assert checkpoints.newest() == tmp_path / "step_000002"
+    assert checkpoints.newest() == tmp_path / "step_000002" and checkpoints.best() is None
     with pytest.raises(CheckpointError, match="whole ones: 1, 2"):
         checkpoints.at(3)
+    with pytest.raises(CheckpointError):
+        checkpoints.rate(5, 0.9)
     assert checkpoints.at(1).name == "step_000001"
 
 
@@ -66,16 +71,6 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
         (folder / "other").write_text("y")
     assert names(tmp_path) == ["step_000005"]
     assert (tmp_path / "step_000005" / "other").is_file()
-
-
-def test_a_torn_manifest_never_counts(tmp_path: Path) -> None:
-    checkpoints = write(Checkpoints(tmp_path, keep=3, keep_best=1), 1, 2)
-    checkpoints.rate(1, 0.5)
-    assert checkpoints.best() == (1, 0.5)
-    (tmp_path / "step_000001" / MANIFEST).write_text('{"step": 1, "fi')
-    assert checkpoints.best() is None and checkpoints.newest() == tmp_path / "step_000002"
-    with pytest.raises(CheckpointError):
-        checkpoints.rate(1, 0.9)
 
 
 def test_equal_scores_keep_the_newer(tmp_path: Path) -> None:

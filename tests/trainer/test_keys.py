@@ -19,7 +19,7 @@ from tests.trainer.learners import config_of, opened, role_of
 from tests.trainer.plain_trainer import Batch, PlainActor, PlainCritic, load, tokens_of
 from tests.trainer.train_batches import toy_critic, toy_optim, train_batch, trajectories
 
-STEPS = 3
+STEPS = 2
 TOTAL = 4  # of the run, for schedules
 
 # -- the policy ------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ OPTIM: dict[str, dict[str, Any]] = {
     "max_grad_norm": {"max_grad_norm": 1e-7},  # so small that AdamW's epsilon sees it: the plain step would be larger
     "warmup": {"warmup": 4},
     "schedule, linear": {"schedule": "linear"},
-    "schedule, cosine": {"schedule": "cosine", "warmup": 1},
+    "schedule, cosine": {"schedule": "cosine"},
 }
 ALGORITHM: dict[str, dict[str, Any]] = {
     "aggregate, sum": {"aggregate": "seq_mean_token_sum"},
@@ -83,7 +83,7 @@ def settings(optim: dict[str, Any] | None = None, algorithm: dict[str, Any] | No
 
 
 def learned(tiny: str, config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Weights after three steps of the learner, and its metrics."""
+    """Weights after the steps of the learner, and its metrics."""
     learner = opened(tiny, config)
     rows = [asyncio.run(learner.step(batch.copy(), step)) for step, batch in enumerate(batches(tiny))]
     return {name: tensor.double() for name, tensor in weights_of(learner.actors).items()}, rows
@@ -195,7 +195,7 @@ def critic_by_hand(tiny: str, critic: CriticConfig, algorithm: AlgorithmConfig) 
 
 @pytest.mark.parametrize("key", CRITIC)
 def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str, key: str) -> None:
-    """Values after three steps under [optim] warm-up; a key's own effect is hundreds of times the tolerance. An episode counts
+    """Values after both steps under [optim] warm-up; a key's own effect is hundreds of times the tolerance. An episode counts
     once, however many ledgers it has."""
     section = toy_critic(**{"lr": 1e-3, "clip": 0.02, **CRITIC[key]})
     usual = AlgorithmConfig(minibatch=4)
@@ -216,4 +216,4 @@ def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str
     assert key in ("nothing", "aggregate") or (expected - defaults).abs().mean() > 1e-3
     assert key != "aggregate" or abs(by_hand[0].losses[0] / by_hand[1].losses[0] - 1) > 1e-3
     assert [row["critic/optimizer_steps"] for row in rows] == [steps] * STEPS
-    assert [row["critic/lr"] for row in rows] == pytest.approx([0.5 * section.lr, section.lr, section.lr])
+    assert [row["critic/lr"] for row in rows] == pytest.approx([0.5 * section.lr, section.lr])
