@@ -1,7 +1,5 @@
 """An environment with two sides: the policy has the provider's tools, the user a phone."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

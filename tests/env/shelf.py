@@ -1,7 +1,5 @@
 """The environments of the shelf, for tests of each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """No tool and no hook can change a record, a task, or another episode, whatever it does with what it is given."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping

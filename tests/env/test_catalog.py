@@ -1,7 +1,5 @@
 """From id to environment: search order, lookalikes, references that travel, Gymnasium's registry."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """`env check`: the shelf passes, and each deliberately broken environment fails for its own reason."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An environment built directly is rewarded by the spec that its class names, as one that `make_env` built."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

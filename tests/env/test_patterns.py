@@ -1,7 +1,5 @@
 """Sampled values fit their schema: patterns, bounds, lengths, unique items, names of keys, references."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext

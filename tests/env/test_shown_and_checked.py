@@ -1,7 +1,5 @@
 """An environment whose tools check, answer and refuse as a benchmark does, and all that meets such tools."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from types import SimpleNamespace
@@ -25,7 +23,7 @@ from agentrl.reward import compile_spec
 AMOUNT = {"type": "dict", "properties": {"amount": {"type": "float"}}, "required": ["amount"]}
 
 
-def _pay(env: Bank, /, amount: float) -> str:
+def _pay(env: "Bank", /, amount: float) -> str:
     env.paid.append(amount)
     return "paid " * 400
 

@@ -1,7 +1,5 @@
 """The teacher every environment with gold turns has."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

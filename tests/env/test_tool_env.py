@@ -1,7 +1,5 @@
 """The episode: record, ends, faults, tear-down, and the Gymnasium face."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

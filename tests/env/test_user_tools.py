@@ -1,7 +1,5 @@
 """Users with tools of their own: who may call what, in which order calls are made and recorded, and what becomes of faults."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

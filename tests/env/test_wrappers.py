@@ -1,7 +1,5 @@
 """Wrappers: turns, tools, faults, prompts; each alone and stacked, forked and restored."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Small environments for the tests of the contract."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any

@@ -4,8 +4,6 @@ python -m tests.hostile.fuzz [--inputs 100000] [--only calls:] [--seed 0] [--job
 python -m tests.hostile.fuzz --again tests/hostile/corpus/NAME.json
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

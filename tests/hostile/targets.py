@@ -4,8 +4,6 @@ A target that needs a file, a body or a value makes it of the text. What it lets
 takes, text that a terminal cannot act on, arguments that fit their schema.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

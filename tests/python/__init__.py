@@ -1,7 +1,5 @@
 """Use from Python: what the tests of this folder share."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Callbacks and the filter of groups: when they are called, what they change, and what they raise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

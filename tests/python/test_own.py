@@ -1,7 +1,5 @@
 """Environments, rewards and policies that are defined in Python and in no file of a shelf."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

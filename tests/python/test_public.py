@@ -1,7 +1,5 @@
 """The public names and their signatures, kept on purpose: who changes one of them changes this list."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The step-wise loop: the same parts as a run's, the same digits, and calls out of order that say what is missing."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 `python tests/render/report_templates.py`. Each row says what the renderer must find out about a template by itself.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -3,8 +3,6 @@
 python .ci/templates.py all && python tests/render/report_templates.py
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A chat template that writes a date: every prompt of a run has the day on which it started."""
 
-from __future__ import annotations
-
 import json
 from datetime import date, datetime
 from pathlib import Path
@@ -33,7 +31,7 @@ class At(datetime):
     day = 26
 
     @classmethod
-    def now(cls, tz: Any = None) -> At:
+    def now(cls, tz: Any = None) -> "At":
         return cls(2026, 11, cls.day, 23, 59, 59)
 
 

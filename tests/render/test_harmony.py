@@ -1,7 +1,5 @@
 """gpt-oss against OpenAI's own harmony encoder (`oss-harmony`, which vLLM brings): equal prompts, turns that either reads."""
 
-from __future__ import annotations
-
 import datetime
 import json
 

@@ -4,8 +4,6 @@ Two things the published template does otherwise than that encoder, so the episo
 tool unquoted, and the list of tools before every user message that says what the last one says.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

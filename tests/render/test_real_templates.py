@@ -3,8 +3,6 @@
 Without them (`.ci/templates.py`) only agentrl's own, which `model.chat_template` names, are tested.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Functions that a child process can import: what `process=True` asks for."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

@@ -1,7 +1,5 @@
 """Tools in child processes: they answer, they can be killed, and what cannot run there is refused by name."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

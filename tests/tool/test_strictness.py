@@ -1,7 +1,5 @@
 """What a tool's arguments are checked against, apart from what is shown; and what a policy reads of an error."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

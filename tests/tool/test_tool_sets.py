@@ -1,7 +1,5 @@
 """The sets with a state: what they answer and refuse, limits that hold, and a state per episode and fork."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sqlite3

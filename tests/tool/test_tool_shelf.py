@@ -1,7 +1,5 @@
 """The shelf of tools: what they answer and what they refuse."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
