@@ -8,7 +8,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, chdir, closing
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -325,7 +325,7 @@ class RolloutJob:
             try:
                 if missing:
                     tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
-                    with last_words(unsaid(LATER)):
+                    with last_words(unsaid(LATER)), chdir("."):  # back to it afterwards: a tool may have left it
                         await while_ray_lives(self.play(session, missing))
             except WorkerDiedError as error:
                 raise WorkerDiedError(f"{error}; {LATER}") from error

@@ -14,6 +14,7 @@ from agentrl.cli.env import subject_of
 from agentrl.cli.main import main
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
+from agentrl.rollout.player import run_tasks
 from tests.conftest import proof
 from tests.strict_json import read_strictly
 
@@ -126,6 +127,19 @@ def test_episodes_of_a_script_hold_the_user_s_calls_and_parting(shelf: Path) -> 
     args = ["tests/Support-v0", "--policy", "gold", "-n", "2", "--split", "heldout"]
     assert main(["rollout", *args, "--out", "live"]) == 0
     assert all((len(row["user_calls"]), row["parting"]) == (1, "Bye.") for row in rows("live"))
+
+
+def test_a_tool_that_changes_the_working_folder_moves_no_result(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation ended without a report."""
+
+    async def elsewhere(*args: Any, **options: Any) -> Any:
+        played = await run_tasks(*args, **options)
+        monkeypatch.chdir("/")
+        return played
+
+    monkeypatch.setattr("agentrl.run.evaluate.run_tasks", elsewhere)
+    assert main(["eval", "tests/Support-v0", "--policy", "gold", "-n", "1", "--out", "live"]) == 0
+    assert len(rows("live")) == 1 and Path("live/report.json").is_file()
 
 
 def test_states_that_json_lacks_are_written_as_strict_json(shelf: Path) -> None:
