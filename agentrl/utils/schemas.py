@@ -579,7 +579,11 @@ def checked_validator(schema: Any) -> Any:
     """The same of anyone's schema. Raises BadSchemaError if it should not be used (`check_schema`), or is no JSON Schema."""
     check_schema(schema)
     plain = as_2020(schema)
-    if (fault := first_fault(_META, plain, at_once=False)) is not None:
+    try:
+        fault = first_fault(_META, plain, at_once=False)
+    except TimeoutError as late:
+        raise BadSchemaError("", str(late), "leave out what a model need not know") from None
+    if fault is not None:
         place = "".join(f"/{_escape_pointer(part)}" for part in fault.absolute_path)
         raise BadSchemaError(place, fault_words(fault, 300), "see https://json-schema.org/draft/2020-12")
     return validator(plain)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, field_validator
 from agentrl.data.trajectory import ToolCall
 from agentrl.env import Toolbox
 from agentrl.env.tools import Tool, read_signature, tool
+from agentrl.utils.errors import ToolSchemaError
 
 
 class Color(Enum):
@@ -279,3 +280,11 @@ def test_a_default_keeps_its_keys():
         """Keep a book."""
 
     assert read_signature(book, method=False).parameters["properties"]["data"]["default"] == {"title": "Emma", "by": "Austen"}
+
+
+def test_a_schema_that_takes_too_long_to_be_checked_is_refused_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an MCP server, say: a TimeoutError named neither the tool nor the fix, and ended a score of its calls."""
+    monkeypatch.setattr("agentrl.utils.schemas.SCHEMA_S", 0.0)
+    wide: dict[str, Any] = {"type": "object", "properties": {f"slow{i}": {"type": "integer"} for i in range(9)}}
+    with pytest.raises(ToolSchemaError, match=r"tool f: .* took longer than 0 s; leave out what a model need not know"):
+        Toolbox([Tool.from_schema("f", "", wide, print)])
