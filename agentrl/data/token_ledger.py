@@ -84,7 +84,7 @@ def encode_array(column: npt.NDArray[Any]) -> str:
 
 def decode_array(text: str, kind: str) -> npt.NDArray[Any]:
     """The numbers of a base64 text; `kind`: their type in numpy's words, little-endian. Raises ValueError."""
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind).astype(np.dtype(kind).newbyteorder("="), copy=False)
 
 
 # The ledger
@@ -298,11 +298,10 @@ class TokenLedger:
         cuts = np.flatnonzero((versions[1:] != versions[:-1]) | (turns[1:] != turns[:-1])) + 1
         # An empty ledger has no run: position 0 is outside of its columns.
         starts = np.concatenate(([0], cuts)) if len(versions) else cuts
-        counts = np.diff(np.append(starts, len(versions)))
         return {
             "token_ids": encode_array(self.token_ids),
             "logprobs": encode_array(self.logprobs[self.sampled]),
-            "spans": [list(run) for run in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(), strict=True)],
+            "spans": np.stack([np.diff(starts, append=len(versions)), turns[starts], versions[starts]], 1).tolist(),
             **packed_experts(self.experts),
             **({"images": [image.sha256 for image in self.images]} if self.images else {}),
         }
@@ -345,7 +344,6 @@ class TokenLedger:
             raise ValueError("ledger columns disagree on the sampled tokens: `sampled` must be set exactly where `versions` >= 0")
         ledger._append(lengths["token_ids"], found)
         if "experts" in row:
-            experts = decode_array(row["experts"], row["experts_type"]).reshape(row["experts_shape"])
-            ledger.add_experts(0, experts.astype(experts.dtype.newbyteorder("="), copy=False))
+            ledger.add_experts(0, decode_array(row["experts"], row["experts_type"]).reshape(row["experts_shape"]))
         ledger.images = tuple((images or {})[sha256] for sha256 in row.get("images", ()))
         return ledger
