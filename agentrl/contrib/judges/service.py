@@ -34,19 +34,11 @@ class Judges(Service):
             return ()
         from agentrl.contrib.judges.engines import OwnJudge
 
-        judges = [OwnJudge(run.config, name) for name in run.config.reward.judge.engines]
-        return [
-            SideEngine(
-                f"judge {one.name}",
-                "judge",
-                one.key,
-                one.own.engine,
-                one.as_policy().model,
-                one.maker,
-                f"concurrency = {one.own.concurrency}",
-            )
-            for one in judges
-        ]
+        found = []
+        for name, own in run.config.reward.judge.engines.items():
+            one, lower = OwnJudge(run.config, name), f"concurrency = {own.concurrency}"
+            found.append(SideEngine(f"judge {name}", "judge", one.key, own.engine, one.as_policy().model, one.maker, lower))
+        return found
 
     @classmethod
     def api_models(cls, run: RunServices, scorers: Mapping[str, Scorer]) -> Iterable[ApiModel]:

@@ -63,9 +63,8 @@ def remote_lines(start: RunStart) -> list[str]:
             card = ref.card()
             assert card is not None
             limits, tools = card["limits"], ", ".join(row["function"]["name"] for row in card["toolbox"]["rows"]) or "none"
-            has = " and ".join(
-                what for what, there in (("gold solutions", card["gold"]), ("a teacher", card["teacher"])) if there
-            )
+            there = {"gold solutions": card["gold"], "a teacher": card["teacher"]}
+            has = " and ".join(what for what in there if there[what])
             lines += [
                 f"environment: {ref.at.url} (agentrl {card['agentrl']}) has {card['env']['id']}, with "
                 f"{has or 'no gold solutions'}",
