@@ -13,8 +13,8 @@ from pathlib import Path
 
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import Identity, changes, check_resumed, differences, identity_of, later_changes
+from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
-from agentrl.run.config_file import load_whole
 from agentrl.run.digests import code_of, contents_of
 from agentrl.run.folder import DRIVER, RunFolder, lock_folder, stored_object
 from agentrl.trainer.checkpoint import Checkpoints, check_model
@@ -110,7 +110,7 @@ class Provenance:
     def differences(self, env: str) -> list[str]:
         """Differences from the run's own evaluations of an environment: the config's entry `env`, compared with the run's entry
         of that name, or else with that of the same id. Empty if nothing is, or if the run has no such environment."""
-        before = load_whole(self.folder.config)
+        before = with_absolute_paths(load_config(self.folder.config))
         (own,) = [entry for entry in self.config.envs if entry.called == env]
         theirs = [entry for entry in before.envs if entry.called == env] or [e for e in before.envs if _same_env(e.id, own.id)]
         if not theirs:

@@ -56,7 +56,7 @@ RESUME = {
 }
 """Of a resume with another setting."""
 EVAL = {
-    "exports": Writer("agentrl.run.provenance:_export_path"),
+    "exports": Writer("agentrl.run.provenance:export_run"),
     "evaluation's episodes": Writer("agentrl.run.evaluate:atomic_write", 3),
     "evaluation's report": Writer("agentrl.run.evaluate:redact_json"),
 }
