@@ -302,9 +302,5 @@ class Renderer(ABC):
 
 def characters(messages: Sequence[Message]) -> int:
     """The characters of messages, roughly: calls count as they were sampled."""
-    count = 0
-    for message in messages:
-        count += len(message.content) + len(message.reasoning or "")
-        for call in message.tool_calls:
-            count += len(call.raw)
-    return count
+    said = sum(len(message.content) + len(message.reasoning or "") for message in messages)
+    return said + sum(len(call.raw) for message in messages for call in message.tool_calls)

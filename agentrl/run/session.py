@@ -162,11 +162,8 @@ class Saver(Writes):
 
     def deserves(self, evaluated: Evaluation | None) -> bool:
         """Return True if these weights deserve a checkpoint of their own: better than all that are kept as best."""
-        score = self._score(evaluated)
-        if score is None or not self._config.checkpoint.keep_best:
-            return False
-        best = self._checkpoints.best()
-        return best is None or score > best[1]
+        score = self._score(evaluated) if self._config.checkpoint.keep_best > 0 else None
+        return score is not None and ((best := self._checkpoints.best()) is None or score > best[1])
 
     async def load(self) -> bool:
         """Load the newest complete checkpoint; False without one. Metrics after it are removed."""

@@ -135,19 +135,13 @@ def _signature_of(function: Callable[..., Any]) -> tuple[inspect.Signature, dict
 
 def answer_problem(answer: Any, method: Callable[..., Any], made: Any) -> str:
     """Text for an answer that the annotation of a base class's `method` does not allow, with FILE:LINE of the user's `made`."""
-    if _answer_test(method)(answer):
-        return ""
     hint = _signature_of(method)[1].get("return", Any)
+    if type(answer) is hint or _test_of(hint)(answer):
+        return ""
     if inspect.iscoroutine(answer):
         answer.close()
     shown, expected = "a coroutine" if inspect.iscoroutine(answer) else f"{answer!r:.80}", dict.fromkeys(_words_of(hint))
     return f"returned {shown}, expected {' or '.join(expected)}. Correct it at {place_of(made)}"
-
-
-@cache
-def _answer_test(method: Callable[..., Any]) -> Callable[[Any], bool]:
-    """The test of what a method returns, found without a look at its annotation: a hook's answer is checked at each call."""
-    return _test_of(_signature_of(method)[1].get("return", Any))
 
 
 def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> R:
@@ -167,7 +161,7 @@ def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> 
 
 @cache
 def _test_of(hint: Any) -> Callable[[Any], bool]:
-    """The test of an annotation, made once."""
+    """The test of an annotation, made once: a hook's answer is checked at each call."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
         return lambda value: value in parts
@@ -177,11 +171,9 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
     if kind is Any or not isinstance(kind, type):
         return lambda value: True
     if not issubclass(kind, Collection) or issubclass(kind, str):
-        kinds = _LIKE.get(kind, kind)
         # By its type first: a look at a protocol takes long. numpy's own truth is none of Python's.
-        return lambda value: (
-            type(value) is kind or isinstance(value, kinds) or (kind is bool and type(value).__name__ in ("bool", "bool_"))
-        )
+        kinds, names = _LIKE.get(kind, kind), ("bool", "bool_") if kind is bool else ()
+        return lambda value: type(value) is kind or isinstance(value, kinds) or type(value).__name__ in names
     if kind is tuple and parts and Ellipsis not in parts:
         each = [_test_of(part) for part in parts]
         return lambda value: (
@@ -198,8 +190,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
         )
     # An array is a list too.
     return lambda value: (
-        (type(value) is list or (isinstance(value, Collection) and not isinstance(value, Mapping | str)))
-        and (item is None or all(map(item, value)))
+        isinstance(value, Collection) and not isinstance(value, Mapping | str) and (item is None or all(map(item, value)))
     )
 
 

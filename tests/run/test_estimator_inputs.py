@@ -66,9 +66,8 @@ def one_update(cfg: TrainConfig) -> tuple[list[Group], Any, dict[str, float], Gr
                 await session.publish()
                 groups = await session.collector.collect()
                 resumed = GroupLedger(2, 0)
-                ledger = session.collector.ledger
-                written = json.loads(json.dumps([group.to_json() for group in ledger.complete_groups()]))
-                resumed.load_json(ledger.to_json(), map(Group.from_json, written))
+                written = json.loads(json.dumps([group.to_json() for group in groups]))
+                resumed.load_json(session.collector.ledger.to_json(), map(Group.from_json, written))
                 batch = make_batch(groups, cfg.algorithm.advantage)
                 return groups, batch, await session.learner.step(batch, 0), resumed
             finally:
