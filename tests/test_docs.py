@@ -133,12 +133,11 @@ def test_every_config_key_that_a_page_names_is_there(page: Path) -> None:
     assert not gone, gone
 
 
-def test_the_config_in_the_readme_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_in_the_readme_is_what_it_says(here: Path) -> None:
     section = (ROOT / "README.md").read_text().split("## Write a config", 1)[1].split("\n## ", 1)[0]
     [text] = re.findall(r"^```toml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    (tmp_path / "mine.toml").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    mine, base = (load_config(path, find=find_config) for path in (tmp_path / "mine.toml", find_config("quickstart")))
+    (here / "mine.toml").write_text(text)
+    mine, base = (load_config(path, find=find_config) for path in (here / "mine.toml", find_config("quickstart")))
     assert (mine.algorithm.advantage.name, mine.algorithm.loss.args) == ("rloo", {"clip_high": 0.28})
     assert mine.rollout == base.rollout and mine.name == "mine" and base.algorithm.advantage.name == "grpo"
 

@@ -4,8 +4,6 @@ If the two differ on purpose, the test says how, and holds that difference too. 
 `git show 2f51bbbe:tests/algorithm/fixtures/of_verl.py`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

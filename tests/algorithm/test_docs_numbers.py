@@ -1,7 +1,5 @@
 """The example of every row in the tables of docs/algorithms.md, computed."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -81,17 +81,16 @@ def test_a_resumed_run_asks_about_the_same_groups_again(tmp_path: Path) -> None:
         agentrl.train(resume=two.path, steps=3, overrides={"rollout.accept": None})
 
 
-def test_callbacks_and_a_filter_by_name_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "mine.py").write_text(PLUGIN)
+def test_callbacks_and_a_filter_by_name_from_a_config(here: Path) -> None:
+    (here / "plugins").mkdir()
+    (here / "plugins" / "mine.py").write_text(PLUGIN)
     more = {
         "rollout.accept": {"name": "above", "args": {"least": 0.45}},
         "callbacks": [{"name": "to_file", "args": {"path": "seen"}}],
     }
     run = agentrl.train(table(out="runs", **more))
     rows = [row for row in run.metrics if row["phase"] == "train"]
-    assert (tmp_path / "seen").read_text() == "".join(f"{row['step']} {row['groups_refused']:g} {row['step']}\n" for row in rows)
+    assert (here / "seen").read_text() == "".join(f"{row['step']} {row['groups_refused']:g} {row['step']}\n" for row in rows)
     assert sum(row["groups_refused"] for row in rows) > 0 and all(value > 0.45 for value in trained(run)[1])
     assert [(row["mine"], row["grad_norm"]) for row in rows] == [(1.0, 0.0)] * 2
     for key, value, message in [

@@ -70,13 +70,12 @@ def test_a_made_environment_gives_gold_the_reward_1() -> None:
         agentrl.make(lambda: Pick(), reward=SPEC)
 
 
-def test_a_home_folder_is_one_in_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_one_in_python_too(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was a folder named ~; an override `out` and the command line take it as well."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(here / "home"))
     agentrl.rollout(look_and_say, Pick, n=1, reward=SPEC, out="~/kept")
-    assert agentrl.load_run("~/kept").path == tmp_path / "home" / "kept"
-    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert agentrl.load_run("~/kept").path == here / "home" / "kept"
+    assert [path.name for path in here.iterdir()] == ["home"]
 
 
 def lambda_free_factory(most: int = 2) -> Pick:

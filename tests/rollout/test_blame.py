@@ -165,10 +165,9 @@ class Actor(FaultyEngine):
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnvRef]:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "envs" / "room").mkdir(parents=True)
-    (tmp_path / "envs" / "room" / "env.py").write_text(ENV)
+def room(here: Path) -> Callable[..., EnvRef]:
+    (here / "envs" / "room").mkdir(parents=True)
+    (here / "envs" / "room" / "env.py").write_text(ENV)
     return lambda **params: EnvRef("room", params)
 
 

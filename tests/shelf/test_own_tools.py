@@ -102,16 +102,15 @@ async def city(name):
 """
 
 
-def test_functions_of_the_run_answer_and_rows_cannot_name_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_tools_functions.py").write_text(FUNCTIONS)
-    monkeypatch.chdir(tmp_path)
+def test_functions_of_the_run_answer_and_rows_cannot_name_any(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "own_tools_functions.py").write_text(FUNCTIONS)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     with pytest.raises(ConfigError, match=r"functions\.age: cannot import .*; it is in this folder, .* with PYTHONPATH=\."):
-        make_env("own_tools", tasks=file(tmp_path, ROW), functions={"age": "own_tools_functions:age"})
-    monkeypatch.syspath_prepend(str(tmp_path))
+        make_env("own_tools", tasks=file(here, ROW), functions={"age": "own_tools_functions:age"})
+    monkeypatch.syspath_prepend(str(here))
     row = {key: value for key, value in ROW.items() if key != "answers"}
     functions = {"age": "own_tools_functions:age", "city": "own_tools_functions:city"}
-    env = make_env("own_tools", tasks=file(tmp_path, row), functions=functions)
+    env = make_env("own_tools", tasks=file(here, row), functions=functions)
     env.reset(seed=0)
     assert say(env, "age", name="ann") == "31" and "who is eve" in say(env, "age", name="eve")
     assert json.loads(say(env, "city", name="ann")) == {"city": "Rome"}
@@ -129,7 +128,7 @@ def test_functions_of_the_run_answer_and_rows_cannot_name_any(tmp_path: Path, mo
         ),
     ):
         with pytest.raises(error, match=said):
-            make_env("own_tools", tasks=file(tmp_path, task), functions=wrong)
+            make_env("own_tools", tasks=file(here, task), functions=wrong)
 
 
 def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> None:
@@ -156,13 +155,12 @@ def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> No
     ],
 )
 def test_a_row_that_does_not_go_with_the_run_s_tools_is_found_before_the_run(
-    tools: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tools: list[Any], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last of 30, which no check of a few tasks plays: it was found when its episode began, and was only unscored."""
-    monkeypatch.chdir(tmp_path)
     rows = [{**ROW, "id": str(number), "prompt": f"{number}?"} for number in range(29)]
     held = {**ROW, "id": "held", "prompt": "Held?", "split": "heldout"}
-    file(tmp_path, *rows, held, {**ROW, "id": "last", "prompt": "Last?", "tools": tools, "answers": [], "gold": {"answer": 1}})
+    file(here, *rows, held, {**ROW, "id": "last", "prompt": "Last?", "tools": tools, "answers": [], "gold": {"answer": 1}})
     plain = TRAIN.replace("varied.json", "own_tools").replace('[reward.python]\nvaried = "own_tools_varied:varied"\n', "")
     Path("run.toml").write_text(plain.replace("params = { }", 'params = { tasks = "rows.jsonl" }'))
     assert main(["train", "run.toml", 'tools.sets=["calculator"]', "health.max_unsolvable=1"]) == 2
@@ -306,9 +304,8 @@ def tools_of(row: dict[str, Any]) -> list[str]:
     return [tool["function"]["name"] for tool in row["tools"]]
 
 
-def test_a_run_offers_each_group_its_own_tools_which_the_viewer_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_run_offers_each_group_its_own_tools_which_the_viewer_shows(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(here))
     rows = trained("straight")
     by_task: dict[str, set[tuple[str, ...]]] = {}
     for row in rows:
@@ -333,9 +330,8 @@ def _prompts_hold_their_tools(rows: list[dict[str, Any]], run: str) -> None:
 
 
 @proof
-def test_a_resumed_run_offers_what_the_whole_one_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_resumed_run_offers_what_the_whole_one_did(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(here))
     whole = trained("whole")
     trained("cut", "run.toml", "name=cut", "steps=1")
     cut = trained("cut", "--resume", "runs/cut", "steps=2")

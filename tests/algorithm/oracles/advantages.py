@@ -4,8 +4,6 @@ An oracle takes the rows of a batch and its arguments, and gives one array a row
 where the advantage must be 0 without any rounding.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ Drawn whole with numpy, because ten thousand of them are wanted. A batch has 1 t
 binary; rewards on tokens that were not sampled; rows of an episode that are not neighbours; members that branched off others.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ loss, its one loss times the sum of its tokens' weights. `frozen` are log-probab
 holds still: an oracle's derivative is taken by central differences of `new` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

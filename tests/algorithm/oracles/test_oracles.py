@@ -3,8 +3,6 @@
 `make oracles` runs 10,000 batches for each; AGENTRL_ORACLE_CASES is their number.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable
