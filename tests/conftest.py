@@ -1,7 +1,5 @@
 """Shared by the whole suite."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -5,8 +5,6 @@ here. It is read all the same. A `text` block below commands is what they print:
 for anything.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib

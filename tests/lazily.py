@@ -1,7 +1,5 @@
 """Libraries that few tests want: every process of the suite imports every file of tests, and would pay for them."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

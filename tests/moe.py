@@ -1,7 +1,5 @@
 """Tiny random mixtures of experts, of each family whose checkpoints, routers or engines differ."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Python files as trees, for tests that read code. One process plays them all (SOURCES in conftest.py): a file is parsed once."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

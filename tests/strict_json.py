@@ -1,7 +1,5 @@
 """JSON by its RFC (8259), read as a strict program reads it, to hold what agentrl writes to it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The benchmark book: docs say what the results' files say, and what got worse is named."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Features of `agentrl.contrib` are optional: without a folder of it everything else works as before."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What CONTRIBUTING.md says of adding something is enough: its blocks are applied to a copy of the tree, and its commands run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,7 +21,7 @@ NAMES = ["advantage", "loss", "reward leaf", "environment", "engine", "config ke
 SHOWN = ("config key",)
 """Of which `make test` follows the recipe; the others are proofs."""
 TOPS = ("agentrl", "envs", "tools", "rewards", "configs", "docs", "tests", "examples")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 Run = Callable[[list[str], Path], tuple[int, str]]

@@ -1,7 +1,5 @@
 """The controls of `benchmarks/curves.py`: what the random reward may depend on, and how its curves are judged."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

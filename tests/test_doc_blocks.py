@@ -5,8 +5,6 @@
 as does all else that is fenced. What cannot run here says why, in the page.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

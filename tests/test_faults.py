@@ -1,7 +1,5 @@
 """The list of known faults fits the code; `make faults` tries whether the tests see them."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

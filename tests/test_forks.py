@@ -3,8 +3,6 @@
 What its parent used before must work in it: pools, loops, and locks that another thread held at that moment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Images of messages: what is taken, where they stand, and that they arrive whole wherever an episode goes."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

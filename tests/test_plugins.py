@@ -1,8 +1,6 @@
 """One file brings an estimator, a loss, a sampler, a context policy, a wrapper, a route, a tracker, an engine or a training
 engine, by name; what it needs and what it is are honoured by the checks before a run, and by the run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -195,12 +193,11 @@ SMALL = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "plugins").mkdir()
+def shelf(here: Path) -> Path:
+    (here / "plugins").mkdir()
     for name, source in FILES.items():
-        (tmp_path / "plugins" / f"{name}.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (here / "plugins" / f"{name}.py").write_text(source)
+    return here
 
 
 def run_of(*overrides: str, **sections: Any) -> TrainConfig:
@@ -336,10 +333,9 @@ def test_a_plugin_of_another_folder_is_gone(tmp_path: Path, monkeypatch: pytest.
     assert POLICY_LOSSES.entry("half").name == "half"
 
 
-def test_what_is_no_file_of_python_in_plugins_stops_no_run_or_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_file_of_python_in_plugins_stops_no_run_or_is_named(here: Path) -> None:
     """An editor's lock is a link to nowhere, `.#mine.py`; another leaves a byte order mark; a file may be no text at all."""
-    (folder := tmp_path / "plugins").mkdir()
-    monkeypatch.chdir(tmp_path)
+    (folder := here / "plugins").mkdir()
     (folder / ".#mine.py").symlink_to("user@host.1")
     (folder / "folder.py").mkdir()
     source = "from agentrl.trainer.algorithms import ADVANTAGES\n@ADVANTAGES.register(name='marked')\ndef marked(batch): ...\n"

@@ -1,7 +1,5 @@
 """Cores, threads and number types: what is chosen on a CPU, and for whom."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """A proxy in the environment: what listens on this machine is asked directly, and errors name the proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

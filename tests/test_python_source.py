@@ -1,7 +1,5 @@
 """A parse within another, which Python 3.11 answers with a SystemError."""
 
-from __future__ import annotations
-
 import ast
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Distinct keys are planted wherever a secret may be, and looked for in everything that leaves the process."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

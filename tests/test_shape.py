@@ -1,7 +1,5 @@
 """The shape of the project: which room may import which, and what importing agentrl costs."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

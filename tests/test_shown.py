@@ -1,7 +1,5 @@
 """What a terminal is told: nothing of a policy, a tool, a file or a server acts on it, by whichever door it goes."""
 
-from __future__ import annotations
-
 import ast
 import io
 import logging

@@ -1,7 +1,5 @@
 """Spans lie in what was open where they began, cost nothing if nobody listens, and are in this process's time."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Iterator

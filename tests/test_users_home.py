@@ -1,7 +1,5 @@
 """The suite sees nothing of who runs it: no home, no keys, no settings of agentrl or of the programs around it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The watchdog of an event loop names the call that keeps the loop from turning, while it does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

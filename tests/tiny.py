@@ -1,7 +1,5 @@
 """The tiny model that most tests train; the fixture `tiny` is the folder of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from agentrl.config.schema import InitModelConfig

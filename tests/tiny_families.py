@@ -1,7 +1,5 @@
 """Tiny random models of several families, with the packaged tokenizer, in folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Of runs that are killed or only counted, of tests and of benchmarks: a model that knows nothing, a reward that differs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MODEL = """\

@@ -4,8 +4,6 @@ Each is `agentrl train` in a session of its own, with a folder of temporary file
 uses; what is left of it can so be told from what others have.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -30,7 +30,7 @@ from tests.cluster.cluster_workers import Plain, Summing
 from tests.cluster.mortal_workers import Mortal
 from tests.cluster.test_strategies import SIZES, check_every_strategy
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.fixture(scope="module")

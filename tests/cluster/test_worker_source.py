@@ -12,7 +12,6 @@ import pytest
 import agentrl
 from tests.conftest import proof
 
-pytestmark = pytest.mark.slow
 ROOT = Path(agentrl.__file__).parents[1]
 DRIVER = """
 import json, os, sys

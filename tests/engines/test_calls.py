@@ -1,15 +1,11 @@
 """Requests under way: an aborted one ends as such, a cancelled caller takes its request with it, and nothing stays behind."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 
 from agentrl.engines.api_models import FunctionEngine, Transcript
 from agentrl.rollout.engine import Generation, Sampling
-
-pytestmark = pytest.mark.asyncio
 
 
 class Held:

@@ -21,8 +21,6 @@ from tests.engines.text_contract import TextContract
 from tests.publishing import publish
 from tests.trainer.tiny_families import FAMILIES, VOCAB, tiny_model
 
-pytestmark = pytest.mark.asyncio
-
 
 @pytest.fixture(params=["on the loop", "in a thread"])
 def passes(request, monkeypatch):

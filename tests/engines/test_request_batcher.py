@@ -1,7 +1,5 @@
 """Requests travel together and answers come back as they are ready; each caller hears of its own, whatever happens."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -22,7 +20,7 @@ class Local:
         self.breaks = breaks
         self.generate_many = self
 
-    def options(self, num_returns: str) -> Local:
+    def options(self, num_returns: str) -> "Local":
         assert num_returns == "streaming"
         return self
 

@@ -28,7 +28,7 @@ from tests.engines.vllm_parts import CONTEXT, running_vllm, skip_without_vllm
 from tests.players import collector_of
 from tests.publishing import exchange, publish
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 skip_without_vllm()
 

@@ -4,8 +4,6 @@ No GPU is needed: these are arguments and sums. The model is Qwen3-8B's shape: 2
 numbers a token, 147,456 bytes in bfloat16.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

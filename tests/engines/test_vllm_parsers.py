@@ -17,8 +17,6 @@ from tests.render.families import FAMILIES
 from tests.render.render_conversations import TOOLS
 from tests.render.render_tokenizers import build_tokenizer
 
-pytestmark = pytest.mark.slow
-
 skip_without_vllm()
 
 

@@ -1,7 +1,5 @@
 """Which vLLM is taken, and how a replica reads a turn's tokens and their versions, with a stand-in for vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import tomllib
 from contextlib import nullcontext

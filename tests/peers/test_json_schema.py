@@ -4,8 +4,6 @@ npm's `@json-schema-org/tests` has no tests itself (it installs them from GitHub
 same suite, with the newer drafts. A case is equal, refused by name (BadSchemaError), or not offered; anything else fails.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

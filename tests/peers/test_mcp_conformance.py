@@ -5,8 +5,6 @@
 the error names the reason), and what is not offered.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

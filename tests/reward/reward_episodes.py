@@ -1,7 +1,5 @@
 """Small episodes for the reward tests, written down turn by turn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 It knows the leaves that the random specs of the property tests use. Assignments are found by trying them all.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

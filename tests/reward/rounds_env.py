@@ -1,7 +1,5 @@
 """A cabinet of drawers, with a user of several rounds who brings tools along: what replays by round are tested on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agentrl.contrib.users import ModelUser

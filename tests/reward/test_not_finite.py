@@ -1,7 +1,5 @@
 """A reward that is no finite number is no reward: the episode is unscored, with the cause, and is in no group's baseline."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -81,7 +81,6 @@ def nodes(draw, depth=3, scope="episode"):
     return {"op": op, "of": of, **mods}
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None)
 @given(nodes(), episodes)
 def test_the_compiled_spec_agrees_with_the_reference_evaluator(root, trajectory):
@@ -140,7 +139,6 @@ def test_a_damaged_spec_is_refused_with_its_place_or_scores_without_a_crash(brok
     assert score.value is None or math.isfinite(score.value)
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(200), deadline=None)
 @given(nodes(), episodes)
 def test_scores_stay_in_the_declared_range_and_evidence_is_json(root, trajectory):

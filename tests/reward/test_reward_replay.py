@@ -1,7 +1,5 @@
 """Gold replays: once for a task, however many members its group has; a replay environment's fault is null, never 0."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

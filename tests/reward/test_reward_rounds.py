@@ -1,7 +1,5 @@
 """Replays by round: they go through the episode's rounds, with the tools and the state that its user's turns bring."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

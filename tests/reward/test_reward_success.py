@@ -1,7 +1,5 @@
 """Success is told apart from reward: a `success` node, or the task part of the root."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Leaves that read the simulated user's calls, calls that serve several expected ones, and text beside a call."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

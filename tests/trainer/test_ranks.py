@@ -15,7 +15,7 @@ from tests.publishing import weights_of
 from tests.trainer.learners import start
 from tests.trainer.ranks import ENGINES, FAMILIES, KILLED, LAYOUTS, LOADS, LOSSES, SHARDED, SPREAD
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = pytest.mark.timeout(450)
 WHAT = [
     (layout, what)
     for layout, (_, model, _) in LAYOUTS.items()

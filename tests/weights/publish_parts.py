@@ -1,7 +1,5 @@
 """A trained actor, and how far an engine's logprobs are from its own."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import nn

@@ -4,8 +4,6 @@ Where a GPU would be, there are tensors in host memory, and where CUDA would map
 real, vLLM's engines for such transfers too. tests/gpu proves the rest on a card.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 from base64 import b64encode

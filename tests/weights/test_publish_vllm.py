@@ -2,8 +2,6 @@
 
 Adapters alone are in tests/e2e/test_sampling_paths.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -28,7 +26,7 @@ from tests.engines.vllm_parts import skip_without_vllm
 from tests.trainer.train_batches import toy_optim
 from tests.weights.publish_parts import Counting, gap, ledger_of, trained
 
-pytestmark = [proof, pytest.mark.asyncio]
+pytestmark = proof
 
 skip_without_vllm()
 
