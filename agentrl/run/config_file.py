@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean
-from agentrl.utils.files import remove
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -107,7 +106,7 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
         with lock_folder(target):
             # Last what makes it a run, and its lock: cut short, it is removed by the next. The folder may be a link, and stays.
             for path in sorted(target.iterdir(), key=lambda path: path.name in ("config.toml", LOCK)):
-                remove(path)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder = RunFolder.create(config, origins)
     try:
         Provenance(folder, config).write()

@@ -30,7 +30,7 @@ from agentrl.config.schema import KeepConfig
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.trainer.checkpoint import MANIFEST
 from agentrl.utils.errors import ConfigError, DiskFullError, ResourceError, RunFolderError
-from agentrl.utils.files import atomic_write, disk_full, full_text, naming, open_plain, plain_file, read_plain, remove
+from agentrl.utils.files import atomic_write, disk_full, full_text, naming, open_plain, plain_file, read_plain
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.redaction import redact, redact_json, redact_said
 from agentrl.utils.terminal import safe
@@ -59,7 +59,7 @@ def lock_folder(folder: Path, otherwise: str = "", *, wait: bool = False) -> Ite
         file.truncate()
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else "Python"  # embedded, it may have none
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}, file)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": redact_said(command)}, file)
         file.flush()
         yield
 
@@ -209,9 +209,7 @@ class RunFolder:
             folder.trajectories.mkdir(parents=True)
             atomic_write(folder.config, text, private=True)
         except OSError as error:
-            if (
-                isinstance(error, FileExistsError) and folder.trajectories.exists()
-            ):  # since `check_free`, by another process, whose folder it is
+            if isinstance(error, FileExistsError) and folder.trajectories.exists():  # another process's, since `check_free`
                 raise NameTakenError(f"{folder.path}: another run of that name has just begun. Choose name=NAME") from None
             shutil.rmtree(folder.path, ignore_errors=True)
             if disk_full(error):
@@ -309,7 +307,7 @@ class RunFolder:
             return
         for path in self.final.iterdir():
             if path.name == MANIFEST or not (path.is_file() and not path.is_symlink()):
-                remove(path)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def rotate(self, keep: KeepConfig, step: int) -> None:
         """Remove the episodes, and what training made of their tokens, of updates and evaluations up to `step` that are more than

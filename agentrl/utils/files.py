@@ -51,11 +51,6 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
 def full_text(path: Path | str, then: str) -> str:
     """One line for a full disk: the file or folder, how much is free there, and what to do."""
     there = Path(path).absolute()

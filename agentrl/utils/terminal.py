@@ -60,9 +60,8 @@ def console(*, gone: str = "", **options: Any) -> Console:
     wrapped, unless COLUMNS says otherwise: rich takes 80 columns there, and breaks the names of episodes and models in two."""
     found: Console = _console_class()(**{"emoji": False, **options})
     found.gone = gone  # type: ignore[attr-defined]
-    sized = "width" in options or os.environ.get("COLUMNS", "").strip(
-        "0"
-    )  # 0: a terminal without a size; rich would show nothing
+    # 0 columns are those of a terminal without a size; rich would show nothing.
+    sized = "width" in options or os.environ.get("COLUMNS", "").strip("0")
     if not (found.width and (found.is_terminal or sized)):
         found.width = 80 if found.is_terminal else _ENDLESS
     return found
