@@ -75,9 +75,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_model(folder: Path) -> None:
-    """`check_intact` of a model folder of a run, if it has a manifest. Raises CheckpointError."""
+    """`check_intact` of a model folder of a run, if it has a manifest. Raises CheckpointError, with what to do."""
     if os.path.lexists(folder / MANIFEST):
-        check_intact(folder)
+        try:
+            check_intact(folder)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{problem}. Copy the folder back") from None
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
