@@ -362,7 +362,7 @@ def _in_nfc(made: Made) -> Made:
     call = made.call
     if call.name.isascii() and "".join(call.arguments or ()).isascii():
         return made
-    arguments = None if call.arguments is None else dict(with_nfc_keys(call.arguments))
+    arguments = call.arguments and dict(with_nfc_keys(call.arguments))
     return made._replace(call=replace(call, name=exact(call.name), arguments=arguments))
 
 
