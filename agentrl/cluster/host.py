@@ -127,8 +127,7 @@ class Host:
         try:
             self._roles[role] = cls(context)
         except Exception as error:
-            label = f"group {role!r}: {cls.__name__}.__init__, rank {context.rank}"
-            raise failure(label, error) from None
+            raise failure(f"group {role!r}: {cls.__name__}.__init__, rank {context.rank}", error) from None
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a plain function in this process, for no role in particular."""
@@ -160,8 +159,7 @@ class Host:
                     stack.enter_context(around(worker, method))
                 return to_wire(getattr(worker, method)(*batch, *args, **kwargs))
         except Exception as error:
-            label = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
-            raise failure(label, error) from None
+            raise failure(f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}", error) from None
 
 
 def to_wire(value: Any) -> Any:

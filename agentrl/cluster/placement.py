@@ -621,8 +621,7 @@ class Pools:
 
     def _uses_cards_of_others(self, role: str) -> bool:
         """Return True if a role's own processes are next to those of other roles, which hold the GPUs."""
-        name = self._pool_of[role]
-        return role in self._beside and self._held[name].gpus > 0
+        return role in self._beside and self._held[self._pool_of[role]].gpus > 0
 
     def close(self) -> None:
         """End what still runs in the pools and release their resources; idempotent."""

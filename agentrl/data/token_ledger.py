@@ -194,8 +194,7 @@ class TokenLedger:
         Raises ValueError if an id does not fit int32, or `turn` is negative or above `MAX_TURN`.
         """
         ids = numbers(token_ids, np.int32)
-        given = {"token_ids": ids, "sampled": False, "logprobs": 0.0, "versions": -1, "turns": turn}
-        self._append(len(ids), given)
+        self._append(len(ids), {"token_ids": ids, "sampled": False, "logprobs": 0.0, "versions": -1, "turns": turn})
         self.images += images_in(token_ids)
 
     def append_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn: int) -> None:
@@ -216,8 +215,7 @@ class TokenLedger:
         if n and int(weights.min()) < 0:
             raise ValueError("a sampled token needs the version (>= 0) of the weights that sampled it")
         ids = numbers(token_ids, np.int32)
-        given = {"token_ids": ids, "sampled": True, "logprobs": found, "versions": weights, "turns": turn}
-        self._append(n, given)
+        self._append(n, {"token_ids": ids, "sampled": True, "logprobs": found, "versions": weights, "turns": turn})
 
     def _append(self, count: int, given: Mapping[str, Any]) -> None:
         """Add `count` tokens; per column, `given` has an array or one value for all of them."""

@@ -132,8 +132,7 @@ def as_object(function: Callable[..., Any], hidden: Sequence[str] = ()) -> Check
             return Problem("wrong_type", f"expected object, got {_short(arguments)}")
         for name in hidden:
             if name in arguments:
-                said = f"{called}() got an unexpected keyword argument {name!r}"
-                return Problem("unexpected_argument", said)
+                return Problem("unexpected_argument", f"{called}() got an unexpected keyword argument {name!r}")
         return None
 
     return check

@@ -65,8 +65,7 @@ class ToolWrapper(ToolEnv):
         return {name: value for name, value in self.__dict__.items() if name not in _THROUGH}
 
     def snapshot(self) -> Snapshot:
-        parts = {"inner": self.env.snapshot(), "own": copy.deepcopy(self._own())}
-        return Snapshot(type(self).__name__, parts)
+        return Snapshot(type(self).__name__, {"inner": self.env.snapshot(), "own": copy.deepcopy(self._own())})
 
     def restore(self, snapshot: Snapshot) -> None:
         if snapshot.owner != type(self).__name__:

@@ -119,8 +119,7 @@ class Codec:
         self._strip_after = {entry.content for entry in entries.values() if entry.rstrip}
         self._strip_before = {entry.content for entry in entries.values() if entry.lstrip}
         # The unknown token is what ordinary text may become, and it ends no turn.
-        unknown = tokenizer.unk_token_id
-        self._forbidden = {self.added[content] for content in self.control} - {unknown}
+        self._forbidden = {self.added[content] for content in self.control} - {tokenizer.unk_token_id}
         longest_first = sorted(self.added, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._plain = plain_tokenizers(self._full, self.control)

@@ -178,8 +178,7 @@ _GLM_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>
 
 def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
     """Strings are written as they are and all else as JSON, so values are read by the tools' schemas as in `parse_qwen_xml`."""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    known = schemas if tools else None
+    known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools} if tools else None
     return closed_blocks(text, OPEN, CLOSE, lambda body, raw, call_id: [_call(body, raw, call_id, known)])
 
 
@@ -227,8 +226,7 @@ _PARAMETER, _PARAMETER_END = re.compile(r"\s*<parameter=([^>\n]*)>\n?"), "</para
 def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
     """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`. A value is read as the type that
     the tool's schema declares (`argument_value`); without any tools, as JSON if it is valid JSON and else as a string."""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    known = schemas if tools else None
+    known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools} if tools else None
 
     def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
         wrapped = text.startswith(OPEN, start)

@@ -146,8 +146,7 @@ class _Builder:
         # One such leaf sends the whole spec to a thread: a pass over the tree is not divided.
         self.blocking = self.blocking or leaf.blocks()
         referring = [key for key, value in args.items() if any(is_ref(ref) for _, ref in references(value))]
-        readers = {key: _reader(args[key], key in cls.optional) for key in referring}
-        return LeafNode(pointer, mods, leaf, readers)
+        return LeafNode(pointer, mods, leaf, {key: _reader(args[key], key in cls.optional) for key in referring})
 
     def _reachable(self, value: Json, pointer: str, scope: str) -> None:
         """References to a turn or a call need the scope of a turn or a call."""

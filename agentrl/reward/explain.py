@@ -233,8 +233,7 @@ def _score_lines(scorer: Scorer | None, path: str, lines: Lines) -> list[dict[st
         try:
             scores += scorer.score_group(some) if scorer.compares else [scorer.score(one) for one in some]
         except JudgeBudgetError as error:
-            why = {"spec": scorer.name, "value": None, "unscored": str(error)}
-            scores += [Score(None, evidence=why)] * len(some)
+            scores += [Score(None, evidence={"spec": scorer.name, "value": None, "unscored": str(error)})] * len(some)
     return [
         {
             "row": number,

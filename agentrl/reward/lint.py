@@ -184,8 +184,7 @@ def _reach(node: Node) -> Iterator[LintFinding]:
         if linear and child.mods.weight == 0.0:
             yield LintFinding("error", "dead-weight", child.pointer, f"a weight of 0 takes it out of the {node.label}")
         elif not linear and child.mods.weight != 1.0:
-            message = f"{node.label!r} does not use weights (sum and mean do)"
-            yield LintFinding("error", "dead-weight", child.pointer, message)
+            yield LintFinding("error", "dead-weight", child.pointer, f"{node.label!r} does not use weights (sum and mean do)")
     if isinstance(node, GateNode):
         low, high = node.test.range()
         if high < node.gte - _EPS:
@@ -201,11 +200,9 @@ def _reach(node: Node) -> Iterator[LintFinding]:
             yield LintFinding("error", "never-true", child.pointer, message)
         others = [(a, b) for other, a, b in ranges if other is not child]
         if node.label == "max" and any(high <= a + _EPS for a, _ in others):
-            message = "another part is never below it, so it never is the max"
-            yield LintFinding("error", "never-decides", child.pointer, message)
+            yield LintFinding("error", "never-decides", child.pointer, "another part is never below it, so it never is the max")
         if node.label == "min" and any(low >= b - _EPS for _, b in others):
-            message = "another part is never above it, so it never is the min"
-            yield LintFinding("error", "never-decides", child.pointer, message)
+            yield LintFinding("error", "never-decides", child.pointer, "another part is never above it, so it never is the min")
         if node.label == "product" and high - low <= _EPS and abs(low) <= _EPS:
             yield LintFinding("error", "constant-output", child.pointer, "is always 0, and so is the product")
 

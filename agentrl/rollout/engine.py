@@ -312,8 +312,7 @@ def derive(*parts: int | str) -> int:
     Unlike `hash()` it is the same in every process, and unlike a sum of the parts it does not give neighboring streams
     the same seed.
     """
-    text = "/".join(map(str, parts))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 1
 
 
 # Which of an engine's replicas a request goes to: there where its prompt is cached, as long as the load allows.

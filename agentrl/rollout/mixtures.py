@@ -322,8 +322,7 @@ class MixedTasks:
     def finish(self, index: int, success: float | None, tokens: int) -> None:
         """A group finished with this share of successes (None: unknown) and this many sampled tokens."""
         name, place = self._places.pop(index)
-        whole = self.sources[name].finish(place, success)
-        self._outcomes.append(EnvOutcome(index, name, whole, tokens))
+        self._outcomes.append(EnvOutcome(index, name, self.sources[name].finish(place, success), tokens))
 
     def forget(self, index: int) -> None:
         """A group that failed, went stale or was cancelled says nothing about its task, nor about its environment."""

@@ -384,8 +384,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         opened.push_async_callback(saver.close)
         tracing = None
         if config.traces is not None or config.profile is not None:
-            run = TrackedRun(folder, config)
-            tracing = TRACING.entry(SPANS).make(run, engine_name, learner.groups, display.warn)
+            tracing = TRACING.entry(SPANS).make(TrackedRun(folder, config), engine_name, learner.groups, display.warn)
             opened.callback(tracing.close)
         watchdog = LoopWatchdog(SLOW_LOOP, display.warn)
         opened.callback(watchdog.stop)

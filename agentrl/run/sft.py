@@ -61,8 +61,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             with session.display.doing("gate", ended.__str__, watch.waiting):
                 found, shut = await _gate(session, ended, watch)
             success = found.success
-            seconds = time.monotonic() - began
-            row = evaluation_row(found, kinds_of(session.envs), seconds)
+            row = evaluation_row(found, kinds_of(session.envs), time.monotonic() - began)
             run_log.row("gate", step, row | service_metrics(session))
             if not shut:
                 break

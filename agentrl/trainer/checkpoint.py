@@ -186,8 +186,7 @@ class Checkpoints:
         Raises CheckpointError if it is missing or damaged.
         """
         path = self.at(step)
-        manifest = read_manifest(path)
-        write_manifest(path, {**manifest, "score": score})
+        write_manifest(path, {**read_manifest(path), "score": score})
         self._prune()
 
     def newest(self) -> Path | None:

@@ -265,8 +265,7 @@ class Learner:
             measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
             # Adapted only after a step that was taken: without one the policy, and so its KL, has not changed.
             if measured is not None and learned.get("optimizer_steps", 0) > 0:
-                episodes = int(view.episode.max()) + 1
-                self.kl_coef = adapted_kl_coef(self.kl_coef, measured, episodes, self.algorithm.kl)
+                self.kl_coef = adapted_kl_coef(self.kl_coef, measured, int(view.episode.max()) + 1, self.algorithm.kl)
         if (heat := scheduled_temperature(self.config.rollout, step)) is not None:
             metrics["temperature"] = heat
         if self.algorithm.entropy_target is not None:

@@ -240,8 +240,7 @@ class CallsMatch(Leaf):
         self.assign = str(args.get("assign", "optimal"))
         self.credit = str(args.get("credit", "all"))
         self.by = str(args.get("by", "assistant"))
-        values = EqualityRule.of(args, self.form.strings)
-        self.rule = CallRule(self.form, str(args.get("arguments", "exact")), values)
+        self.rule = CallRule(self.form, str(args.get("arguments", "exact")), EqualityRule.of(args, self.form.strings))
         self.rules = {language: replace(self.rule, language=language) for language in self.form.languages or ("python",)}
         if not self.form.languages and ("declared" in args or "language" in args):
             raise ValueError(f"form: {name} reads no declarations, so declared and language have no effect (form: bfcl does)")

@@ -204,8 +204,7 @@ def _plain(value: Any, at: tuple[str, ...]) -> Any:
         return value
     name = give(value)
     if at == ("env",):
-        short = name.partition(":")[2]
-        return {"id": name, "name": short}
+        return {"id": name, "name": name.partition(":")[2]}
     if at[-1] in ("id", "name", "python", "path", "reward", "use") or "python" in at or at[-1] == "args":
         return name
     return {"name": name}

@@ -155,8 +155,7 @@ async def _play(config: TrainConfig, request: RolloutRequest, out: str | Path | 
     with tempfile.TemporaryDirectory(prefix=f"agentrl-{request.purpose}-") as folder:
         request = replace(request, out=Path(folder if out is None else out).expanduser())
         checked = await in_thread("load", check_eval, config, request.purpose)
-        display = Display(console(quiet=True) if quiet else None)
-        job = RolloutJob(checked, request, display)
+        job = RolloutJob(checked, request, Display(console(quiet=True) if quiet else None))
         report: dict[str, Any] | None = {}
         if request.purpose == "eval":
             report = await job.evaluate()

@@ -229,8 +229,7 @@ def episodes(batch: AdvantageInput) -> Episodes:
     scored = ~torch.isnan(batch.reward)
     # Keys are unique over (group, member), so an episode of several ledgers counts once in its group's mean.
     unique, index = torch.unique(_keys(batch)[scored], dim=0, return_inverse=True)
-    scored_rows = torch.arange(rows)[scored]
-    first = torch.full((len(unique),), rows).scatter_reduce(0, index, scored_rows, reduce="amin")
+    first = torch.full((len(unique),), rows).scatter_reduce(0, index, torch.arange(rows)[scored], reduce="amin")
     sampled = row_counts(batch.mask, batch.offsets)[scored]
     tokens = torch.zeros(len(unique), dtype=torch.int64).index_add(0, index, sampled)
     names, group = torch.unique(unique[:, 0], return_inverse=True)

@@ -171,8 +171,7 @@ def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> Lo
     # One side only, as PPO's minimum does it: a token that moved the wrong way must keep its gradient.
     chosen = torch.where(advantage > 0, torch.minimum(delta, clamped), torch.maximum(delta, clamped))
     ratio = torch.exp(clamp_exponent(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets, tokens)))
-    metrics = {"ratio": ratio.detach(), "clip_fraction": (chosen != delta).float()}
-    return LossOutput(-advantage * ratio, metrics)
+    return LossOutput(-advantage * ratio, {"ratio": ratio.detach(), "clip_fraction": (chosen != delta).float()})
 
 
 @POLICY_LOSSES.register("sapo")
