@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,21 @@ def test_a_reward_function_may_return_any_kind_of_number(returned: Any, value: f
 
 def fails(episode: agentrl.Trajectory) -> Any:
     return {}["no"]
+
+
+class Kept(Pick):
+    """Keeps its tasks, so that the episodes of one share it."""
+
+    make_task = cache(Pick.make_task)
+
+
+def takes(episode: agentrl.Trajectory) -> float:
+    return float(episode.messages.pop().content == episode.task.gold.pop("answer"))  # type: ignore[attr-defined]
+
+
+def test_a_reward_function_may_change_what_it_is_given() -> None:
+    found = agentrl.rollout(look_and_say, Kept, n=1, k=2, reward=takes)
+    assert [(one.reward, len(one.messages), list(one.task.gold)) for one in found] == [(1.0, 4, ["answer"])] * 2
 
 
 @pytest.mark.parametrize("returned", ["True", "0.5", float("nan"), 2.0, np.array([0.1, 0.2]), (1, 2, 3)])

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
+from dataclasses import replace
 from fractions import Fraction
 from itertools import chain
 from typing import Any, ClassVar, SupportsFloat
@@ -17,7 +19,7 @@ from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, obje
 from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief
 from agentrl.reward.values import show_number as shown
 from agentrl.utils.errors import did_you_mean, is_from_outside, place_of, raised_text
-from agentrl.utils.parsing import is_letter, numeral, numerals
+from agentrl.utils.parsing import deep_copy_json, is_letter, numeral, numerals
 from agentrl.utils.schemas import TextTooLongError, compile_pattern, within_seconds
 from agentrl.utils.search_path import PREFIX, is_given
 
@@ -325,6 +327,13 @@ class CostUsd(_Cost):
 # Python functions
 
 
+def _lent(view: View) -> View:
+    """The part as a function gets it, which may change task and lists: episodes share a task, and other leaves read on."""
+    whole = copy(view.trajectory)
+    whole.task, whole.messages, whole.turns = whole.task.copied(), list(whole.messages), list(whole.turns)
+    return replace(view, trajectory=whole, turns=list(view.turns), calls=list(view.calls), memo={})
+
+
 @LEAVES.register("python")
 class PythonFunction(Leaf):
     """Calls `context.python[name](view, args)`. A spec can name a function but not define or import one."""
@@ -354,7 +363,7 @@ class PythonFunction(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         try:
-            answer: Any = self.function(view, args.get("args"))
+            answer: Any = self.function(_lent(view), deep_copy_json(args.get("args")))
         except BaseException as error:  # user code may raise anything, which must not stop a run
             if is_from_outside(error):
                 raise
