@@ -172,7 +172,7 @@ class MicroLoss:
         meter.add("entropy", entropy, mask)
         meter.add("kl_behaviour", behaviour - now, fresh)
         for name, values in out.metrics.items():
-            meter.add(name, values, mask)
+            meter.add(name, torch.as_tensor(values), mask)
         if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
             meter.add(FIRST, fresh)
             meter.add("mismatch_kl", kl_estimate("k3", now, behaviour), fresh)

@@ -29,7 +29,7 @@ def weights(loop: agentrl.StepLoop) -> dict[str, torch.Tensor]:
 
 
 def reinforce(given: agentrl.LossInput) -> agentrl.LossOutput:
-    return agentrl.LossOutput(-given.advantages * given.logprobs, {"mine": torch.ones_like(given.logprobs)})
+    return agentrl.LossOutput(-given.advantages * given.logprobs, {"mine": torch.ones_like(given.logprobs), "one": 1.0})
 
 
 def test_two_updates_by_hand_are_the_runs_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +144,38 @@ def test_calls_out_of_order_say_what_is_missing(loop: agentrl.StepLoop) -> None:
         trainer.batch(policy.play(tasks=1, group_size=2), advantage=[1.0])
     with pytest.raises(ConfigError, match=r"unknown name 'grpoo'; did you mean 'grpo'"):
         trainer.batch(policy.play(tasks=1, group_size=2), advantage="grpoo")
+
+
+WRONG: list[tuple[str, str, dict[str, Any]]] = [
+    ("policy.sample: temperature", "sample", {"prompt": "x", "temperature": -1.0}),
+    ("policy.sample: temperature", "sample", {"prompt": "x", "temperature": float("nan")}),
+    ("policy.sample: top_p", "sample", {"prompt": "x", "top_p": 0.0}),
+    ("policy.sample: max_turn_tokens", "sample", {"prompt": "x", "max_tokens": 0}),
+    ("policy.sample: n = 0", "sample", {"prompt": "x", "n": 0}),
+    ("policy.play: temperature", "play", {"tasks": 1, "temperature": -1.0}),
+    ("policy.play: group_size", "play", {"tasks": 1, "group_size": 0}),
+    ("policy.play: tasks = -1", "play", {"tasks": -1}),
+    ("policy.play: tasks = ", "play", {"tasks": [-1]}),
+    ("policy.evaluate: tasks", "evaluate", {"n": 0}),
+]
+
+
+@pytest.mark.parametrize(("said", "call", "given"), WRONG)
+def test_a_number_out_of_its_range_is_refused(loop: agentrl.StepLoop, said: str, call: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=said):
+        getattr(loop.policy, call)(**given)
+
+
+def test_what_would_do_nothing_to_a_gradient_is_refused(loop: agentrl.StepLoop) -> None:
+    batch = loop.trainer.batch(loop.policy.play(tasks=1, group_size=2))
+    for given in ({"kl_coef": 0.1}, {"kl_coef": float("nan")}, {"algorithm": {"kl": {"coef": 0.1}}}):
+        with pytest.raises(ConfigError, match=r"algorithm\.kl\.coef = .* a session with a reference policy"):
+            loop.trainer.forward_backward(batch, **given)  # type: ignore[arg-type]
+    for key, value in {"epochs": 3, "minibatch": 1, "advantage": {"name": "rloo"}}.items():
+        with pytest.raises(ConfigError, match=rf"algorithm\.{key} would do nothing here"):
+            loop.trainer.forward_backward(batch, algorithm={key: value})
+    with pytest.raises(ConfigError, match=r"trainer.forward_backward: aggregate: input should be 'token_mean'"):
+        loop.trainer.forward_backward(batch, algorithm={"aggregate": "mean"})
 
 
 @pytest.mark.parametrize("old_first", [True, False])

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
 from agentrl.config import TrainConfig
 from agentrl.config.load import IN_PYTHON, config_from, join_layers, read_layers, with_absolute_paths
 from agentrl.env import ToolEnv
@@ -33,6 +35,7 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 
 class Both(Generic[P, R]):
@@ -155,6 +158,16 @@ def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> Tra
     else:
         layers += read_layers(find_config_file(str(config)), find_config_file)
     return with_absolute_paths(config_from(join_layers(layers), (), layers))
+
+
+def validated(call: str, section: type[M], table: Mapping[str, Any]) -> M:
+    """The section of a config that a call's arguments make. Raises ConfigError, which names the first key that is wrong."""
+    try:
+        return section.model_validate(table)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        key, text = str(first["loc"][0]) if first["loc"] else section.__name__, first["msg"]
+        raise ConfigError(f"{call}: {key}: {text[0].lower()}{text[1:]}, got {first['input']!r:.80}") from None
 
 
 def env_table(env: Any, params: Mapping[str, Any] | None = None, reward: Any = None) -> Table:

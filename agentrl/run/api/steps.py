@@ -15,13 +15,14 @@ from typing import Any
 
 from agentrl.config import TrainConfig
 from agentrl.config.envs import entry_of, one_temperature
+from agentrl.config.schema import RolloutConfig
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
 from agentrl.engines.chat_format import RequestError, read_messages
 from agentrl.rollout.engine import Sampling, derive
 from agentrl.rollout.episode import score_group
 from agentrl.rollout.player import Evaluation, RunEnv
-from agentrl.run.api.base import Both, Config, config_of
+from agentrl.run.api.base import Both, Config, config_of, validated
 from agentrl.run.api.trainer import Trainer
 from agentrl.run.checks import check_train
 from agentrl.run.config_file import open_folder
@@ -106,14 +107,17 @@ class LivePolicy:
         the same weights, from engines that draw by seed. Raises StepOrderError if trained weights are not published.
         """
         self._trainer.check_fresh("policy.sample")
-        policy, rollout = self._session.envs[0].policy, self._session.config.rollout
+        if n < 1:
+            raise ConfigError(f"policy.sample: n = {n}: expected at least 1 answer")
+        policy, given = self._session.envs[0].policy, {"max_turn_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        rollout = self._asked("policy.sample", **given)
         renderer = policy.renderer.with_tools(tools)
         if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
             ids = [item for item in prompt if isinstance(item, int)]
         else:
             try:
-                given: Sequence[Any] = [Message("user", prompt)] if isinstance(prompt, str) else prompt
-                messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in given]
+                said: Sequence[Any] = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+                messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in said]
             except RequestError as problem:
                 raise ConfigError(f"policy.sample: {problem}") from None
             ids = list(await renderer.astart(messages, tools))
@@ -123,7 +127,7 @@ class LivePolicy:
         async def one(number: int) -> Draw:
             at = (number,) if seed is not None else (call, number)
             sampling = Sampling(
-                max_tokens or rollout.max_turn_tokens,
+                rollout.max_turn_tokens,
                 heat,
                 policy.top_p if top_p is None else top_p,
                 policy.top_k,
@@ -204,7 +208,10 @@ class LivePolicy:
                 f'algorithm.advantage "{advantage.name}" compares a group with a greedy episode, which policy.play lacks; '
                 "use policy.collect"
             )
-        size, call = config.rollout.group_size if group_size is None else group_size, next(self._calls)
+        size = self._asked("policy.play", group_size=group_size, temperature=temperature).group_size
+        if (tasks < 1) if isinstance(tasks, int) else any(seed < 0 for seed in tasks):
+            raise ConfigError(f"policy.play: tasks = {tasks!r:.80}: expected a number from 1 on, or seeds from 0 on")
+        call = next(self._calls)
         numbers = [next(self._numbers) for _ in range(tasks)] if isinstance(tasks, int) else []
         pool = await in_thread("load", self._pool, part, split)
         seeds = [(number - FIRST) % pool for number in numbers] if isinstance(tasks, int) else [int(seed) for seed in tasks]
@@ -227,10 +234,16 @@ class LivePolicy:
         self._trainer.check_fresh("policy.evaluate")
         part, one = self._part(env)
         own = one.eval
-        asked = own.model_copy(update={"tasks": own.tasks if n is None else n, "split": split or own.split})
+        table = {**dict(own), "tasks": own.tasks if n is None else n, "split": split or own.split}
+        asked = validated("policy.evaluate", type(own), table)
         found = await evaluate_env(self._session, part.name, asked)
         await forget_evaluation(self._session)
         return found
+
+    def _asked(self, call: str, **given: Any) -> RolloutConfig:
+        """The [rollout] section with the arguments of a call, None: its own. Raises ConfigError."""
+        changes = {key: value for key, value in given.items() if value is not None}
+        return validated(call, RolloutConfig, {**dict(self._session.config.rollout), **changes})
 
     def _pool(self, part: RunEnv, split: str) -> int:
         """Number of tasks of a split; 2**30 if it has no end."""

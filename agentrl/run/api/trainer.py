@@ -17,7 +17,7 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.rows import Ragged, on_mask
 from agentrl.data.schedule import cut_minibatches
 from agentrl.data.trajectory import Group, Trajectory
-from agentrl.run.api.base import Both
+from agentrl.run.api.base import Both, validated
 from agentrl.run.loop import make_batch
 from agentrl.run.session import Session
 from agentrl.trainer.actor import Actor
@@ -34,6 +34,8 @@ LossFunction = Callable[..., LossOutput]
 Estimator = Callable[[AdvantageInput], AdvantageOutput]
 Named = str | Choice | Mapping[str, Any]
 Metrics = dict[str, float]
+UNREAD = {"advantage", "epochs", "minibatch", "experience", "demonstrations", "distillation"}
+"""Keys of [algorithm] that no gradient of one batch reads."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,12 @@ class Trainer:
                 'algorithm.kl.reference = "moving": the reference moves once per update; use trainer.update(batch), or set it to '
                 '"start"'
             )
+        coef = kl_coef if kl_coef is not None else chosen.kl.coef if "kl" in (algorithm or {}) else self._session.learner.kl_coef
+        if coef and (not 0 < coef < float("inf") or self.config.algorithm.kl.coef == 0):
+            raise ConfigError(
+                f"algorithm.kl.coef = {coef}: expected a number from 0 on, in a session with a reference policy; open it with "
+                'overrides={"algorithm.kl.coef": 0.1}, say'
+            )
         if batch.part is None:  # all rows are one optimizer step
             chosen = chosen.model_copy(update={"minibatch": len(batch)})
         actors, step, seed, part = self._session.actors, batch.version, self.config.seed, batch.part or 0
@@ -191,7 +199,7 @@ class Trainer:
             step=step,
             seed=seed,
             temperature=one_temperature(self.config.rollout, "a trainer"),
-            kl_coef=self._session.learner.kl_coef if kl_coef is None else kl_coef,
+            kl_coef=coef,
             part=part,
         )
         self.waiting, self._aggregate = self.waiting + 1, chosen.aggregate
@@ -331,12 +339,14 @@ class Trainer:
                     self._sent[name] = loss
                 loss = Choice(name=name)
             changes = {**changes, "loss": _choice(loss)}
+        if unread := sorted(UNREAD & changes.keys()):
+            raise ConfigError(
+                f"trainer.forward_backward: algorithm.{unread[0]} would do nothing here; set it in the session's config, or give "
+                "advantages to trainer.batch, and parts of it (batch.minibatches()) to this call"
+            )
         if not changes:
             return algorithm
-        try:
-            algorithm = AlgorithmConfig.model_validate({**dict(algorithm), **changes})
-        except ValueError as problem:
-            raise ConfigError(f"trainer.forward_backward: {problem}") from None
+        algorithm = validated("trainer.forward_backward", AlgorithmConfig, {**dict(algorithm), **changes})
         check_algorithm(algorithm)
         return algorithm
 
@@ -344,7 +354,7 @@ class Trainer:
 def _choice(named: Named) -> Choice:
     if isinstance(named, Choice):
         return named
-    return Choice(name=named) if isinstance(named, str) else Choice(**named)
+    return validated("trainer", Choice, {"name": named} if isinstance(named, str) else named)
 
 
 def _per_episode(values: Sequence[float] | torch.Tensor, given: AdvantageInput) -> AdvantageOutput:
