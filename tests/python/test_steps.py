@@ -204,17 +204,28 @@ async def test_each_call_can_be_awaited_where_an_event_loop_runs(loop: agentrl.S
 
 def test_a_closed_session_says_so_and_a_folder_goes_on(tmp_path: Path) -> None:
     one = agentrl.session(table(), folder=tmp_path / "kept")
-    batch = one.trainer.batch(one.policy.collect())
-    one.trainer.update(batch)
+    trainer, policy = one.trainer, one.policy
+    batch = trainer.batch(policy.collect())
+    trainer.update(batch)
     one.trainer.publish()
     one.trainer.save()
     before = weights(one)
+    with pytest.raises(ConfigError, match="close that session, or name another folder"):
+        agentrl.session(table(), folder=tmp_path / "kept")
     one.close()
     one.close()
-    with pytest.raises(StepOrderError, match="closed"):
-        _ = one.policy
+    for call in (
+        lambda: one.policy,
+        lambda: trainer.publish(),
+        lambda: trainer.forward_backward(batch),
+        lambda: policy.sample("x"),
+    ):
+        with pytest.raises(StepOrderError, match="the session is closed"):
+            call()
     with agentrl.session(table(), folder=tmp_path / "kept") as two:
         assert two.policy.version == 1
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(two).items())
+        with pytest.raises(ConfigError, match="holds something else"):
+            agentrl.session(table(), folder=tmp_path / "kept" / "config.toml")
         with pytest.raises(CheckpointError, match=r"is not a checkpoint .*step_000001"):
             two.trainer.load(tmp_path / "kept")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from agentrl.config import TrainConfig
 from agentrl.config.envs import entry_of, one_temperature
@@ -27,7 +27,7 @@ from agentrl.run.api.trainer import Trainer
 from agentrl.run.checks import check_train
 from agentrl.run.config_file import open_folder
 from agentrl.run.display import Display
-from agentrl.run.folder import RunFolder
+from agentrl.run.folder import RunFolder, lock_folder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import (
@@ -268,14 +268,25 @@ class LivePolicy:
 # The loop
 
 
+def _closed() -> StepOrderError:
+    return StepOrderError("the session is closed; open another one: agentrl.session(config)")
+
+
+class _Closed:
+    """Stands for the session in the parts of a closed one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _closed()
+
+
 class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["StepLoop"]):
     """An opened session: `policy` samples, `trainer` trains; `close` (or the end of a `with`) frees everything.
 
     `folder`: where it writes its model and checkpoints.
     """
 
-    def __init__(self, session: Session, run_log: RunLog, temporary: tempfile.TemporaryDirectory[str] | None) -> None:
-        self._session, self._run_log, self._temporary = session, run_log, temporary
+    def __init__(self, session: Session, run_log: RunLog, held: ExitStack) -> None:
+        self._session, self._run_log, self._held = session, run_log, held
         self._closed = False
         self.config = session.config
         self.folder: Path = session.folder.path
@@ -302,7 +313,7 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StepOrderError("the session is closed; open another one: agentrl.session(config)")
+            raise _closed()
 
     @Both
     async def close(self) -> None:
@@ -310,12 +321,13 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
         if self._closed:
             return
         self._closed = True
+        # Parts that the caller kept say so too.
+        self._policy._session = self._trainer._session = cast(Session, _Closed())
         try:
             await self._session.close()
         finally:
             self._run_log.__exit__(None, None, None)
-            if self._temporary is not None:
-                await in_thread("files", self._temporary.cleanup)
+            await in_thread("files", self._held.close)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
@@ -350,25 +362,27 @@ async def session(
     one_temperature(made.rollout, "a step-wise loop")
     await in_thread("load", check_train, made)
     raise_gc_threshold()
-    temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else None
-    path = Path(temporary.name if temporary is not None else str(folder)).expanduser().absolute()
-    made = made.model_copy(update={"out": str(path.parent), "name": path.name})
-    known, there = (path / "config.toml").is_file(), path.exists() and any(path.iterdir())
-    if there and not known:
-        raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
-    place = RunFolder(path) if known else await in_thread("files", partial(open_folder, made, overwrite=False))
-    made = made.with_date(place.day())
-    display = Display(console(quiet=True) if quiet else None)
-    run_log = RunLog(place, display, [])
-    made = await in_thread("load", with_packing, made)  # one decision for all roles and ranks
-    session = await open_session(made, place, display)
-    try:
-        if made.rollout.colocate:
-            await session.publisher.sleep()
-        if made.sft is not None and not warmed_up(place):
-            await warm_start(session, run_log, Interrupt(display.say))
-        await session.begin()
-    except BaseException:
-        await session.close()
-        raise
-    return StepLoop(session, run_log, temporary)
+    with ExitStack() as held:
+        temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else nullcontext(str(folder))
+        path = Path(held.enter_context(temporary)).expanduser().absolute()
+        made = made.model_copy(update={"out": str(path.parent), "name": path.name})
+        known, there = (path / "config.toml").is_file(), path.exists() and (not path.is_dir() or any(path.iterdir()))
+        if there and not known:
+            raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
+        place = RunFolder(path) if known else await in_thread("files", partial(open_folder, made, overwrite=False))
+        held.enter_context(lock_folder(place.path, "close that session, or name another folder"))
+        made = made.with_date(place.day())
+        display = Display(console(quiet=True) if quiet else None)
+        run_log = RunLog(place, display, [])
+        made = await in_thread("load", with_packing, made)  # one decision for all roles and ranks
+        session = await open_session(made, place, display)
+        try:
+            if made.rollout.colocate:
+                await session.publisher.sleep()
+            if made.sft is not None and not warmed_up(place):
+                await warm_start(session, run_log, Interrupt(display.say))
+            await session.begin()
+        except BaseException:
+            await session.close()
+            raise
+        return StepLoop(session, run_log, held.pop_all())
