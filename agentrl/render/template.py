@@ -85,7 +85,7 @@ class TemplateRenderer(Renderer):
         if not self.no_tools and (written := self._misread(CALL, TOOL)):
             problem = f"the tool-call parser does not read what the chat template writes for a call: {written!r}"
             if parser is not None:
-                raise ModelError(problem)
+                raise ModelError(f'{problem}; name the parser that does, or "auto" (model.tool_parser)')
             self.no_tools = f"{problem}; {self._what_to_do}"
         self.tools_need_system, self.in_reasoning = self._turns.tools_need_system, self._turns.in_reasoning
 

@@ -164,7 +164,8 @@ def check_assembly(start: RunStart) -> Scorer:
             opening = [Message("system", "Instructions")] if renderer.tools_need_system else []
             renderer.start([*opening, Message("user", "Question")], tools)
         except (ModelError, RenderError) as problem:
-            raise ModelError(f"model.path = {config.model.path}: {problem}") from problem
+            whose = "[model.init]" if config.model.path is None else f"model.path = {config.model.path}"
+            raise ModelError(f"{whose}: {problem}") from problem
     if start.purpose == "train" and config.the_env.trains:
         heats = config.rollout.temperature
         if 0 in ([value for _, value in heats] if isinstance(heats, list) else [heats]):
