@@ -40,6 +40,10 @@ OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST}
 rows (`TERM/name`) are means over `TERM` + ADDED."""
 
 
+OWN = {"step", "phase", "reward", "success", "loss", "entropy", "grad_norm", "lr", "kl_behaviour", "kl_reference", "mismatch_kl"}
+"""Metrics of a run's rows that a loss's own would replace, or be added to."""
+
+
 class Meter:
     """Sums and maxima of per-token numbers over micro-batches and ranks. They stay on the numbers' device until `totals`, because
     a number that is read from a GPU is waited for, and the GPU then waits for the next kernels."""
@@ -171,6 +175,10 @@ class MicroLoss:
         meter.add(TRAINED, mask)
         meter.add("entropy", entropy, mask)
         meter.add("kl_behaviour", behaviour - now, fresh)
+        if taken := sorted(OWN & out.metrics.keys()):
+            raise ConfigError(
+                f"algorithm.loss {self.algorithm.loss.name!r}: its metric {taken[0]!r} has the name of one of the run. Rename it"
+            )
         for name, values in out.metrics.items():
             meter.add(name, torch.as_tensor(values), mask)
         if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness

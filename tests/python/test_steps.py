@@ -104,6 +104,15 @@ def test_a_loss_and_advantages_of_ones_own(loop: agentrl.StepLoop) -> None:
     assert halves.advantages == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("name", ["reward", "step", "loss"])
+def test_a_metric_of_a_loss_cannot_replace_one_of_the_run(loop: agentrl.StepLoop, name: str) -> None:
+    def mine(given: agentrl.LossInput) -> agentrl.LossOutput:
+        return agentrl.LossOutput(-given.logprobs, {name: torch.ones_like(given.logprobs)})
+
+    with pytest.raises(ConfigError, match=f"its metric '{name}' has the name of one of the run. Rename it"):
+        loop.trainer.forward_backward(loop.trainer.batch(loop.policy.play(tasks=1, group_size=2)), mine)
+
+
 def test_what_is_held_out_is_played_and_not_trained_on(loop: agentrl.StepLoop) -> None:
     held = loop.policy.play(tasks=1, split="heldout")
     assert {member.task.split for group in held for member in group.trajectories} == {"heldout"}
