@@ -110,7 +110,7 @@ _ANYWHERE = {
     **{f"{of}.host": "says where the same agent reaches the same policy" for of in ("agent", "env.agent")},
     **dict.fromkeys(
         ("env.sandbox.limit", "env.sandbox.warm", "rollout.max_episodes", "agent.concurrency", "env.agent.concurrency",
-         "vllm.replicas", "vllm.kv_cache_mib", "engine_args.kv_cache_mib", "vllm.max_replicas"), _CAPACITY,
+         "vllm.replicas", "vllm.kv_cache_mib", "engine_args.kv_cache_mib"), _CAPACITY,
     ),
     **dict.fromkeys(
         ("agent.idle_timeout", "env.agent.idle_timeout", "rollout.retries", "rollout.env_timeout", "rollout.stall_timeout",

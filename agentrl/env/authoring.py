@@ -37,8 +37,7 @@ T = TypeVar("T")
 
 def task_rng(env_id: str, split: str, seed: int) -> random.Random:
     """The random stream of one task: the same in every process, different for every seed, split and environment."""
-    digest = blake2b(f"{env_id}/{split}/{seed}".encode(), digest_size=8).digest()
-    return random.Random(int.from_bytes(digest, "big"))
+    return random.Random(int.from_bytes(blake2b(f"{env_id}/{split}/{seed}".encode(), digest_size=8).digest(), "big"))
 
 
 def content_split(fingerprint: str) -> str:

@@ -86,8 +86,7 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
             answers: list[str] = []
             for turn in one.turns:
                 await take(turn, answers)
-            state = env.state() if env.is_open else env.trajectory.state
-            found.ends.append(RoundEnd(FrozenState(state), answers))
+            found.ends.append(RoundEnd(FrozenState(env.state() if env.is_open else env.trajectory.state), answers))
             if one.text is not None and one is not rounds[-1]:
                 await take(one.text, answers)
     finally:

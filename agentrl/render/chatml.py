@@ -124,8 +124,7 @@ class ChatML(Renderer):
         if any(message.role == "assistant" for message in messages):
             raise RenderError("an assistant turn is sampled, never appended as a message")
         # A turn cut by a budget has no end token in its sampled ids, so the suffix supplies it.
-        close = Markup("\n") if finish == "stop" else _CLOSE_TURN
-        return self.codec.encode(close, *_turns(messages), _OPEN_TURN)
+        return self.codec.encode(Markup("\n") if finish == "stop" else _CLOSE_TURN, *_turns(messages), _OPEN_TURN)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         # A cut turn may end in any token, which is then part of its text.

@@ -197,8 +197,7 @@ def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int],
     if scorer.compares:  # group leaves compare episodes, so all rows of a task are one chunk
         groups: dict[str, Lines] = {}
         for number, line in lines:
-            trajectory = parse_row(str(path), number, line)
-            groups.setdefault(trajectory.task_key, []).append((number, line))
+            groups.setdefault(parse_row(str(path), number, line).task_key, []).append((number, line))
         chunks = list(groups.values())
     workers = min(workers, len(chunks))
     rows: list[dict[str, Json]] = []

@@ -423,8 +423,7 @@ class GroupRank(GroupNode):
 
     def compare(self, own: float, others: Sequence[float]) -> float:
         ties = sum(1 for value in others if abs(value - own) < 1e-9)  # also what a rounding error keeps apart
-        below = sum(1 for value in others if value <= own - 1e-9)
-        return (below + ties / 2) / len(others)
+        return (sum(1 for value in others if value <= own - 1e-9) + ties / 2) / len(others)
 
 
 class GroupZscore(GroupNode):

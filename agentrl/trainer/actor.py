@@ -240,8 +240,7 @@ class Actor(TrainedRole):
         self._waiting, self._stepped = None, True
         if not engine.finite():
             raise NonFiniteError("optim_step: the weights are no longer finite; they are neither published nor saved")
-        taken = waiting.sound and math.isfinite(norm)
-        return {"grad_norm": norm, "lr": lr, "optimizer_steps": float(taken)}
+        return {"grad_norm": norm, "lr": lr, "optimizer_steps": float(waiting.sound and math.isfinite(norm))}
 
     def drop_gradients(self) -> None:
         """Forget the gradients that wait."""

@@ -162,46 +162,6 @@ out["left"] = [str(path) for path in Path("/tmp/runs/two").rglob(".agentrl-share
 """
 
 
-ELASTIC_RUN = """
-run = Path("/mnt/shared/two")
-going = subprocess.Popen(command("/mnt/elastic.toml", "engine=vllm", "out=/mnt/shared", "steps=100000"))
-
-
-def said(text):
-    deadline = time.monotonic() + 240
-    while not ((run / "log.txt").exists() and text in (run / "log.txt").read_text()):
-        assert going.poll() is None and time.monotonic() < deadline, text
-        time.sleep(0.1)
-    return sum(1 for _ in (run / "metrics.jsonl").open())
-
-
-said("weights are sent by route")
-while not list(run.glob("checkpoints/step_000002")):
-    time.sleep(0.1)
-Path("/mnt/late").unlink()
-out["joined"] = said("is on a machine that has room and takes requests")
-time.sleep(3.0)
-Path("/mnt/lost").touch()
-out["left"] = said("left with its machine")
-time.sleep(3.0)
-going.send_signal(signal.SIGINT)
-out["code"] = going.wait(120)
-out["rows"] = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["phase"] == "train"]
-"""
-
-
-@pytest.mark.skipif(bool(REASON), reason=REASON)
-def test_a_machine_that_joins_in_mid_run_samples_and_one_that_leaves_loses_nothing(tmp_path: Path) -> None:
-    (tmp_path / "elastic.toml").write_text(CONFIG + VLLM.replace("[vllm]", "[vllm]\nmax_replicas = 2"))
-    (tmp_path / "late").touch()
-    out = told(tmp_path, (1, 1), ELASTIC_RUN)  # one slot on machine a, which the trainer takes
-    assert out["code"] == 130, out
-    running = [row["engine/replicas"] for row in out["rows"]]
-    assert running[0] == 1 and max(running) == 2 and running[-1] == 1, running
-    assert {(row["unscored"], row["staleness_max"], row["engine/respawns"]) for row in out["rows"]} == {(0, 0, 0)}
-    assert [row["step"] for row in out["rows"]] == list(range(1, len(out["rows"]) + 1))
-
-
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_the_trainer_on_one_machine_and_vllm_on_the_other(tmp_path: Path) -> None:
     """Weights go through the shared folder, a killed run goes on, the trained model loads; other folders are refused by name."""

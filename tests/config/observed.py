@@ -182,7 +182,6 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         **engine._replicas._options,
         "replicas": keeper.replicas,
         "respawns": keeper.max_respawns,
-        "most": None if engine._elastic is None else engine._elastic._most,
         "call_timeout": keeper.call_timeout,
         "startup_timeout": keeper.startup_timeout,
         "gpus": keeper.tensor_parallel,

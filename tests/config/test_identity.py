@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from agentrl.config import TrainConfig, schema
 from agentrl.config.identity import CANNOT_MATTER, Purpose, cannot_matter, differences, identity_of
 
-VLLM = {"args": {"a": 1}, "max_replicas": 2, "kv_cache_mib": 1}
+VLLM = {"args": {"a": 1}, "kv_cache_mib": 1}
 TOOLS = {
     "sets": ["dates"],
     "args": {"dates": {"a": 1}},

@@ -93,7 +93,6 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "SglangConfig.api_key_env": (sglang("key"), "",
         {"seed=0": None, "sglang.api_key_env=AGENTRL_TEST_A": "Bearer a", "sglang.api_key_env=AGENTRL_TEST_B": "Bearer b"}),
     "VllmConfig.replicas": (vllm("replicas"), "", {"vllm.replicas=1": 1, "vllm.replicas=3": 3}),
-    "VllmConfig.max_replicas": (vllm("most"), "", {"vllm.replicas=1": None, "vllm.max_replicas=4": 4}),
     "VllmConfig.max_respawns": (vllm("respawns"), "", {"vllm.max_respawns=0": 0, "vllm.max_respawns=2": 2}),
     "VllmConfig.call_timeout": (vllm("call_timeout"), "", {"vllm.call_timeout=1.5": 1.5, "vllm.call_timeout=2.0": 2.0}),
     "VllmConfig.startup_timeout": (vllm("startup_timeout"), "",

@@ -37,9 +37,8 @@ def spawned(monkeypatch):
     actors = Spawned()
     actors.plan = {}
 
-    def spawn(self, number, placed=None):
-        machine = placed["scheduling_strategy"].node_id[0] if placed else "a"
-        actor = Actor(len(actors), **{"machine": machine, **actors.plan.get(len(actors), {})})
+    def spawn(self, number):
+        actor = Actor(len(actors), **actors.plan.get(len(actors), {}))
         actor.hold = actors.plan.get("hold")
         actors.append(actor)
         return Replica(number, actor, RequestBatcher(actor))

@@ -17,8 +17,8 @@ HOST = contextvars.ContextVar("host")
 class Actor:
     """One replica's process: a log of calls, the weights it has, and where it dies."""
 
-    def __init__(self, number, die_at=None, machine="a"):
-        self.machine, self.number, self.die_at, self.hang_at = machine, number, die_at, None
+    def __init__(self, number, die_at=None):
+        self.number, self.die_at, self.hang_at = number, die_at, None
         self.calls, self.version, self.loaded, self.dead = [], 0, [], False
         self.open = asyncio.Event()
         self.open.set()
@@ -61,8 +61,6 @@ class Actor:
             self.loaded += [entry.name for entry in args[-1].entries]
         elif name == "attach":
             return ""
-        elif name == "node":
-            return 56 * self.machine  # as long as Ray's
         elif name == "end_update" and args[0] is not None:
             self.version = args[0]
         elif name == "generate":

@@ -162,23 +162,6 @@ async def test_episodes_wait_for_the_only_replica_and_end_if_it_is_not_replaced(
         await asyncio.wait_for(pool.play(job, Watch()), 10)
 
 
-async def test_replicas_that_join_bring_a_worker_and_take_it_with_them(
-    run: Any, tokenizer: Any, model: Any, spawned: Any
-) -> None:
-    engine, pool = await run(1, max_replicas=2)
-    engine._elastic._look = lambda need: {56 * "a": 0, 56 * "b": 1}
-    await engine._elastic.step()
-    await until(lambda: len([worker for worker in pool.workers if worker.settled.done()]) == 2)
-    await updates(pool, run_env(engine, tokenizer), model, 1)
-    assert generates(spawned[0]) > 0 < generates(spawned[1])
-    spawned[1].dead = True
-    await until(lambda: len(pool.workers) == 1)
-    engine._elastic._look = lambda need: {56 * "a": 0}
-    await engine._elastic.step()
-    await updates(pool, run_env(engine, tokenizer), model, 1)
-    assert len(spawned) == 2 and len(pool.workers) == 1
-
-
 async def test_without_a_copy_of_the_weights_a_successor_gets_its_worker_at_the_next_publish(
     run: Any, tokenizer: Any, model: Any, spawned: Any
 ) -> None:

@@ -5,7 +5,6 @@ The real thing, a kill -9 of real vLLM in a whole run, is in test_vllm.py.
 
 import asyncio
 import logging
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import VllmConfig, WeightsConfig
-from agentrl.engines.vllm import replicas as elastic
+from agentrl.engines.vllm import replicas
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.rollout.engine import Sampling
 from agentrl.run.session import republish_to_new_replicas
@@ -170,7 +169,7 @@ async def test_a_request_that_comes_while_weights_arrive_waits_for_them(started,
 
 
 async def test_the_driver_asks_for_progress_only_while_there_are_requests(started, spawned, monkeypatch):
-    monkeypatch.setattr(elastic, "ASK_S", 0.01)
+    monkeypatch.setattr(replicas, "ASK_S", 0.01)
     engine = await started(max_respawns=1)
     assert engine.progress("e") is None and "progress" not in spawned[0].calls
     spawned[0].open.clear()
@@ -427,108 +426,3 @@ async def test_an_engine_that_was_not_started_for_it_does_not_sleep(started, spa
     engine = await started()
     with pytest.raises(EngineError, match="memory that can be freed"):
         await engine.sleep()
-
-
-def room(engine, **nodes):
-    """From now on the cluster has these nodes, each with room for so many replicas."""
-    engine._elastic._look = lambda need: {56 * name: count for name, count in nodes.items()}
-
-
-async def test_a_machine_that_joins_gets_replicas_with_the_current_weights(started, model, spawned, caplog):
-    caplog.set_level(logging.WARNING, logger="agentrl.engines")
-    engine = await started(replicas=1, max_replicas=3, max_respawns=1)
-    await publish(engine, 7, parameters(model))
-    room(engine, a=0)
-    await engine._elastic.step()
-    assert len(spawned) == 1  # no room
-    room(engine, a=0, b=5)
-    await engine._elastic.step()
-    await engine._elastic.step()  # while they start: the room that they will take is not given away twice
-    await settle(engine, 3)
-    assert [(fresh.machine, fresh.version) for fresh in spawned[1:]] == [("b", 7), ("b", 7)]
-    for fresh in spawned[1:]:
-        assert fresh.calls.index("load") < fresh.calls.index("end_update") < fresh.calls.index("resume")
-    generations = await asyncio.gather(*(engine.generate([5], SHORT, f"n{i}") for i in range(6)))
-    assert all(generation.versions == [7, 7] for generation in generations) and set(engine.homes.values()) == {0, 1, 2}
-    await engine._elastic.step()
-    assert len(spawned) == 3 and (await engine.stats()).extra == {"replicas": 3, "respawns": 0}
-    assert caplog.text.count("is on a machine that has room and takes requests") == 2
-    await publish(engine, 8, parameters(model))  # the route reaches all of them
-    assert [actor.version for actor in spawned] == [8, 8, 8]
-
-
-async def test_a_machine_that_leaves_loses_nothing_and_costs_no_respawn(started, model, spawned):
-    engine = await started(replicas=1, max_replicas=2, max_respawns=1)
-    await publish(engine, 1, parameters(model))
-    room(engine, a=0, b=1)
-    await engine._elastic.step()
-    await settle(engine, 2)
-    await asyncio.gather(*(engine.generate([5], SHORT, f"e{i}") for i in range(8)))
-    await engine.stats()
-    before = sum(actor.calls.count("generate") for actor in spawned)
-    going = [asyncio.create_task(engine.generate([5], SHORT, f"e{i}")) for i in range(8)]
-    await asyncio.sleep(0.005)
-    spawned[1].dead = True
-    assert all(generation.versions == [1, 1] for generation in await asyncio.gather(*going))
-    room(engine, a=0)
-    await engine._elastic.step()
-    stats = await engine.stats()
-    assert stats.extra == {"replicas": 1, "respawns": 0} and set(engine.homes.values()) == {0}
-    assert stats.sampled_tokens >= 2 * before  # what it had reported stays counted
-    room(engine, a=0, c=1)
-    await engine._elastic.step()
-    await settle(engine, 2)
-    assert spawned[2].machine == "c" and spawned[2].version == 1
-
-
-async def test_a_death_on_a_machine_that_stays_is_a_respawn_and_starts_that_fail_end(started, spawned):
-    spawned.plan[2] = spawned.plan[3] = {"die_at": "start"}
-    engine = await started(replicas=1, max_replicas=2, max_respawns=2)
-    spawned[0].dead = True
-    with pytest.raises(EngineError):
-        await engine._replicas.control(engine._replicas.alive()[0], "stats")
-    room(engine, a=0)
-    await engine._elastic.step()
-    await settle(engine, 1)
-    assert (await engine.stats()).extra == {"replicas": 1, "respawns": 1} and spawned[1].machine == "a"
-    room(engine, a=0, b=1)
-    for _ in range(4):
-        await engine._elastic.step()
-        await asyncio.sleep(0.02)
-    assert len(spawned) == 3  # one failed start on b uses up what is left, and no more are tried
-
-
-async def test_requests_wait_for_a_machine_if_the_last_one_left(started, model, spawned):
-    engine = await started(replicas=1, max_replicas=1, max_respawns=1)
-    await publish(engine, 3, parameters(model))
-    spawned[0].dead = True
-    waiting = asyncio.create_task(engine.generate([5], SHORT, "e"))
-    await asyncio.sleep(0.02)
-    room(engine)
-    await engine._elastic.step()
-    assert not waiting.done()
-    room(engine, b=1)
-    await engine._elastic.step()
-    assert (await asyncio.wait_for(waiting, 5)).versions == [3, 3]
-
-
-async def test_room_is_counted_in_whole_replicas_on_machines_that_answer_whatever_ray_says(monkeypatch):
-    with socket.socket() as listening, socket.socket() as silent:
-        for each in (listening, silent):
-            each.bind(("127.0.0.1", 0))
-        listening.listen()
-        ports = {"there": listening.getsockname()[1], "lost": silent.getsockname()[1], "known": listening.getsockname()[1]}
-        nodes = [
-            {"NodeID": name, "Alive": name != "known", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
-            for name, port in ports.items()
-        ]
-        monkeypatch.setattr(elastic.ray, "nodes", lambda: nodes)
-        for free, need, count in (
-            ({"CPU": 2.0}, {"CPU": 1.0}, 2),
-            ({"GPU": 5.0}, {"GPU": 2.0}, 2),
-            ({"GPU": 1.0}, {"GPU": 2.0}, 0),
-            ({"CPU": 9.0}, {"GPU": 2.0}, 0),
-            ({"GPU": 4.0, "CPU": 1.5}, {"GPU": 1.0, "CPU": 1.0}, 1),
-        ):
-            monkeypatch.setattr(elastic, "available_resources_per_node", lambda free=free: dict.fromkeys(ports, free))
-            assert elastic.rooms(need) == {"there": count}

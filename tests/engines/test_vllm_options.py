@@ -150,11 +150,6 @@ SMALL = r"vllm.kv_cache_mib = \d+ holds {} tokens.* may have 16,384 .*at least {
         (["vllm.kv_cache_mib=256", "vllm.max_model_len=1820"], None),
         (["vllm.tensor_parallel=8"], None),
         (["vllm.tensor_parallel=3"], "vllm.tensor_parallel = 3 does not divide the model's 32 attention heads"),
-        (["vllm.replicas=3", "vllm.max_replicas=2"], "vllm.max_replicas = 2 is less than vllm.replicas = 3"),
-        (["vllm.max_replicas=2", "vllm.max_respawns=0"], "needs vllm.max_respawns above 0"),
-        (["vllm.max_replicas=2", "rollout.colocate=true"], "with rollout.colocate the replicas are where the trainer is"),
-        (["vllm.max_replicas=2", "weights.route='shared'"], "'shared' does not reach machines that join; use 'auto'"),
-        (["vllm.replicas=2", "vllm.max_replicas=2", "weights.route='disk'"], None),
     ],
 )
 def test_caches_ranks_and_replicas_that_cannot_be_are_refused_with_the_numbers(

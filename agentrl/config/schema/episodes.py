@@ -232,17 +232,13 @@ def entry_name(number: int, name: str) -> str:
 
 
 GpusPerReplica = Annotated[PositiveInt, Unit("GPUs")]
-Replicas = Annotated[PositiveInt, Unit("replicas")]
 
 
 class VllmConfig(Frozen):
     """The vLLM engine (`engine = "vllm"`): one Ray actor per replica (docs/engines.md)."""
 
-    replicas: Replicas = 1
+    replicas: Annotated[PositiveInt, Unit("replicas")] = 1
     """How many there are."""
-    max_replicas: Replicas | None = None
-    """Up to this many run as the cluster has room, on machines that join in mid-run too; those that leave with a machine do not
-    count as respawns. By default always `replicas`."""
     max_respawns: Annotated[NotNegativeInt, Unit("replicas")] = 3
     """How many dead replicas are replaced in a run, in total. On a CPU one takes requests at once, with the newest weights from
     Ray's object store (spilled to disk if that is full); on a GPU it waits for the actors to publish again, or, with

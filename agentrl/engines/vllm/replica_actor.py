@@ -149,12 +149,6 @@ class VllmActor:
         """The stage of `start`, on another thread than that."""
         return self._stage.now()
 
-    async def node(self) -> str:
-        """Ray's id of this machine."""
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
-
     async def start(self) -> int:
         """Load the model; returns the process id. Raises ModelError for a folder that this machine does not see."""
         model = str(self._options["model"])

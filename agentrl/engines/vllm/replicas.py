@@ -1,12 +1,10 @@
-"""Replicas of vLLM: start, failures, respawns, elastic machines, and rollout workers inside replicas."""
+"""Replicas of vLLM: start, failures, respawns, and rollout workers inside replicas."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl.config.schema import VllmConfig
 from agentrl.engines.vllm.options import Scratch, environment
@@ -27,7 +23,6 @@ from agentrl.rollout.workers.channel import Door
 from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerRecipe
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import OwnedTasks, run_contained
-from agentrl.utils.threads import in_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,8 +35,7 @@ _DROP_CACHES = frozenset({"pause", "adapt"})
 @dataclass(eq=False, slots=True)
 class Replica:
     """One actor. `cause`: why it is dead, None while it is alive. `stage`: of its start, "" once it has started. `current`:
-    whether it has the engine's weights, or must wait for the next publish. `node`: Ray's id of its machine, if machines come and
-    go. `seen`: the last counters that it reported."""
+    whether it has the engine's weights, or must wait for the next publish. `seen`: the last counters that it reported."""
 
     number: int
     actor: Any
@@ -50,7 +44,6 @@ class Replica:
     cause: str | None = None
     stage: str = ""
     current: bool = True
-    node: str = ""
     seen: EngineStats = field(default_factory=EngineStats)
 
     @property
@@ -85,13 +78,8 @@ class Replicas:
         self._requests: dict[str, Placed[Replica]] = {}
         self._polls, self._paces = OwnedTasks(), Paced()
         self.past: list[Replica] = []
-        self._replaced: set[Replica] = set()
-        self._placed: dict[int, Mapping[str, Any]] = {}
         self.news = asyncio.Event()
-        self._numbers = itertools.count(cfg.replicas)
         self.on_news: Callable[[], None] = lambda: None
-        self.watched = cfg.max_replicas is not None
-        """True if deaths are left to `Elastic`, which alone knows whether a machine left."""
 
     async def start(self) -> None:
         """Raises EngineError if one does not start; the others are then stopped too."""
@@ -125,10 +113,6 @@ class Replicas:
     def alive(self) -> list[Replica]:
         return [replica for replica in self.every if replica.cause is None]
 
-    def dead(self) -> list[Replica]:
-        """Those that died, and that nothing is started for."""
-        return [replica for replica in self.every if replica.cause is not None and replica not in self._replaced]
-
     async def route(self, request: Request) -> Replica:
         """The replica for a request, which counts as its load until `end_request`. Waits if none has the current weights, but
         one is being started or waits for them. Raises EngineError if none is alive or being started."""
@@ -145,9 +129,6 @@ class Replicas:
         """A request is over, in any way; idempotent."""
         if (placed := self._requests.pop(request_id, None)) is not None:
             self.router.end(placed, None if answer is None else len(answer.token_ids))
-
-    def _in_flight(self, replica: Replica) -> int:
-        return sum(placed.host is replica for placed in self._requests.values())
 
     def note_weights(self) -> None:
         """Every live replica has the engine's weights."""
@@ -230,45 +211,27 @@ class Replicas:
                     self.router.note_sampled(placed, tokens)
             await asyncio.sleep(ASK_S)
 
-    def _hopeless(self) -> bool:
-        """Return True if none is alive, and none will be. Machines that come may bring one, as long as attempts are left."""
-        return not self.alive() and not self.coming and not (self.watched and self._started and self._may_fail())
-
     def _check_hope(self) -> None:
-        if self._hopeless():
+        if not self.alive() and not self.coming:
             deaths = "; ".join(replica.cause or "" for replica in self.every) or "the engine is closed"
             raise EngineError(f"no replica of the vLLM engine is alive: {deaths}")
 
     def hopeful(self) -> bool:
-        """Return True if one is being started, or may be, or waits for weights."""
-        waiting = any(not replica.current for replica in self.alive())
-        return self._started and (waiting or bool(self.coming) or (not self.alive() and not self._hopeless()))
-
-    def _may_fail(self) -> bool:
-        return self.respawns < self._cfg.max_respawns and ray.is_initialized()  # else the whole Ray has been given up
-
-    def forget(self, replica: Replica) -> None:
-        """Drop one that left with its machine; its requests have moved on."""
-        self.past.append(replica)
-        self.every.remove(replica)
-        log.warning("%s left with its machine; %d replicas are alive", replica.name, len(self.alive()))
+        """Return True if one is being started, or waits for weights."""
+        return self._started and (bool(self.coming) or any(not replica.current for replica in self.alive()))
 
     def join(self, replica: Replica) -> None:
-        """Put a replica that has the current weights in its predecessor's place, if it has one."""
-        place = next((at for at, one in enumerate(self.every) if one.number == replica.number), None)
-        if place is None:
-            self.every.append(replica)
-        else:
-            self.past.append(self.every[place])
-            self._replaced.discard(self.every[place])
-            self.every[place] = replica
+        """Put a replica that has the current weights in its predecessor's place."""
+        place = next(at for at, one in enumerate(self.every) if one.number == replica.number)
+        self.past.append(self.every[place])
+        self.every[place] = replica
         self._tell()
-        how = "is on a machine that has room" if place is None else "has replaced the one that died"
-        log.warning("%s %s and %s", replica.name, how, "takes requests" if replica.current else "waits for a publish")
+        does = "takes requests" if replica.current else "waits for a publish"
+        log.warning("%s has replaced the one that died and %s", replica.name, does)
 
-    def _spawn(self, number: int, placed: Mapping[str, Any] | None = None) -> Replica:
+    def _spawn(self, number: int) -> Replica:
         anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
-        options = {**(placed or (self._ray_options[number] if self._ray_options else anywhere))}
+        options = {**(self._ray_options[number] if self._ray_options else anywhere)}
         given = options.pop("runtime_env", {}).get("env_vars", {})
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
         variables = {"env_vars": {**environment(self._cuda, self._threads), **self._scratch.environment(), **given}}
@@ -282,8 +245,6 @@ class Replicas:
         try:
             async with asyncio.timeout(self._cfg.startup_timeout), OwnedTasks() as tasks:
                 tasks.start(self._follow_start(replica), f"stages of {replica.name}")
-                if self.watched:
-                    replica.node = await self.ask(replica, "node")
                 replica.pid = await self.ask(replica, "start")
         except TimeoutError:
             limit = f"{self._cfg.startup_timeout:g} s (vllm.startup_timeout; it waited for: {replica.stage})"
@@ -304,49 +265,30 @@ class Replicas:
             replica.cause = f"{replica.name} died: {reason[:400]}"
             _kill(replica)  # the process may outlive the engine inside it
             self.router.leave(replica)
-            if self._started and self.watched:
-                log.warning("%s; its %d requests move on", replica.cause, self._in_flight(replica))
-            elif self._started and self._may_fail():
-                self.respawn(replica)
+            # Without Ray the whole run has been given up.
+            if self._started and self.respawns < self._cfg.max_respawns and ray.is_initialized():
+                self._respawn(replica)
             elif self._started:
                 log.error("%s; %d of %d replicas are alive and no more are started (max_respawns = %d)", replica.cause,
                           len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
             self._tell()
         return ReplicaDeadError(replica.cause)
 
-    def respawn(self, dead: Replica) -> None:
-        """Start another in the place of one that died, if that is still allowed."""
-        if not self._may_fail():
-            return
+    def _respawn(self, dead: Replica) -> None:
+        """Start another in the place of one that died."""
         self.respawns += 1
+        moved = sum(placed.host is dead for placed in self._requests.values())
         log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
-                    dead.cause, self._in_flight(dead), self.respawns, self._cfg.max_respawns)  # fmt: skip
-        self._replaced.add(dead)
-        self._begin(dead.number, self._placed.get(dead.number))
-
-    def grow(self, node: str, options: Mapping[str, Any]) -> None:
-        """Start one more on a node, with Ray's `options`. A start that fails counts as a death."""
-        if self._started and self._may_fail():
-            number = next(self._numbers)
-            self._placed[number] = options
-            log.info("vLLM replica %d is started on node %s", number, node)
-            self._begin(number, options)
-
-    def _begin(self, number: int, placed: Mapping[str, Any] | None) -> None:
-        fresh = self._spawn(number, placed)
+                    dead.cause, moved, self.respawns, self._cfg.max_respawns)  # fmt: skip
+        fresh = self._spawn(dead.number)
         self.coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
 
     async def _bring(self, fresh: Replica) -> None:
-        """Start a replica and give it the weights; if that fails, its predecessor may be replaced again."""
+        """Start a replica and give it the weights; if that fails, it has died too."""
         try:
             await self._boot(fresh)
             await self._catch_up(fresh)
         except EngineError as problem:
-            before = next((one for one in self.every if one.number == fresh.number), None)
-            if before is None:
-                self.respawns += 1
-            elif self.watched:
-                self._replaced.discard(before)
             self.record_death(fresh, str(problem))
         except asyncio.CancelledError:
             _kill(fresh)
@@ -360,77 +302,6 @@ async def _answer(method: Any, args: tuple[Any, ...]) -> Any:
 def _kill(replica: Replica) -> None:
     if ray.is_initialized():  # otherwise its processes have ended with it
         ray.kill(replica.actor)
-
-
-# Machines that come and go
-
-ELASTIC_EVERY_S = 5.0
-# Enough for a busy machine to accept a connection, and little beside EVERY_S: nodes are asked one after the other.
-REACH_S = 2.0
-
-Rooms = Mapping[str, int]
-"""Ids of the live nodes -> how many replicas fit on what each has free."""
-
-
-def rooms(need: Mapping[str, float]) -> Rooms:
-    """The room on the connected cluster, for replicas that each need `need` (CPU and GPU slots)."""
-    free, found = available_resources_per_node(), dict[str, int]()
-    for node in (node for node in ray.nodes() if node["Alive"]):
-        # Ray itself calls a machine that is gone without a word alive for tens of seconds, in which its replicas would be started
-        # again on it.
-        with contextlib.suppress(OSError):
-            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=REACH_S).close()
-            has = free.get(node["NodeID"], {})
-            found[node["NodeID"]] = min((int(has.get(key, 0.0) // count) for key, count in need.items() if count), default=0)
-    return found
-
-
-class Elastic:
-    """Keeps between none and `most` replicas alive, as the cluster has room. `need`: what a new one takes of a node."""
-
-    def __init__(self, replicas: Replicas, most: int, need: Mapping[str, float]) -> None:
-        self._replicas, self._most, self._need, self._look = replicas, most, need, rooms
-        self._tasks = OwnedTasks()
-        self._looking: asyncio.Future[Rooms] | None = None
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._tasks.start(self._run(), "elastic replicas")
-
-    async def close(self) -> None:
-        """Stop watching; idempotent."""
-        await self._tasks.close()
-        if self._looking is not None:  # its thread asks Ray, and cannot be cancelled
-            await asyncio.gather(self._looking, return_exceptions=True)
-
-    async def step(self) -> None:
-        """One look at the cluster, and what follows from it."""
-        self._looking = asyncio.ensure_future(in_thread("weights", self._look, self._need))
-        room = dict(await asyncio.shield(self._looking))
-        for replica in self._replicas.dead():
-            # Only a death on a live node is a fault that may repeat; machines may leave as often as they like.
-            if replica.node in room:
-                self._replicas.respawn(replica)
-            else:
-                self._replicas.forget(replica)
-        # One batch at a time: what is starting may not have taken its resources yet, and would be counted as room.
-        if self._replicas.coming:
-            return
-        # May be negative, and would then cut the list below from the other end.
-        wanted = self._most - len(self._replicas.alive())
-        for node in [node for node, count in room.items() for _ in range(count)][: max(wanted, 0)]:
-            # Not soft: elsewhere it would take the room that was counted for another replica.
-            pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-            size = {"num_cpus": self._need.get("CPU", 0.0), "num_gpus": self._need.get("GPU", 0.0)}
-            self._replicas.grow(node, {**size, "scheduling_strategy": pinned})
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(ELASTIC_EVERY_S)
-            try:
-                await self.step()
-            except Exception:  # the cluster may not answer for a while; the run goes on with the replicas that it has
-                log.exception("looking for machines that came or left failed")
 
 
 # Rollout workers in replicas
@@ -493,8 +364,7 @@ class ReplicaSeats(Seats):
         replicas.on_news = self._look
 
     def host(self) -> str:
-        # Machines that join later could not reach the address that is enough for those that are there.
-        return str(ray.util.get_node_ip_address()) if self._replicas.watched else self._host()
+        return self._host()
 
     def begin(self, name: str, door: Door) -> Seat:
         if self._recipe is None:

@@ -18,7 +18,7 @@ from agentrl.data.token_ledger import own
 from agentrl.engines.token_text import Words, check_request
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
 from agentrl.engines.vllm.replica_calls import InReplica, ReplicaDeadError
-from agentrl.engines.vllm.replicas import Elastic, Replica, Replicas, ReplicaSeats
+from agentrl.engines.vllm.replicas import Replica, Replicas, ReplicaSeats
 from agentrl.engines.weights.base import (
     Adapter,
     Bucket,
@@ -48,8 +48,7 @@ class VllmEngine(Engine, WeightTarget):
     """Routes each episode to one replica, so that its turns find their prefix cache there.
 
     If a replica dies, its episodes continue on another one (which computes their prefix again) and a new replica is
-    started in its place; it gets the newest weights and their version before it takes requests. With `cfg.max_replicas`
-    replicas also follow the cluster's machines (Elastic).
+    started in its place; it gets the newest weights and their version before it takes requests.
     """
 
     loads_saved = True
@@ -97,8 +96,6 @@ class VllmEngine(Engine, WeightTarget):
             options["additional_config"] = {**options.get("additional_config", {}), UNUSED_IDS: list(unused)}
         count = threads or threads_for(size_of_folder(model_path), processes=cfg.replicas * cfg.tensor_parallel)
         self._replicas = Replicas(options, cfg, cuda=cuda, threads=count, ray_options=ray_options, catch_up=self._catch_up)
-        need = {"GPU": float(cfg.tensor_parallel)} if cuda else {"CPU": 1.0}
-        self._elastic = None if cfg.max_replicas is None else Elastic(self._replicas, cfg.max_replicas, need)
         self._under_way: dict[str, str] = {}
         """The id of each episode's request."""
         self._expected: Expected | None = None
@@ -126,8 +123,6 @@ class VllmEngine(Engine, WeightTarget):
         if not ray.is_initialized():
             ray.init(address="local", include_dashboard=False, log_to_driver=False)
         await self._replicas.start()
-        if self._elastic is not None:
-            self._elastic.start()
 
     def starting(self) -> str:
         stages = Counter(one.stage for one in self._replicas.every if one.stage and one.cause is None)
@@ -365,8 +360,6 @@ class VllmEngine(Engine, WeightTarget):
         )
 
     async def close(self) -> None:
-        if self._elastic is not None:  # before the replicas, which it would replace
-            await self._elastic.close()
         await self._replicas.close()
         if self._own is not None:
             self._own.close()

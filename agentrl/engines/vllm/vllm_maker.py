@@ -98,8 +98,6 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
 FRACTION = 0.92
 """Of a card's memory that vLLM takes for weights and KV cache by default."""
-ONE_MACHINE = ("memory", "ipc", "shared")
-"""Weight routes within one machine."""
 
 
 @ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps", "judges", "experts", "vision"})
@@ -143,22 +141,6 @@ class VllmMaker(EngineMaker):
             router_code().check_vllm(vllm)
         if (modality := config_modality(model, family)) is not None:
             modality.check_vllm(vllm)
-        if (most := vllm.max_replicas) is not None:
-            if most < vllm.replicas:
-                raise ConfigError(
-                    f"vllm.max_replicas = {most} is less than vllm.replicas = {vllm.replicas}, with which the run starts"
-                )
-            if vllm.max_respawns == 0:
-                raise ConfigError("vllm.max_replicas needs vllm.max_respawns above 0: that is how many starts may fail")
-            if self.config.rollout.colocate:
-                raise ConfigError(
-                    "vllm.max_replicas: with rollout.colocate the replicas are where the trainer is, and no others are used"
-                )
-            if (route := self.config.weights.route) in ONE_MACHINE:
-                raise ConfigError(
-                    f"vllm.max_replicas: weights.route = {route!r} does not reach machines that join; use 'auto', which "
-                    "changes the route when one does"
-                )
         check_room(model, vllm, dtype)
         shape = CacheShape.of(model)
         if shape is not None and model.init is None and shape.queries % vllm.tensor_parallel:

@@ -271,8 +271,7 @@ class CallsMatch(Leaf):
         if "made" in args:  # calls that are data (an answer's, say), as if they had been made; null for none
             items = args["made"] or []
             if not isinstance(items, list) or not all(map(_is_call, items)):
-                wanted = "a list of calls, each with a string name and an object of arguments"
-                raise UnscorableError(f"made must be {wanted}, not {brief(args['made'], 80)!r}")
+                raise UnscorableError(f"made must be a list of calls (name: text, arguments: object), not {brief(items, 80)!r}")
             turn = next(reversed(view.trajectory.turns), Turn(-1, Message("assistant")))
             made = [Made(turn, ToolCall(x["name"], x.get("arguments")), None) for x in items]
         if not self.form.languages:

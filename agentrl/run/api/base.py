@@ -160,7 +160,7 @@ def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> Tra
     return with_absolute_paths(config_from(join_layers(layers), (), layers))
 
 
-def validated(call: str, section: type[M], table: Mapping[str, Any]) -> M:
+def section_of_call(call: str, section: type[M], table: Mapping[str, Any]) -> M:
     """The section of a config that a call's arguments make. Raises ConfigError, which names the first key that is wrong."""
     try:
         return section.model_validate(table)

@@ -22,7 +22,7 @@ from agentrl.engines.chat_format import RequestError, read_messages
 from agentrl.rollout.engine import Sampling, derive
 from agentrl.rollout.episode import score_group
 from agentrl.rollout.player import Evaluation, RunEnv
-from agentrl.run.api.base import Both, Config, config_of, validated
+from agentrl.run.api.base import Both, Config, config_of, section_of_call
 from agentrl.run.api.trainer import Trainer
 from agentrl.run.checks import check_train
 from agentrl.run.config_file import open_folder
@@ -110,7 +110,7 @@ class LivePolicy:
         if n < 1:
             raise ConfigError(f"policy.sample: n = {n}: expected at least 1 answer")
         policy, given = self._session.envs[0].policy, {"max_turn_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-        rollout = self._asked("policy.sample", **given)
+        rollout = self._rollout_with("policy.sample", **given)
         renderer = policy.renderer.with_tools(tools)
         if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
             ids = [item for item in prompt if isinstance(item, int)]
@@ -208,7 +208,7 @@ class LivePolicy:
                 f'algorithm.advantage "{advantage.name}" compares a group with a greedy episode, which policy.play lacks; '
                 "use policy.collect"
             )
-        size = self._asked("policy.play", group_size=group_size, temperature=temperature).group_size
+        size = self._rollout_with("policy.play", group_size=group_size, temperature=temperature).group_size
         if (tasks < 1) if isinstance(tasks, int) else any(seed < 0 for seed in tasks):
             raise ConfigError(f"policy.play: tasks = {tasks!r:.80}: expected a number from 1 on, or seeds from 0 on")
         call = next(self._calls)
@@ -235,15 +235,15 @@ class LivePolicy:
         part, one = self._part(env)
         own = one.eval
         table = {**dict(own), "tasks": own.tasks if n is None else n, "split": split or own.split}
-        asked = validated("policy.evaluate", type(own), table)
+        asked = section_of_call("policy.evaluate", type(own), table)
         found = await evaluate_env(self._session, part.name, asked)
         await forget_evaluation(self._session)
         return found
 
-    def _asked(self, call: str, **given: Any) -> RolloutConfig:
+    def _rollout_with(self, call: str, **given: Any) -> RolloutConfig:
         """The [rollout] section with the arguments of a call, None: its own. Raises ConfigError."""
         changes = {key: value for key, value in given.items() if value is not None}
-        return validated(call, RolloutConfig, {**dict(self._session.config.rollout), **changes})
+        return section_of_call(call, RolloutConfig, {**dict(self._session.config.rollout), **changes})
 
     def _pool(self, part: RunEnv, split: str) -> int:
         """Number of tasks of a split; 2**30 if it has no end."""
@@ -268,7 +268,7 @@ class LivePolicy:
 # The loop
 
 
-def _closed() -> StepOrderError:
+def _session_over() -> StepOrderError:
     return StepOrderError("the session is closed; open another one: agentrl.session(config)")
 
 
@@ -276,7 +276,7 @@ class _Closed:
     """Stands for the session in the parts of a closed one."""
 
     def __getattr__(self, name: str) -> Any:
-        raise _closed()
+        raise _session_over()
 
 
 class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["StepLoop"]):
@@ -313,7 +313,7 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _closed()
+            raise _session_over()
 
     @Both
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.rows import Ragged, on_mask
 from agentrl.data.schedule import cut_minibatches
 from agentrl.data.trajectory import Group, Trajectory
-from agentrl.run.api.base import Both, validated
+from agentrl.run.api.base import Both, section_of_call
 from agentrl.run.loop import make_batch
 from agentrl.run.session import Session
 from agentrl.trainer.actor import Actor
@@ -346,7 +346,7 @@ class Trainer:
             )
         if not changes:
             return algorithm
-        algorithm = validated("trainer.forward_backward", AlgorithmConfig, {**dict(algorithm), **changes})
+        algorithm = section_of_call("trainer.forward_backward", AlgorithmConfig, {**dict(algorithm), **changes})
         check_algorithm(algorithm)
         return algorithm
 
@@ -354,7 +354,7 @@ class Trainer:
 def _choice(named: Named) -> Choice:
     if isinstance(named, Choice):
         return named
-    return validated("trainer", Choice, {"name": named} if isinstance(named, str) else named)
+    return section_of_call("trainer", Choice, {"name": named} if isinstance(named, str) else named)
 
 
 def _per_episode(values: Sequence[float] | torch.Tensor, given: AdvantageInput) -> AdvantageOutput:
