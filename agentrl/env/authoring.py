@@ -385,7 +385,7 @@ class Forkable(ToolSide):
     def holds(self) -> bool:
         """True if an episode may hold something outside of this object, that has to be freed: a `teardown` of its own or
         sessions say so."""
-        frees = any(type(item).close is not ToolSet.close for item in self._sets.values())
+        frees = any(getattr(item.close, "__func__", None) is not ToolSet.close for item in self._sets.values())
         return frees or bool(self._sessions) or getattr(self.teardown, "__func__", None) is not EnvHooks.teardown
 
     def _unshared_parts(self) -> list[str]:
