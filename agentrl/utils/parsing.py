@@ -128,15 +128,16 @@ def as_value_error() -> Iterator[None]:
 def json_form(value: Any) -> Any:
     """The value itself if it is JSON; else as `in_json`, which a reader of its stored text sees. Raises ValueError for what has
     no JSON form, and for a set (no order)."""
+    read = None
     with suppress(ValueError), as_value_error():
-        # Not in Python: states may be large. No array passes the first, no unbounded number the others (one that Python does not
+        # Not in Python: states may be large. No array passes the second, no unbounded number the others (one that Python does not
         # write has over 4,300 digits); a text with these words passes the last.
-        if to_jsonable_python(value) == value and (
+        if (read := to_jsonable_python(value, fallback=_of_array)) == value and (
             (len(text := to_json(value)) < 4300 and b"NaN" not in text and b"Infinity" not in text)
             or json.dumps(value, allow_nan=False)
         ):
             return value
-    form = in_json(value)
+    form = in_json(value if read is None else read)  # once: what `map` and the like give is gone then
     for part in parts_of(value):
         if isinstance(part, set | frozenset):
             raise ValueError(f"a set has no order ({part!r:.60})")

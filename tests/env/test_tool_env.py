@@ -438,6 +438,7 @@ def test_numbers_of_numpy_in_a_task_or_a_state_are_those_of_json() -> None:
         Task("t", "3")  # type: ignore[arg-type]
     task = Task("t", 0, "train", {"a": np.bool_(True)}, {"answer": np.int64(4)})
     assert (task.data, task.gold) == ({"a": True}, {"answer": 4}) and type(task.gold["answer"]) is int
+    assert Task("t", 0, "train", {"a": map(int, "12")}).data == {"a": [1, 2]}
     same = {"a": [1, {"b": None}]}
     assert Task("t", 0, "train", same).data is same  # of JSON already
     # Equal to themselves, and null once stored.
