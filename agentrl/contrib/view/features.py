@@ -297,7 +297,7 @@ def judge_values(row: Mapping[str, Json]) -> tuple[float | None, float | None, s
     values: dict[bool, list[float]] = {True: [], False: []}
     for leaf in leaves_of(evidence.get("root") if isinstance(evidence, Mapping) else None):
         if isinstance(leaf["value"], (int, float)):
-            values[leaf["node"] == "judge"].append(leaf["value"])
+            values[leaf["node"] == "judge"].append(float(leaf["value"]))
     judges, others = values[True], values[False]
     if not judges:
         return None, None, ""
