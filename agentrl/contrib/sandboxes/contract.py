@@ -221,6 +221,6 @@ def too_large(path: str, size: int, most: int) -> ValueError:
 
 
 __all__ = [
-    "NOTEBOOK", "SANDBOXES", "Command", "End", "ExecResult", "FileInfo", "Network", "Sandbox", "SandboxError",
+    "NOTEBOOK", "SANDBOXES", "Command", "End", "ExecResult", "FileInfo", "Network", "Run", "Sandbox", "SandboxError",
     "SandboxProvider", "SandboxSpec", "missing", "too_large",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The contract, for each provider that can be had here; the others are skipped with the reason."""
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl.contrib.sandboxes.contract import SANDBOXES
+from agentrl.contrib.sandboxes.contract import SANDBOXES, ExecResult, SandboxSpec
 from tests.conftest import proof
 from tests.contrib.sandboxes.contract import Contract, commands
 
@@ -84,6 +85,54 @@ class Containers(Contract):
     @pytest.fixture(autouse=True)
     def made(self) -> None:
         type(self).image = type(self).image or tiny_image(self.provider_name)
+
+
+CLIENT = """#!/bin/sh
+cd "$(dirname "$0")" && echo "$*" | sed -E 's/agentrl-[0-9]+-[0-9a-f]+/BOX/' >> log
+if [ "$1" = run ]; then echo ready; exec cat > /dev/null; fi
+[ "$2" = -i ] || exit 0
+shift 2
+while [ "$1" = -e ]; do export "$2"; shift 2; done
+cd ".$2" && shift 3 && exec "$@"
+"""
+
+
+def test_what_a_client_of_containers_is_asked(tmp_path: Path) -> None:
+    """Of a client that runs each command here. What was cut off is killed in the container too."""
+    (tmp_path / "client").write_text(CLIENT)
+    (tmp_path / "client").chmod(0o755)
+    (tmp_path / "app/in").mkdir(parents=True)
+
+    async def work() -> list[ExecResult]:
+        provider = SANDBOXES.bind("docker", {"command": [str(tmp_path / "client")], "run": ["--user", "7"]})()
+        box = await provider.start(SandboxSpec(env={"KEY": "1", "B": "x y"}))
+        done = [
+            await box.exec("echo $KEY $B; cat; echo err >&2; exit 3", stdin=b"in"),
+            await box.exec(("printf", "%s|", "a b", "$B"), cwd="in", env={"KEY": "3=4"}),
+            await box.exec("echo out; echo err >&2", merge=True),
+            await box.exec("head -c 30 /dev/zero", max_output=10),
+            await box.exec("sleep 60", timeout=0.5),
+        ]
+        running = asyncio.ensure_future(box.exec("touch begun; sleep 60"))
+        while not (tmp_path / "app/begun").exists():
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await box.stop()
+        return done
+
+    own, words, merged, cut, late = asyncio.run(work())
+    assert (own.stdout, own.stderr, own.code) == ("1 x y\nin", "err\n", 3)
+    assert (words.stdout, merged.stdout, cut.cut, late.end) == ("a b|$B|", "out\nerr\n", 20, "wall")
+    begun, *asked, end = (tmp_path / "log").read_text().splitlines()
+    asks, kill = "exec -i -e KEY=1 -e B=x y -w /app BOX sh -c ", "exec BOX sh -c kill -9 -1"
+    assert begun.startswith("run --rm -i --name BOX ") and " --user 7 " in begun and end == "rm -f -v BOX"
+    assert asked == [
+        asks + "echo $KEY $B; cat; echo err >&2; exit 3",
+        "exec -i -e KEY=3=4 -e B=x y -w /app/in BOX printf %s| a b $B",
+        asks + 'exec "$@" 2>&1 sh sh -c echo out; echo err >&2',
+        asks + "head -c 30 /dev/zero", asks + "sleep 60", kill, asks + "touch begun; sleep 60", kill,
+    ]  # fmt: skip
 
 
 @proof
