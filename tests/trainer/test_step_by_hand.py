@@ -60,6 +60,7 @@ def test_greedy_rollouts_are_trained_at_temperature_one(tiny: str) -> None:
     batch = make_batch(4)
     found = [train_batch(start(tiny), Actor.update, batch, AlgorithmConfig(), temperature=t) for t in (0.0, 1.0)]
     assert found[0] == found[1]
+    assert torch.equal(*(start(tiny).run(Actor.compute_logprob, batch, t)["logprobs"].values() for t in (0.0, 1.0)))
 
 
 # -- decay and schedules ---------------------------------------------------------------------------
