@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # before anything imports torch, which reads it once
         os.environ.update({name: os.environ.get(name, value) for name, value in PASSIVE.items()})
         exempt()  # agents, judges and users on this machine, and agentrl's own endpoint
+    args = None
     with guarded_output():
         try:
             try:
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 text = full_text(name, then) if name is not None else f"the disk is full: {error}: free some space and {then}"
             elif isinstance(error, OSError) and name is not None:
                 text = f"{name}: {error.strerror}: fix that and repeat the command"
-            elif (text := _of_shelf(error)) is None:
+            elif (text := _of_shelf(error, args)) is None:
                 raise
             say(f"agentrl: {text}", file=sys.stderr)
             return 2
@@ -111,11 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
 
 
-def _of_shelf(error: BaseException) -> str | None:
-    """Fault of a file on a shelf: FILE:LINE and function, or the hook whose signature does not fit; else None."""
+def _of_shelf(error: BaseException, args: argparse.Namespace | None) -> str | None:
+    """Fault of a file on a shelf: FILE:LINE and function, or the hook whose signature does not fit; else None, as for the exit of
+    a command that is itself on a shelf."""
     from agentrl.env import ToolEnv
     from agentrl.utils.search_path import PRIVATE
 
+    if isinstance(error, SystemExit) and (args is None or args.run.__module__.startswith(PRIVATE)):
+        return None
     said = fault_text(error)
     for frame, line in reversed(list(walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__", "").startswith(PRIVATE):

@@ -222,6 +222,21 @@ def test_a_broken_command_of_a_plug_in_stops_only_that_command(
     assert said.count("\n") == 1 and f"command {name}: its plug-in does not load: " in said
 
 
+@pytest.mark.parametrize(("words", "code"), [("mine", 3), ("mine --no", 2)])
+def test_a_command_of_a_plug_in_ends_with_its_own_exit_code(
+    tmp_path: Path, words: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "mine.py").write_text(
+        "import sys\nfrom agentrl.cli.arguments import COMMANDS\n\n\n@COMMANDS.register('mine')\ndef mine(parser):\n"
+        "    parser.add_argument('--no', action='store_true')\n"
+        "    parser.set_defaults(run=lambda args: parser.error('no') if args.no else sys.exit(3))\n"
+    )
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == code and "SystemExit" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["--help", "--version", "env --help", "env list", "config docs"])
 def test_a_full_standard_output_is_one_line(tmp_path: Path, words: str) -> None:
     with Path("/dev/full").open("w") as full:
