@@ -80,8 +80,9 @@ class AllowedValues(CallForm):
         return any(same(made, allowed, rule.values) for allowed in gold)
 
 
-def gold_calls(value: Json, form: type[CallForm] = CallForm) -> list[GoldCall]:
-    """Read gold calls: a list of calls as `form` reads them. Raises UnscorableError if they have another shape."""
+def gold_calls(value: Json, form: type[CallForm] = CallForm, *, to_make: bool = False) -> list[GoldCall]:
+    """Read gold calls: a list of calls as `form` reads them. Raises UnscorableError if they have another shape. `to_make`: with
+    their names as they are, for an environment, and not as they are compared."""
     if not isinstance(value, (list, tuple)):
         raise UnscorableError(f"expected calls must be a list, not {brief(value, 80)!r}")
     found = []
@@ -92,7 +93,7 @@ def gold_calls(value: Json, form: type[CallForm] = CallForm) -> list[GoldCall]:
         name, arguments, by, compare = read
         if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
             raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
-        if not form.languages:  # a declaration has its own names
+        if not (to_make or form.languages):  # a declaration has its own names
             name, arguments = exact(name), with_nfc_keys(arguments)
         if by not in (None, "assistant", "user"):
             raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")

@@ -59,6 +59,20 @@ def test_another_task_has_its_own_replay(other):
     assert len(envs.built) == 2
 
 
+def test_gold_calls_are_made_under_their_names_as_they_are():
+    """A server, say, may spell its tool decomposed, in which names are not compared."""
+    decomposed = "an\u0303adir"
+
+    class Spelled(Counter):
+        async def setup(self, task: Task) -> None:
+            await super().setup(task)
+            add = self.toolbox.table["add"]
+            self.toolbox.table = {**self.toolbox.table, decomposed: replace(add, name=decomposed)}
+
+    trajectory = episode("end", state={"total": 5}, task_gold={"calls": gold(call(decomposed, x=5))})
+    assert scorer_of(Spelled).score(trajectory).value == 1
+
+
 def test_two_leaves_share_one_replay():
     envs = ReplayEnvs()
     root = {"op": "all", "of": [leaf("state.match", REPLAY), leaf("results.contains", REPLAY)]}

@@ -86,9 +86,9 @@ class CallsNone(Leaf):
     example: ClassVar[dict[str, Any]] = {"names": ["delete_account"]}
 
     def read(self, view: View, args: Args) -> Reading:
-        names = args.get("names")
+        names = set(map(exact, args.get("names", ())))
         calls = view.made(args.get("by", "assistant"))
-        made = [made.call.name for made in calls if names is None or made.call.name in names]
+        made = [made.call.name for made in calls if not names or exact(made.call.name) in names]
         return Reading(float(not made), {"made": brief(made)})
 
 

@@ -106,7 +106,7 @@ def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[l
     for part, said in zip(rounds, texts, strict=False):
         turns: list[Message | ToolCall] = []
         try:
-            for gold in gold_calls(part):
+            for gold in gold_calls(part, to_make=True):
                 call = ToolCall(gold.name, dict(gold.arguments), id=f"gold-{next(numbers)}")
                 turns.append(call if gold.by == "user" else Message("assistant", "", (call,)))
         except UnscorableError as error:
