@@ -124,6 +124,11 @@ _PLAIN = (str, int, float, bool, Any, dict, list)
 _NUMBER = re.compile(r"\s*[-+]?[0-9.]+\s*")
 
 
+def _is_seconds(made: Any, given: Json) -> bool:
+    # pydantic takes "2024" for seconds since 1970, so that a year would be a day in that year, without a word.
+    return isinstance(made, date) and isinstance(given, str) and _NUMBER.fullmatch(given) is not None
+
+
 def _is_json(value: Any) -> bool:
     if type(value) in (list, dict):
         return all(map(_is_json, value.values() if isinstance(value, dict) else value))
@@ -371,7 +376,7 @@ class Tool:
                     with suppress(ValidationError):
                         made = signature.adapters[name].validate_json(json.dumps(value), strict=True)
                         # 5 for a list of floats, say, stays what it is: Python would not change it either.
-                        values[name] = value if _is_json(made) else made
+                        values[name] = value if _is_json(made) or _is_seconds(made, value) else made
             return values
         # Arguments of their declared types skip pydantic. `type` and not isinstance: a bool must not pass for an int.
         if all(type(arguments[name]) is hints[name] for name in arguments):
@@ -386,8 +391,7 @@ class Tool:
         # Only those that were given: for the others the function has its own defaults.
         values = {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}
         for name, value in values.items():
-            # pydantic takes "2024" for seconds since 1970, so that a year would be a day in that year, without a word.
-            if isinstance(value, date) and _NUMBER.fullmatch(str(arguments[name])):
+            if _is_seconds(value, arguments[name]):
                 return Problem("invalid_argument", f"{name}: {arguments[name]!r} is no date or time. Write it in ISO 8601")
         return values
 

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from functools import partial
 from typing import Annotated, Any
@@ -137,6 +138,19 @@ def test_a_lenient_typed_tool_gets_its_own_types_where_the_values_fit_them() -> 
     assert type(got[0][2][0]) is int  # of JSON's own types nothing is converted: Python would not either
     call(ship, {"parcel": {"kilos": 5}, "speed": "fast"})
     assert got[1][:2] == ({"kilos": 5}, "fast")
+
+
+def test_a_bare_number_stays_a_text_for_a_lenient_tool() -> None:
+    """pydantic takes it for seconds since 1970."""
+    got: list[Any] = []
+
+    @tool(inline=True, check="lenient")
+    def book(at: datetime) -> None:
+        got.append(at)
+
+    for text in ("2024", "2024-01-01T00:00:00"):
+        assert call(book, {"at": text}).error is None
+    assert got == ["2024", datetime(2024, 1, 1)]
 
 
 def test_a_function_that_raises_stops_the_episode_unless_the_policy_is_to_read_of_it() -> None:
