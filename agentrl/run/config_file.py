@@ -104,8 +104,8 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
     # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
     if overwrite and (target / "config.toml").is_file():
         with lock_folder(target):
-            # Last what makes it a run, and its lock: cut short, it is removed by the next. The folder may be a link, and stays.
-            for path in sorted(target.iterdir(), key=lambda path: path.name in ("config.toml", LOCK)):
+            # Last its lock and what makes it a run: cut short, it is removed by the next. The folder may be a link, and stays.
+            for path in sorted(target.iterdir(), key=lambda path: (path.name == "config.toml", path.name == LOCK)):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder = RunFolder.create(config, origins)
     try:

@@ -193,6 +193,16 @@ def test_an_overwrite_that_was_cut_short_can_be_repeated_also_of_a_linked_folder
         patch.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
         open_folder(one, overwrite=True)
     assert open_folder(one, overwrite=True).trajectories.is_dir() and folder.path.is_symlink()
+    entries, unlink = Path.iterdir, Path.unlink
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "iterdir", lambda path: iter(sorted(entries(path), reverse=True)))
+        patch.setattr(Path, "unlink", lambda path: unlink(path) if path.name != LOCK else _interrupt())
+        open_folder(one, overwrite=True)
+    assert open_folder(one, overwrite=True).config.is_file()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_two_evaluations_of_a_checkpoint_export_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
