@@ -9,6 +9,7 @@ import errno
 import inspect
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -33,8 +34,24 @@ def did_you_mean(
 ) -> str:
     """A hint for a misspelled `word`: "did you mean 'x'?" with the nearest of `known`, at most `most` of them, each formatted
     by `show`; `otherwise` if none is `like` it (difflib's ratio)."""
-    near = difflib.get_close_matches(str(word), sorted({str(item) for item in known}), n=most, cutoff=like)
+    near = _nearest(str(word), {str(item) for item in known}, most, like)
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
+
+
+def _nearest(word: str, known: Iterable[str], most: int, like: float) -> list[str]:
+    """`difflib.get_close_matches`, several times as fast: the likeliest by their letters come first, and rule out most others."""
+    matcher, letters, found = difflib.SequenceMatcher(b=word), Counter(word), list[tuple[float, str]]()
+    sized = [(len(item) + len(word), item) for item in known]
+    sized = [(both, item) for both, item in sized if 2 * min(len(item), len(word)) >= like * both > 0]
+    bounds = [(2 * sum(min(item.count(one), many) for one, many in letters.items()) / both, item) for both, item in sized]
+    for bound, item in sorted(bounds, reverse=True):
+        if bound < like:
+            break
+        matcher.set_seq1(item)
+        if (ratio := matcher.ratio()) >= like:
+            found = sorted([*found, (ratio, item)], reverse=True)[:most]
+            like = found[-1][0] if len(found) == most else like
+    return [item for _, item in found]
 
 
 def hint_text(word: object, known: Iterable[object], *, show: Callable[[str], str] = repr) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import difflib
 import json
 import math
 import signal
@@ -10,6 +11,7 @@ import time
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import wraps
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from agentrl.data.trajectory import ToolCall, ToolResult
 from agentrl.env import Tool, tool
 from agentrl.env.spaces import run_sync
 from agentrl.env.toolbox import Toolbox, estimate_tokens
-from agentrl.utils.errors import EnvError, ToolError, ToolTimeoutError
+from agentrl.utils.errors import EnvError, ToolError, ToolTimeoutError, did_you_mean
 from tests.strict_json import strict
 
 
@@ -74,6 +76,28 @@ def test_every_error_is_structured_and_says_what_was_wrong(name: str, arguments:
     content = json.loads(result.content)
     assert result.error == kind and content["error"] == kind and says in content["message"]
     assert result.call_id == "c1" and result.value is None
+
+
+def test_a_misspelt_name_among_thousands_is_compared_with_few_and_gets_the_hint_of_difflib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It took 60 ms of the event loop for each such call."""
+    words = ["get", "set", "list", "find", "user", "order", "item", "ticket", "event", "note"]
+    names = ["_".join((*pair, str(n))) for n, pair in enumerate(product(words, repeat=3))]
+    calls, ratio = list[str](), difflib.SequenceMatcher.ratio
+
+    def counted(matcher: difflib.SequenceMatcher[str]) -> float:
+        calls.append(name)
+        return ratio(matcher)
+
+    for name in ("get_usr_order_17", "list_evnt_note", "find_find_find", "zzz", "", *words):
+        wanted = {most: difflib.get_close_matches(name, sorted(names), most, 0.5) for most in (1, 3)}
+        with monkeypatch.context() as patch:
+            patch.setattr(difflib.SequenceMatcher, "ratio", counted)
+            for most, near in wanted.items():
+                hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "no"
+                assert did_you_mean(name, names, "no", most=most) == hint
+    assert len(calls) < 500
 
 
 def test_a_tool_that_is_not_listed_answers_and_is_not_shown() -> None:
