@@ -285,7 +285,7 @@ class RunDriver:
     def _summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         config, outcome = self.config, self.outcome
         updates = [row for row in rows if row["phase"] == "train"]
-        success = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
+        success = {row["phase"]: row.get("success") for row in rows if row["phase"] in ("before", "after")}
         return {
             "name": config.name,
             "status": outcome.status,
@@ -299,7 +299,7 @@ class RunDriver:
             "success_after": success.get("after"),
             **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
             **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
-            "tokens": sum(row["tokens"] for row in updates),
+            "tokens": sum(row.get("tokens") or 0 for row in updates),
             **thrown_away(updates),
             "seconds": round(time.monotonic() - outcome.started, 1),
             "restarts": outcome.restarts,
@@ -322,7 +322,7 @@ class RunDriver:
             display.say(f"the warmed-up model is in {folder.warm_start}")
             return
         rows = folder.read_metrics()
-        summary = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
+        summary = {row["phase"]: row.get("success") for row in rows if row["phase"] in ("before", "after")}
         display.say("")
         before, after = (percent(summary.get(phase)) for phase in ("before", "after"))
         display.say(f"success on held-out tasks   before {before}   after {after}")
@@ -337,7 +337,7 @@ class RunDriver:
                 ends = f"before {percent(part['success_before'])}   after {percent(part['success_after'])}"
                 display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {part['tasks']} tasks")
         spent = thrown_away([row for row in rows if row["phase"] == "train"])
-        if spent.get("tokens_thrown"):
+        if spent.get("tokens_thrown") and spent["tokens_sampled"]:
             away, of = spent["tokens_thrown"], spent["tokens_sampled"]
             causes = ", ".join(f"{why} {percent(count / of)}" for why, count in spent["thrown"].items())
             display.say(f"thrown away                 {away:,} of {of:,} sampled tokens ({percent(away / of)}: {causes})")
@@ -393,7 +393,7 @@ def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         "success_after": next(reversed(of["after"].values()), None),
         "best": None if best is None else {"step": best, "success": found[best]},
         **({"horizons": horizons} if (horizons := summary_of(rows, name)) else {}),
-        "tokens": sum(row.get(f"env/{name}/tokens", 0) for row in rows if row["phase"] == "train"),
+        "tokens": sum(row.get(f"env/{name}/tokens") or 0 for row in rows if row["phase"] == "train"),
     }
 
 

@@ -260,8 +260,12 @@ class RunFolder:
         return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of metrics.jsonl; a last row cut short by a kill is skipped, and any other line."""
-        return self.sorted_metrics()[0]
+        """All complete rows of metrics.jsonl, without what is no number; a last row cut short by a kill is skipped, and any other
+        line."""
+        rows = self.sorted_metrics()[0]
+        return [
+            {key: item for key, item in row.items() if key == "phase" or isinstance(item, int | float | None)} for row in rows
+        ]
 
     def sorted_metrics(self) -> tuple[list[dict[str, Any]], list[int], list[int]]:
         """The complete rows of metrics.jsonl, and the numbers of lines that hold none: whole lines, and the last one if it is

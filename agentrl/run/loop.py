@@ -52,7 +52,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     evaluated = next((row for row in rows if row["phase"] == "eval" and row["step"] == resumed_at), None)
     done = resumed_at >= config.steps or interrupt.requested
     enough = config.stop_at_success
-    if not done and evaluated is not None and _reaches(evaluated["success"], enough):
+    if not done and evaluated is not None and _reaches(evaluated.get("success"), enough):
         # The run was over when it was stopped: its next update would be one too many.
         done = True
         session.display.say(

@@ -19,7 +19,7 @@ from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.player import Evaluation, fault_of
 from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
-from agentrl.run.outcomes import Kinds, Row, by_env, episode_values, group_values, is_scored
+from agentrl.run.outcomes import Kinds, Row, by_env, episode_values, group_values, is_scored, points
 from agentrl.run.reader import token_lines
 from agentrl.run.session import Session, Writes
 from agentrl.run.trackers import FLUSH_S, LIVE_METRICS, Outlet, Status, Tracker, sampled_rows
@@ -126,8 +126,8 @@ def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     causes: Counter[str] = Counter()
     for row in counted:
-        causes.update({key.partition("/")[2]: int(row[key]) for key in row if key.startswith("tokens_thrown/")})
-    sums = {key: int(sum(row[key] for row in counted)) for key in ("tokens_sampled", "tokens_thrown")}
+        causes.update({key.partition("/")[2]: int(row[key] or 0) for key in row if key.startswith("tokens_thrown/")})
+    sums = {key: int(sum(row.get(key) or 0 for row in counted)) for key in ("tokens_sampled", "tokens_thrown")}
     return {**sums, "thrown": dict(causes.most_common())}
 
 
@@ -381,11 +381,11 @@ class Health:
         last = [row for row in rows if row["phase"] == "after"][-1:]
         if found := unscored_finding(updates, cfg, self.fault) or unscored_finding(last, cfg, self.fault):
             return found
-        held = [row["success"] for row in rows if row["phase"] in ("eval", "after") and row["success"] is not None]
+        held = [success for _, success in points(rows, ("eval", "after"), "success")]
         if goal is not None and held and held[-1] >= goal:
             return None
         parts = (updates[: cfg.idle_updates], updates[-cfg.idle_updates :])
-        first, newest = ([row["success"] for row in part if row["success"] is not None] for part in parts)
+        first, newest = ([success for _, success in points(part, ("train",), "success")] for part in parts)
         if any(map(has_trained, updates)) and first and newest and sum(newest) / len(newest) > sum(first) / len(first):
             return None
         return idle(Updates(self._config.critic, cfg.idle_updates, updates), self._config.rollout)
@@ -403,12 +403,13 @@ def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
     newest, count = [row for row in updates.newest if row["step"] > updates.warmup], updates.idle
     if not newest or any(has_trained(row) for row in newest):
         return None
-    if updates.taught and all(row["success"] == 1.0 for row in newest):
+    if updates.taught and all(row.get("success") == 1.0 for row in newest):
         return None
     groups = rollout.groups * len(newest)
-    same = sum(row.get("groups_zero_variance", 0) for row in newest)
-    success = newest[-1]["success"]
-    cause = f"all episodes of a group had the same reward (mean {newest[-1]['reward']:.3g}), so none was better than another"
+    same = sum(row.get("groups_zero_variance") or 0 for row in newest)
+    success, reward = (newest[-1].get(name) for name in ("success", "reward"))
+    mean = "" if reward is None else f" (mean {reward:.3g})"
+    cause = f"all episodes of a group had the same reward{mean}, so none was better than another"
     advice = "Raise rollout.group_size or rollout.temperature, or reward parts of a solution (docs/debugging.md)."
     if any(row.get("skipped_steps", 0) for row in newest):
         cause, advice = "its numbers were not finite (log.txt names the rows)", "Lower optim.lr, or see docs/debugging.md."
@@ -432,13 +433,19 @@ def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
 
 def has_trained(row: HealthRow) -> bool:
     """Return True if an update taught the policy something: its gradient is not 0, and an optimizer step was taken."""
-    return bool((row.get("grad_norm") or 0.0) > 0 and row.get("optimizer_steps", 1) > 0 and not row.get("skipped_steps", 0))
+    steps = row.get("optimizer_steps", 1) or 0
+    return bool((row.get("grad_norm") or 0.0) > 0 and steps > 0 and not row.get("skipped_steps", 0))
+
+
+def _known(row: HealthRow, *names: str) -> float:
+    """The first of these numbers that a row has; 0 if none is there, as in one that was changed by hand."""
+    return next((row[name] for name in names if row.get(name) is not None), 0)
 
 
 def unscored_finding(rows: Collection[HealthRow], health: HealthConfig, fault: str | None) -> Finding | None:
     """Return True if more episodes of these rows are unscored than `health.max_unscored` allows."""
-    lost = sum(row.get(UNSCORED, row["unscored"]) for row in rows)
-    played = sum(row.get(PLAYED, row["scored"] + row["unscored"]) for row in rows)
+    lost = sum(_known(row, UNSCORED, "unscored") for row in rows)
+    played = sum(_known(row, PLAYED, "scored") + (row.get(PLAYED) is None and _known(row, "unscored")) for row in rows)
     if lost <= health.max_unscored * played:
         return None
     first = f"; the first: {fault}" if fault else ""

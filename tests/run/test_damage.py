@@ -6,6 +6,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,8 +15,10 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.config.schema import KeepConfig
 from agentrl.contrib.view import index as index_place
+from agentrl.run.driver import RunDriver, RunOutcome
 from agentrl.run.folder import LogFile, RunFolder
 from agentrl.run.provenance import check_own_config, origin_hint
+from agentrl.run.run_log import Health
 from agentrl.trainer.checkpoint import Checkpoints, check_model, seal
 from agentrl.utils.errors import CheckpointError, ConfigError, RunFolderError
 from agentrl.utils.files import read_plain
@@ -138,6 +142,32 @@ def test_a_damaged_record_of_the_run_is_named_with_what_to_do(tmp_path: Path, ki
                 origin_hint(folder)
             with pytest.raises(RunFolderError, match=r"summary.json: damaged: .*remove it"):
                 folder.read_summary()
+
+
+@pytest.mark.parametrize("envs", [1, 2])
+def test_a_run_ends_whatever_a_figure_of_its_rows_has_become(tmp_path: Path, envs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that was edited is JSON still: the last resume ended with a trace, and without a summary."""
+    names = ["one", "two"][:envs]
+    one = config(tmp_path, env=[{"id": "key_value", "name": name} for name in names])
+    share = {"success": 0.5, "reward": 0.5, "scored": 8, "unscored": 0, "tokens": 90}
+    means = {**share, **{f"env/{name}/{key}": value for name in names for key, value in share.items()}}
+    spent = {"grad_norm": 0.0, "optimizer_steps": 1.0, "skipped_steps": 0.0, "groups_zero_variance": 4.0, "episodes_played": 9,
+             "episodes_unscored": 1, "tokens_sampled": 90, "tokens_thrown": 9, "tokens_thrown/stale": 9}  # fmt: skip
+    row, folder = {**means, **spent}, RunFolder.create(one)
+    monkeypatch.setattr("agentrl.run.driver.draw_curve", lambda *_: None)  # which takes long
+    for key, value in ((key, value) for key in row for value in ("x", None, [1], ...)):
+        changed = {name: old if name != key else value for name, old in row.items() if name != key or value is not ...}
+        folder.metrics.unlink(missing_ok=True)
+        for phase, step in (("before", 0), ("train", 1), ("eval", 1), ("train", 2), ("after", 2)):
+            folder.append_metrics({"step": step, "phase": phase, **changed})
+        health = Health(one, print)
+        health.begin(2, folder.read_metrics(), lambda: None)
+        log: Any = SimpleNamespace(trackers=[], health=health, end=lambda *_: None)
+        display: Any = SimpleNamespace(say=lambda _: None)
+        driver = RunDriver(one, folder, display, log, RunOutcome(status="done"), None)  # type: ignore[arg-type]
+        driver.finish()
+        driver.say_end()
+        assert (folder.read_summary() or {})["steps"] == 2
 
 
 def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_no_wait(tmp_path: Path) -> None:

@@ -298,8 +298,8 @@ class DataRunKind:
         held = [row for row in rows if row["phase"] == "heldout"]
         return {
             "steps": steps[-1]["step"] if steps else 0,
-            "loss": steps[-1]["loss"] if steps else None,
-            "heldout_before": held[0]["loss"] if held else None,
-            "heldout_after": held[-1]["loss"] if len(held) > 1 else None,
-            "tokens": int(sum(row.get("tokens_trained", 0) for row in steps)),
+            "loss": steps[-1].get("loss") if steps else None,
+            "heldout_before": held[0].get("loss") if held else None,
+            "heldout_after": held[-1].get("loss") if len(held) > 1 else None,
+            "tokens": int(sum(row.get("tokens_trained") or 0 for row in steps)),
         }
