@@ -319,7 +319,7 @@ def test_knobs_change_the_task():
 def test_leaving_out_any_one_change_or_word_scores_nothing():
     env = make_env("service_desk", goals=2, forbidden=0.5)
     tried = 0
-    for seed in range(8):
+    for seed in (4, 14, 18, 23, 33, 58, 59):  # short ones, with every rule and every function
         task = env.make_task(seed, "train")
         gold = env.gold_turns(task)
         for at, turn in enumerate(gold):
