@@ -1,5 +1,5 @@
 """Rows that cannot have a gradient are not computed, and that changes no step: not its gradient, not the number of steps, not
-the weights. What an episode counts for does not depend on its number of ledgers."""
+the weights."""
 
 import itertools
 from typing import Any
