@@ -260,7 +260,7 @@ class RunFolder:
         return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of metrics.jsonl, without what is no number; a last row cut short by a kill is skipped, and any other
+        """All complete rows of metrics.jsonl, with numbers alone; a last row cut short by a kill is skipped, and any other
         line."""
         rows = self.sorted_metrics()[0]
         return [
