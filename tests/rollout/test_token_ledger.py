@@ -191,6 +191,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(name: str, args: tuple
     ledger.append_context(np.array([2**31 - 1, 0]), 0)
     ledger.append_context(np.array([7.0]), 0)
     assert ledger.ids() == [1, 2**31 - 1, 0, 7]
+    for version in (3, 5):
+        ledger.append_sampled([7], [-1.0], [version], 0)
+    assert ledger.oldest == 3
 
 
 def test_a_file_whose_columns_do_not_fit_together_is_refused() -> None:
