@@ -76,18 +76,19 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], near: float) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("widths", [(8, 8), (12, 8), (8, 12)], ids=["", "narrow values", "wide values"])
+@pytest.mark.parametrize("keys", [(2, 8, 8), (2, 12, 8), (2, 8, 12), (1, 8, 8), (4, 8, 8)], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("shared", [False, True], ids=["rows", "prefixes"])
 def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
-    name: str, widths: tuple[int, int], shared: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, keys: tuple[int, int, int], shared: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows, or a prefix of 7 tokens with two suffixes, a row alone, and a prefix with a suffix of one token; 4 query heads over 2
-    key heads."""
+    """Rows, or a prefix of 7 tokens with two suffixes, a row alone, and a prefix with a suffix of one token. `keys`:
+    key heads, of 4 query heads; their width; that of values."""
     monkeypatch.setattr("agentrl.engines.exact_attention.CELLS", 300)  # several pieces a block
     spans = TREES if shared else ROWS
     torch.manual_seed(0)
-    sizes = [(31, 4, widths[0]), (31, 2, widths[0]), (31, 2, widths[1]), (4,)]
+    heads, wide, value_wide = keys
+    sizes = [(31, 4, wide), (31, heads, wide), (31, heads, value_wide), (4,)]
     given = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     form = FORMS[name]
@@ -97,11 +98,11 @@ def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
     asked = {"s_aux": None if form.sinks is None else given[3], "softcap": form.cap, "sliding_window": form.window}
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in given[:3])
     found = packed_attention(LayerOf(form.chunk), q, k, v, None, packed=packed, scaling=form.scale, **asked)[0][0]
-    k, v = (tensor.repeat_interleave(2, 1) for tensor in exact[1:3])
+    k, v = (tensor.repeat_interleave(4 // heads, 1) for tensor in exact[1:3])
     rows = []
     for first, last, start, stop in spans:
-        keys, values = (torch.cat([tensor[first:last], tensor[start:stop]]) for tensor in (k, v))
-        rows.append(by_hand(exact[0][start:stop], keys, values, form, None if form.sinks is None else exact[3], last - first))
+        past, values = (torch.cat([tensor[first:last], tensor[start:stop]]) for tensor in (k, v))
+        rows.append(by_hand(exact[0][start:stop], past, values, form, None if form.sinks is None else exact[3], last - first))
     expected = torch.cat(rows)
     push, used = torch.randn(expected.shape), 3 if form.sinks is None else 4
     grads = torch.autograd.grad((found * push).sum(), given[:used])
