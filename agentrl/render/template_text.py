@@ -151,7 +151,8 @@ class TemplateText:
                 run.append(number)
                 continue
             # After a control token, so that a tokenizer that strips the start of a text strips nothing here.
-            parts.append(self.hide(self.codec.decode(run).removeprefix(parts[-1] if parts else "")))
+            ordinary = self.codec.decode(run).removeprefix(parts[-1] if parts else "")
+            parts.append(self.hide(ordinary))
             if number is not None:
                 parts.append(self.codec.decode([number]))
                 run = [number]

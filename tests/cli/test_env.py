@@ -300,7 +300,7 @@ def test_a_mistake_in_a_hook_is_named(
     monkeypatch.setattr("builtins.input", lambda prompt="": "/quit")
     assert main(["env", action, "wrong"]) in (1, 2)
     ours = TypeError("Saver.close() takes 1 positional argument but 2 were given")  # of a method with a hook's name
-    assert said in capsys.readouterr().err and _of_shelf(ours) is None
+    assert said in capsys.readouterr().err and _of_shelf(ours, None) is None
 
 
 def test_a_class_without_an_id_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,12 +113,14 @@ async def only_update(collect: Collector) -> list[Group]:
 
 
 async def resume(first: Collector, again: Collector) -> dict[str, Any]:
-    """End a run after an update and go on with it in another collector; the state between them, as a file has it."""
-    state: dict[str, Any] = json.loads(json.dumps(first.to_json()))
+    """End a run after an update and go on with it in another collector; the state between them, as files have it, with its
+    complete groups."""
+    groups = [group.to_json() for group in first.ledger.complete_groups()]
+    state, written = json.loads(json.dumps([first.to_json(), groups]))
     await first.close()
-    again.load_json(json.loads(json.dumps(state)))
+    again.load_json(state, map(Group.from_json, written))
     await exchange(again)
-    return state
+    return {**state, "complete": groups}
 
 
 RUN = """
