@@ -54,7 +54,7 @@ def lock_folder(folder: Path, otherwise: str = "", *, wait: bool = False) -> Ite
     On a file system without locks (some network ones) a warning in the log takes its place.
     """
     with open(folder / LOCK, "a+", encoding="utf-8", opener=plain_file) as file:
-        _try_lock(folder, file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, otherwise)
+        _try_lock(folder, file, fcntl.LOCK_EX, otherwise, wait)
         file.seek(0)
         file.truncate()
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else "Python"  # embedded, it may have none
@@ -69,16 +69,19 @@ def check_unlocked(folder: Path) -> None:
     if not (folder / LOCK).is_file():
         return
     with open(folder / LOCK, encoding="utf-8", opener=plain_file) as file:
-        _try_lock(folder, file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _try_lock(folder, file, fcntl.LOCK_SH)
 
 
-def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "") -> None:
-    """Raise ConfigError, naming the process that holds the lock, if another does."""
+def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait: bool = False) -> None:
+    """Raise ConfigError, naming the process that holds the lock, if another does, or say so and wait."""
     try:
-        fcntl.flock(file, kind)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
         return
     except BlockingIOError:
         file.seek(0)
+        if wait:
+            log.warning("%s: another process is writing there, and is waited for", folder)
+            return fcntl.flock(file, kind)
     except OSError as error:
         if error.errno not in _NONE:
             raise
@@ -260,12 +263,9 @@ class RunFolder:
         return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of metrics.jsonl, with numbers alone; a last row cut short by a kill is skipped, and any other
-        line."""
-        rows = self.sorted_metrics()[0]
-        return [
-            {key: item for key, item in row.items() if key == "phase" or isinstance(item, int | float | None)} for row in rows
-        ]
+        """All complete rows of metrics.jsonl, with numbers alone; any other line, as one cut short by a kill, is skipped."""
+        rows, numbers = self.sorted_metrics()[0], int | float | None
+        return [{key: item for key, item in row.items() if key == "phase" or isinstance(item, numbers)} for row in rows]
 
     def sorted_metrics(self) -> tuple[list[dict[str, Any]], list[int], list[int]]:
         """The complete rows of metrics.jsonl, and the numbers of lines that hold none: whole lines, and the last one if it is

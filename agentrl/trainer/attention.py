@@ -306,8 +306,7 @@ class PackedSequences:
         if self.spans is not None:
             before = before - on_device(self.spans[:, 1] - self.spans[:, 0], before.device)
         total = int(self.cu_seqlens[-1])
-        steps = torch.arange(total, device=before.device)
-        return steps - before.repeat_interleave(counts, output_size=total)
+        return torch.arange(total, device=before.device) - before.repeat_interleave(counts, output_size=total)
 
     def cut(self, chunk: int) -> PackedSequences:
         """The layout in which each run of `chunk` tokens of a row, counted from its start, is a row of its own: attention

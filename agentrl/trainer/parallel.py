@@ -135,15 +135,13 @@ class Ulysses:
         # A rank gets heads that follow one another, of keys as of queries: with grouped-query attention its query heads then
         # find their own key heads.
         parts = local.reshape(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
-        out = _all_to_all(parts, self.group)
-        return out.reshape(self.size * tokens, heads // self.size, width)
+        return _all_to_all(parts, self.group).reshape(self.size * tokens, heads // self.size, width)
 
     def to_tokens(self, local: Tensor) -> Tensor:
         """Inverse of `to_heads`."""
         tokens, heads, width = local.shape
         parts = local.reshape(self.size, tokens // self.size, heads, width)
-        out = _all_to_all(parts, self.group)
-        return out.transpose(0, 1).reshape(tokens // self.size, self.size * heads, width)
+        return _all_to_all(parts, self.group).transpose(0, 1).reshape(tokens // self.size, self.size * heads, width)
 
     def gather(self, own: Tensor, counts: list[int]) -> Tensor:
         """The values of all ranks in rank order, `counts[i]` of them from rank i."""

@@ -205,7 +205,7 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_two_evaluations_of_a_checkpoint_export_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_evals_export_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     made = list[Path]()
 
     def export(run: Path, out: Path, step: int) -> None:
@@ -216,8 +216,8 @@ def test_two_evaluations_of_a_checkpoint_export_it_once(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("agentrl.run.provenance.export_run", export)
     with ThreadPoolExecutor(2) as pool:
-        found = set(pool.map(_export_path, [RunFolder(tmp_path)] * 2, [4, 4]))
-    assert found == {tmp_path / "exports" / "step_000004"} and len(made) == 1
+        assert set(pool.map(_export_path, [RunFolder(tmp_path)] * 2, [4, 4])) == {tmp_path / "exports" / "step_000004"}
+    assert len(made) == 1 and "is waited for" in caplog.text
 
 
 def test_a_second_evaluation_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,9 +231,6 @@ def entry_name(number: int, name: str) -> str:
     return f"env[{number}] ({name})"
 
 
-GpusPerReplica = Annotated[PositiveInt, Unit("GPUs")]
-
-
 class VllmConfig(Frozen):
     """The vLLM engine (`engine = "vllm"`): one Ray actor per replica (docs/engines.md)."""
 
@@ -247,7 +244,7 @@ class VllmConfig(Frozen):
     """A replica that does not answer a call (other than to sample) for so long counts as dead."""
     startup_timeout: Seconds = 600.0
     """In which a replica must be up, with its model loaded and its CUDA graphs captured."""
-    tensor_parallel: GpusPerReplica = 1
+    tensor_parallel: Annotated[PositiveInt, Unit("GPUs")] = 1
     """GPUs of each replica, which split each matrix."""
     kv_cache_mib: Annotated[PositiveInt, Unit("MiB")] | None = None
     """Memory of the KV cache on each device; it must hold a sequence of `max_model_len` tokens. By default a GPU has vLLM's own

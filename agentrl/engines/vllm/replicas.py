@@ -236,8 +236,7 @@ class Replicas:
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
         variables = {"env_vars": {**environment(self._cuda, self._threads), **self._scratch.environment(), **given}}
         remote = ray.remote(concurrency_groups={GROUP: 1})(VllmActor)
-        actor = remote.options(max_concurrency=4096, runtime_env=variables, **options)
-        handle = actor.remote(self._options)
+        handle = remote.options(max_concurrency=4096, runtime_env=variables, **options).remote(self._options)
         return Replica(number, handle, RequestBatcher(handle))
 
     async def _boot(self, replica: Replica) -> None:

@@ -268,15 +268,14 @@ class LivePolicy:
 # The loop
 
 
-def _session_over() -> StepOrderError:
-    return StepOrderError("the session is closed; open another one: agentrl.session(config)")
+OVER = "the session is closed; open another one: agentrl.session(config)"
 
 
 class _Closed:
     """Stands for the session in the parts of a closed one."""
 
     def __getattr__(self, name: str) -> Any:
-        raise _session_over()
+        raise StepOrderError(OVER)
 
 
 class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["StepLoop"]):
@@ -313,7 +312,7 @@ class StepLoop(AbstractContextManager["StepLoop"], AbstractAsyncContextManager["
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _session_over()
+            raise StepOrderError(OVER)
 
     @Both
     async def close(self) -> None:
