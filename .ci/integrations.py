@@ -2,9 +2,9 @@
 
     python .ci/integrations.py NAME      creates .integrations/NAME and prints its interpreter
 
-`verifiers` and `openenv` get the extra of that name, the dependency group of that name if there is one (what only tests need:
-OpenEnv's own package), and what agentrl's environments need, all at the versions of pyproject.toml. `trl` and
-`verifiers-latest` are used only by the benchmarks, at the versions that these compare with. `bfcl` is a folder of packages and no
+`verifiers` and `openenv` get the extra of that name and the dependency group of that name if there is one (what only tests need:
+OpenEnv's own package), at the versions of pyproject.toml. `trl` and `verifiers-latest` are used only by the benchmarks, at the
+versions that these compare with. All get what agentrl's environments need. `bfcl` is a folder of packages and no
 environment: the leaderboard's package with what its classes and parsers import, and without the model clients that it asks for.
 A complete environment is not created again.
 """
@@ -32,11 +32,13 @@ FOLDERS = {
 }  # fmt: skip
 
 
-def extra(name: str) -> list[list[str]]:
-    """The requirements of the extra and of the group `name` in pyproject.toml, with those of agentrl's environments."""
+def requirements(name: str) -> list[list[str]]:
+    """The requirements of a peer, or of an extra and a group of pyproject.toml, with those of agentrl's environments."""
     read = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, group = read["project"], read["dependency-groups"].get(name, [])
     core = [line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] in NEEDED]
+    if name in PEERS:
+        return [*PEERS[name], core]
     return [[*project["optional-dependencies"][name], *group, *core, "tokenizers"]]
 
 
@@ -67,7 +69,7 @@ def main(name: str) -> None:
         print(unpacked(folder, FOLDERS[name]))
         return
     python = folder / "bin" / "python"
-    installs = PEERS[name] if name in PEERS else extra(name)
+    installs = requirements(name)
     wanted = repr(installs)
     done = folder / "installed"
     if not python.exists():
