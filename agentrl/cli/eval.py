@@ -316,7 +316,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
     requests, given = {}, args.config is not None or folder is not None
     evals = {one.the_env.called: one.eval for one in config.each()}
     for env, one in zip(config.envs, config.each(), strict=True):
-        own, ref = one.eval, EnvRef.of(one)
+        own, ref = one.eval, EnvRef.of(env, config.tools)
         split = args.split or (own.split if given or several else args.defaults["split"])
         # A benchmark's tasks once each: all, if nothing else is said. A run's model plays what the run evaluates on, the first.
         wanted = args.tasks or (own.tasks if given or env.eval is not None else None)

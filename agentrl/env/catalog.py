@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
+from agentrl.config.schema import Choice, EnvConfig, RewardConfig, ToolsConfig
 from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, known_sources, module_folder
 from agentrl.env.tools import TOOL_SOURCES, Tool, ToolSet
 from agentrl.reward import Scorer, Services, compile_spec, load_spec, make_context
@@ -140,13 +140,11 @@ class EnvRef:
     max_output: int | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig) -> EnvRef:
-        """The environment of a config that has one (see `TrainConfig.alone`): its id and parameters, with its tools or those
-        of the config's `tools` section. Raises ConfigError if there are several."""
-        env = config.the_env
+    def of(cls, env: EnvConfig, tools: ToolsConfig) -> EnvRef:
+        """An environment of a config, with its own tools or those of the config's `tools` section."""
         system = [] if env.system is None else [Choice(name="system_prompt", args={"text": env.system})]
         sandbox = {} if env.sandbox is None else {"sandbox": env.sandbox.model_dump()}
-        wrappers, tools = (*env.wrappers, *system), env.tools or config.tools
+        wrappers, tools = (*env.wrappers, *system), env.tools or tools
         params, at = {**env.params, **sandbox}, EnvAddress.of(env)
         return cls(env.id, params, tools=tools, wrappers=wrappers, at=at, max_output=env.max_output)
 

@@ -284,8 +284,8 @@ class Part:
 def parts_of(config: TrainConfig) -> list[Part]:
     """The environments of a run as parts of its mixture."""
     return [
-        Part(env.called, EnvRef.of(one), one.rollout.sampler, 1.0 if env.weight is None else env.weight, one.rollout.start)
-        for env, one in zip(config.envs, config.each(), strict=True)
+        Part(env.called, EnvRef.of(env, config.tools), own.sampler, 1.0 if env.weight is None else env.weight, own.start)
+        for env, own in ((env, config.alone(env).rollout) for env in config.envs)
     ]
 
 

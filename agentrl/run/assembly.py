@@ -1,7 +1,7 @@
 """From a config to the parts that play and score its episodes, for training, evaluations, rollouts and their checks.
 
     environments  config.envs, config.tools                  `EnvRef.of`
-    scorers       their reward, config.reward                `scorer_of`
+    scorers       their reward, config.reward                `make_scorer`
     renderer      tokenizer, config.model.tool_parser        `renderer_of`
     engine        config.engine or an API model              run/engine_choice.py
     policy        all of these, config.rollout               `Inputs.policy`: sampling, context policy, writer of summaries
@@ -63,7 +63,7 @@ class RunStart:
     @cached_property
     def env(self) -> EnvRef:
         """The only environment."""
-        return EnvRef.of(self.config)
+        return EnvRef.of(self.config.the_env, self.config.tools)
 
     @property
     def scorer(self) -> Scorer:
@@ -157,8 +157,9 @@ class Inputs:
         policy, envs, services = self.policy(engine, renderer), [], RunServices(config, pools)
         for own, spec in zip(config.envs, self.specs, strict=True):
             with config.name_entry_in_errors(own) as one:
-                scorer, limits = scorer_of(one, spec, services), Limits.of(one.rollout, self.context)
-                envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one.agent, self.tokenizer)))
+                ref, limits = EnvRef.of(own, config.tools), Limits.of(one.rollout, self.context)
+                scorer = make_scorer(spec, one.reward, ref, timeout=one.rollout.env_timeout, services=services)
+                envs.append(RunEnv(own.called, ref, policy, scorer, limits, agents_of(one.agent, self.tokenizer)))
         return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), services if asks else RunServices(config))
 
     def policy(self, engine: Engine, renderer: Renderer) -> Policy:
@@ -198,8 +199,8 @@ def read_inputs(config: TrainConfig, model: str | None = None, temperature: floa
     """
     specs = []
     for env in config.envs:
-        with config.name_entry_in_errors(env) as one:
-            specs.append(find_spec(EnvRef.of(one), env.reward))
+        with config.name_entry_in_errors(env):
+            specs.append(find_spec(EnvRef.of(env, config.tools), env.reward))
     choice = EngineChoice(config)
     counts = "messages" not in choice.traits
     context = choice.maker().context(model_length(config.model, model) if counts else 0)
@@ -209,14 +210,6 @@ def read_inputs(config: TrainConfig, model: str | None = None, temperature: floa
 def agents_of(agent: AgentConfig | None, tokenizer: Any) -> Agents | None:
     """The player of [agent] that replaces the built-in loop; None without [agent]. Raises ConfigError or DependencyError."""
     return None if agent is None else AGENTS[PROGRAM](agent, None if tokenizer is None else tokenizer.decode)
-
-
-def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, services: RunServices | None = None) -> Scorer:
-    """The scorer of the episodes of a config's only environment, by `spec` or else by the spec that the config names. `services`:
-    those of the run."""
-    env = EnvRef.of(config)
-    spec = spec or find_spec(env, config.the_env.reward)
-    return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, services=services)
 
 
 def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Renderer:

@@ -31,7 +31,7 @@ def official(envs: Sequence[TrainConfig], episodes: Mapping[str, Sequence[Trajec
     "official". Several environments of a suite have one table. A suite without metrics of its own has none."""
     found: dict[str, list[tuple[Benchmark, Sequence[Trajectory]]]] = {}
     for one in envs:
-        suite, called = suite_env(EnvRef.of(one)), one.envs[0].called
+        suite, called = suite_env(EnvRef.of(one.the_env, one.tools)), one.the_env.called
         if suite is not None and called in episodes:
             found.setdefault(suite.suite, []).append((suite, episodes[called]))
     tables = {}

@@ -43,8 +43,8 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     suites: list[str] = []
     for own in config.envs:
-        with config.name_entry_in_errors(own) as one:
-            env = EnvRef.of(one)
+        with config.name_entry_in_errors(own):
+            env = EnvRef.of(own, config.tools)
             at = f"env.{own.called}" if isinstance(config.env, list) else "env"
             digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
             tools = f"{at}.tools" if own.tools is not None else "tools"

@@ -28,7 +28,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.env.official import success_rates
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import SCRIPTS, end_of, fault_of, run_tasks, success_rate
-from agentrl.run.assembly import read_inputs
+from agentrl.run.assembly import RunStart, read_inputs
 from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import mean_of, official, rate_of
 from agentrl.run.digests import contents_of
@@ -288,7 +288,7 @@ class RolloutJob:
         evaluates = request.purpose == "eval"  # with a temperature of its own
         self.temperature = config.eval.temperature if evaluates else one_temperature(config.rollout, "a rollout")
         self.file = request.out / "trajectories.jsonl"
-        self.script = SCRIPTS["values"](config, request.values) if request.values else None
+        self.script = SCRIPTS["values"](RunStart(config, purpose=request.purpose), request.values) if request.values else None
         self.episodes: dict[Pair, Trajectory] = {}
         self.interrupted = False
 
@@ -301,9 +301,9 @@ class RolloutJob:
         config, request, display = self.config, self.request, self.display
         interrupt = Interrupt(display.say)
         interrupt.install()  # the start of Ray and of the engine is to be ended too
-        for note in suite_notes(map(EnvRef.of, config.each())):
+        for note in suite_notes([ref := EnvRef.of(config.the_env, config.tools)]):
             display.warn(note)
-        if (ref := EnvRef.of(config)).at is None:  # before there is a folder; of one elsewhere the first task says it
+        if ref.at is None:  # before there is a folder; of one elsewhere the first task says it
             with closing(ref.build()) as env:
                 env.check_split(request.split)
         request.out.mkdir(parents=True, exist_ok=True)

@@ -213,7 +213,7 @@ class Planner:
         several = len(config.envs) > 1
         shares = MixedTasks(parts_of(config), config.rollout.mixture, config.seed).shares() if several else {}
         for env, one in zip(config.envs, each, strict=True):
-            ref, limits = EnvRef.of(one), one.rollout
+            ref, limits = EnvRef.of(env, config.tools), one.rollout
             turns = f"{_count(limits.max_turns, 'turn')} of {limits.max_turn_tokens} tokens"
             share = f", {shares[env.called]:.1%} of the groups at first, {one.algorithm.advantage.name}" if several else ""
             environments.append(f"{env.called} ({ref.entry.id}), reward {find_spec(ref, env.reward)['name']}, {turns}{share}")

@@ -26,11 +26,12 @@ from agentrl.rollout.group_ledger import GroupLedger
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.run import engine_choice as engines
 from agentrl.run import loop, sft
-from agentrl.run.assembly import Inputs, scorer_of
+from agentrl.run.assembly import Inputs
 from agentrl.run.display import Display
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from agentrl.utils.errors import AgentrlError, EngineError
 from tests.players import Still, collector_of
+from tests.run.starts import scorer_of
 
 # -- models ----------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ def sizes(
 
 def longest_answer(config: TrainConfig, out: Path) -> int:
     """Characters that a tool's answer may have."""
-    return EnvRef.of(config).build().toolbox.max_output
+    return EnvRef.of(config.the_env, config.tools).build().toolbox.max_output
 
 
 # -- episodes --------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def renderer() -> Any:
 
 def rollouts(config: TrainConfig, fail: bool = False) -> tuple[Any, Scribe, list[Any]]:
     """The collector of a session, its engine, and the episodes of its first group, as far as one comes together."""
-    ref, engine = EnvRef.of(config), Scribe(renderer(), fail)
+    ref, engine = EnvRef.of(config.the_env, config.tools), Scribe(renderer(), fail)
     policy = Inputs(config, (), None, 0).policy(engine, renderer())  # type: ignore[arg-type]
 
     async def body() -> tuple[Any, Scribe, list[Any]]:

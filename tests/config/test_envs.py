@@ -155,19 +155,19 @@ def test_what_an_environment_sets_itself_takes_the_place_of_the_runs() -> None:
     assert (wide.widest().rollout.max_turns, wide.widest().rollout.max_episode_tokens) == (3, 900)
     assert config.alone(config.envs[1]) == own
 
-    ref = EnvRef.of(own)
-    assert ref.tools.sets == ["dates"] and EnvRef.of(plain).tools.sets == []
+    ref = EnvRef.of(own.the_env, own.tools)
+    assert ref.tools.sets == ["dates"] and EnvRef.of(plain.the_env, plain.tools).tools.sets == []
     opened = ref.build()
     messages, _ = opened.reset(seed=3)
     assert messages[0].role == "system" and messages[0].content.startswith("Be brief.")
-    before, _ = EnvRef.of(plain).build().reset(seed=3)
+    before, _ = EnvRef.of(plain.the_env, plain.tools).build().reset(seed=3)
     rest = [message for message in before if message.role != "system"]
     assert list(messages[1:]) == rest and opened.trajectory.messages == list(messages)
     own_text = "".join(message.content for message in before if message.role == "system")
     assert messages[0].content == (f"Be brief.\n\n{own_text}" if own_text else "Be brief.")
     opened.close()
     with pytest.raises(ConfigError, match="this takes one environment, and the config has 2: key_value, own"):
-        EnvRef.of(config)
+        EnvRef.of(config.the_env, config.tools)
 
 
 def test_tasks_are_drawn_by_the_samplers_and_weights_of_the_config() -> None:

@@ -136,4 +136,4 @@ def test_a_command_for_one_environment_says_so(tmp_path: Path) -> None:
     from agentrl.env.catalog import EnvRef
 
     with pytest.raises(ConfigError, match="this takes one environment, and the config has 2: sums, calls"):
-        EnvRef.of(config)
+        EnvRef.of(config.the_env, config.tools)

@@ -18,6 +18,7 @@ from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
 from agentrl.env.wrappers import WRAPPERS, SystemPrompt, ToolFaults, ToolSubset, ToolWrapper, TurnLimit
 from agentrl.reward import compile_spec, load_spec
+from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError
 from tests.env.toyenvs import Notes, call
 from tests.tool.process_tools import square
@@ -199,7 +200,7 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
         head + '[[env.wrappers]]\nname = "tool_subset"\nargs = { names = ["get", "add"] }\n'
         '[[env.wrappers]]\nname = "turn_limit"\nargs = { turns = 1 }\n'
     )
-    ref = pickle.loads(pickle.dumps(EnvRef.of(load_config(path))))
+    ref = pickle.loads(pickle.dumps(RunStart(load_config(path)).env))
     env = ref.build()
     assert isinstance(env, TurnLimit) and isinstance(env.env, ToolSubset)
     env.reset(seed=0)
@@ -218,7 +219,7 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
     ):
         path.write_text(f"{head}[[env.wrappers]]\n{text}\n")
         with pytest.raises(ConfigError, match=says):
-            EnvRef.of(load_config(path)).build()
+            RunStart(load_config(path)).env.build()
 
 
 def test_a_system_prompt_is_before_the_environments_own() -> None:

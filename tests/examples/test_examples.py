@@ -218,11 +218,12 @@ def test_mcp_tools(example: Example) -> None:
     rows = example.rows("exchange")
     assert [row["unscored"] for row in rows] == [0, 0], "the server answered every episode"
     config = load_config("train.toml", find=find_config_file)
-    gold = gold_episode(EnvRef.of(config).build, seed=1)
+    ref = EnvRef.of(config.the_env, config.tools)
+    gold = gold_episode(ref.build, seed=1)
     asked, product = gold.turns[0].results[0], gold.turns[1].results[0]
     assert asked.error is None and product.error is None
     assert int(product.content) == gold.task.data["amount"] * int(asked.content) == int(gold.turns[-1].message.content)
-    assert find_spec(EnvRef.of(config), config.env.reward)["name"] == "exchange", "its own spec, not the quickstart's"
+    assert find_spec(ref, config.env.reward)["name"] == "exchange", "its own spec, not the quickstart's"
 
 
 SHORT = [

@@ -12,9 +12,9 @@ from agentrl.config import load_config
 from agentrl.config.schema import RewardConfig
 from agentrl.reward import Context, compile_spec, load_spec, make_context
 from agentrl.reward.spec import published_schema
-from agentrl.run.assembly import scorer_of
 from agentrl.utils.errors import ConfigError, RewardSpecError
 from tests.reward.reward_episodes import SHELF, Counter, call, episode, gold, leaf, spec
+from tests.run.starts import scorer_of
 
 FINE = leaf("episode.stopped")
 

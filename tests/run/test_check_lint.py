@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 
 from agentrl.config import TrainConfig
-from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
 from agentrl.run.checks import reward_checks as lint
 from agentrl.run.checks.reward_checks import check_lint, check_success
 from agentrl.utils.errors import ConfigError
 from tests.run.own_spec import RIGHT, with_spec
-from tests.run.starts import scored
+from tests.run.starts import scored, scorer_of
 
 TYPO = {"use": "number.close", "args": {"expect": {"$": "/task/gold/anwser"}}}
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}

@@ -169,7 +169,7 @@ def test_the_opening_of_an_episode_counts_with_what_its_user_says_and_its_setup_
     def tokens(**params: Any) -> int:
         section = config.env.model_copy(update={"id": "opens", "params": params})  # type: ignore[union-attr]
         one = config.model_copy(update={"env": section})
-        return longest_prompt(one.model, EnvRef.of(one), one.rollout.env_timeout)[1]
+        return longest_prompt(one.model, EnvRef.of(one.the_env, one.tools), one.rollout.env_timeout)[1]
 
     few, many = tokens(words=3), tokens(words=303)
     # "word " 300 times more, a token or more each; nothing of it was counted if nobody opened an episode.
@@ -192,5 +192,5 @@ def test_a_server_that_does_not_answer_is_waited_for_once(here: Path, monkeypatc
     monkeypatch.setattr(McpSession, "open", never)
     tools = ToolsConfig.model_validate({"mcp": {"x": {"command": ["sleep"]}}})
     one = with_spec(here, RIGHT, None).model_copy(update={"tools": tools})
-    assert longest_prompt(one.model, EnvRef.of(one), one.rollout.env_timeout) == (0, 0)
+    assert longest_prompt(one.model, EnvRef.of(one.the_env, one.tools), one.rollout.env_timeout) == (0, 0)
     assert tried == ["MCP server 'x'"]

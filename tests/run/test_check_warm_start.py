@@ -35,7 +35,7 @@ def config_of(*overrides: str) -> Any:
 
 
 def source(config: Any, most: int | None = None) -> Transcripts:
-    env = replace(EnvRef.of(config), params=dict(config.sft.params))
+    env = replace(EnvRef.of(config.the_env, config.tools), params=dict(config.sft.params))
     return Transcripts(env, make_renderer(packaged_tokenizer(4096)), config.sft.teacher, config.seed, most)
 
 

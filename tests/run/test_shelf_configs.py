@@ -12,8 +12,8 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.env.catalog import EnvRef, find_config
 from agentrl.rollout.mixtures import MixedTasks, parts_of
-from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
+from tests.run.starts import scorer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -78,7 +78,7 @@ def test_stages_get_longer_and_their_gold_fits_the_turns(name: str) -> None:
     config = recipe(name)
     calls = []
     for params in stages(config):
-        env = EnvRef.of(config).with_params(params).build()
+        env = EnvRef.of(config.the_env, config.tools).with_params(params).build()
         turns = env.gold_turns(env.make_task(3, "train"))
         calls.append(sum(len(turn.tool_calls) for turn in turns))
         low, high = params["calls"]

@@ -13,6 +13,7 @@ from agentrl.config.load import config_from
 from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import EnvRef, make_env
+from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError, EnvError, TaskDataError
 from tests.conftest import proof
 from tests.contrib.view.test_api import client
@@ -136,7 +137,7 @@ def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> No
              "gold": {"answer": 1}}, {"id": "c", "split": "train", "prompt": "Any", "gold": {"answer": 1}}]  # fmt: skip
     env_config = {"id": "own_tools", "reward": "own_tools", "params": {"tasks": file(tmp_path, *rows)}}
     config = config_from({"name": "x", "env": env_config, "tools": {"sets": ["calculator", "dates"]}}, [])
-    env = EnvRef.of(config).build()
+    env = EnvRef.of(config.the_env, config.tools).build()
     env.reset(seed=0)
     assert offered(env) == ["age", "calculate"]
     assert say(env, "calculate", expression="6 * 7") == "42" and say(env, "age", name="ann") == "31"
@@ -230,7 +231,7 @@ def test_a_conversation_so_far_and_an_mcp_server(tmp_path: Path) -> None:
     row = {"id": "a", "split": "train", "messages": said, "tools": ["count", AGE], "answers": ANSWERS, "gold": {"answer": "9"}}
     env_config = {"id": "own_tools", "params": {"tasks": file(tmp_path, row)}}
     shop = {"command": [sys.executable, str(server)]}
-    env = EnvRef.of(config_from({"name": "x", "env": env_config, "tools": {"mcp": {"shop": shop}}}, [])).build()
+    env = RunStart(config_from({"name": "x", "env": env_config, "tools": {"mcp": {"shop": shop}}}, [])).env.build()
     observation, _ = env.reset(seed=0)
     assert [message.content for message in observation] == ["s", "hi", "", "31", "load it"]
     assert observation[2].tool_calls == (ToolCall("age", {"name": "ann"}, id="c0"),)

@@ -559,7 +559,7 @@ def test_the_arguments_of_a_config_reach_the_set_and_its_files_the_identity(fold
     config = load_config(tmp_path / "own.toml", [])
     assert config.tools.args == {"files": {"folder": str(folder), "most": 7}}, "beside the config file"
     assert with_absolute_paths(config).tools.args == config.tools.args
-    env = EnvRef.of(config).build()
+    env = EnvRef.of(config.the_env, config.tools).build()
     env.reset(seed=1)
     assert ask(env, "read_file", path="README.md") == "Two words\n" and env.tool_set("files").most == 7  # type: ignore[attr-defined]
     before = contents_of(config, "train")

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import httpx
 
 from agentrl.cluster.placement import is_planned
-from agentrl.config.schema import AgentConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import AgentConfig, RolloutConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.env import ToolEnv
-from agentrl.env.catalog import EnvRef
+from agentrl.env.catalog import make_scorer
 from agentrl.env.spaces import run_sync
 from agentrl.env.wrappers import ToolWrapper
 from agentrl.render.base import Renderer
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
-from agentrl.run.assembly import agents_of, read_inputs, renderer_of, scorer_of
+from agentrl.run.assembly import agents_of, read_inputs, renderer_of
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.utils.errors import AgentrlError, ConfigError, ResourceError
 from agentrl.utils.network import exempt_own, through_proxy
@@ -72,13 +72,18 @@ def _check_agent(start: RunStart, agent: AgentConfig) -> None:
 @RUN_CHECKS.register("agent_rehearsal", traits={"plan"})
 def rehearse_agents(start: RunStart) -> list[str]:
     """A line about a rehearsed episode of each agent of a run that is not planned for other machines."""
-    return [] if is_planned() else [rehearse(one) for one in start.config.each() if one.agent is not None]
+    lines = []
+    for env in [] if is_planned() else start.config.envs:
+        with start.alone(env) as one:
+            lines += [rehearse(one)] if one.config.agent is not None else []
+    return lines
 
 
-def rehearse(config: TrainConfig) -> str:
-    """One episode of the agent of a config with one environment, on a scripted policy, which plays the task's gold turns if
-    there are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
-    inputs, env = read_inputs(config), EnvRef.of(config).build()
+def rehearse(start: RunStart) -> str:
+    """One episode of the agent of a run's only environment, on a scripted policy, which plays the task's gold turns if there
+    are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
+    config = start.config
+    inputs, env = read_inputs(config), start.env.build()
     agents, renderer = agents_of(config.agent, inputs.tokenizer), renderer_of(config.model, inputs.tokenizer)
     assert agents is not None
     try:
@@ -88,10 +93,11 @@ def rehearse(config: TrainConfig) -> str:
     policy = Policy(Scripted(renderer, turns), renderer)
     spec = EpisodeSpec(0, env.splits[0], config.seed, 0, "rehearsal")
     limits, began = Limits.of(config.rollout, inputs.context), time.monotonic()
+    scorer = make_scorer(inputs.specs[0], config.reward, start.env, timeout=config.rollout.env_timeout)
 
     async def play() -> Trajectory:
         try:
-            return await agents.play(env, policy, spec, limits, scorer_of(config, inputs.specs[0]), Watch())
+            return await agents.play(env, policy, spec, limits, scorer, Watch())
         finally:
             await agents.close()
 

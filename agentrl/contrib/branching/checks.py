@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from agentrl.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, RolloutConfig
 from agentrl.contrib.branching.trees import count_places, plant_trees
 from agentrl.env import ToolEnv
-from agentrl.env.catalog import EnvRef
 from agentrl.env.spaces import run_sync
 from agentrl.rollout.context import CONTEXTS
 from agentrl.rollout.samplers import fresh_seed
@@ -21,7 +20,7 @@ BRANCHES = "branches"
 def check_branch(start: RunStart) -> list[str]:
     """Raise ConfigError, naming the obstacle, if members of a group cannot branch off others."""
     one = start.config
-    if (why := _obstacle(one.rollout, one.algorithm) or fork_obstacle(one)) is not None:
+    if (why := _obstacle(one.rollout, one.algorithm) or fork_obstacle(start)) is not None:
         raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
     return []
 
@@ -62,10 +61,10 @@ def _obstacle(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> str | None:
     return None
 
 
-def fork_obstacle(one: TrainConfig) -> str | None:
+def fork_obstacle(start: RunStart) -> str | None:
     """Why no episode can be forked; None if one can. Forks one of the first task, as a run does it: inside an event loop."""
-    rollout, ref = one.rollout, EnvRef.of(one)
-    if one.agent is not None:
+    rollout, ref = start.config.rollout, start.env
+    if start.config.agent is not None:
         return "[agent]: an agent that plays by itself cannot be forked; leave one of the two out"
     if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
         wrong = f"rollout.context = {rollout.context.name!r}: a summary is sampled before the turn that it makes room for"
@@ -78,7 +77,7 @@ def fork_obstacle(one: TrainConfig) -> str | None:
         if env.user_models():
             return "its user is a model, of whose forks nothing is known before they are paid for; leave one of the two out"
         try:
-            run_sync(_fork_once(env, one.seed))
+            run_sync(_fork_once(env, start.config.seed))
         except (AgentrlError, TypeError, ValueError, RuntimeError) as fault:
             return f"environment {env.id} cannot be forked: {type(fault).__name__}: {fault}; leave one of the two out"
     return None

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from agentrl.config.schema import TrainConfig
 from agentrl.contrib.branching.checks import fork_obstacle
 from agentrl.contrib.branching.trees import Fork, attempt_branch
 from agentrl.data.trajectory import Trajectory
@@ -14,7 +13,7 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeHook, EpisodeSpec, RunningEpisode
 from agentrl.rollout.player import SCRIPTS, Job, LocalPlayer, Script, success_rate
-from agentrl.run.engine_choice import EngineChoice
+from agentrl.run.checks import RunStart
 from agentrl.utils.errors import ConfigError
 
 
@@ -62,10 +61,10 @@ class ValueScript(Script):
 
 
 @SCRIPTS.register("values")
-def measure_values(config: TrainConfig, samples: int) -> Callable[[EpisodeSpec], Script]:
+def measure_values(start: RunStart, samples: int) -> Callable[[EpisodeSpec], Script]:
     """The script of each episode. Raises ConfigError if it cannot be forked."""
-    if (why := fork_obstacle(config)) is not None:
+    if (why := fork_obstacle(start)) is not None:
         raise ConfigError(f"--values: {why}")
-    if "messages" in EngineChoice(config).traits:
+    if "messages" in start.engine.traits:
         raise ConfigError("--values: a script or a model behind an API cannot go on from a fork. Give a model folder or hub name")
-    return lambda spec: ValueScript(spec, samples, config.rollout.max_turns)
+    return lambda spec: ValueScript(spec, samples, start.config.rollout.max_turns)

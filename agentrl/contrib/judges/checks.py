@@ -196,7 +196,7 @@ def paid_models(run: RunServices, scorers: Mapping[str, Scorer]) -> Iterator[Api
     for one in run.config.each():
         scorer = scorers[one.the_env.called]
         # None, unless it is a suite whose parameters stay in the run: then every task of it.
-        suite = suite_env(EnvRef.of(one)) if scorer.asks else None
+        suite = suite_env(EnvRef.of(one.the_env, one.tools)) if scorer.asks else None
         fixed = suite is not None and not any(make_sampler(one.rollout.sampler).variants())
         tasks = [suite.make_task(seed, WHOLE) for seed in range(suite.task_count(WHOLE))] if suite and fixed else None
         for _, leaf, whens, *_ in paid_nodes(scorer):

@@ -77,7 +77,7 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
     for one in config.each():
         from agentrl.engines.api_models import LiteLlmEngine
 
-        rollout, tools = one.rollout, partial(_tools, EnvRef.of(one), one.agent)
+        rollout, tools = one.rollout, partial(_tools, EnvRef.of(one.the_env, one.tools), one.agent)
         if (name := api_name(one.model.path)) is not None:
             keys = {"temperature": f"{'rollout' if start.purpose == 'rollout' else 'eval'}.temperature", "top_p": "rollout.top_p"}
             keys["max_tokens"] = "rollout.max_turn_tokens"
@@ -89,8 +89,8 @@ def api_models(start: RunStart) -> Iterator[ApiModel]:
             sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=0.0)
             request = LiteLlmEngine(rollout.summary_model, one.api).request([QUESTION], tools(), sampling)
             yield ApiModel("rollout.summary_model", "api.base", one.api.base, request, given=one.api.args)
-    for one in () if str(config.model.path).startswith(POLICY) else config.each():  # a script's user is scripted too
-        called, ref, own = one.envs[0].called, EnvRef.of(one), {"temperature": "the option `temperature` of its model"}
+    for env in () if str(config.model.path).startswith(POLICY) else config.envs:  # a script's user is scripted too
+        called, ref, own = env.called, EnvRef.of(env, config.tools), {"temperature": "the option `temperature` of its model"}
         if ref.at is not None:  # they are asked by its server
             continue
         with closing(ref.build()) as built:

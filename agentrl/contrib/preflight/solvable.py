@@ -139,7 +139,7 @@ def survey_of(one: TrainConfig) -> Survey:
     if key not in _surveys:
         while len(_surveys) >= 16:
             _surveys.pop(next(iter(_surveys)))
-        _surveys[key] = _survey(one, EnvRef.of(one))
+        _surveys[key] = _survey(one, EnvRef.of(one.the_env, one.tools))
     return _surveys[key]
 
 

@@ -56,7 +56,7 @@ def _check_server(start: RunStart, at: EnvAddress) -> None:
 def remote_lines(start: RunStart) -> list[str]:
     """Lines about the environments' servers; nothing for environments that are here."""
     lines = []
-    for ref in map(EnvRef.of, start.config.each()):
+    for ref in (EnvRef.of(env, start.config.tools) for env in start.config.envs):
         if ref.at is not None and not ref.at.ours:
             lines.append(PROTOCOLS[ref.at.protocol].describe(ref.at))
         elif ref.at is not None:

@@ -105,7 +105,7 @@ def spec_maxima(path: Path, config: str) -> dict[str, float]:
         run = RunRecord(path)
         whole = _config_of(run)
         for env in whole.envs:
-            ref = EnvRef.of(whole.alone(env))
+            ref = EnvRef.of(env, whole.tools)
             found[env.called] = make_scorer(find_spec(ref, env.reward), whole.reward, ref).range[1]
     except Exception as problem:  # of an environment's own code, which may raise anything
         log.info("%s: the maximum of its reward is not known: %s", path, problem)

@@ -91,8 +91,7 @@ async def evaluate(
     Raises a UserError for what cannot work, CallbackError if the policy raised.
     """
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "eval")
-    one = config.alone(config.envs[0])
-    own, ref = one.eval, EnvRef.of(one)
+    own, ref = config.alone(config.envs[0]).eval, EnvRef.of(config.envs[0], config.tools)
     split, wanted = split or own.split, own.tasks if n is None else n
     first = not callable(model) and (Path(model).expanduser() / "config.toml").is_file()  # a run's, as it does
     tasks, chosen = await in_thread("load", choose_tasks, ref, split, wanted, config.seed, first)

@@ -123,7 +123,7 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     check_placement(start)
     check_workers(start)
     notes += run_checks(start)
-    notes += suite_notes(map(EnvRef.of, config.each()))
+    notes += suite_notes(EnvRef.of(env, config.tools) for env in config.envs)
     for env in config.envs:
         with start.alone(env) as one:
             check_gold(one)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.envs import Keys, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Origins
-from agentrl.config.schema import RolloutConfig, TrainConfig
+from agentrl.config.schema import EnvConfig, RolloutConfig
 from agentrl.config.schema.episodes import entry_name
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, ParameterError, check_ref
@@ -29,14 +29,14 @@ def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only:
     `origins`: of the config's values, asked only for a message; `only`: the names of the environments that are looked at.
     """
     config = start.config
-    places: list[tuple[Keys, str, TrainConfig]] = []  # of each environment: its keys, their words in messages, its config
+    places: list[tuple[EnvConfig, Keys, str]] = []  # an environment, its keys, their words
     for number, env in enumerate(config.envs):
         entry = entry_name(number, env.called) if len(config.envs) > 1 else "env"
-        places.append((("env", number) if isinstance(config.env, list) else ("env",), entry, config.alone(env)))
-    for (at, entry, one), env in zip(places, config.envs, strict=True):
+        places.append((env, ("env", number) if isinstance(config.env, list) else ("env",), entry))
+    for env, at, entry in places:
         if only is None or env.called in only:
             try:
-                check_ref(EnvRef.of(one))
+                check_ref(EnvRef.of(env, config.tools))
             except CatalogError as problem:
                 # A parameter that it needs and is not given stands nowhere.
                 name = problem.name if isinstance(problem, ParameterError) else None
@@ -44,12 +44,12 @@ def check_named(start: RunStart, origins: Callable[[], Origins] = Origins, only:
                 keys = (*at, *(("id",) if name is None else ("sandbox",) if own else ("params", name)))
                 raise _with_key(problem, keys, entry, origins().of(keys)) from problem
     warm = [] if config.sft is None or start.purpose != "train" else warm_start_envs(config.envs, config.sft)
-    for (at, entry, one), env in zip(places, config.envs, strict=True):
-        sft = one.sft if env in warm else None
+    for env, at, entry in places:
+        sft = config.alone(env).sft if env in warm else None
         for name, params in () if sft is None else (("params", sft.params), ("gate_params", sft.gate_params)):
             own = env.sft is not None and getattr(env.sft, name) is not None
             try:
-                check_ref(EnvRef.of(one).with_params(params))
+                check_ref(EnvRef.of(env, config.tools).with_params(params))
             except ParameterError as problem:
                 keys = (*(at if own else ()), "sft", name, problem.name or "")
                 raise _with_key(problem, keys, entry, origins().of(keys)) from problem

@@ -131,7 +131,7 @@ def model_notes(start: RunStart) -> list[str]:
     for number, one in enumerate(config.each()):
         (env,), rollout = one.envs, one.rollout
         at = f"{entry_name(number, env.called)}: " if len(config.envs) > 1 else ""
-        seed, longest = longest_prompt(one.model, EnvRef.of(one), rollout.env_timeout)
+        seed, longest = longest_prompt(one.model, EnvRef.of(env, one.tools), rollout.env_timeout)
         room = min(context, rollout.max_episode_tokens) - longest
         if room < rollout.max_turn_tokens:
             found.append(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from agentrl.config.envs import check_temperatures, warm_start_envs
 from agentrl.data.trajectory import Message, Task
-from agentrl.env.catalog import EnvRef
+from agentrl.env.catalog import EnvRef, make_scorer
 from agentrl.env.spaces import run_sync
 from agentrl.env.wrappers import WRAPPERS
 from agentrl.reward import Scorer
@@ -21,7 +21,7 @@ from agentrl.rollout.engine import ENGINES
 from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.rollout.warm_start import Transcripts
-from agentrl.run.assembly import RunStart, agents_of, longest_row, read_inputs, renderer_of, scorer_of, tokenizer_of
+from agentrl.run.assembly import RunStart, agents_of, longest_row, read_inputs, renderer_of, tokenizer_of
 from agentrl.run.checks.reward_checks import tasks_of
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, RenderError, TaskDataError
 
@@ -40,7 +40,7 @@ def check_held_out(start: RunStart) -> None:
     trained: dict[str, tuple[str, Task]] = {}
     for env, one in zip(config.envs, config.each(), strict=True):
         # With each set of parameters that training gives it: the sampler's, if an update draws its tasks, and the warm start's.
-        ref = EnvRef.of(one)
+        ref = EnvRef.of(env, config.tools)
         sampler = make_sampler(one.rollout.sampler)
         refs = [ref, *(ref.with_params(params) for params in sampler.variants())] if env.trains else []
         refs += [ref.with_params(one.sft.params)] if one.sft is not None and env in warm else []
@@ -52,9 +52,9 @@ def check_held_out(start: RunStart) -> None:
         for ref in refs:
             for task in _tasks(ref, TRAIN, env.called):
                 trained.setdefault(_content(task), (env.called, task))
-    for one in config.each() if trained else ():
-        called, split = one.the_env.called, one.eval.split
-        for task in () if split == TRAIN else _tasks(EnvRef.of(one), split, called):
+    for env in config.envs if trained else ():
+        called, split = env.called, config.alone(env).eval.split
+        for task in () if split == TRAIN else _tasks(EnvRef.of(env, config.tools), split, called):
             if (found := trained.get(_content(task))) is not None:
                 trains, other = found
                 where = "" if trains == called else f" by {trains}"
@@ -143,7 +143,7 @@ def check_assembly(start: RunStart) -> Scorer:
     start.engine.maker().check()
     inputs = read_inputs(config)
     agents_of(config.agent, inputs.tokenizer)
-    scorer = scorer_of(config, inputs.specs[0])
+    scorer = make_scorer(inputs.specs[0], config.reward, start.env, timeout=config.rollout.env_timeout)
     # Whoever writes what takes longer by the leaves' own limits than scoring may would be unscored, in place of a 0.
     takes: dict[Hashable, tuple[LeafNode, float]] = {}
     for node in (node for top in scorer.tops for node in walk(top) if isinstance(node, LeafNode)):

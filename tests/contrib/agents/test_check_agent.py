@@ -48,10 +48,10 @@ def test_what_can_go_with_an_agent_is_not_refused(env: str, override: str) -> No
 
 def test_a_rehearsal_plays_the_gold_turns_and_says_what_an_agent_that_fails_wrote() -> None:
     command = [sys.executable, "-S", AGENT]
-    said = rehearse(config_of(command=command))
+    said = rehearse(RunStart(config_of(command=command)))
     assert "a rehearsal on gold turns ended with done after" in said and said.endswith("1 ledgers, reward 1.0")
     with pytest.raises(ConfigError, match=r"ended with agent_error: the agent failed \(exit code 3: cannot save\)"):
-        rehearse(config_of(command=[*command, "3"]))
+        rehearse(RunStart(config_of(command=[*command, "3"])))
 
 
 def test_the_words_of_a_command_that_are_paths_are_beside_the_config(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

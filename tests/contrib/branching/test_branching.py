@@ -601,7 +601,7 @@ async def test_the_value_of_a_turn_is_the_share_of_its_scored_continuations_that
 def test_values_of_episodes_that_cannot_be_forked_are_refused(words: str) -> None:
     why = "a script or a model behind an API cannot go on from a fork" if "model" in words else ".*leave one of the two out"
     with pytest.raises(ConfigError, match=f"^--values: {why}"):
-        measure_values(config_from({"env": {"id": "patient" if "holds" in words else "key_value"}}, [words]), 4)
+        measure_values(RunStart(config_from({"env": {"id": "patient" if "holds" in words else "key_value"}}, [words])), 4)
 
 
 async def test_a_fork_that_fails_leaves_its_continuation_unscored_and_the_episode_as_it_is(
@@ -634,7 +634,7 @@ def test_values_are_checked_once_and_their_continuations_count_as_episodes(
     """Of max_episodes = 8, two tasks with four continuations each are open at once; the check forks one episode before them."""
     forked, asked = [], []
     plain = values.fork_obstacle
-    monkeypatch.setattr(values, "fork_obstacle", lambda config: forked.append(1) or plain(config))
+    monkeypatch.setattr(values, "fork_obstacle", lambda start: forked.append(1) or plain(start))
 
     async def run_tasks(player: Any, env: str, pairs: Any, **how: Any) -> None:
         asked.append((how["max_episodes"], how["script"](EpisodeSpec(7, "train", 0, 0, "r")).samples))

@@ -55,7 +55,7 @@ class Part:
     name = "key_value"
 
     def __init__(self) -> None:
-        self.env = EnvRef.of(config_of())
+        self.env = RunStart(config_of()).env
         self.policy = Policy.__new__(Policy)
         object.__setattr__(self.policy, "renderer", make_renderer(packaged_tokenizer(4096)))
         object.__setattr__(self.policy, "context", Stop())
@@ -165,7 +165,7 @@ def test_without_gold_or_elsewhere_it_is_refused_by_name(monkeypatch: pytest.Mon
     ):
         with pytest.raises(ConfigError, match=rf"algorithm\.demonstrations \(key_value\): {why}"):
             check_demonstrations(RunStart(config_of(word), {}))
-    monkeypatch.setattr(type(EnvRef.of(config).build()), "horizon", lambda *_: None)
+    monkeypatch.setattr(type(EnvRef.of(config.the_env, config.tools).build()), "horizon", lambda *_: None)
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): its tasks have no gold solution"):
         check_demonstrations(RunStart(config, {}))
 

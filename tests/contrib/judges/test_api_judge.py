@@ -21,14 +21,14 @@ from agentrl.contrib.judges.client import Judge
 from agentrl.contrib.judges.leaf import VerdictRequest
 from agentrl.render import litellm_calls
 from agentrl.reward import Context, compile_spec, make_context
-from agentrl.run.assembly import RunStart, scorer_of
+from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import ConfigError, JudgeBudgetError, ResourceError, RewardSpecError
 from tests.contrib.preflight.preflighted import preflight
 from tests.contrib.suites.toysuite import write_source, write_suite
 from tests.reward.reward_episodes import SHELF, call, episode, leaf, spec
 from tests.rollout.loopback import Loopback
 from tests.run.own_spec import RIGHT, with_spec
-from tests.run.starts import scored
+from tests.run.starts import scored, scorer_of
 from tests.run.test_api_reasoning import Strict
 
 MODEL = "openai/test-judge-2026-01-01"

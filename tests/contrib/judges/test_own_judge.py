@@ -24,7 +24,6 @@ from agentrl.contrib.judges.service import Judges
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
 from agentrl.run.services import RunServices
 from agentrl.trainer.pretrained import load_tokenizer
@@ -34,6 +33,7 @@ from tests.contrib.judges.judge_models import build
 from tests.e2e.inside import config_of, execute
 from tests.e2e.runs import numbers, rows
 from tests.run.broken_off import TINY, told
+from tests.run.starts import scorer_of
 
 LEAF = {"use": "judge", "id": "judge", "args": {"model": "engine:strict", "prompt": "{answer}", "max_tokens": 64}}
 SAME = {"use": "judge", "id": "same", "args": {"model": "engine:strict", "prompt": "Anything?", "max_tokens": 64}}

@@ -263,7 +263,7 @@ def test_the_tools_section_of_a_config_reaches_the_environment(tmp_path: Path, s
         'check = "off"\nenv = { SHOP_NAME = "corner" }\n'
     )
     config = load_config(path)
-    env = EnvRef.of(config).build()
+    env = EnvRef.of(config.the_env, config.tools).build()
     env.reset(seed=0)
     assert env.toolbox.names[4:] == ("add_days", "days_between", "weekday", "shop_count", "shop_setting")
     options = env.toolbox["shop_count"].options

@@ -2,8 +2,8 @@
 
 from agentrl.config import TrainConfig
 from agentrl.contrib.preflight.services import check_preflight
-from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import RunStart
+from tests.run.starts import scorer_of
 
 
 def preflight(config: TrainConfig, free: bool = False) -> None:

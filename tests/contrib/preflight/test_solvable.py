@@ -46,7 +46,7 @@ def config(**changes: Any) -> TrainConfig:
 async def test_an_episode_with_exactly_what_is_needed_succeeds_and_with_less_of_anything_does_not(env: str) -> None:
     wide = {"max_turns": 60, "max_turn_tokens": 900, "max_episode_tokens": 4000}
     one = config(env={"id": env, "params": {}}, rollout=wide, eval={"tasks": 1})
-    ref, renderer = EnvRef.of(one), renderer_of(one.model, tokenizer_of(one.model))
+    ref, renderer = EnvRef.of(one.the_env, one.tools), renderer_of(one.model, tokenizer_of(one.model))
     need = survey_of(one).parts[-1].needs[0]
     scorer = make_scorer(find_spec(ref, None), one.reward, ref)
     turns, turn_tokens, episode_tokens, context = (

@@ -22,7 +22,6 @@ from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, make_context
 from agentrl.rollout.episode import Limits, Policy
-from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import RunStart, check_eval
 from agentrl.run.digests import contents_of
 from agentrl.trainer.pretrained import packaged_tokenizer
@@ -33,6 +32,7 @@ from tests.contrib.remote_envs.test_equal_episodes import row_of
 from tests.e2e.inside import config_of, episodes, execute, updates
 from tests.players import collector_of, run_tasks
 from tests.rollout.conftest import FaultyEngine
+from tests.run.starts import scorer_of
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_one_of_several_environments_may_be_elsewhere(server: Running) -> None:
     base = {"env": entries, "engine": "embedded", "model": {"init": {"layers": 1}}, "rollout": {"max_episodes": 64}}
     config = config_from(base, [])
     assert len(remote_lines(RunStart(config, {}))) == 3
-    assert [ref.at for ref in map(EnvRef.of, config.each())] == [None, server.address()]
+    assert [ref.at for ref in (EnvRef.of(env, config.tools) for env in config.envs)] == [None, server.address()]
     found = contents_of(config, "train")
     assert found["the files of env.there.id"] == found["the files of env.key_value.id"]
     with pytest.raises(UserError, match=r"env\[1\] \(there\).*no parameter 'cals'"):
@@ -147,7 +147,7 @@ def test_gold_is_replayed_there(server: Running) -> None:
     """A spec whose expected state and answers come from a replay of the gold calls: on the server, in a thread of the scorer."""
     scores, environments = [], []
     for config in (made(None), made(server)):
-        ref = EnvRef.of(config)
+        ref = EnvRef.of(config.the_env, config.tools)
         replayed: list[Any] = []
         context = make_context(
             RewardConfig(), replay_env=lambda task, ref=ref, out=replayed: [env := ref.build(), out.append(env)][0]
@@ -172,7 +172,7 @@ async def test_an_evaluation_there_is_the_evaluation_here(server: Running, rende
         policy = Policy(FaultyEngine(renderer.stop_token_ids[0]), renderer)
         limits = Limits(3, 16, 2000, 60.0, 60.0, 4096)
         pairs = [(index, member) for index in range(3) for member in range(2)]
-        played = await run_tasks(EnvRef.of(config), policy, scorer_of(config), limits, pairs, seed=5, max_episodes=4)
+        played = await run_tasks(RunStart(config).env, policy, scorer_of(config), limits, pairs, seed=5, max_episodes=4)
         found.append([row_of(one) for one in played])
     assert found[0] == found[1] and len(found[0]) == 6
     assert {row["stop"] for row in found[0]} == {"done"} and {row["reward"] for row in found[0]} == {0.0}
@@ -203,7 +203,8 @@ async def test_a_server_that_restarts_costs_an_attempt_and_no_reward(
     engine = Restarts(renderer.stop_token_ids[0])
     errors: list[str] = []
     monkeypatch.setattr("agentrl.rollout.collector.log.warning", lambda text, *args: errors.append(text % args))
-    collect = collector_of(EnvRef.of(config), Policy(engine, renderer), scorer_of(config), config.rollout, context=4096, seed=0)
+    ref = EnvRef.of(config.the_env, config.tools)
+    collect = collector_of(ref, Policy(engine, renderer), scorer_of(config), config.rollout, context=4096, seed=0)
     try:
         [group] = await collect.collect()
     finally:

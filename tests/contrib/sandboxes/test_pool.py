@@ -23,8 +23,8 @@ from agentrl.contrib.sandboxes.sandbox_pool import (
     sandbox_config,
 )
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.env.catalog import EnvRef
 from agentrl.rollout.deadlines import Waits, Watch
+from agentrl.run.assembly import RunStart
 from agentrl.utils.errors import CatalogError, ConfigError, SandboxError
 
 
@@ -297,7 +297,7 @@ def test_a_config_with_a_wrong_key_or_name_is_refused_with_what_is_near() -> Non
 
 def test_the_config_says_which_sandbox_an_environment_gets() -> None:
     def built(env_id: str, overrides: list[str]) -> Any:
-        return EnvRef.of(config_from({"env": {"id": env_id}, "model": {"init": {}}}, overrides)).build()
+        return RunStart(config_from({"env": {"id": env_id}, "model": {"init": {}}}, overrides)).env.build()
 
     plain, opened = built("python", []), built("python", ["env.sandbox.args={isolate_files=false}", "env.sandbox.limit=3"])
     plain.reset(seed=0)
