@@ -329,7 +329,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         plan.notes = [] if note is None else [note]
         return plan
     run, many = Provenance(folder, config), len(config.envs) > 1
-    differs = [line for env in config.envs for line in run.differences(env.called)] + run.changed_files()
+    differs = [*run.differences(), *run.changed_files()]
     # Options may choose other tasks than the run was evaluated on; a reader may hold the figures against the run's.
     tasks = [(f" of {n}" if many else "", e.tasks) for n, e in evals.items() if args.tasks not in (None, e.tasks)]
     splits = [(f" of {n}" if many else "", e.split) for n, e in evals.items() if args.split not in (None, e.split)]

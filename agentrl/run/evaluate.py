@@ -208,8 +208,7 @@ class EvalSession:
         config = EngineChoice(config.model_copy(update={"rollout": rollout})).with_threads(trains=False)
         inputs, choice = read_inputs(config, temperature=temperature), EngineChoice(config)
         self.parts = inputs.assemble(room=engine_room(choice, trains=False))
-        workers = config.rollout.workers > 0
-        if workers:
+        if workers := config.rollout.workers:
             self.parts = with_workers(inputs, self.parts)
         self._ray, self._cluster, self._started = workers or choice.samples_on_ray(), config.cluster, False
         self._opened = AsyncExitStack()

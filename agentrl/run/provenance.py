@@ -107,21 +107,21 @@ class Provenance:
         # Code may change: a run that stopped at a bug must be able to continue with the bug fixed.
         return [f"{key} have changed since the run began" for key in code if then.get(key, now.get(key)) != now.get(key)]
 
-    def differences(self, env: str) -> list[str]:
-        """Differences from the run's own evaluations of an environment: the config's entry `env`, compared with the run's entry
-        of that name, or else with that of the same id. Empty if nothing is, or if the run has no such environment."""
-        before = with_absolute_paths(load_config(self.folder.config))
-        (own,) = [entry for entry in self.config.envs if entry.called == env]
-        theirs = [entry for entry in before.envs if entry.called == env] or [e for e in before.envs if _same_env(e.id, own.id)]
-        if not theirs:
-            return []
-        then, now = (
-            {key: value for key, value in identity_of(c.alone(e), "eval").items() if not f"{key}.".startswith(_OF_MODEL)}
-            for c, e in ((before, theirs[0]), (self.config, own))
-        )
-        if _same_env(str(then["env.id"]), str(now["env.id"])):
-            then["env.id"] = now["env.id"]
-        return changes(then, now)
+    def differences(self) -> list[str]:
+        """Differences from the run's own evaluations: of each environment from the run's of that name, or else from that of the
+        same id, if it has one."""
+        before, found = with_absolute_paths(load_config(self.folder.config)), list[str]()
+        for own in self.config.envs:
+            theirs = [e for e in before.envs if e.called == own.called] or [e for e in before.envs if _same_env(e.id, own.id)]
+            if theirs:
+                then, now = (
+                    {key: value for key, value in identity_of(c.alone(e), "eval").items() if not f"{key}.".startswith(_OF_MODEL)}
+                    for c, e in ((before, theirs[0]), (self.config, own))
+                )
+                if _same_env(str(then["env.id"]), str(now["env.id"])):
+                    then["env.id"] = now["env.id"]
+                found += changes(then, now)
+        return found
 
     def changed_files(self) -> list[str]:
         """The files named by the run's config (reward specs, environments, tool sets) that have other content than at its start.
@@ -282,8 +282,7 @@ def model_note(model: str, config: TrainConfig) -> str | None:
         if not ((above / "config.toml").is_file() and (above / FILE).is_file()):
             continue
         run = Provenance(RunFolder(above), config)
-        differs = [line for env in config.envs for line in run.differences(env.called)]
-        if not differs:
+        if not (differs := run.differences()):
             return None
         return (
             f"{model} is a model of the run {run.folder.path}, which evaluates otherwise: {'; '.join(differs)}. To evaluate as "
