@@ -179,7 +179,7 @@ class Planner:
         roles = RunRoles(start.engine)
         locations = roles.locations()
         total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
-        memory = RunMemory(start.config, total)
+        memory = RunMemory(start.engine, total)
         placed = memory.roles()
         found = peaks(placed, total)
         memory.check_fits(placed)

@@ -24,7 +24,7 @@ from agentrl.cluster.placement import (
     pools_of_roles,
 )
 from agentrl.cluster.ray_cluster import ray_of
-from agentrl.config import ClusterConfig, ModelConfig, TrainConfig
+from agentrl.config import ClusterConfig, ModelConfig
 from agentrl.rollout.engine import PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.services import RunServices
@@ -261,8 +261,8 @@ def waiting(placed: list[RolePlacement]) -> list[str]:
 class RunMemory:
     """Memory of a run's roles on its devices: cards of `card` bytes, or host memory (None)."""
 
-    def __init__(self, config: TrainConfig, card: int | None) -> None:
-        dtype = config.model.computes_in(card is not None)
+    def __init__(self, choice: EngineChoice, card: int | None) -> None:
+        config, dtype = choice.config, choice.config.model.computes_in(card is not None)
         self.config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         self.card, self.choice = card, EngineChoice(self.config)
 
@@ -401,7 +401,7 @@ def engine_room(choice: EngineChoice, *, trains: bool) -> int | None:
     Raises UserError as `RunMemory.roles`."""
     if "kv_cache_mib" in choice.config.engine_args or (card := card_of_engine(choice.traits, None)) is None:
         return None
-    memory = RunMemory(choice.config, card)
+    memory = RunMemory(choice, card)
     return memory.bytes_for_engine(memory.count_others(trains), card)
 
 

@@ -14,6 +14,7 @@ from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.plan import Planner, dry_run, lines
 from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, peaks, waiting
 from agentrl.trainer import memory as by_size
@@ -42,7 +43,7 @@ def config_of(path: Path, *overrides: str) -> TrainConfig:
 
 
 def placed(path: Path, *overrides: str) -> dict[str, RolePlacement]:
-    return {one.role: one for one in RunMemory(config_of(path, *overrides), 80 * GIB).roles()}
+    return {one.role: one for one in RunMemory(EngineChoice(config_of(path, *overrides)), 80 * GIB).roles()}
 
 
 def test_the_weights_of_the_actor_and_the_engine_are_counted_from_the_architecture_alone(architecture: Path) -> None:
@@ -125,7 +126,7 @@ def test_a_device_holds_what_its_largest_turn_needs_beside_those_that_keep_their
 
 def test_what_does_not_fit_is_told_with_the_keys_that_help(architecture: Path) -> None:
     def told(*overrides: str, card: int | None = GIB, place: int = 0) -> str:
-        memory = RunMemory(config_of(architecture, *overrides), card)
+        memory = RunMemory(EngineChoice(config_of(architecture, *overrides)), card)
         placed = memory.roles()
         return memory.advice(placed, peaks(placed, card)[place])
 
@@ -212,18 +213,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "override", "refused"),
-    [
-        ("sparse", "rollout.router_replay=true model.expert_parallel=2", None),
-        ("sparse", "model.expert_parallel=4", "does not divide cluster.actors = 2"),
-        ("dense", "rollout.router_replay=true", "is a dense model, which has no routers"),
-        ("dense", "model.expert_parallel=2", "no expert-parallel plan for the family 'qwen3'"),
-        # A KV cache holds no state of a convolution; without a cache there is nothing to hold.
-        ("conv", "engine_args={}", r"its layers are of the types conv, .*engine_args = \{ cache = false \}"),
-        ("conv", "engine_args={cache=false}", None),
-    ],
-)
+@pytest.mark.parametrize(("kind", "override", "refused"), [
+    ("sparse", "rollout.router_replay=true model.expert_parallel=2", None),
+    ("sparse", "model.expert_parallel=4", "does not divide cluster.actors = 2"),
+    ("dense", "rollout.router_replay=true", "is a dense model, which has no routers"),
+    ("dense", "model.expert_parallel=2", "no expert-parallel plan for the family 'qwen3'"),
+    # A KV cache holds no state of a convolution; without a cache there is nothing to hold.
+    ("conv", "engine_args={}", r"its layers are of the types conv, .*engine_args = \{ cache = false \}"),
+    ("conv", "engine_args={cache=false}", None),
+])  # fmt: skip
 def test_an_architecture_is_checked_and_not_the_tiny_model_in_its_place(
     architecture: Path, kind: str, override: str, refused: str | None
 ) -> None:

@@ -22,6 +22,7 @@ from agentrl.run import role_placement as memory
 from agentrl.run.checks import check_train
 from agentrl.run.checks import size_checks as sizes
 from agentrl.run.display import Display
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import RunFolder
 from agentrl.run.plan import dry_run
 from agentrl.run.role_placement import FILL, GIB, RunMemory
@@ -83,7 +84,7 @@ def test_a_config_for_one_gpu_starts_and_samples(name: str, card: None, tmp_path
 
     answer, limit = asyncio.run(sampled())
     with planned_elsewhere():
-        roles = {one.role: one.memory for one in RunMemory(config, CARD).roles()}
+        roles = {one.role: one.memory for one in RunMemory(EngineChoice(config), CARD).roles()}
     assert len(answer.token_ids) == 2
     assert limit == int(FILL * CARD) - roles["actor"].resident - roles["rollout"].weights
     assert limit >= config.rollout.max_episode_tokens * TOKEN[Path(name).name]
@@ -95,7 +96,7 @@ def test_the_real_models_leave_room_for_the_longest_episode(name: str, held: int
     config = load_config(CONFIGS / f"{name}.toml", find=find_config)
     with shape_folder(config.model.path) as folder, planned_elsewhere():
         given = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
-        roles = {one.role: one.memory for one in RunMemory(given, CARD).roles()}
+        roles = {one.role: one.memory for one in RunMemory(EngineChoice(given), CARD).roles()}
     weights = roles["rollout"].weights
     assert roles["actor"].resident == pytest.approx(held * weights / 2, rel=0.04)
     token = TOKEN[Path(name).name]
@@ -103,16 +104,10 @@ def test_the_real_models_leave_room_for_the_longest_episode(name: str, held: int
     assert roles["rollout"].cache == min(left, 256 * 16_384 * token) > 4 * 16_384 * token
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        (
-            "engine_args.kv_cache_mib=2048",
-            r"engine_args\.kv_cache_mib = 2048: one episode of 16,384 tokens takes 2,304 MiB\. Set",
-        ),
-        ("rollout.max_episode_tokens=40000000", r"rollout\.max_episode_tokens: one episode of 40,960 .* takes 5\.6 GiB of the"),
-    ],
-)
+@pytest.mark.parametrize(("override", "said"), [
+    ("engine_args.kv_cache_mib=2048", r"engine_args\.kv_cache_mib = 2048: one episode of 16,384 tokens takes 2,304 MiB\. Set"),
+    ("rollout.max_episode_tokens=40000000", r"rollout\.max_episode_tokens: one episode of 40,960 .* takes 5\.6 GiB of the"),
+])  # fmt: skip
 def test_the_start_and_its_plan_refuse_a_cache_that_holds_no_episode(
     override: str, said: str, card: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +125,9 @@ def test_the_cache_in_host_memory_is_not_the_cards(tmp_path: Path) -> None:
     """Without a card a plan counts what the engine would take: at most 4 GiB or a quarter of the machine, at least an episode."""
     base = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"init": {"layers": 36, "kv_heads": 8, "heads": 8,
             "head_dim": 128, "hidden": 32, "context": 40_960}}, "rollout": {"max_episode_tokens": 16_384}}  # fmt: skip
-    found = {one.role: one.memory for one in RunMemory(config_from(base, []), None).roles()}
+    found, given = (
+        {one.role: one.memory for one in RunMemory(EngineChoice(config_from(base, words)), None).roles()}
+        for words in ([], ["engine_args.kv_cache_mib=5000"])
+    )
     assert 16_384 * 294_912 <= found["rollout"].cache <= max(16_384 * 294_912, 4 * GIB)
-    given = {one.role: one.memory for one in RunMemory(config_from(base, ["engine_args.kv_cache_mib=5000"]), None).roles()}
     assert given["rollout"].cache == 5000 << 20

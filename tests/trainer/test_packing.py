@@ -12,6 +12,7 @@ from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.data.rows import Ragged
+from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.plan import dry_run
 from agentrl.run.role_placement import GIB, RunMemory
 from agentrl.trainer.actor import Actor
@@ -64,7 +65,7 @@ def test_the_longest_row_and_not_the_cap_is_counted(tmp_path: Path) -> None:
     sizes = ["optim.micro_tokens=4096", "rollout.max_episode_tokens=256", "model.dtype=float32"]
 
     def activations(packing: str) -> int:
-        found = RunMemory(config_from(base, [*sizes, f"model.packing={packing}"]), 80 * GIB).roles()
+        found = RunMemory(EngineChoice(config_from(base, [*sizes, f"model.packing={packing}"])), 80 * GIB).roles()
         return next(one.memory.activations for one in found if one.role == "actor")
 
     assert activations("packed") == 16 * activations("one_row")

@@ -187,7 +187,7 @@ def check_cache(start: RunStart) -> None:
     cards = not joins(config.cluster) and has_gpus(config.cluster, "rollout")
     card = card_bytes(config.cluster) if cards else None
     if card is not None or "kv_cache_mib" in config.engine_args:
-        RunMemory(config, card).engine()
+        RunMemory(start.engine, card).engine()
 
 
 def rate_notes(model: ModelConfig, data: DataConfig | None, optims: Mapping[str, OptimConfig]) -> list[str]:
