@@ -26,7 +26,7 @@ from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
 from agentrl.trainer.estimator_inputs import critic_rows, with_advantages
 from agentrl.trainer.minibatch import SOURCE, LogRatios, Term, TrainedTokens, adapted_kl_coef, broken_rows, cut_update
-from agentrl.trainer.optim import check_optims
+from agentrl.trainer.optim import check_optims, optims_of
 from agentrl.trainer.pretrained import named_anywhere
 from agentrl.trainer.roles import Critic, ModelRole, Reference, RewardModel, SavedRole, check_moving, with_scores
 from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
@@ -67,7 +67,7 @@ def adapted_entropy_coef(coef: float, measured: float, algorithm: AlgorithmConfi
 
 def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say."""
-    check_optims(config)
+    check_optims(optims_of(config), config.optim, config.sft)
     check_algorithm(config.settled_algorithm())
     if (algorithm := config.algorithm).entropy_target is None:
         check_unread("algorithm", algorithm, ("entropy_step", "entropy_max"), "algorithm.entropy_target")

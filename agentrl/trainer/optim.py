@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -286,13 +286,12 @@ def optims_of(config: TrainConfig) -> dict[str, OptimConfig]:
     return found
 
 
-def check_optims(config: TrainConfig) -> None:
-    """Raise ConfigError for a rate that the optimizer lacks or does not read, DependencyError if its package is missing."""
-    found = optims_of(config)
-    for section, key in (("optim", "optim.name"), ("sft", "sft.optimizer")):
-        if section in found and found[section].name != "muon":
-            check_unread(section, getattr(config, section), ("matrix_lr",), f'{key} = "muon"')
-        if section in found and found[section].name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+def check_optims(optims: Mapping[str, OptimConfig], optim: OptimConfig, sft: SftConfig | None) -> None:
+    """Raise ConfigError for an unread rate, DependencyError if a package is missing."""
+    for section, given, key in (("optim", optim, "optim.name"), ("sft", sft, "sft.optimizer")):
+        if given is not None and optims[section].name != "muon":
+            check_unread(section, given, ("matrix_lr",), f'{key} = "muon"')
+        if given is not None and optims[section].name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             raise DependencyError(f'{key} = "adamw_8bit": {NO_TORCHAO}')
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.placement import has_gpus
-from agentrl.config.schema import TrainConfig, WeightsConfig
+from agentrl.config.schema import ClusterConfig, WeightsConfig
 from agentrl.engines.weights.base import ROUTES, Bucket, MembersChangedError, WeightTarget, order
 from agentrl.rollout.engine import Engine
 from agentrl.trainer.actor import Actor
@@ -23,11 +23,11 @@ ATTEMPTS = 3
 AUTO = "auto"
 
 
-def check_weights(config: TrainConfig) -> None:
+def check_weights(weights: WeightsConfig, cluster: ClusterConfig, *, colocated: bool, lora: bool, sft: bool) -> None:
     """Raise ConfigError if `[weights]` does not fit the rest of the config."""
-    name, colocated = config.weights.route, config.rollout.colocate
+    name = weights.route
     traits = frozenset[str]() if name == AUTO else ROUTES.entry(name).traits
-    if "cuda" in traits and not (has_gpus(config.cluster, "actor") and has_gpus(config.cluster, "rollout")):
+    if "cuda" in traits and not (has_gpus(cluster, "actor") and has_gpus(cluster, "rollout")):
         raise ConfigError(
             f'weights.route = "{name}" goes from GPU to GPU, and actors and engine do not both have some; use one of '
             f'{ROUTES.that_are("cuda", False)}, or "auto"'
@@ -40,11 +40,11 @@ def check_weights(config: TrainConfig) -> None:
         raise ConfigError(
             f'weights.route = "{name}" does not work with rollout.colocate: the engine has the GPUs of the actors; use "auto"'
         )
-    if config.weights.lora == "merged":
+    if weights.lora == "merged":
         return
-    if config.model.lora is None:
+    if not lora:
         raise ConfigError('weights.lora = "adapter" needs [model.lora]; without it, all weights are trained')
-    if config.sft is not None:
+    if sft:
         raise ConfigError(
             'weights.lora = "adapter" does not work with [sft]: the adapter is merged into the warmed-up model, which therefore '
             'cannot serve as its base; use weights.lora = "merged"'

@@ -18,8 +18,9 @@ from agentrl.run.plan import Planner
 from agentrl.trainer import optim
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.learner import check_learner
 from agentrl.trainer.memory import count, shell
-from agentrl.trainer.optim import check_optims, optim_of, optims_of, sft_optim
+from agentrl.trainer.optim import optim_of, optims_of, sft_optim
 from agentrl.trainer.roles import Critic
 from agentrl.trainer.train_state import load_state, save_state
 from agentrl.utils.errors import ConfigError, DependencyError
@@ -176,20 +177,17 @@ def config_of(*words: str) -> Any:
 DATA, ADAPTER, SCRATCH = "data.path=['x']", "model.lora.rank=4", ["~model.path", "model.init={}"]
 
 
-@pytest.mark.parametrize(
-    ("words", "rates"),
-    [
-        (["critic={}", "sft={}"], {"optim": 1e-6, "critic": 1e-5, "sft": 1e-5}),
-        (["critic={}", "sft={}", ADAPTER], {"optim": 1e-5, "critic": 1e-4, "sft": 1e-4}),
-        (["critic={}", "sft={}", *SCRATCH], {"optim": 1e-3, "critic": 1e-3, "sft": 3e-3}),
-        ([DATA], {"optim": 1e-5}),
-        ([DATA, ADAPTER], {"optim": 1e-4}),
-        ([DATA, "data.loss=dpo"], {"optim": 1e-6}),
-        ([DATA, "data.loss=reward"], {"optim": 1e-5}),
-        ([DATA, *SCRATCH], {"optim": 3e-3}),
-        (["optim.lr=0.5", "critic.lr=0.25", "sft.lr=0.125"], {"optim": 0.5, "critic": 0.25, "sft": 0.125}),
-    ],
-)
+@pytest.mark.parametrize(("words", "rates"), [
+    (["critic={}", "sft={}"], {"optim": 1e-6, "critic": 1e-5, "sft": 1e-5}),
+    (["critic={}", "sft={}", ADAPTER], {"optim": 1e-5, "critic": 1e-4, "sft": 1e-4}),
+    (["critic={}", "sft={}", *SCRATCH], {"optim": 1e-3, "critic": 1e-3, "sft": 3e-3}),
+    ([DATA], {"optim": 1e-5}),
+    ([DATA, ADAPTER], {"optim": 1e-4}),
+    ([DATA, "data.loss=dpo"], {"optim": 1e-6}),
+    ([DATA, "data.loss=reward"], {"optim": 1e-5}),
+    ([DATA, *SCRATCH], {"optim": 3e-3}),
+    (["optim.lr=0.5", "critic.lr=0.25", "sft.lr=0.125"], {"optim": 0.5, "critic": 0.25, "sft": 0.125}),
+])  # fmt: skip
 def test_rates_that_are_left_open_are_those_of_what_is_trained(words: list[str], rates: dict[str, float]) -> None:
     config = config_of(*words)
     assert {section: made.lr for section, made in optims_of(config).items()} == rates
@@ -205,26 +203,23 @@ def test_a_warm_start_with_a_rate_of_muon_has_muon_as_it_always_had() -> None:
     assert optim_of(OptimConfig(), ModelConfig(lora=LoraSection())).lr == 1e-5
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["optim.name=sgd"], r'optim\.lr: "sgd" has no usual learning rate\. Set one'),
-        (["optim.name=sgd", "optim.lr=0.1", "critic={}"], r"critic\.lr: "),
-        (["optim.name=sgd", "optim.lr=0.1", "sft={}"], r"sft\.lr: "),
-        (["optim.matrix_lr=0.1"], r'optim\.matrix_lr = 0\.1 is read with optim\.name = "muon" alone'),
-        (["sft={optimizer='adamw',matrix_lr=0.1}"], r'sft\.matrix_lr = 0\.1 is read with sft\.optimizer = "muon" alone'),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["optim.name=sgd"], r'optim\.lr: "sgd" has no usual learning rate\. Set one'),
+    (["optim.name=sgd", "optim.lr=0.1", "critic={}"], r"critic\.lr: "),
+    (["optim.name=sgd", "optim.lr=0.1", "sft={}"], r"sft\.lr: "),
+    (["optim.matrix_lr=0.1"], r'optim\.matrix_lr = 0\.1 is read with optim\.name = "muon" alone'),
+    (["sft={optimizer='adamw',matrix_lr=0.1}"], r'sft\.matrix_lr = 0\.1 is read with sft\.optimizer = "muon" alone'),
+])  # fmt: skip
 def test_what_an_optimizer_lacks_or_does_not_read_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_optims(config_of(*words))
+        check_learner(config_of(*words))
 
 
 def test_torchao_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for words, key in ((["optim.name=adamw_8bit"], "optim.name"), (["sft.optimizer=adamw_8bit"], "sft.optimizer")):
         with pytest.raises(DependencyError, match=rf'{key} = "adamw_8bit": torchao is not installed: .*agentrl\[torchao\]'):
-            check_optims(config_of(*words))
+            check_learner(config_of(*words))
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(DependencyError, match="torchao is not installed"):  # of a rank on another machine
         optim.adamw_8bit([], OptimConfig(name="adamw_8bit", lr=1.0))

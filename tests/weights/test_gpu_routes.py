@@ -8,6 +8,7 @@ import contextlib
 import pickle
 from base64 import b64encode
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.config.load import config_from
-from agentrl.config.schema import RolloutConfig, WeightsConfig
+from agentrl.config.schema import ClusterConfig, WeightsConfig
 from agentrl.engines.vllm.transfer import TRANSFERS, IpcTransfer, open_end
 from agentrl.engines.weights import base as routes
 from agentrl.engines.weights import distributed_routes as ipc
@@ -89,19 +89,17 @@ def test_auto_tries_gpus_first_and_host_memory_after_them() -> None:
 
 @pytest.mark.parametrize("route", ["ipc", "nccl"])
 def test_without_gpus_the_route_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
-    config = config_from({"env": {"id": "key_value"}, "weights": {"route": route}}, [])
+    check = partial(publish.check_weights, WeightsConfig(route=route), ClusterConfig(), lora=False, sft=False)
     on: dict[str, bool] = {}
     monkeypatch.setattr(publish, "has_gpus", lambda cluster, role: on[role])
     for actor, engine in ((False, False), (True, False), (False, True)):
         on |= {"actor": actor, "rollout": engine}
         with pytest.raises(ConfigError, match=f'weights.route = "{route}" goes from GPU to GPU.* "disk", "memory", "shared"'):
-            publish.check_weights(config)
+            check(colocated=False)
     on |= {"actor": True, "rollout": True}
-    apart, beside = (config.model_copy(update={"rollout": RolloutConfig(colocate=colocate)}) for colocate in (False, True))
-    fits, fails = (beside, apart) if route == "ipc" else (apart, beside)
-    publish.check_weights(fits)
+    check(colocated=route == "ipc")
     with pytest.raises(ConfigError, match=f'weights.route = "{route}" .* rollout.colocate: .*; use "auto"'):
-        publish.check_weights(fails)
+        check(colocated=route != "ipc")
     with pytest.raises(ConfigError, match=f"weights.route = {route}: the trainer has no GPU"):
         routes.make_sender(route, WeightsConfig(), 1, 1, "127.0.0.1").open()
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig, TrainConfig, WeightsConfig
+from agentrl.config.schema import ClusterConfig, LoraSection, ModelConfig, WeightsConfig
 from agentrl.engines.api_models import LiteLlmEngine, ScriptedEngine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.weights import base as routes
@@ -256,12 +256,12 @@ def test_an_engine_that_takes_no_weights_says_why_it_cannot_be_trained(engine: t
 
 
 def test_what_weights_lora_cannot_be(tiny: str) -> None:
-    base = TrainConfig(env=EnvConfig(id="none"), weights=WeightsConfig(lora="adapter"))
+    adapter, cluster = WeightsConfig(lora="adapter"), ClusterConfig()
     with pytest.raises(ConfigError, match=r"needs \[model\.lora\]"):
-        check_weights(base)
-    check_weights(base.model_copy(update={"model": LORA}))
+        check_weights(adapter, cluster, colocated=False, lora=False, sft=False)
+    check_weights(adapter, cluster, colocated=False, lora=True, sft=False)
     with pytest.raises(ConfigError, match=r"does not work with \[sft\]"):
-        check_weights(base.model_copy(update={"model": LORA, "sft": SftConfig()}))
+        check_weights(adapter, cluster, colocated=False, lora=True, sft=True)
     with pytest.raises(ConfigError, match="has no adapter"):
         trained(tiny, steps=0).run(Actor.export_adapter)
 

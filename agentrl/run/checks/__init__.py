@@ -110,7 +110,8 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
     check_router_replay(start)
     check_train_engine(config)
     check_learner(config)
-    check_weights(config)
+    lora, sft = config.model.lora is not None, config.sft is not None
+    check_weights(config.weights, config.cluster, colocated=config.rollout.colocate, lora=lora, sft=sft)
     check_other_models(start)
     packing_of(config)
     for env in config.envs:
