@@ -64,7 +64,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             named[of] += _named_in(resolve_references(value, key))
     digests |= _digests({key: sorted(paths) for key, paths in named.items()})
     if purpose == "train":
-        digests |= _digests(_own_code(config))
+        digests |= _digests(_own_code(config.model_dump_json()))
         digests[VERSIONS] = f"{sys.modules['agentrl'].__version__}, {version('torch')}, {version('transformers')}"
     for name in used_names(config.model_dump(mode="json", exclude_none=True)):
         if (digest := source_digest(name)) is not None:
@@ -79,10 +79,10 @@ def files_digest(folder: str) -> str | None:
 
 def code_of(config: TrainConfig) -> list[str]:
     """The keys of `contents_of` that are of code: of environments, tools, plug-ins, functions by name, agentrl's own."""
-    several = isinstance(config.env, list)
+    several, code = isinstance(config.env, list), _own_code(config.model_dump_json())
     places = [f"env.{env.called}" if several else "env" for env in config.envs]
     given = used_names(config.model_dump(mode="json", exclude_none=True))  # reward specs among them are no code
-    keys = ["tools.sets", *_own_code(config), *(key for at in places for key in (f"{at}.id", f"{at}.tools.sets"))]
+    keys = ["tools.sets", *code, *(key for at in places for key in (f"{at}.id", f"{at}.tools.sets"))]
     return [
         VERSIONS,
         *(f"the files of {key}" for key in keys),
@@ -90,9 +90,9 @@ def code_of(config: TrainConfig) -> list[str]:
     ]
 
 
-def _own_code(config: TrainConfig) -> dict[str, list[Path]]:
-    """The loaded files of plug-ins, and of modules whose functions the config names."""
-    named = re.findall(r'"([\w.]+):[A-Za-z_]\w*"', config.model_dump_json())
+def _own_code(text: str) -> dict[str, list[Path]]:
+    """The loaded files of plug-ins, and of modules whose functions the config's JSON names."""
+    named = re.findall(r'"([\w.]+):[A-Za-z_]\w*"', text)
     loaded = [(name, Path(getattr(module, "__file__", None) or "")) for name, module in list(sys.modules.items())]
     files = [file for name, file in loaded if name in named or (name.startswith(PRIVATE) and file.parent.name == "plugins")]
     return {f"{file.parent.name}/{file.name}": [file] for file in files if file.is_file()}
