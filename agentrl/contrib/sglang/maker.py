@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentrl.config import TrainConfig
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
 from agentrl.utils.errors import ConfigError, EngineError
 
@@ -17,10 +16,6 @@ from agentrl.utils.errors import ConfigError, EngineError
 @ENGINES.register("sglang")
 class SglangMaker(EngineMaker):
     """Servers that the section `sglang` lists; a run starts none. Only if it is named."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        super().__init__(config)
-        self._cfg = config.sglang
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -30,13 +25,13 @@ class SglangMaker(EngineMaker):
 
     def check(self) -> None:
         """Asks every server, so that a wrong address or another model is found out before anything is started."""
-        if not self._cfg.servers:
+        if not self.config.sglang.servers:
             raise ConfigError('engine = "sglang" needs sglang.servers, for example ["http://127.0.0.1:30000"]')
-        for address in self._cfg.servers:
+        for address in self.config.sglang.servers:
             parts = urlsplit(address)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
                 raise ConfigError(f"sglang.servers: {address!r} is no address of a server, as http://HOST:PORT is")
-        if len({address.rstrip("/") for address in self._cfg.servers}) < len(self._cfg.servers):
+        if len({address.rstrip("/") for address in self.config.sglang.servers}) < len(self.config.sglang.servers):
             raise ConfigError("sglang.servers names a server twice")
         if self.config.weights.lora == "adapter":
             raise ConfigError(
@@ -51,7 +46,7 @@ class SglangMaker(EngineMaker):
 
     @cached_property
     def _key(self) -> str | None:
-        name = self._cfg.api_key_env
+        name = self.config.sglang.api_key_env
         if name is None:
             return None
         if not os.environ.get(name):
@@ -65,9 +60,9 @@ class SglangMaker(EngineMaker):
 
         kind = self._model_type(self.config.model.path)
         try:
-            facts = [ask(address.rstrip("/"), self._cfg, self._key) for address in self._cfg.servers]
+            facts = [ask(address.rstrip("/"), self.config.sglang, self._key) for address in self.config.sglang.servers]
             for one in facts:
-                check(one, self._cfg, kind)
+                check(one, self.config.sglang, kind)
         except EngineError as problem:
             raise ConfigError(str(problem)) from problem
         return min(one.context for one in facts)
@@ -81,7 +76,7 @@ class SglangMaker(EngineMaker):
         folder = self.config.weights.folder
         return SglangEngine(
             model,
-            self._cfg,
+            self.config.sglang,
             key=self._key,
             folder=None if folder is None else str(Path(folder).absolute()),
             model_type=self._model_type(model),
