@@ -58,7 +58,7 @@ def data_of(data: DataConfig | None) -> DataConfig:
 class DataRun:
     """The parts of a run on data."""
 
-    config: TrainConfig
+    data: DataConfig
     folder: RunFolder
     display: Display
     run_log: RunLog
@@ -67,10 +67,9 @@ class DataRun:
     group: WorkerGroup[Any]
     objective: Objective
     checkpoints: Checkpoints
-
-    @property
-    def data(self) -> DataConfig:
-        return data_of(self.config.data)
+    checkpoint_every: int
+    eval_every: int
+    seed: int
 
     @property
     def total(self) -> int:
@@ -79,8 +78,7 @@ class DataRun:
 
 
 async def _run(run: DataRun, interrupt: Interrupt) -> bool:
-    config, display = run.config, run.display
-    ended, pairs = Count(run.store.about.examples, "examples"), run.data.loss == "dpo"
+    display, ended, pairs = run.display, Count(run.store.about.examples, "examples"), run.data.loss == "dpo"
     what, look = ("the start model's log probabilities", ended.__str__) if pairs else ("beginning", nothing)
     with display.doing(what, look):
         await run.objective.begin(ended)  # before a checkpoint is loaded
@@ -92,15 +90,15 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     while step < run.total and not interrupt.requested:
         began = time.monotonic()
         with display.doing("a step"):
-            found = await run.objective.step(run.store.drawn(step, run.data.batch, config.seed))
+            found = await run.objective.step(run.store.drawn(step, run.data.batch, run.seed))
         step += 1
         passes = step / run.store.steps(run.data.batch)
         run.run_log.row("data", step, {**found, "epoch": passes, "time/data_s": time.monotonic() - began})
         display.step(step, {"loss": found["loss"]})
         over = step >= run.total
-        measured = over or (config.eval.every and step % config.eval.every == 0)
+        measured = over or (run.eval_every and step % run.eval_every == 0)
         score = await _measure(run, step) if measured else None
-        if over or interrupt.requested or step % config.checkpoint.every == 0:
+        if over or interrupt.requested or step % run.checkpoint_every == 0:
             with run.display.doing("checkpoint"):
                 aside = run.checkpoints.begin(step)
                 try:
@@ -281,8 +279,9 @@ class DataRunKind:
             if data.loss != "reward" and "prefix_sharing" in TRAIN_ENGINES.entry(config.model.engine).traits:
                 sharing = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
             objective = kind(data, store, group, sharing)
-            checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
-            run = DataRun(config, folder, display, run_log, store, identity, group, objective, checkpoints)
+            saved, every = config.checkpoint, (config.checkpoint.every, config.eval.every)
+            checkpoints = Checkpoints(folder.checkpoints, saved.keep, saved.keep_best)
+            run = DataRun(data, folder, display, run_log, store, identity, group, objective, checkpoints, *every, config.seed)
             return await _run(run, interrupt)
         finally:
             if group is not None:
