@@ -18,7 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 from agentrl.cluster.group import WorkerGroup, check_shared
 from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
 from agentrl.config import EvalConfig, ModelConfig, TrainConfig
-from agentrl.config.identity import identity_of
+from agentrl.config.identity import Identity, identity_of
+from agentrl.config.schema import CheckpointConfig
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.engines.weights.base import WeightTarget
 from agentrl.rollout.collector import Acceptance, Collector
@@ -102,11 +103,19 @@ class Saver(Writes):
     """
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, learner: Learner, collector: Collector, say: Callable[[str], None]
+        self,
+        config: CheckpointConfig,
+        identity: Identity,
+        folder: RunFolder,
+        learner: Learner,
+        collector: Collector,
+        say: Callable[[str], None],
+        limit: float,
     ) -> None:
-        self._config, self._folder, self._learner, self._collector, self._say = config, folder, learner, collector, say
-        cfg = config.checkpoint
-        self._checkpoints = Checkpoints(folder.checkpoints, cfg.keep, cfg.keep_best)
+        """`identity`: the run's; `limit`: seconds that ranks have to write."""
+        self._config, self._identity, self._limit = config, identity, limit
+        self._folder, self._learner, self._collector, self._say = folder, learner, collector, say
+        self._checkpoints = Checkpoints(folder.checkpoints, config.keep, config.keep_best)
         super().__init__()
 
     @in_span("checkpoint")
@@ -125,7 +134,7 @@ class Saver(Writes):
             state = {"step": step, "ledger": self._collector.to_json()}
             groups = self._collector.ledger.complete_groups()
             state |= {name: found for name, hook in self._learner.hooks.items() if (found := hook.state()) is not None}
-            state |= {"metrics": self._folder.metrics_seal(), "identity": identity_of(self._config, "train")}
+            state |= {"metrics": self._folder.metrics_seal(), "identity": self._identity}
             await in_thread("files", _write_driver, aside, state, groups)
         except Exception as error:
             self._checkpoints.give_up(step, error)
@@ -135,7 +144,7 @@ class Saver(Writes):
         written = partial(note, "checkpoint", f"write checkpoint {step}", since, track="checkpoints", place=place)
         writing.add_done_callback(lambda _: written())
         self._last = writing
-        if not self._config.checkpoint.asynchronous:
+        if not self._config.asynchronous:
             await self.wait()
 
     async def save_missing(self) -> int:
@@ -162,7 +171,7 @@ class Saver(Writes):
 
     def deserves(self, evaluated: Evaluation | None) -> bool:
         """Return True if these weights deserve a checkpoint of their own: better than all that are kept as best."""
-        score = self._score(evaluated) if self._config.checkpoint.keep_best > 0 else None
+        score = self._score(evaluated) if self._config.keep_best > 0 else None
         return score is not None and ((best := self._checkpoints.best()) is None or score > best[1])
 
     async def load(self) -> bool:
@@ -201,7 +210,7 @@ class Saver(Writes):
         return True
 
     async def _finish(self, step: int, aside: Path, score: float | None) -> None:
-        limit = self._config.cluster.call_timeout
+        limit = self._limit
         try:
             try:
                 # Around the waiting alone: a TimeoutError of the commit has another cause.
@@ -220,7 +229,7 @@ class Saver(Writes):
     def _score(self, evaluated: Evaluation | None) -> float | None:
         if evaluated is None:
             return None
-        return evaluated.success if self._config.checkpoint.best == "success" else evaluated.reward
+        return evaluated.success if self._config.best == "success" else evaluated.reward
 
 
 def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) -> None:
@@ -380,7 +389,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         # All machines see the run's folder, if `out` is right.
         weights = config.weights.model_copy(update={"folder": config.weights.folder or str(folder.path)})
         publisher = Publisher(actors, parts.policy.engine, weights, offload=offload, colocated=colocated)
-        saver = Saver(config, folder, learner, collector, display.say)
+        identity, limit = identity_of(config, "train"), config.cluster.call_timeout
+        saver = Saver(config.checkpoint, identity, folder, learner, collector, display.say, limit)
         opened.push_async_callback(saver.close)
         tracing = None
         if config.traces is not None or config.profile is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.cluster.launch import InlinePending
-from agentrl.config.schema import CheckpointConfig, ClusterConfig, WeightsConfig
+from agentrl.config.schema import CheckpointConfig, WeightsConfig
 from agentrl.data.trajectory import Task, ToolCall, Trajectory
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env import Toolbox, tool
@@ -31,10 +31,9 @@ class Written:
 
 
 def saver(folder: Path) -> Any:
-    config: Any = SimpleNamespace(checkpoint=CheckpointConfig(), cluster=ClusterConfig())
     files: Any = SimpleNamespace(checkpoints=folder, sync_metrics=lambda: None)
     learner: Any = Written()
-    return Saver(config, files, learner, None, print)  # type: ignore[arg-type]
+    return Saver(CheckpointConfig(), {}, files, learner, None, print, 60.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hung", [6, 100])

@@ -184,7 +184,7 @@ def test_the_loop_answers_while_a_checkpoint_writes_its_groups(tmp_path: Path, m
         config = TrainConfig.model_validate({"name": "x", "out": str(tmp_path), "env": {"id": "key_value"}})
         learner: Any = SimpleNamespace(begin_save=saved, is_saved=saved, check_saved=saved, load=saved, hooks={})
         collector: Any = SimpleNamespace(version=0, ledger=ledger, to_json=ledger.to_json, load_json=ledger.load_json)
-        saver = checkpoint.Saver(config, RunFolder.create(config), learner, collector, print)
+        saver = checkpoint.Saver(config.checkpoint, {}, RunFolder.create(config), learner, collector, print, 60.0)
         async with beating() as pulse:
             monkeypatch.setattr(checkpoint, "_write_driver", pulse.inside(checkpoint._write_driver))
             await saver.save()

@@ -76,7 +76,8 @@ class Bench:
         self.learner = SlowLearner(self.config, start(tiny))
         self.ledger = Ledger()
         self.said: list[str] = []
-        self.saver = Saver(self.config, self.folder, self.learner, self.ledger, self.said.append)  # type: ignore[arg-type]
+        parts = (self.folder, self.learner, self.ledger, self.said.append, call_timeout)
+        self.saver = Saver(self.config.checkpoint, {}, *parts)  # type: ignore[arg-type]
 
     async def save(self, step: int, success: float | None = None, reward: float | None = None, wait: bool = False) -> None:
         self.ledger.version = step
@@ -196,16 +197,13 @@ async def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
     assert resumed.steps() == [5]
 
 
-@pytest.mark.parametrize(
-    ("keys", "left"),
-    [
-        ({"keep_best": 0}, [4]),
-        ({"keep_best": 1}, [1, 4]),
-        ({"keep_best": 2}, [1, 3, 4]),
-        ({"keep_best": 1, "best": "reward"}, [2, 4]),
-        ({"keep_best": 0, "keep": 2}, [3, 4]),
-    ],
-)
+@pytest.mark.parametrize(("keys", "left"), [
+    ({"keep_best": 0}, [4]),
+    ({"keep_best": 1}, [1, 4]),
+    ({"keep_best": 2}, [1, 3, 4]),
+    ({"keep_best": 1, "best": "reward"}, [2, 4]),
+    ({"keep_best": 0, "keep": 2}, [3, 4]),
+])  # fmt: skip
 async def test_every_key_of_keeping_changes_what_is_left(
     tiny: str, tmp_path: Path, keys: dict[str, Any], left: list[int]
 ) -> None:
