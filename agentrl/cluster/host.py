@@ -81,9 +81,12 @@ class RemoteFailure(Exception):
 
     def as_error(self) -> Exception:
         """The error that the driver raises."""
+        trace = f"--- remote traceback ---\n{self.trace.rstrip()}"
         if self.user_error is not None:
-            return self.user_error(f"{self.message} ({self.label})")
-        return WorkerError(f"{self.label}: {self.message}\n--- remote traceback ---\n{self.trace.rstrip()}")
+            error = self.user_error(f"{self.message} ({self.label})")
+            error.add_note(trace)  # for the log
+            return error
+        return WorkerError(f"{self.label}: {self.message}\n{trace}")
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.rollout.engine import derive
 from agentrl.rollout.samplers import GroupOutcome, Stateful, TaskChoice, TaskSampler, make_sampler, pick_arm, pool_seeds, uniform
 from agentrl.rollout.starts import GoldStart, StartOutcome
-from agentrl.utils.errors import ConfigError, call_method
+from agentrl.utils.errors import ConfigError, call_method, user_code
 from agentrl.utils.registry import Registry
 
 # The contract
@@ -259,7 +259,8 @@ class TaskSource:
                 f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names {self.name!r}"
             )
         self.pool()
-        self.sampler.load(state["state"])
+        with user_code(f"{self._label}: load", self.sampler.load, self.sampler):
+            self.sampler.load(state["state"])
         self.drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}
         self._outcomes = [GroupOutcome(**outcome) for outcome in state["outcomes"]]
         if self.start is not None and "start" in state:
@@ -395,7 +396,8 @@ class MixedTasks:
             )
         for name, source in self.sources.items():
             source.load_json(state["samplers"][name])
-        self.mixture.load(state["state"])
+        with user_code(f"{self._label}: load", self.mixture.load, self.mixture):
+            self.mixture.load(state["state"])
         self._step, self._begun = state["step"], dict(state["begun"])
         self._places = {int(index): (name, place) for index, (name, place) in state["places"].items()}
         self._outcomes = [EnvOutcome(**outcome) for outcome in state["outcomes"]]

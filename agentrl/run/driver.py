@@ -37,6 +37,7 @@ from agentrl.trainer.families import packing_of, with_packing
 from agentrl.utils.errors import (
     FULL,
     AgentrlError,
+    CallbackError,
     DiskFullError,
     EngineError,
     JudgeBudgetError,
@@ -145,8 +146,10 @@ def execute(
             elif isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
                 then = "\n" if "\n" in str(error) else "; "  # below a table
                 raise type(error)(f"{error}{then}continue with: {folder.resume_command()}") from error
-            elif not isinstance(error, AgentrlError) and not (isinstance(error, OSError) and error.errno in FULL):
-                log.exception("the run failed")
+            elif isinstance(error, CallbackError) or not (
+                isinstance(error, AgentrlError) or (isinstance(error, OSError) and error.errno in FULL)
+            ):
+                log.exception("the run failed")  # of what a user's own code raised the terminal has one line
             raise
         finally:
             with put_off(display.say):

@@ -413,6 +413,10 @@ def idle(updates: Updates, rollout: RolloutConfig) -> Finding | None:
     advice = "Raise rollout.group_size or rollout.temperature, or reward parts of a solution (docs/debugging.md)."
     if any(row.get("skipped_steps", 0) for row in newest):
         cause, advice = "its numbers were not finite (log.txt names the rows)", "Lower optim.lr, or see docs/debugging.md."
+    elif all(row.get("tokens_trained") == 0 for row in newest):
+        cause, advice = "not one sampled token counts", "Look at algorithm.correction and algorithm.truncated: they reject all."
+    elif any(row.get("advantage_abs") for row in newest):
+        cause, advice = "advantages are not 0, and the loss has no gradient", "Look at algorithm.loss and its arguments."
     elif same < groups:
         cause = f"every advantage was 0 ({same:.0f} of {groups} groups had equal rewards)"
         advice = "Look at algorithm.advantage and its arguments."

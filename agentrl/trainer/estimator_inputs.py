@@ -17,7 +17,7 @@ from agentrl.data.trajectory import Group
 from agentrl.reward import Scorer
 from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, check_output
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of, call_component, check_output
 from agentrl.trainer.algorithms.losses import kl_estimate
 from agentrl.trainer.minibatch import kl_kind, proximal_of
 from agentrl.utils.errors import ConfigError, did_you_mean
@@ -67,12 +67,10 @@ def with_advantages(
     )
     if any("anchors" in ADVANTAGES.entry(choice.name).needs for choice in (algorithm.advantage, *own.values())):
         given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))
-    chosen = algorithm.advantage
-    if estimator is not None:
-        out = estimator(given)
-        check_output(f"advantage {getattr(estimator, '__name__', 'given')!r}", out, AdvantageOutput, "advantages", given.mask)
+    if estimator is None and own:
+        out = estimate_advantages(given, view, algorithm.advantage, own)
     else:
-        out = estimate_advantages(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
+        out = estimate(algorithm.advantage, given, estimator)
     if len(found := out.advantages[mask].double()):  # from an A of exactly 0 nothing is learned
         metrics |= {"advantage_abs": float(found.abs().mean()), "advantage_zero": float((found == 0).double().mean())}
     view = view.with_tokens(advantages=out.advantages)
@@ -118,6 +116,21 @@ def with_estimator_inputs(
     return out
 
 
+def estimate(
+    choice: Choice, given: AdvantageInput, estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None
+) -> AdvantageOutput:
+    """The output of an estimator, or of a function in its place. Raises as `call_component` does."""
+    name = (
+        f"algorithm.advantage {choice.name!r}" if estimator is None else f"advantage {getattr(estimator, '__name__', 'given')!r}"
+    )
+    estimator = estimator or advantages(choice.name, choice.args)
+    out: AdvantageOutput = call_component(name, estimator, given)
+    for column in ("advantages", "returns"):
+        if column == "advantages" or out.returns is not None:
+            check_output(name, out, AdvantageOutput, column, given.mask)
+    return out
+
+
 def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, own: Mapping[str, Choice]) -> AdvantageOutput:
     """Each estimator's output for its rows, which the column `estimator` of `view` tells; with `returns` if there are values."""
     found = torch.zeros(len(given.mask), dtype=given.reward.dtype)
@@ -128,8 +141,7 @@ def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, 
             continue
         terms = len(choice.args["terms"]) if "terms" in ADVANTAGES.entry(choice.name).needs else 0
         part, tokens = given.of(rows, terms)
-        out = advantages(choice.name, choice.args)(part)
-        check_output(f"algorithm.advantage {choice.name!r}", out, AdvantageOutput, "advantages", part.mask)
+        out = estimate(choice, part)
         found[tokens] = out.advantages
         if returns is not None and out.returns is not None:
             returns[tokens] = out.returns

@@ -19,7 +19,7 @@ from agentrl.cluster.worker import Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.data.rows import TRUNCATED, Ragged, is_ragged, row_counts, row_ids, spread
 from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, origins
-from agentrl.trainer.algorithms.base import Denominators, check_output
+from agentrl.trainer.algorithms.base import Denominators, call_component, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES
 from agentrl.utils.errors import ConfigError, DispatchError
 
@@ -219,8 +219,8 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     if algorithm.correction is not None:
         rule = CORRECTIONS.bind(algorithm.correction.name, algorithm.correction.args)
         sampled = view.tokens("sampled")
-        weights = rule(proximal_of(view), view.tokens("logprobs"), sampled, view.offsets)
         label = f"algorithm.correction {algorithm.correction.name!r}"
+        weights = call_component(label, rule, proximal_of(view), view.tokens("logprobs"), sampled, view.offsets)
         check_output(label, weights, Tensor, "", sampled)
         if not bool((weights[sampled] >= 0).all() and weights[sampled].isfinite().all()):  # a NaN would drop its token unseen
             raise ConfigError(f"{label} returned weights that are negative or not finite; expected numbers of 0 and above")

@@ -20,7 +20,7 @@ from agentrl.data.expert_routing import free, router_code
 from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
 from agentrl.data.schedule import FRESH, ORIGIN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
-from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, check_output
+from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, call_component, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, kl_estimate
 from agentrl.trainer.attention import packed_rows, packed_trees
 from agentrl.trainer.language_model import Micro
@@ -148,8 +148,9 @@ class MicroLoss:
             on_device(piece.compact, self.engine.device),
             piece.column("picked") if "picked" in self.view else None,
         )
-        out = self.policy(given)
-        check_output(f"algorithm.loss {self.algorithm.loss.name!r}", out, LossOutput, "loss", logprobs)
+        label = f"algorithm.loss {self.algorithm.loss.name!r}"
+        out: LossOutput = call_component(label, self.policy, given)
+        check_output(label, out, LossOutput, "loss", logprobs)
         # A weight says how much a token counts. Without `detach` its gradient would teach the policy to make tokens count less.
         policy = tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:
@@ -176,9 +177,7 @@ class MicroLoss:
         meter.add("entropy", entropy, mask)
         meter.add("kl_behaviour", behaviour - now, fresh)
         if taken := sorted(OWN & out.metrics.keys()):
-            raise ConfigError(
-                f"algorithm.loss {self.algorithm.loss.name!r}: its metric {taken[0]!r} has the name of one of the run. Rename it"
-            )
+            raise ConfigError(f"{label}: its metric {taken[0]!r} has the name of one of the run. Rename it")
         for name, values in out.metrics.items():
             meter.add(name, torch.as_tensor(values), mask)
         if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness

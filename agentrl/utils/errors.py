@@ -10,7 +10,8 @@ import inspect
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from types import NoneType, UnionType
@@ -161,16 +162,30 @@ def answer_problem(answer: Any, method: Callable[..., Any], made: Any) -> str:
     return f"returned {shown}, expected {' or '.join(expected)}. Correct it at {place_of(made)}"
 
 
-def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> R:
-    """Call an object's own version of a base class's method. Raises ConfigError, which names it and FILE:LINE, if one that is not
-    agentrl's raises, and for an answer of a type other than the annotation's."""
-    own: Callable[..., R] = getattr(made, method.__name__)
+@contextmanager
+def user_code(what: str, function: Any, made: Any = None) -> Iterator[None]:
+    """Raise CallbackError, with `what` raised, the fault and its FILE:LINE, if a user's function (or one of the object `made`)
+    raises something that is none of agentrl's errors. What agentrl's own code raises stays as it is."""
     try:
-        answer = own(*args)
-    except Exception as problem:
-        if isinstance(problem, AgentrlError) or type(made).__module__.startswith("agentrl."):
+        yield
+    except (Exception, SystemExit) as problem:
+        if isinstance(problem, AgentrlError) or not is_users(function if made is None else type(made)):
             raise
-        raise ConfigError(f"{label}: {method.__name__} {raised_text(problem, own)}") from problem
+        raise CallbackError(f"{what} {raised_text(problem, function)}") from problem
+
+
+def is_users(function: Any) -> bool:
+    """Return True for a function or class that is not agentrl's."""
+    made = inspect.unwrap(getattr(function, "func", function))
+    return not (getattr(made, "__module__", None) or "").startswith("agentrl.")
+
+
+def call_method(label: str, method: Callable[..., R], made: Any, *args: Any) -> R:
+    """Call an object's own version of a base class's method. Raises CallbackError as `user_code` does, and ConfigError, which
+    names FILE:LINE, for an answer of a type other than the annotation's."""
+    own: Callable[..., R] = getattr(made, method.__name__)
+    with user_code(f"{label}: {method.__name__}", own, made):
+        answer = own(*args)
     if text := answer_problem(answer, method, own):
         raise ConfigError(f"{label}: {method.__name__} {text}")
     return answer

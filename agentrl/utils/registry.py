@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.utils.errors import AgentrlError, ConfigError, fault_text, hint_text, place_of
+from agentrl.utils.errors import ConfigError, fault_text, hint_text, is_users, place_of, user_code
 from agentrl.utils.parsing import module_of
 from agentrl.utils.search_path import PRIVATE, given_object, is_given, load_module, shelves
 
@@ -152,7 +152,7 @@ class Registry(Mapping[str, T]):
 
     def is_plugin(self, name: str) -> bool:
         """Return True if a file of a shelf, or another package, registers the name."""
-        return not self.entry(name).make.__module__.startswith("agentrl.")
+        return is_users(self.entry(name).make)
 
     def that_are(self, word: str, yes: bool = True) -> str:
         """The names of agentrl's own components with the need or trait `word` (or without it), for a message."""
@@ -171,15 +171,11 @@ class Registry(Mapping[str, T]):
         return bind(f"{self.kind} {name!r}", self.entry(name).make, self.parameters(name), args)
 
     def build(self, name: str, args: Mapping[str, Any], *given: Any, kind: type[Any]) -> Any:
-        """Call the component with what the caller passes and a config's arguments. Raises ConfigError as `bind` does, and if a
-        plug-in's code raises, or makes something else than a `kind`."""
+        """Call the component with what the caller passes and a config's arguments. Raises ConfigError as `bind` does, and if it
+        makes something else than a `kind`; CallbackError if a plug-in's code raises."""
         make = self.bind(name, args)
-        try:
+        with user_code(f"{self.kind} {name!r}: it", make):
             made = make(*given)
-        except Exception as problem:
-            if isinstance(problem, AgentrlError) or not self.is_plugin(name):
-                raise
-            raise ConfigError(f"{self.kind} {name!r}: it raised {fault_text(problem)}. Correct the plug-in") from problem
         own = [word for word in vars(kind) if not word.startswith("_")]
         if not (isinstance(made, kind) or all(callable(getattr(made, word, None)) for word in own)):
             at = place_of(self.entry(name).make)

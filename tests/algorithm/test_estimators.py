@@ -14,11 +14,11 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.base import AdvantageInput, LossInput, LossOutput, check_output
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, call_component, check_output
 from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
 from agentrl.trainer.estimator_inputs import with_advantages
 from agentrl.trainer.minibatch import with_policies
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import CallbackError, ConfigError
 from tests.sources import core_names
 
 
@@ -136,6 +136,48 @@ def test_defaults_of_what_picks_tokens_are_the_papers() -> None:
     for name, defaults in picking.items():
         found = inspect.signature(POLICY_LOSSES[name]).parameters
         assert {argument: found[argument].default for argument in defaults} == defaults
+
+
+def raises(given: AdvantageInput) -> AdvantageOutput:
+    raise KeyError("old")
+
+
+def leaves(given: AdvantageInput) -> AdvantageOutput:
+    raise SystemExit(3)
+
+
+def zeroes(given: AdvantageInput) -> AdvantageOutput:
+    given.mask.zero_()
+    return AdvantageOutput(given.token_rewards)
+
+
+def shifts(given: AdvantageInput) -> AdvantageOutput:
+    """Past torch's own record of changes."""
+    given.reward.numpy()[:] = 7.0
+    return AdvantageOutput(given.token_rewards)
+
+
+@pytest.mark.parametrize(
+    ("mine", "kind", "said"),
+    [
+        (raises, CallbackError, "'mine' raised KeyError: 'old' ("),
+        (leaves, CallbackError, "'mine' raised SystemExit: 3 ("),
+        (zeroes, ConfigError, "'mine' changes its input mask in place"),
+        (shifts, None, ""),
+    ],
+)
+def test_a_users_estimator_that_raises_or_writes_into_its_input_is_named(mine: Any, kind: Any, said: str) -> None:
+    """It was a stack trace, or a batch without a sampled token that trained nothing."""
+    columns = {"token_rewards": torch.zeros(4), "mask": torch.ones(4, dtype=torch.bool), "reward": torch.ones(2)}
+    given = AdvantageInput(**columns, offsets=torch.tensor([0, 2, 4]), group=torch.zeros(2, dtype=torch.int64))
+    if kind is None:
+        call_component("'mine'", mine, given)
+    else:
+        with pytest.raises(kind) as error:
+            call_component("'mine'", mine, given)
+        line = f"{__file__}:{mine.__code__.co_firstlineno + (kind is CallbackError)}"
+        assert said in str(error.value) and line in str(error.value)
+    assert given.mask.all() and given.reward.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler
 from agentrl.run.assembly import RunStart
 from agentrl.run.checks.rollout_checks import check_rollout
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import CallbackError, ConfigError
 from agentrl.utils.search_path import give
 from tests.players import collector_of, only, tasks_of
 from tests.rollout.conftest import FaultyEngine, resume, steps
@@ -74,7 +74,7 @@ class Given(TaskSampler):
 def test_a_sampler_that_answers_with_another_type_is_named(answers: dict[str, Any], ask: str, said: str) -> None:
     """By its name, and by the line of the user's file; it was a stack trace, or, as a metric, nothing."""
     source = TaskSource(ENV, Given(**answers), "given:mine", 1)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(CallbackError if "raised" in said else ConfigError) as error:
         getattr(source, ask)(*([3] if ask == "draw" else []))
     assert f"rollout.sampler 'given:mine': {said}" in str(error.value)
     assert __file__ in str(error.value) or "state" in answers

@@ -69,6 +69,22 @@ def test_after_five_updates_that_teach_nothing_the_run_says_so_once_and_why() ->
     assert len(said) == 2 and "in the last 5 updates" in said[1]
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"tokens_trained": 0.0, "advantage_abs": 0.4}, "not one sampled token counts. Look at algorithm.correction and"),
+        (
+            {"tokens_trained": 9.0, "advantage_abs": 0.4},
+            "advantages are not 0, and the loss has no gradient. Look at algorithm.loss",
+        ),
+        ({"tokens_trained": 9.0, "advantage_abs": 0.0}, "every advantage was 0 (2 of 8 groups"),
+    ],
+)
+def test_what_left_no_token_a_gradient_is_named(values: dict[str, float], said: str) -> None:
+    """It was every time said that the advantages were 0."""
+    assert said in str(followed([update(step, grad_norm=0.0, **values) for step in (1, 2)])[1])
+
+
 def test_prompts_that_begin_anew_are_told_with_cause_and_cost() -> None:
     assert followed([update(step, forks=0.4) for step in range(1, 9)]) == ([], None)
     (said,), verdict = followed([update(step, forks=0.75) for step in range(1, 9)])

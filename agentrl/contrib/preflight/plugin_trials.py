@@ -26,9 +26,9 @@ from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
 from agentrl.run.registries import registry_of
 from agentrl.run.trackers import Tracker
-from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of, call_component
 from agentrl.trainer.train_engine import BaseEngine
-from agentrl.utils.errors import ConfigError, UserError, fault_text, place_of
+from agentrl.utils.errors import CallbackError, ConfigError, UserError, fault_text, place_of
 from agentrl.utils.files import shown_path
 from agentrl.utils.registry import second_load
 
@@ -64,9 +64,10 @@ def check_plugins(start: RunStart) -> list[str]:
                     make = again
                     whole = again if key in UNCALLED else registry.bind(choice.name, choice.args)
                     in_daemon_thread(partial(trial, whole, choice), limit)
-            except UserError:
-                raise
-            except Exception as problem:
+            except Exception as fault:
+                if isinstance(fault, UserError) and not isinstance(fault, CallbackError):
+                    raise
+                problem = fault.__cause__ if isinstance(fault, CallbackError) and fault.__cause__ else fault
                 said = str(problem) if isinstance(problem, TrialError) else f"raised {fault_text(problem)}"
                 place = shown_path(place_of(make, problem))
                 raise ConfigError(
@@ -155,7 +156,7 @@ def _advantage(group_size: int, estimate: Any, choice: Choice) -> None:
         terms=reward[:, None].repeat(1, len(choice.args["terms"])) if "terms" in needs else None,
         anchors=anchors_of(torch.arange(len(mask)) % len(TURNS), mask, offsets) if "anchors" in needs else None,
     )
-    expect_type(AdvantageOutput, answer := estimate(made))
+    expect_type(AdvantageOutput, answer := call_component(f"algorithm.advantage {choice.name!r}", estimate, made))
     _check_column("advantages", answer.advantages, mask)
     if answer.returns is not None:
         _check_column("returns", answer.returns, mask)
@@ -166,7 +167,8 @@ def _loss(loss: Any, choice: Choice) -> None:
     logprobs, old, behaviour, advantages = _logprobs(mask)
     logprobs.requires_grad_()
     picked = mask & (torch.arange(len(mask)) % 2 == 0) if "picked" in _declared_needs("algorithm.loss", choice.name) else None
-    expect_type(LossOutput, answer := loss(LossInput(logprobs, old, behaviour, advantages, mask, offsets, picked)))
+    given, label = LossInput(logprobs, old, behaviour, advantages, mask, offsets, picked), f"algorithm.loss {choice.name!r}"
+    expect_type(LossOutput, answer := call_component(label, loss, given))
     _check_column("a loss", answer.loss, mask)
     for name, column in answer.metrics.items():
         _check_column(f"the metric {name}", column, mask)

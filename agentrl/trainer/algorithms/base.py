@@ -6,14 +6,14 @@ turns of an episode, and numbers for equal states."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from agentrl.data.rows import credit, row_counts, row_ids, row_sum, sampled_offsets, spread
-from agentrl.utils.errors import ConfigError
+from agentrl.utils.errors import ConfigError, is_users, place_of, user_code
 
 Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
@@ -152,6 +152,29 @@ def aggregate(
         count = row_sum(mask.to(loss.dtype), offsets) if episode_tokens is None else episode_tokens.to(loss.dtype)
         return (row_sum(kept, offsets) / count.clamp(min=1)).sum() / episodes
     raise ConfigError(f"algorithm.aggregate = {mode!r}: expected one of {', '.join(get_args(Mode))}")
+
+
+def call_component(name: str, component: Callable[..., Any], *given: Any) -> Any:
+    """The answer of an estimator, a loss or a correction to tensors, or to a dataclass of them.
+
+    A user's gets copies of columns without a gradient, so that not even numpy writes into the run's. Raises CallbackError if it
+    raises, and ConfigError if it changes a column in place: the run would not see what it meant to change."""
+    inputs, seen = list[Any](), dict[str, tuple[Tensor, int]]()
+    for number, one in enumerate(given if is_users(component) else (), 1):
+        several = isinstance(one, AdvantageInput | LossInput)
+        whole = {field.name: getattr(one, field.name) for field in fields(one)} if several else {f"number {number}": one}
+        columns = {key: values for key, values in whole.items() if isinstance(values, Tensor)}
+        columns = {key: values if values.requires_grad else values.clone() for key, values in columns.items()}
+        seen |= {key: (values, values._version) for key, values in columns.items()}
+        inputs.append(replace(one, **columns) if several else columns.popitem()[1])
+    with user_code(name, component):
+        answer = component(*(inputs or given))
+    if changed := [key for key, (values, version) in seen.items() if values._version != version]:
+        raise ConfigError(
+            f"{name} changes its input {changed[0]} in place, which changes nothing in the run. Correct it at "
+            f"{place_of(component)}: compute with a copy (.clone()), and return the result"
+        )
+    return answer
 
 
 def check_output(name: str, answer: Any, kind: type[Any], column: str, like: Tensor) -> None:

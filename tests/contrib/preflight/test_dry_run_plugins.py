@@ -107,6 +107,13 @@ def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
     assert error.startswith(f"agentrl: {named}: plugins/mine.py:") and said in error and "Traceback" not in error
 
 
+def test_one_that_writes_into_its_input_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(tmp_path, monkeypatch, "algorithm.loss", LOSS + "LossOutput(batch.logprobs * batch.advantages.zero_())") == 2
+    assert "algorithm.loss 'mine' changes its input advantages in place" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
