@@ -4,7 +4,7 @@ one batch, each for the rows of its environments, and what the KL penalty adds."
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -167,9 +167,15 @@ def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
             f'algorithm.advantage "{advantage.name}" compares each group with a greedy episode, but reward spec {scorer.name!r} '
             "compares the members of a group with each other, so it cannot score an episode outside of the group"
         )
-    if "terms" not in needs:
+    check_terms(advantage, scorer.ids, f"reward spec {scorer.name!r} has no node with id")
+
+
+def check_terms(advantage: Choice, known: Collection[str], lacks: str) -> None:
+    """Raise ConfigError for an estimator's wrong arguments, and a term that is not `known`; `lacks`: who lacks it, in words."""
+    given = ADVANTAGES.arguments(advantage.name, advantage.args)
+    if "terms" not in ADVANTAGES.entry(advantage.name).needs:
         return
-    known, terms, weights = scorer.ids, advantage.args["terms"], advantage.args.get("weights")
+    terms, weights = given["terms"], given.get("weights")
     if weights is not None and len(weights) != len(terms):
         raise ConfigError(
             f"algorithm.advantage.args.weights: {len(weights)} weights for {len(terms)} terms; expected one per term"
@@ -177,4 +183,4 @@ def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
     for name in terms:
         if name not in known:
             hint = did_you_mean(name, known, f"its ids: {', '.join(known) or 'none'}")
-            raise ConfigError(f"algorithm.advantage.args.terms: reward spec {scorer.name!r} has no node with id {name!r}; {hint}")
+            raise ConfigError(f"algorithm.advantage.args.terms: {lacks} {name!r}; {hint}")

@@ -166,6 +166,15 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("policy.play: tasks = -1", "play", {"tasks": -1}),
     ("policy.play: tasks = ", "play", {"tasks": [-1]}),
     ("policy.evaluate: tasks", "evaluate", {"n": 0}),
+    ("prompt = \\[\\]: expected at least one", "sample", {"prompt": []}),
+    ("messages\\[0\\]: expected an object", "sample", {"prompt": [True]}),
+    ("tools\\[0\\] = {}: expected a tool in OpenAI's form", "sample", {"prompt": "x", "tools": [{}]}),
+    ("tools\\[0\\]", "sample", {"prompt": "x", "tools": [{"function": {"name": "f", "parameters": 5}}]}),
+    ("tools\\[0\\]", "sample", {"prompt": "x", "tools": [{"function": {"name": 5}}]}),
+    ("group: draws = 5 is a int", "group", {"draws": 5, "rewards": [1.0]}),
+    ("group: draws", "group", {"draws": [5], "rewards": [1.0]}),
+    ("group: rewards", "group", {"draws": [], "rewards": ["x"]}),
+    ("group: task", "group", {"draws": [], "rewards": [], "task": None}),
 ]
 
 
@@ -173,6 +182,35 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
 def test_a_number_out_of_its_range_is_refused(loop: agentrl.StepLoop, said: str, call: str, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=said):
         getattr(loop.policy, call)(**given)
+
+
+@pytest.mark.parametrize(
+    ("said", "advantage"),
+    [
+        ("multi_reward': argument 'terms' is required", "multi_reward"),
+        ("terms: no episode has a term 'colour'; its ids: ", {"name": "multi_reward", "args": {"terms": ["colour"]}}),
+        ("expected a number for each episode", [1.0, "x"]),
+        ("two groups have the number", "grpo"),
+    ],
+)
+def test_advantages_that_cannot_be_are_refused(loop: agentrl.StepLoop, said: str, advantage: Any) -> None:
+    """They were KeyErrors, or, of a term that nobody has and of a group that is there twice, silence."""
+    group = loop.policy.group(loop.policy.sample("x", n=2, max_tokens=2), [1.0, 0.0])
+    with pytest.raises(ConfigError, match=said):
+        loop.trainer.batch([group] * (2 if "two" in said else 1), advantage=advantage)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_refused(loop: agentrl.StepLoop, reward: float) -> None:
+    with pytest.raises(ConfigError, match="expected a finite number, or None"):
+        loop.policy.group(loop.policy.sample("x", max_tokens=2), [reward])
+
+
+def test_a_file_in_place_of_an_export_is_named(loop: agentrl.StepLoop, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", ""):
+        with pytest.raises(ConfigError, match="is no folder; name one"):
+            loop.trainer.export(folder)
 
 
 def test_what_would_do_nothing_to_a_gradient_is_refused(loop: agentrl.StepLoop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, nullcontext
@@ -42,7 +43,7 @@ from agentrl.run.session import (
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import with_packing
-from agentrl.utils.errors import ConfigError, StepOrderError
+from agentrl.utils.errors import ConfigError, StepOrderError, checks_arguments
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.terminal import console
 from agentrl.utils.threads import in_thread
@@ -111,9 +112,12 @@ class LivePolicy:
             raise ConfigError(f"policy.sample: n = {n}: expected at least 1 answer")
         policy, given = self._session.envs[0].policy, {"max_turn_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
         rollout = self._rollout_with("policy.sample", **given)
+        _check_tools(tools)
         renderer = policy.renderer.with_tools(tools)
-        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+        if not isinstance(prompt, str) and all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
             ids = [item for item in prompt if isinstance(item, int)]
+            if not ids:
+                raise ConfigError("policy.sample: prompt = []: expected at least one message or token id")
         else:
             try:
                 said: Sequence[Any] = [Message("user", prompt)] if isinstance(prompt, str) else prompt
@@ -143,13 +147,17 @@ class LivePolicy:
 
         return list(await asyncio.gather(*(one(number) for number in range(n))))
 
+    @checks_arguments
     def group(self, draws: Sequence[Draw], rewards: Sequence[float | None], *, task: str = "sample") -> Group:
         """Answers to one prompt with their rewards, as a group to train on, where there is no environment.
 
-        Raises ConfigError for another number of rewards, and for answers that the trainer's temperature does not fit.
+        Raises ConfigError for another number of rewards, for one that is not finite, and for answers that the trainer's
+        temperature does not fit.
         """
         if len(draws) != len(rewards):
             raise ConfigError(f"policy.group: {len(draws)} answers and {len(rewards)} rewards; expected one each")
+        if wrong := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
+            raise ConfigError(f"policy.group: reward {wrong[0]}: expected a finite number, or None for an answer without a score")
         heat, number, members = one_temperature(self._session.config.rollout, "a policy"), next(self._numbers), []
         for member, (draw, reward) in enumerate(zip(draws, rewards, strict=True)):
             if (draw.temperature or 1.0) != (heat or 1.0):
@@ -263,6 +271,20 @@ class LivePolicy:
         except ConfigError as problem:
             raise ConfigError(f"policy: {problem}") from None
         return envs[number], config.alone(config.envs[number])
+
+
+def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError for a tool that is not in OpenAI's form."""
+    for place, tool in enumerate(tools):
+        function = tool.get("function")
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        schema: Any = (function.get("parameters") or {}) if isinstance(function, Mapping) and named else None
+        whole = isinstance(schema, Mapping) and isinstance(schema.get("properties") or {}, Mapping)
+        if not whole or not isinstance(schema.get("required") or [], list):
+            raise ConfigError(
+                f"policy.sample: tools[{place}] = {tool!r:.80}: expected a tool in OpenAI's form: "
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": its JSON Schema}}'
+            )
 
 
 # The loop

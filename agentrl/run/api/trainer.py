@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +24,7 @@ from agentrl.run.session import Session
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_intact
+from agentrl.trainer.estimator_inputs import check_terms
 from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.train_engine import rests
 from agentrl.trainer.update import check_algorithm
@@ -119,6 +121,11 @@ class Trainer:
                 f"trainer.batch: task {held[0].id!r} is of the split {held[0].split!r}, on which nothing is trained; play tasks "
                 'of the split "train"'
             )
+        if twice := [number for number, count in Counter(group.index for group in groups).items() if count > 1]:
+            raise ConfigError(
+                f"trainer.batch: two groups have the number {twice[0]}, by which their members are compared: the same one twice, "
+                "or one of another session. Leave it out"
+            )
         if self.waiting and rests(self.config, "actor"):
             raise StepOrderError(
                 'trainer.batch: gradients wait for optim_step, and with model.offload = "idle" the actor would lose them; call '
@@ -132,6 +139,8 @@ class Trainer:
         elif advantage is not None:  # a function or numbers in place of the config's and the environments' own
             algorithm, own = algorithm.model_copy(update={"advantage": Choice(name="grpo")}), {}
             estimator = advantage if callable(advantage) else partial(_per_episode, advantage)
+        if estimator is None and not (self._session.learner._own if own is None else own):
+            check_terms(algorithm.advantage, {key for member in members for key in member.metrics}, "no episode has a term")
         batch = await in_thread("batch", make_batch, list(groups), algorithm.advantage, own or {})
         if self.config.rollout.colocate and not self.resting:
             await self._session.rest()
@@ -289,6 +298,8 @@ class Trainer:
     async def export(self, folder: str | Path) -> Path:
         """Write the weights as a folder that transformers and vLLM load; returns it."""
         path = Path(folder).expanduser().absolute()
+        if not str(folder) or (path.exists() and not path.is_dir()):
+            raise ConfigError(f"trainer.export: {str(folder)!r} is no folder; name one, which is made if it is not there")
         await self._session.actors.arun(Actor.export_hf, str(path))
         await check_arrived(self._session.actors, path, "the trained model")
         return path
@@ -359,7 +370,10 @@ def _choice(named: Named) -> Choice:
 
 def _per_episode(values: Sequence[float] | torch.Tensor, given: AdvantageInput) -> AdvantageOutput:
     """One advantage for all sampled tokens of an episode, in the order of the episodes."""
-    numbers = torch.as_tensor(values, dtype=given.reward.dtype).reshape(-1)
+    try:
+        numbers = torch.as_tensor(values, dtype=given.reward.dtype).reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise ConfigError(f"trainer.batch: advantage = {values!r:.80}: {problem}; expected a number for each episode") from None
     assert given.member is not None
     pairs = torch.stack([given.group, given.member], 1)
     # Episodes are numbered by their first row: `collate` keeps the rows of an episode together, in the order of the members.
