@@ -76,6 +76,10 @@ def check_learner(config: TrainConfig) -> None:
             f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
             f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"
         )
+    if (kl := algorithm.kl).coef == 0:
+        check_unread("algorithm.kl", kl, ("kind", "where"), "algorithm.kl.coef above 0")
+    if kl.target is None:
+        check_unread("algorithm.kl", kl, ("horizon",), "algorithm.kl.target")
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
         raise ConfigError(
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '

@@ -67,6 +67,11 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
         (["train", QUICKSTART, "rollout.max_episode_tokens=90000", "optim.micro_tokens=4095"], ["takes 4096", "at least 4096"]),
         (["train", QUICKSTART, LONG, *SPLIT], ["optim.micro_tokens = 2000", "at least 3000"]),
         (["train", QUICKSTART, "rollout.group_size=1"], ["rollout.group_size = 1", '"grpo"', "2 or more", "remax"]),
+        (
+            ["train", QUICKSTART, "rollout.max_filtered=2.0"],
+            ["rollout.max_filtered = 2.0 is read with rollout.filter_zero_variance"],
+        ),
+        (["train", QUICKSTART, "eval.every=0"], ["stop_at_success = 0.98 is read with eval.every"]),
         (["train", QUICKSTART, "name=../evil"], ["name", "'../evil' is not the name of one folder", "set out"]),
         (["train", QUICKSTART, "name=/tmp/evil", "--overwrite"], ["name", "not the name of one folder"]),
         (["train", QUICKSTART, "name=.."], ["name", "not the name of one folder"]),

@@ -141,6 +141,12 @@ DECOUPLED = AlgorithmConfig(loss=Choice(name="decoupled_ppo"), proximal="recompu
         ({"algorithm": AlgorithmConfig(loss=Choice(name="ppo_clop"))}, "ppo_clip"),
         ({"algorithm": AlgorithmConfig(loss=Choice(name="decoupled_ppo"))}, "needs algorithm.proximal"),
         ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, kind="k1"))}, "mean 0"),
+        ({"algorithm": AlgorithmConfig(kl=KlConfig(kind="k1"))}, r"kl.kind = 'k1' is read with algorithm.kl.coef above 0 alone"),
+        ({"algorithm": AlgorithmConfig(kl=KlConfig(where="reward"))}, r"kl.where = 'reward' is read with"),
+        (
+            {"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, horizon=5))},
+            r"kl.horizon = 5 is read with algorithm.kl.target alone",
+        ),
         ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, where="reward", kind="k1+"))}, "changes a gradient"),
         ({"algorithm": AlgorithmConfig(length_norm=5)}, "it is not used"),
         ({"algorithm": DECOUPLED.model_copy(update={"correction": Choice(name="truncated")})}, "twice"),

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from agentrl.config.load import check_unread
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.record import MASK, Brief, Outcome, ServedEpisode, text_of
 from agentrl.contrib.toolkit import keeper
@@ -152,6 +153,7 @@ def program_of(config: AgentConfig) -> Program:
         raise ConfigError(f"[agent]: expected exactly one of agent.command, agent.python and agent.url, got {said}")
     if config.command:
         return Command(config)
+    check_unread("agent", config, ("pass_env", "env"), "agent.command")
     return Function(config.python) if config.python else Remote(config.url or "")
 
 

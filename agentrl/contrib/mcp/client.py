@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pydantic import ValidationError
 
+from agentrl.config.load import check_unread
 from agentrl.config.schema import McpServerConfig
 from agentrl.contrib.toolkit import keeper
 from agentrl.data.images import Image
@@ -59,6 +60,8 @@ class McpSource:
             raise DependencyError("tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
         if sum((bool(server.command), bool(server.url), build is not None)) != 1:
             raise ConfigError(f"tools.mcp.{name}: give either a command (a list of words) or a url")
+        if not server.command and build is None:
+            check_unread(f"tools.mcp.{name}", server, ("env",), "a command")
         learn({"command": server.command, "url": server.url, "env": server.env})
         self.name, self.server, self.build = name, server, build
 

@@ -207,6 +207,7 @@ def test_a_real_mcp_client_lists_and_calls_the_environment_s_tools() -> None:
     ({"python": "tests.contrib.agents.parts:plain_agen"}, "has no function 'plain_agen'; it has: "),
     ({"python": "tests.contrib.agents.parts:play"}, "expected an async function"),
     ({"url": "ftp://a"}, "expected http://"),
+    ({"url": "http://a", "env": {"A": "b"}}, "agent.env = {'A': 'b'} is read with agent.command alone"),
     ({"command": ["sh"], "pass_env": ["NOT_SET_HERE"]}, "agent.pass_env: NOT_SET_HERE is not set"),
     ({"command": ["sh"], "env": {"OPENAI_API_KEY": "x"}}, "OPENAI_API_KEY is set for each episode"),
 ], ids=str)  # fmt: skip
