@@ -30,7 +30,8 @@ def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str)
     for key in keys:
         value = getattr(section, key)
         if value != type(section).model_fields[key].get_default(call_default_factory=True):
-            raise ConfigError(f"{at}{'.' if at else ''}{key} = {value!r} is read with {needs} alone; set that too, or leave this out")
+            key = f"{at}.{key}" if at else key
+            raise ConfigError(f"{key} = {value!r} is read with {needs} alone; set that too, or leave this out")
 
 
 # Which file a path of a config means: the one beside the config file that names it, or the one in the working folder.

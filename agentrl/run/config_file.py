@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,21 +97,26 @@ def check_folder(name: str, out: str, *, overwrite: bool) -> None:
 
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
     """Create the run's folder, with digests of the files that the config names, and in its config `origins`; with `overwrite` an
-    older run of that name is removed first. Raises ConfigError if that is still being written."""
+    older run of that name is removed first. The folder holds its lock. Raises ConfigError if the older one is still written."""
     from agentrl.run.folder import LOCK, RunFolder, lock_folder
     from agentrl.run.provenance import Provenance
 
     target = Path(config.out) / config.name
     # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
-    if overwrite and (target / "config.toml").is_file():
-        with lock_folder(target):
-            # Last its lock and what makes it a run: cut short, it is removed by the next. The folder may be a link, and stays.
-            for path in sorted(target.iterdir(), key=lambda path: (path.name == "config.toml", path.name == LOCK)):
+    with ExitStack() as held:
+        if over := overwrite and (target / "config.toml").is_file():
+            held.enter_context(lock_folder(target))
+            # What makes it a run stays until the new one's replaces it, and its lock: whoever comes meanwhile, or after this was
+            # cut short, finds a run. The folder may be a link, and stays too.
+            for path in [path for path in target.iterdir() if path.name not in ("config.toml", LOCK)]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    folder = RunFolder.create(config, origins)
-    try:
-        Provenance(folder, config).write()
-    except OSError:
-        shutil.rmtree(folder.path, ignore_errors=True)  # else the name were taken by a run that has not begun
-        raise
-    return folder
+        folder = RunFolder.create(config, origins, over=over)
+        if not over:
+            held.enter_context(folder.locked())
+        try:
+            Provenance(folder, config).write()
+        except OSError:
+            shutil.rmtree(folder.path, ignore_errors=True)  # else the name were taken by a run that has not begun
+            raise
+        folder.held = held.pop_all()
+        return folder

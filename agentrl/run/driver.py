@@ -22,7 +22,7 @@ from agentrl.run.checks import run_checks
 from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import EngineChoice
-from agentrl.run.folder import NOTHING, LogFile, RunFolder, lock_folder
+from agentrl.run.folder import NOTHING, LogFile, RunFolder
 from agentrl.run.interrupt import TWICE, Interrupt, put_off
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
@@ -107,7 +107,7 @@ def execute(
     trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
     with (
         full_disk_said(folder.path, f"continue with: {folder.resume_command()}"),
-        lock_folder(folder.path),
+        folder.locked(),
         _log_to(folder),
         Display() as display,
         RunLog(folder, display, trackers, resumed, Health(config, display.warn), config.prometheus, config.keep) as run_log,

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import socket
 import sys
+import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 LOG_BYTES, LOG_FILES = 64 << 20, 4
 """Largest size of log.txt, and number of older ones that stay."""
+LOCK_WAIT_S, LOCK_SAID_S = 3600, 30
 _NONE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -73,22 +75,30 @@ def check_unlocked(folder: Path) -> None:
 
 
 def _try_lock(folder: Path, file: IO[str], kind: int, otherwise: str = "", wait: bool = False) -> None:
-    """Raise ConfigError, naming the process that holds the lock, if another does, or say so and wait."""
+    """Raise ConfigError, naming the process that holds the lock, if another does; with `wait` only after `LOCK_WAIT_S`, and say
+    every `LOCK_SAID_S` that it is waited for."""
+    begun, said = time.monotonic(), -1.0
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            file.seek(0)
+            holder, passed = file.read(), time.monotonic() - begun
+        except OSError as error:
+            if error.errno not in _NONE:
+                raise
+            log.warning("%s: the file system has no locks, so nothing keeps a second driver out: %s", folder, error)
+            return
+        if not wait or passed >= LOCK_WAIT_S:
+            break
+        if passed // LOCK_SAID_S > said:
+            said = passed // LOCK_SAID_S
+            until = f"is waited for, for {LOCK_WAIT_S - passed:.0f} s at most; Ctrl-C ends this"
+            log.warning("%s: another process is writing there, and %s: %s", folder, until, holder or "it has just begun")
+        time.sleep(0.1)
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-        return
-    except BlockingIOError:
-        file.seek(0)
-        if wait:
-            log.warning("%s: another process is writing there, and is waited for", folder)
-            return fcntl.flock(file, kind)
-    except OSError as error:
-        if error.errno not in _NONE:
-            raise
-        log.warning("%s: the file system has no locks, so nothing keeps a second driver out: %s", folder, error)
-        return
-    try:
-        by = read_json(file.read())
+        by = read_json(holder)
     except ValueError:  # it has just been taken
         raise ConfigError(f"{folder}: another process is writing there. Wait for it") from None
     here = f"kill {by['pid']}" if by["host"] == socket.gethostname() else f"on {by['host']}: kill {by['pid']}"
@@ -197,16 +207,24 @@ class RunFolder:
         self.final = path / "final"
         self.exports = path / "exports"
         self.data = path / "data"
+        self.held: contextlib.AbstractContextManager[Any] | None = None
+
+    def locked(self, otherwise: str = "") -> contextlib.AbstractContextManager[Any]:
+        """The folder's lock (`lock_folder`): that which whoever made it has held since, or a new one."""
+        held, self.held = self.held, None
+        return held or lock_folder(self.path, otherwise)
 
     @classmethod
-    def create(cls, config: TrainConfig, origins: Origins | None = None) -> RunFolder:
-        """A fresh folder `<out>/<name>`; `origins`: where the config's values are from, for the comments in config.toml.
+    def create(cls, config: TrainConfig, origins: Origins | None = None, *, over: bool = False) -> RunFolder:
+        """A fresh folder `<out>/<name>`; `origins`: where the config's values are from, for the comments in config.toml. `over`:
+        in place of a run whose other files were removed under its lock.
 
         Raises ConfigError if a run of that name exists (nothing is overwritten) or TOML lacks a value of it, ResourceError if
         it cannot be written.
         """
         folder, text = cls(Path(config.out) / config.name), to_toml(config.with_date(date.today().isoformat()), origins)
-        check_free(config.name, config.out)
+        if not over:
+            check_free(config.name, config.out)
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what a run writes may hold what is private
             folder.trajectories.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """The run folder: nothing half-written, nothing overwritten, a rewind that forgets just enough, and one driver at a time."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from unittest.mock import Mock
 
 import pytest
@@ -118,6 +120,7 @@ def test_too_little_disk_memory_or_cores_is_said_before_anything_starts(tmp_path
 HOLDS = """
 import sys, time
 from pathlib import Path
+from threading import Timer
 from agentrl.run.folder import lock_folder
 with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
@@ -170,7 +173,41 @@ def test_a_killed_driver_keeps_nobody_out_and_a_live_one_keeps_out_its_own_proce
         with lock_folder(folder.path), pytest.raises(ConfigError, match="has been writing there"), lock_folder(folder.path):
             pass
     again = open_folder(one, overwrite=True)
-    assert again.config.is_file() and not (again.path / LOCK).exists()
+    assert again.config.is_file()
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_new_run_is_locked_from_its_creation_on(tmp_path: Path, overwrite: bool) -> None:
+    """A second --overwrite could remove it in between; it then wrote into the other's folder."""
+    one = config(tmp_path)
+    if overwrite:
+        RunFolder.create(one).write_summary({"status": "of before"})
+    first = open_folder(one, overwrite=overwrite)
+    said = config(tmp_path, seed=7)
+    with pytest.raises(ConfigError, match=rf"{first.path}: process {os.getpid()} on .* has been writing there since"):
+        open_folder(said, overwrite=True)
+    assert first.config.is_file() and "seed = 7" not in first.config.read_text() and not first.summary.exists()
+    with first.locked(), pytest.raises(ConfigError, match="has been writing there"):  # the same lock, handed over
+        open_folder(said, overwrite=True)
+    assert "seed = 7" in open_folder(said, overwrite=True).config.read_text()
+
+
+def test_a_second_overwrite_in_the_middle_of_the_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = config(tmp_path)
+    RunFolder.create(one).write_summary({"status": "of before"})
+    refused, unlink = list[str](), Path.unlink
+
+    def late(path: Path, **more: bool) -> None:
+        unlink(path, **more)
+        with pytest.raises(ConfigError) as error:
+            open_folder(one, overwrite=True)
+        refused.append(str(error.value))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", late)
+        first = open_folder(one, overwrite=True)
+    assert refused and all("has been writing there since" in said for said in refused)
+    assert first.config.is_file() and first.trajectories.is_dir() and not first.summary.exists()
 
 
 def test_of_two_runs_that_begin_at_once_one_is_refused_and_removes_nothing(
@@ -193,16 +230,10 @@ def test_an_overwrite_that_was_cut_short_can_be_repeated_also_of_a_linked_folder
         patch.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
         open_folder(one, overwrite=True)
     assert open_folder(one, overwrite=True).trajectories.is_dir() and folder.path.is_symlink()
-    entries, unlink = Path.iterdir, Path.unlink
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "iterdir", lambda path: iter(sorted(entries(path), reverse=True)))
-        patch.setattr(Path, "unlink", lambda path: unlink(path) if path.name != LOCK else _interrupt())
+        patch.setattr(RunFolder, "create", Mock(side_effect=KeyboardInterrupt))
         open_folder(one, overwrite=True)
-    assert open_folder(one, overwrite=True).config.is_file()
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
+    assert open_folder(one, overwrite=True).trajectories.is_dir()
 
 
 def test_two_evals_export_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,7 +248,23 @@ def test_two_evals_export_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("agentrl.run.provenance.export_run", export)
     with ThreadPoolExecutor(2) as pool:
         assert set(pool.map(_export_path, [RunFolder(tmp_path)] * 2, [4, 4])) == {tmp_path / "exports" / "step_000004"}
-    assert len(made) == 1 and "is waited for" in caplog.text
+    assert len(made) == 1 and "is waited for, for 3600 s at most; Ctrl-C ends this" in caplog.text
+
+
+def test_a_wait_for_another_process_says_so_again_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was one line, and then for ever, whatever Ctrl-C did."""
+    monkeypatch.setattr("agentrl.run.folder.LOCK_SAID_S", 0.2)
+    monkeypatch.setattr("agentrl.run.folder.LOCK_WAIT_S", 0.5)
+    with other_driver(tmp_path) as first:
+        with pytest.raises(ConfigError, match=rf"process {first.pid} on .*kill {first.pid}"), lock_folder(tmp_path, wait=True):
+            pass
+        assert 2 <= caplog.text.count("is waited for") <= 3 and f'"pid": {first.pid}' in caplog.text
+        monkeypatch.setattr("agentrl.run.folder.LOCK_WAIT_S", 60)
+        Timer(0.3, first.kill).start()
+        with lock_folder(tmp_path, wait=True):  # a killed one holds nothing
+            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_a_second_evaluation_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from agentrl.run.api.trainer import Trainer
 from agentrl.run.checks import check_train
 from agentrl.run.config_file import open_folder
 from agentrl.run.display import Display
-from agentrl.run.folder import RunFolder, lock_folder
+from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import (
@@ -391,7 +391,7 @@ async def session(
         if there and not known:
             raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
         place = RunFolder(path) if known else await in_thread("files", partial(open_folder, made, overwrite=False))
-        held.enter_context(lock_folder(place.path, "close that session, or name another folder"))
+        held.enter_context(place.locked("close that session, or name another folder"))
         made = made.with_date(place.day())
         display = Display(console(quiet=True) if quiet else None)
         run_log = RunLog(place, display, [])
