@@ -112,6 +112,7 @@ def execute(
         Display() as display,
         RunLog(folder, display, trackers, resumed, Health(config, display.warn), config.prometheus, config.keep) as run_log,
     ):
+        folder.check_places()
         config = config.with_date(folder.day())
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()

@@ -214,6 +214,13 @@ class RunFolder:
         held, self.held = self.held, None
         return held or lock_folder(self.path, otherwise)
 
+    def check_places(self) -> None:
+        """Raise RunFolderError if something else than a folder is where the run keeps one."""
+        for path in (self.checkpoints, self.trajectories, self.tokens, self.final, self.model, self.warm_start, self.exports,
+                     self.tensorboard, self.data, self.history):  # fmt: skip
+            if os.path.lexists(path) and not path.is_dir():
+                raise RunFolderError(f"{path}: it is no folder, and the run keeps one there. Move it away and repeat the command")
+
     @classmethod
     def create(cls, config: TrainConfig, origins: Origins | None = None, *, over: bool = False) -> RunFolder:
         """A fresh folder `<out>/<name>`; `origins`: where the config's values are from, for the comments in config.toml. `over`:
@@ -324,7 +331,8 @@ class RunFolder:
 
     def clear_final(self) -> None:
         """Remove from `final/`, before a model is written there, all but plain files (a pipe would be waited for), and the
-        manifest: half of a new model must not look like the whole old one. Raises OSError."""
+        manifest: half of a new model must not look like the whole old one. Raises OSError, and as `check_places`."""
+        self.check_places()
         if not self.final.is_dir():
             return
         for path in self.final.iterdir():

@@ -51,6 +51,7 @@ class Provenance:
         config.toml other values than the newest checkpoint was trained with.
         """
         config, folder, steps = self.config, self.folder, self.config.steps
+        folder.check_places()
         check_resumed(before, config, folder.path)
         check_own_config(identity_of(before, "train"), folder)
         try:
@@ -86,6 +87,7 @@ class Provenance:
 
     def check_unchanged(self, before: TrainConfig) -> None:
         """The part of `check_resumable` that checks a run's files. Raises as it does."""
+        self.folder.check_places()
         check_resumed(before, self.config, self.folder.path)
         check_own_config(identity_of(before, "train"), self.folder)
         self.check_contents()

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,9 @@ from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.config.schema import KeepConfig
 from agentrl.contrib.view import index as index_place
-from agentrl.run.driver import RunDriver, RunOutcome
+from agentrl.run.driver import RunDriver, RunOutcome, execute
 from agentrl.run.folder import LogFile, RunFolder
-from agentrl.run.provenance import check_own_config, origin_hint
+from agentrl.run.provenance import Provenance, check_own_config, origin_hint
 from agentrl.run.run_log import Health
 from agentrl.trainer.checkpoint import Checkpoints, check_model, seal
 from agentrl.utils.errors import CheckpointError, ConfigError, RunFolderError
@@ -177,6 +179,25 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_no_wait(tmp_path: Path) ->
         KINDS[kind](path, path)
         with damage.limited(5), pytest.raises(OSError, match=kind):
             read_plain(path)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "trajectories", "final", "model", "exports", "tokens", "warm_start"])
+def test_a_file_in_place_of_a_folder_of_the_run_is_named(tmp_path: Path, name: str) -> None:
+    """At a resume, and before the trained model is written; it was a WorkerError at the end, or a trace."""
+    folder = RunFolder.create(cfg := config(tmp_path))
+    Provenance(folder, cfg).write()
+    shutil.rmtree(folder.path / name, ignore_errors=True)
+    (folder.path / name).touch()
+    said = rf"{name}: it is no folder, and the run keeps one there. Move it away"
+    for refuse in (
+        folder.clear_final,
+        partial(Provenance(folder, cfg).check_unchanged, cfg),
+        partial(Provenance(folder, cfg).check_resumable, cfg, list),
+        partial(execute, cfg, folder, resumed=True),
+    ):
+        with pytest.raises(RunFolderError, match=said):
+            refuse()
+    assert (folder.path / name).is_file()
 
 
 def test_a_flipped_bit_in_a_trained_model_is_found_before_it_is_evaluated(tmp_path: Path) -> None:
