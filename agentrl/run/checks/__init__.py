@@ -60,16 +60,16 @@ def run_checks(start: RunStart, trait: str = "") -> list[str]:
     return [line for one in found if one.traits == ({trait} if trait else set()) for line in one.make(start)]
 
 
-def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:
-    """All checks of `agentrl train` and `agentrl sft`: the models, disk, memory and cores, then the config; returns what is
-    suspicious without being wrong. `planned`: nothing will be started, so a model folder may lack its weights, and nothing that
-    costs money is tried."""
+def check_train(config: TrainConfig, *, planned: bool = False, capacity: bool = True) -> list[str]:
+    """All checks of `agentrl train` and `agentrl sft`: the models, with `capacity` disk, memory and cores of this machine, then
+    the config; returns what is suspicious without being wrong. `planned`: nothing will be started, so a model folder may lack its
+    weights, and nothing that costs money is tried."""
     if config.data is not None:
         raise ConfigError(
             "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
             "and go on from the result: data=false model.path=RUN/final"
         )
-    return check_config(config, planned=planned, capacity=True)
+    return check_config(config, planned=planned, capacity=capacity)
 
 
 def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool = False) -> list[str]:
