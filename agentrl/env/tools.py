@@ -10,17 +10,16 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from datetime import date
 from enum import Enum
 from functools import cache, cached_property
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Optional, Protocol, get_args, get_origin, get_type_hints, overload
 from weakref import WeakKeyDictionary
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
-from pydantic_core import SchemaError
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from agentrl.data.trajectory import Json
 from agentrl.env.call_options import DEFAULT, Options, Problem, as_called, as_object, compile_validator, safe_schema
@@ -47,16 +46,16 @@ class Hidden:
 @dataclass(frozen=True, slots=True)
 class Signature:
     """A tool's parameters: JSON Schema for the model, the names that it never sees, and, unless JSON values are passed as they
-    are, the Python types of arguments by name (`hints`), with the model of pydantic that reads them. `declared`: what the model
-    is shown, where others wrote it; else None."""
+    are, the Python types of arguments by name (`hints`), with the `reader` of them all. `declared`: what the model is shown,
+    where others wrote it; else None."""
 
     description: str
     parameters: dict[str, Json]
     hidden: tuple[str, ...]
     hints: Mapping[str, Any] = field(default_factory=dict)
-    model: type[BaseModel] | None = None
+    reader: SchemaValidator | None = None
     declared: dict[str, Json] | None = None
-    adapters: dict[str, TypeAdapter[Any]] = field(default_factory=dict)
+    readers: dict[str, SchemaValidator] = field(default_factory=dict)
 
 
 _PREFIX = "p_"
@@ -117,16 +116,37 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
                 raise ToolSchemaError(f"tool {function.__name__}: Literal[{value}] is no JSON. Write Literal[{value.value!r}]")
     hints = {name: hint for name, (hint, _) in fields.items()}
     plain = all((hint is Any or isinstance(hint, type)) and hint in _AS_JSON for hint in hints.values())
-    return Signature(summary, schema, tuple(hidden), hints, None if plain else model)
+    return Signature(summary, schema, tuple(hidden), hints, None if plain else _reader(model.__pydantic_core_schema__))
 
 
 _PLAIN = (str, int, float, bool, Any, dict, list)
 _NUMBER = re.compile(r"\s*[-+]?[0-9.]+\s*")
+_SECONDS = "agentrl_seconds"
+_OF_ONE = re.compile(r"tagged-union\[(\w+)\]")
 
 
-def _is_seconds(made: Any, given: Json) -> bool:
-    # pydantic takes "2024" for seconds since 1970, so that a year would be a day in that year, without a word.
-    return isinstance(made, date) and isinstance(given, str) and _NUMBER.fullmatch(given) is not None
+def _reader(schema: Any) -> SchemaValidator:
+    return SchemaValidator(_without_seconds(schema), _use_prebuilt=False)
+
+
+def _without_seconds(schema: Any) -> Any:
+    """A schema of pydantic's core in which no date, however deep, is read from "2024", which would be seconds since 1970."""
+    if isinstance(schema, list | tuple):
+        items = map(_without_seconds, schema)
+        return [*items] if isinstance(schema, list) else (*items,)
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")  # a dict, where the keys are names of fields
+    kept = ("default", "expected", "metadata", "serialization") if isinstance(kind, str) else ()
+    changed = {key: value if key in kept else _without_seconds(value) for key, value in schema.items()}
+    if kind not in ("date", "datetime"):
+        return changed
+    # A union of one, since only the choice among its members sees the text and leaves to them how they read it.
+    return core_schema.tagged_union_schema({"": changed}, _date_tag, custom_error_type=_SECONDS, custom_error_message=_SECONDS)
+
+
+def _date_tag(given: Any) -> str | None:
+    return None if isinstance(given, str) and _NUMBER.fullmatch(given) else ""
 
 
 def _is_json(value: Any) -> bool:
@@ -365,35 +385,33 @@ class Tool:
     def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any] | Problem:
         """Checked arguments as Python values; a Problem if a type refuses what its schema allows."""
         signature, values = self.signature, dict(arguments)
-        model, hints = signature.model, signature.hints
-        if model is None or self.options.check == "off":
+        reader, hints = signature.reader, signature.hints
+        if reader is None or self.options.check == "off":
             return values
         if self.options.check == "lenient":  # as they are, unless the parameter's type is no JSON type and takes them
             for name, value in arguments.items():
                 if name in hints and hints[name] not in _PLAIN:
-                    if name not in signature.adapters:
-                        signature.adapters[name] = TypeAdapter(hints[name])
+                    if name not in signature.readers:
+                        signature.readers[name] = _reader(TypeAdapter(hints[name]).core_schema)
                     with suppress(ValidationError):
-                        made = signature.adapters[name].validate_json(json.dumps(value), strict=True)
+                        made = signature.readers[name].validate_json(json.dumps(value), strict=True)
                         # 5 for a list of floats, say, stays what it is: Python would not change it either.
-                        values[name] = value if _is_json(made) or _is_seconds(made, value) else made
+                        values[name] = value if _is_json(made) else made
             return values
         # Arguments of their declared types skip pydantic. `type` and not isinstance: a bool must not pass for an int.
         if all(type(arguments[name]) is hints[name] for name in arguments):
             return values
         try:
             # JSON text on purpose: pydantic then accepts enums, dates and tuples in their JSON form only.
-            read = model.model_validate_json(json.dumps(arguments))
+            read = reader.validate_json(json.dumps(arguments))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            return Problem("invalid_argument", f"{place}: {first['msg']}" if place else str(first["msg"]))
+            place = ".".join(_OF_ONE.sub(r"\1", str(part)) for part in first["loc"] if part != "")
+            seconds = first["type"] == _SECONDS
+            said = f"{first['input']!r} is no date or time. Write it in ISO 8601" if seconds else str(first["msg"])
+            return Problem("invalid_argument", f"{place}: {said}" if place else said)
         # Only those that were given: for the others the function has its own defaults.
-        values = {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}
-        for name, value in values.items():
-            if _is_seconds(value, arguments[name]):
-                return Problem("invalid_argument", f"{name}: {arguments[name]!r} is no date or time. Write it in ISO 8601")
-        return values
+        return {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}
 
     async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
         """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""

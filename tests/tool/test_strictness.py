@@ -145,12 +145,12 @@ def test_a_bare_number_stays_a_text_for_a_lenient_tool() -> None:
     got: list[Any] = []
 
     @tool(inline=True, check="lenient")
-    def book(at: datetime) -> None:
-        got.append(at)
+    def book(at: datetime, more: list[datetime]) -> None:
+        got.append((at, *more))
 
     for text in ("2024", "2024-01-01T00:00:00"):
-        assert call(book, {"at": text}).error is None
-    assert got == ["2024", datetime(2024, 1, 1)]
+        assert call(book, {"at": text, "more": [text]}).error is None
+    assert got == [("2024", "2024"), (datetime(2024, 1, 1), datetime(2024, 1, 1))]
 
 
 def test_a_function_that_raises_stops_the_episode_unless_the_policy_is_to_read_of_it() -> None:

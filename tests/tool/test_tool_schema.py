@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -204,6 +204,30 @@ def test_a_bare_number_is_no_date(text: str) -> None:
     refused = run(f, {"at": text})
     assert refused.error == "invalid_argument" and f"at: '{text}' is no date or time" in refused.content
     assert run(f, {"at": "2024-01-01"}).content == "2024-01-01T00:00:00"
+
+
+class Visit(BaseModel):
+    at: datetime | str
+    type: dict[date, int] = {}
+    after: list[Visit] = []
+
+
+def test_a_bare_number_is_no_date_at_any_depth() -> None:
+    def f(days: list[date | None] | None = None, visit: Visit | None = None, spot: tuple[datetime, str] | int = 0) -> str:
+        return repr((days, visit and (visit.at, visit.type, [one.at for one in visit.after]), spot))
+
+    f.__annotations__.update(days=list[date | None] | None, visit=Visit | None, spot=tuple[datetime, str] | int)
+    for given, place in (
+        ({"days": ["2024-01-01", None, "0"]}, "days.2: '0'"),
+        ({"visit": {"at": "2024-01-01T00:00:00", "type": {"0": 1}}}, "visit.type.0.[key]: '0'"),
+        ({"spot": ["2024", "x"]}, "spot.tuple[datetime, str].0: '2024'"),
+    ):
+        refused = run(f, given)
+        assert refused.error == "invalid_argument" and f"{place} is no date or time. Write it in ISO" in refused.content
+    visit = {"at": "2024", "after": [{"at": "2024-01-01T00:00:00"}], "type": {"2024-01-01": 1}}
+    taken = run(f, {"days": ["2024-01-01"], "visit": visit, "spot": ["2024-01-01", "2024"]}).content
+    day, moment = "datetime.date(2024, 1, 1)", "datetime.datetime(2024, 1, 1, 0, 0)"
+    assert taken == f"([{day}], ('2024', {{{day}: 1}}, [{moment}]), ({moment}, '2024'))"
 
 
 @pytest.mark.parametrize("name", ["copy", "json", "schema", "model_config", "self_", "_x"])
