@@ -28,6 +28,7 @@ from agentrl.render.tool_calls import (
     whole_json,
     within_most,
 )
+from agentrl.utils.parsing import put_once
 
 # DeepSeek
 
@@ -109,7 +110,7 @@ def _invoke(invoke: re.Match[str], call_id: str) -> ToolCall:
     while (item := _PARAMETER.match(body, position)) is not None:
         key, is_string, text = item.groups()
         try:
-            arguments[key] = text if is_string == "true" else whole_json(text)
+            put_once(arguments, key, text if is_string == "true" else whole_json(text))
         except ValueError as problem:
             return malformed_call(call_id, raw, f"{key} is not valid JSON: {problem}", name)
         position = item.end()

@@ -29,6 +29,7 @@ from agentrl.render.tool_calls import (
     strict_json,
     within_most,
 )
+from agentrl.utils.parsing import put_once
 
 # Gemma
 
@@ -137,7 +138,7 @@ class _GemmaReader(_Reader):
                 if match is None:
                     raise ValueError("expected a key and ':'")
                 key, self.at = match.group(1).strip(), match.end()
-            found[key] = self.value(depth)
+            put_once(found, key, self.value(depth))
             if self.take("}"):
                 return found
             if not self.take(","):
@@ -198,7 +199,10 @@ def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, 
         if end < 0 or body.find(_GLM_KEY, value, end) >= 0:  # the value has no end of its own
             break
         key = body[begin + len(_GLM_KEY) : key_end].strip()
-        arguments[key] = argument_value(body[value + len(_VALUE) : end], key, schema)
+        try:
+            put_once(arguments, key, argument_value(body[value + len(_VALUE) : end], key, schema))
+        except ValueError as problem:
+            return malformed_call(call_id, raw, str(problem), name)
         position = end + len(_VALUE_END)
     if body[position:].strip():
         return malformed_call(call_id, raw, "expected <arg_key>KEY</arg_key> and <arg_value>value</arg_value>", name)
@@ -256,7 +260,7 @@ def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed
                 # A value that goes on over the next parameter has lost its end, and the call would be made with a wrong argument.
                 if end < 0 or inner.find("<parameter=", parameter.end(), end) >= 0:
                     raise ValueError(f"no {_PARAMETER_END} after the value of {key!r}")
-                arguments[key] = argument_value(inner[parameter.end() : end].removesuffix("\n"), key, schema)
+                put_once(arguments, key, argument_value(inner[parameter.end() : end].removesuffix("\n"), key, schema))
                 position = end + len(_PARAMETER_END)
             if inner[position:].strip():
                 raise ValueError("expected <parameter=KEY>value</parameter>")
@@ -413,7 +417,7 @@ class _PythonReader(_Reader):
                 raise ValueError(f"{self.unexpected_text(repr(':'))} (a set is not JSON)")
             if not isinstance(key, str):
                 raise ValueError("the keys of a dict must be strings")
-            found[key] = self.value(depth + 1)
+            put_once(found, key, self.value(depth + 1))
             if not self.take(","):
                 self.require("}")
                 break

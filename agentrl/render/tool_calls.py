@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall, kind_of_json
-from agentrl.utils.parsing import is_unbounded, refuse_constant
+from agentrl.utils.parsing import TwiceError, is_unbounded, no_twice, refuse_constant
 from agentrl.utils.schemas import found_in_time
 
 # The contract of a call syntax
@@ -195,8 +195,8 @@ def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
 
 def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
     """One JSON value at `start` (leading white space allowed), and the position after it. Raises ValueError for NaN, Infinity
-    and other texts that are not JSON, for nesting over 64 levels, for more than `MOST_VALUES` values, for numbers beyond the
-    range of a double, and for lone surrogates, which no tokenizer can encode."""
+    and other texts that are not JSON, a key given twice in one object, nesting over 64 levels, more than `MOST_VALUES` values,
+    numbers beyond the range of a double, and lone surrogates, which no tokenizer can encode."""
     blank = _JSON_BLANK.match(text, start)
     try:
         at = blank.end() if blank else start
@@ -236,7 +236,7 @@ def _decode_long(text: str, start: int) -> tuple[Json, int]:
         size *= 2
 
 
-_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=no_twice)
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 _WINDOW = 16_384
 _LONGEST_WORD = 16  # characters: "-Infinity" or an escape, of which a window may hold the beginning
@@ -316,7 +316,7 @@ def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
 
 def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Json:
     """The argument `key` of a call, by the schema of the tool's parameters; without one (None), as JSON if it is valid
-    JSON but no string, and else as text."""
+    JSON but no string, and else as text. Raises TwiceError for an object with a key twice."""
     if schema is not None:
         # The schemas of the property: by name, else by pattern, else of all others.
         parts, matched = schema_parts(schema, schema), list[Json]()
@@ -329,6 +329,8 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
         return typed_value(text, {"anyOf": named or matched or others}, schema)
     try:
         value = whole_json(text)
+    except TwiceError:
+        raise
     except ValueError:
         return text
     return text if isinstance(value, str) else value  # a quoted string stays as it was written: the quotes may be meant
@@ -348,10 +350,16 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
         declared.add("null")
     for kind in _KINDS:
         if kind in declared:
-            with suppress(ValueError):
+            try:
                 return _read_as(kind, text)
+            except TwiceError:
+                raise
+            except ValueError:
+                continue
     try:
         return whole_json(text) if declared else text
+    except TwiceError:
+        raise
     except ValueError:
         return text
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
-from agentrl.utils.parsing import refuse_constant
+from agentrl.utils.parsing import no_twice, refuse_constant
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,16 @@ def bind_at(listener: socket.socket, host: str) -> None:
 
 
 def strict_json(data: bytes | bytearray | str, containers: int = CONTAINERS, depth: int = DEPTH, *, rfc: bool = True) -> Any:
-    """Value of a JSON text. Raises ValueError for anything else: numbers of more than 4,300 digits, more lists and objects than
-    `containers` or in more than `depth` of each other; and, if `rfc`, NaN and infinities, which Python's own writer adds to
-    JSON."""
+    """Value of a JSON text. Raises ValueError for anything else: numbers of more than 4,300 digits, a key given twice in one
+    object, more lists and objects than `containers` or in more than `depth` of each other; and, if `rfc`, NaN and infinities,
+    which Python's own writer adds to JSON."""
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
     if raw.count(b"{") + raw.count(b"[") > containers:
         raise ValueError(f"more than {containers} lists and objects")
     try:
         text = raw.decode("utf-8")
-        found = json.loads(text, parse_constant=refuse_constant, parse_float=_finite) if rfc else json.loads(text)
+        finite: dict[str, Any] = {"parse_constant": refuse_constant, "parse_float": _finite} if rfc else {}
+        found = json.loads(text, object_pairs_hook=no_twice, **finite)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
     except RecursionError:

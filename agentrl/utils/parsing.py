@@ -12,6 +12,7 @@ import re
 import threading
 import tomllib
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MappingView
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -46,13 +47,26 @@ def read_json(text: str | bytes | bytearray, *, once: bool = False) -> Any:
         raise ValueError("nested too deep") from None
 
 
+class TwiceError(ValueError):
+    """A key is given twice in one object: readers of JSON keep one of its values, each another one."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"key {key[:80]!r} is given twice in one object")
+
+
 def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of its pairs. Raises ValueError for a key given twice: json keeps the last one."""
+    """An object of its pairs. Raises TwiceError for a key given twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise ValueError(f"key {twice!r} is given twice in one object")
+        raise TwiceError(Counter(key for key, _ in pairs).most_common(1)[0][0])
     return found
+
+
+def put_once(found: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key of an object. Raises TwiceError if it is there."""
+    if key in found:
+        raise TwiceError(key)
+    found[key] = value
 
 
 def refuse_constant(name: str) -> NoReturn:

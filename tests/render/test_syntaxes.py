@@ -1,6 +1,7 @@
 """Each tool-call syntax: what the tests write in it is read back, what is broken is kept with the reason, nothing raises."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -208,6 +209,14 @@ def test_each_malformation_is_named(name, text, reason):
     assert call.arguments is None and content == ""
     assert any(part in (call.error or "") for part in reason.split("|")), call.error
     assert "".join(call.raw.split()) in "".join(text.split())
+
+
+@pytest.mark.parametrize("arguments", [{"s": "abc", "other": "abd"}, {"s": "abc", "o": {"s": "abc", "other": [1]}}])
+@pytest.mark.parametrize("name", sorted(WRITE))
+def test_a_key_given_twice_is_named(name, arguments):
+    """The last one won, though nobody knows which of them the policy meant."""
+    content, (call,) = read(name, WRITE[name]([("get", arguments)]).replace("other", "s"))
+    assert call.arguments is None and content == "" and re.search("(key 's'|argument s) is given twice", call.error), call.error
 
 
 READ = [

@@ -71,7 +71,7 @@ def read_verdict(text: Any, request: VerdictRequest) -> Json:
     try:
         verdict = strict_json(body)
     except ValueError as error:
-        raise JudgeFault(f"the judge's answer is not JSON: {text[:120]!r}") from error
+        raise JudgeFault(f"the judge's answer is not JSON ({error}): {text[:120]!r}") from error
     fault = first_fault(validator(request.schema), verdict)
     if fault is not None:
         raise JudgeFault(f"the judge's verdict does not fit its schema: {fault_words(fault)}")

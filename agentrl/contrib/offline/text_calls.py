@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from agentrl.data.trajectory import Json
-from agentrl.utils.parsing import expression_of, read_json
+from agentrl.utils.parsing import TwiceError, expression_of, no_twice, read_json
 
 Call = tuple[str, Json]
 """A name, and arguments: an object, if the data set is right."""
@@ -101,9 +101,11 @@ def bracket_calls(text: str) -> list[Call]:
 
 
 def literal(text: str) -> Json:
-    """A JSON value, or a Python literal that may contain true, false and null. Raises ValueError."""
+    """A JSON value, or a Python literal that may contain true, false and null. Raises ValueError, also for a key given twice."""
     try:
-        found: Json = read_json(text)
+        found: Json = read_json(text, once=True)
+    except TwiceError:
+        raise
     except ValueError:
         pass
     else:
@@ -112,6 +114,8 @@ def literal(text: str) -> Json:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the data are not a fault of the user's code
             return _value(expression_of(text.strip()))
+    except TwiceError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"neither JSON nor a literal: {text[:100]!r}") from None
 
@@ -148,7 +152,7 @@ def _value(node: ast.AST) -> Json:
     if isinstance(node, (ast.List, ast.Tuple)):
         return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict) and not any(isinstance(key, (type(None), ast.List, ast.Tuple, ast.Dict)) for key in node.keys):
-        return {str(_value(key)): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+        return no_twice([(str(_value(key)), _value(value)) for key, value in zip(node.keys, node.values, strict=True) if key])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _value(node.operand)
         if isinstance(value, (int, float)):

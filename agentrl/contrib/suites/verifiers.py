@@ -54,7 +54,7 @@ def _to_ours(message: Any) -> Message:
 def _call(row: dict[str, Any]) -> ToolCall:
     raw = row["arguments"]
     try:
-        arguments = read_json(raw)
+        arguments = read_json(raw, once=True)
     except ValueError as problem:
         return ToolCall(row["name"], None, row["id"], raw, f"not valid JSON: {problem}")
     if not isinstance(arguments, dict):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentrl.config.schema import JudgeConfig, JudgeEngineConfig
 from agentrl.contrib.judges.checks import leaves_on_engines
 from agentrl.contrib.judges.engines import EngineJudge, OwnJudge, form_of
-from agentrl.contrib.judges.leaf import VerdictRequest
+from agentrl.contrib.judges.leaf import JudgeFault, VerdictRequest, read_verdict
 from agentrl.contrib.judges.service import Judges
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
@@ -267,6 +267,11 @@ async def test_without_a_grammar_an_answer_that_is_no_verdict_is_no_score(judge:
     [verdict], _, engine = await asked(judge, [request("a", max_tokens=9)], retries=3)
     assert verdict.value is None and engine.asked == 1, "it samples greedily, so it would say the same again"
     assert "is not JSON" in verdict.error and "it was cut after 9 tokens: raise the leaf's max_tokens" in verdict.error
+
+
+def test_a_verdict_with_a_key_twice_is_no_verdict() -> None:
+    with pytest.raises(JudgeFault, match="'score' is given twice"):
+        read_verdict('{"score": 1, "score": 0}', request("a"))
 
 
 @pytest.mark.parametrize("reasoning", [False, True])

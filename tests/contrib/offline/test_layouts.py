@@ -160,10 +160,13 @@ def test_signs_pythons_and_jsons_words_and_escaped_quotes_are_read() -> None:
         assert bracket_calls(plain) == []
 
 
-@pytest.mark.parametrize("written", ["{'name': 'add', 'arguments': {'a': {1}}}", "{[]: 1}", "{**{'name': 'add'}}"])
+@pytest.mark.parametrize("written", [
+    "{'name': 'add', 'arguments': {'a': {1}}}", "{[]: 1}", "{**{'name': 'add'}}",
+    "{'name': 'add', 'arguments': {'a': 1, 'a': 2}}", '{"name": "add", "arguments": {"a": 1, "a": 2}}',
+])  # fmt: skip
 def test_a_hermes_call_that_is_no_json_value_is_refused(written: str) -> None:
     said = [*HERMES["conversations"][:2], {"from": "gpt", "value": f"<tool_call>{written}</tool_call>"}]
-    with pytest.raises(BadRowError, match="neither JSON nor a literal"):
+    with pytest.raises(BadRowError, match="key 'a' is given twice" if "2" in written else "neither JSON nor a literal"):
         sharegpt_chat({"conversations": said})
 
 
