@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from agentrl.data.trajectory import Blame, Json
 from agentrl.utils.errors import ConfigError, ToolSchemaError, check_arguments, did_you_mean
-from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, fault_words, first_fault
+from agentrl.utils.parsing import TwiceError
+from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, fault_words, first_fault, own_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,11 @@ def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
     """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory."""
     try:
         check_schema(parameters)
+        own_names(parameters.get("properties"), parameters)
     except BadSchemaError as problem:
         raise ToolSchemaError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
+    except TwiceError as twice:
+        raise ToolSchemaError(f"tool {name}: its parameters, in two spellings of Unicode: {twice}. Rename one") from twice
 
 
 _TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool}

@@ -27,8 +27,9 @@ from agentrl.utils.errors import (
     fault_text,
 )
 from agentrl.utils.event_loop import LateError, run_contained, within
-from agentrl.utils.parsing import as_value_error, deep_copy_json, in_json, json_text
+from agentrl.utils.parsing import TwiceError, as_value_error, deep_copy_json, in_json, json_text
 from agentrl.utils.redaction import redact, redact_json, redact_said
+from agentrl.utils.schemas import own_name, own_names
 from agentrl.utils.spans import span
 from agentrl.utils.threads import by_size, size_of
 
@@ -232,6 +233,11 @@ class Toolbox:
         garbage collector, whose passes over thousands of such objects take a fifth of the time of scores that replay calls."""
         self._owner = None if self._owner is owner else self._owner
 
+    def find(self, name: str) -> Tool | None:
+        """The tool of this name, in either spelling of Unicode, also if it is unlisted."""
+        tables = (self.table, self.unlisted)
+        return self.table.get(name) or next((table[own] for table in tables if (own := own_name(name, table)) in table), None)
+
     def schemas(self) -> list[dict[str, Json]]:
         """All tools in OpenAI's function format, in order."""
         return [item.schema for item in self.table.values()]
@@ -239,7 +245,7 @@ class Toolbox:
     def add(self, item: Tool | Callable[..., Any]) -> None:
         """Add a tool at the end. Raises TypeError if the name is taken or the signature does not fit."""
         added = item if isinstance(item, Tool) else make_tool(item)
-        if added.name in self.table:
+        if own_name(added.name, self.table) in self.table:
             raise ToolSchemaError(f"two tools are called {added.name!r}")
         _ = added.schema, added.check  # both are lazy: a bad signature should fail here, not in an episode
         self.table = {**self.table, added.name: added}
@@ -300,7 +306,7 @@ class Toolbox:
         results: list[ToolResult] = []
         batch: list[ToolCall] = []
         for call in calls:
-            item = self.table.get(call.name) or self.unlisted.get(call.name)
+            item = self.find(call.name)
             if item is None or item.options.parallel:
                 batch.append(call)
                 continue
@@ -325,12 +331,15 @@ class Toolbox:
     def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Problem:
         if call.arguments is None:
             return Problem("malformed_call", call.error or "the call is not valid JSON")
-        item = self.table.get(call.name) or self.unlisted.get(call.name)
+        item = self.find(call.name)
         if item is None:
             return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self.table))}")
         try:
+            given = own_names(call.arguments, item.signature.parameters)
             # A copy, because a tool may keep and change what it is given, and the call is part of the record.
-            values = item.check(call.arguments) or item.convert(deep_copy_json(call.arguments))
+            values = item.check(given) or item.convert(deep_copy_json(given))
+        except TwiceError as twice:
+            return Problem("malformed_call", str(twice))
         except TimeoutError as late:
             return Problem("invalid_argument", str(late))
         if isinstance(values, Problem):
@@ -371,7 +380,7 @@ class Toolbox:
     def refusal(self, call: ToolCall, problem: Problem) -> str:
         """Text that the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the
         keys "error" and "message". The message is cut to the tool's budget."""
-        item = self.table.get(call.name) or self.unlisted.get(call.name)
+        item = self.find(call.name)
         cut = replace(problem, message=fit(problem.message, self._budget(item), self._count))
         if item is not None and item.options.error is not None:
             message = json.dumps(cut.message, ensure_ascii=False)

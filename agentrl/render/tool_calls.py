@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall, kind_of_json
 from agentrl.utils.parsing import TwiceError, is_unbounded, no_twice, refuse_constant
-from agentrl.utils.schemas import found_in_time
+from agentrl.utils.schemas import found_in_time, own_name
 
 # The contract of a call syntax
 
@@ -320,7 +320,7 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
     if schema is not None:
         # The schemas of the property: by name, else by pattern, else of all others.
         parts, matched = schema_parts(schema, schema), list[Json]()
-        named = [part["properties"][key] for part in parts if key in (part.get("properties") or {})]
+        named = [known[own] for part in parts if (own := own_name(key, known := part.get("properties") or {})) in known]
         patterns = [pair for part in parts for pair in (part.get("patternProperties") or {}).items()]
         for pattern, inner in patterns if not named else ():
             with suppress(ValueError, TimeoutError):  # an invalid or slow pattern matches nothing

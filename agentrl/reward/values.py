@@ -14,7 +14,7 @@ from functools import cache, lru_cache, partial
 from typing import Any, Final
 
 from agentrl.data.trajectory import Json, Message, Trajectory
-from agentrl.utils.parsing import LONGEST, numeral
+from agentrl.utils.parsing import LONGEST, nfc, numeral
 
 
 class UnscorableError(Exception):
@@ -32,8 +32,7 @@ _BFCL_TABLE = str.maketrans("'", '"', " ,./-_*^")
 _BFCL_SAID_TABLE = str.maketrans("'", '"', ",./-_*^()")
 
 
-def exact(text: str) -> str:
-    return text if text.isascii() else unicodedata.normalize("NFC", text)
+exact = nfc
 
 
 def _fold(text: str) -> str:

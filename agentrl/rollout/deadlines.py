@@ -209,5 +209,5 @@ def running(calls: Sequence[Waiting]) -> Blame | None:
 
 def whose(env: ToolEnv, message: Message) -> Blame:
     """Party responsible for a step in which no running call was seen: the policy if all called tools are `policy_late`."""
-    tools = [env.toolbox[call.name] for call in message.tool_calls if call.name in env.toolbox]
+    tools = [found for call in message.tool_calls if (found := env.toolbox.find(call.name))]
     return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

@@ -232,6 +232,11 @@ def identical(one: Any, other: Any) -> bool:
     return True
 
 
+def nfc(text: str) -> str:
+    """A text in one of the spellings that Unicode has for it."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
 # Python source as trees
 
 _LOCK = fork_safe(threading.RLock())

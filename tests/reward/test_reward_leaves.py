@@ -165,7 +165,7 @@ def test_a_condition_reads_the_names_of_the_offered_tools():
 
 # -- calls.schema, calls.none ----------------------------------------------------------------------
 
-TOOLS = [tool_schema("get", key="string")]
+TOOLS = [tool_schema("get", key="string"), tool_schema("l\u00ed", **{"caf\u00e9": "string"})]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,7 @@ TOOLS = [tool_schema("get", key="string")]
         ([call("get", key="a"), call("put", key="a")], 0.5, 0),
         ([call("get", key="a", more=1)], 0, 0),
         ([ToolCall("get", None, id="x", error="not JSON")], 0, 0),
+        ([ToolCall("li\u0301", {"cafe\u0301": "a"}, id="x")], 1, 1),  # the same names, in Unicode's other spelling
         ([], 0, 0),
     ],
 )

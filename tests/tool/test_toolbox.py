@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import wraps
 from itertools import product
@@ -21,7 +21,8 @@ from agentrl.data.trajectory import ToolCall, ToolResult
 from agentrl.env import Tool, tool
 from agentrl.env.spaces import run_sync
 from agentrl.env.toolbox import Toolbox, estimate_tokens
-from agentrl.utils.errors import EnvError, ToolError, ToolTimeoutError, did_you_mean
+from agentrl.render.tagged_syntaxes import parse_qwen_xml
+from agentrl.utils.errors import EnvError, ToolError, ToolSchemaError, ToolTimeoutError, did_you_mean
 from tests.strict_json import strict
 
 
@@ -51,6 +52,30 @@ async def slow() -> None:
 
 
 BOX = Toolbox([get, refuse, broken, hang, slow])
+
+
+CAFE, CAFE_NFD = "caf\u00e9", "cafe\u0301"
+
+
+@pytest.mark.parametrize(("own", "said"), [(CAFE, CAFE_NFD), (CAFE_NFD, CAFE)])
+def test_a_name_is_the_same_in_both_spellings_of_unicode(own: str, said: str) -> None:
+    """Some tokenizers show the policy another spelling than the schema's, so that no call of the tool was ever right."""
+    got: list[Any] = []
+    schema = {"type": "object", "properties": {own: {"type": "string"}}, "required": [own], "additionalProperties": False}
+    take = Tool.from_schema(f"get_{own}", "", schema, lambda **given: got.append(given))
+
+    def answer(**arguments: str) -> ToolResult:
+        return asyncio.run(Toolbox([take]).call(ToolCall(f"get_{said}", arguments)))
+
+    assert answer(**{said: said}).error is None and got == [{own: said}]  # a value is as the policy wrote it
+    assert "is given twice" in answer(**{own: "a", said: "b"}).content and len(got) == 1
+    declared = {"type": "function", "function": {"name": "get", "parameters": schema}}
+    text = f"<tool_call><function=get><parameter={said}>7</parameter></function></tool_call>"
+    assert parse_qwen_xml(text, [declared])[1][0].arguments == {said: "7"}  # and no number
+    with pytest.raises(ToolSchemaError, match=r"two spellings of Unicode.*Rename one"):
+        Tool.from_schema("get", "", {"type": "object", "properties": {own: {}, said: {}}}, print)
+    with pytest.raises(ToolSchemaError, match="two tools are called"):
+        Toolbox([take, replace(take, name=f"get_{said}")])
 
 
 def call(name: str, arguments: Any, **more: Any) -> ToolResult:

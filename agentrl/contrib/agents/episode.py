@@ -303,7 +303,7 @@ class AgentEpisode:
         assert self.record is not None
         self.record.catch_up()
         turn, call = self.record.asked_for(text_of(name), json_of(dict(arguments)))
-        alone = name in self.env.toolbox and not self.env.toolbox[name].options.parallel
+        alone = (found := self.env.toolbox.find(name)) is not None and not found.options.parallel
         async with self._gate.hold(shared=not alone):
             self._check_open()
             work = self.env.acall(turn, call)

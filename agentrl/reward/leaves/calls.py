@@ -26,7 +26,8 @@ from agentrl.reward.call_matching import (
 )
 from agentrl.reward.leaf import BY, EQUALITY, LEAVES, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
 from agentrl.reward.values import EqualityRule, UnscorableError, brief, exact, same, with_nfc_keys
-from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
+from agentrl.utils.parsing import TwiceError
+from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault, own_name, own_names
 
 
 @LEAVES.register("calls.schema")
@@ -97,12 +98,14 @@ def _fault(call: ToolCall, schemas: Mapping[str, Json] | None, validators: dict[
         return str(brief(call.error or "malformed"))
     if schemas is None:
         return None
-    if call.name not in schemas:
+    if (name := own_name(call.name, schemas)) not in schemas:
         return "no such tool"
-    if call.name not in validators:
-        validators[call.name] = _validator(json.dumps(schemas[call.name], default=repr))
+    if name not in validators:
+        validators[name] = _validator(json.dumps(schemas[name], default=repr))
     try:
-        error = first_fault(validators[call.name], call.arguments)
+        error = first_fault(validators[name], own_names(call.arguments, schemas[name]))
+    except TwiceError as twice:
+        return str(twice)
     except TimeoutError as late:
         raise UnscorableError(str(late)) from late
     return None if error is None else str(brief(error.message))
