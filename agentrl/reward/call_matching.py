@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -203,6 +204,10 @@ Matrix = npt.NDArray[np.float64]
 Weights = Sequence[Sequence[float]] | Matrix
 Pairs = list[tuple[int, int]]
 
+MANY = 256
+"""Pairs of calls from which on it is faster to look at all of them at once."""
+MOST_PAIRS = 16_000_000
+"""Pairs of calls that are compared: a table of numbers for all of them takes 128 MB."""
 _EPS = 1e-12  # weights are sums of fractions: a smaller difference is rounding
 
 
@@ -267,10 +272,15 @@ def _augment(weights: Matrix) -> list[int]:
 
 def in_order(weights: Weights) -> Pairs:
     """The pairs of maximum total weight with rows and columns both ascending: O(n m) alignment."""
-    n, m = len(weights), len(weights[0]) if weights else 0
-    best = [[0.0] * (m + 1) for _ in range(n + 1)]
+    n, m = len(weights), len(weights[0]) if len(weights) else 0
+    best: Any = np.zeros((n + 1, m + 1))
+    if n * m < MANY:
+        best = best.tolist()
     for i in range(n - 1, -1, -1):
         here, below, offers = best[i], best[i + 1], weights[i]
+        if n * m >= MANY:
+            here[:-1] = np.maximum.accumulate(np.maximum(below[:-1], below[1:] + offers)[::-1])[::-1]
+            continue
         for j in range(m - 1, -1, -1):
             here[j] = max(below[j], here[j + 1], below[j + 1] + offers[j])
     pairs: Pairs = []
@@ -289,9 +299,6 @@ def in_order(weights: Weights) -> Pairs:
 # Equal calls by hash
 
 BlockWeights = Callable[[Sequence[ToolCall], Sequence[GoldCall]], Weights]
-
-MANY = 256
-"""Pairs of calls from which on it is faster to look at all of them at once."""
 
 
 def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Pairs:
@@ -322,15 +329,38 @@ def pair_rest(made: Sequence[ToolCall], gold: Sequence[GoldCall], sure: Pairs, w
     """The pairs of most total weight among the calls that `sure` leaves. Only calls of one name may pair, so each name is a
     problem of its own, for which `weights` gives the weights."""
     taken, met = {i for i, _ in sure}, {j for _, j in sure}
-    columns = by_name([call.name for call in gold])
     pairs: Pairs = []
-    for name, rows in by_name([call.name for call in made]).items():
-        here = [i for i in rows if i not in taken and made[i].arguments is not None]
-        there = [j for j in columns.get(name, ()) if j not in met]
+    for rows, columns in _alike(made, gold):
+        here, there = [i for i in rows if i not in taken], [j for j in columns if j not in met]
         if here and there:
             best = optimal(weights([made[i] for i in here], [gold[j] for j in there]))
             pairs.extend((here[i], there[j]) for i, j in best)
     return sorted(pairs)
+
+
+def all_weights(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: BlockWeights) -> Weights:
+    """The weight of each pair of calls: of few, `weights` of all; of many, 0 for those of different functions."""
+    _check_pairs(len(made), len(gold))
+    if len(made) * len(gold) < MANY:
+        return weights(made, gold)
+    table = np.zeros((len(made), len(gold)))
+    for rows, columns in _alike(made, gold):
+        table[np.ix_(rows, columns)] = weights([made[i] for i in rows], [gold[j] for j in columns])
+    return table
+
+
+def _alike(made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> Iterator[tuple[list[int], list[int]]]:
+    """The places of the calls of each function that both have."""
+    columns = by_name([call.name for call in gold])
+    for name, rows in by_name([call.name for call in made]).items():
+        here = [i for i in rows if made[i].arguments is not None]
+        if here and name in columns:
+            yield here, columns[name]
+
+
+def _check_pairs(made: int, gold: int) -> None:
+    if made * gold > MOST_PAIRS:
+        raise UnscorableError(f"{made} calls against {gold} expected ones are more than {MOST_PAIRS} pairs. Expect fewer calls")
 
 
 def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
@@ -358,10 +388,20 @@ def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Ha
 
 def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> Matrix:
     """`rule.part` of each pair of calls of one function (rows, columns), all made with arguments; not for arguments: ignore, nor
-    for expected calls where only some arguments count. `rule.value_fits` is asked once for each two different values of an
-    argument, and not at all if equality is all that counts."""
+    for expected calls where only some arguments count."""
+    shared, fitting, optional = shared_arguments(made, gold, rule)
+    own = np.array([float(len(call.arguments or ())) for call in made])[:, None]
+    needed = np.array([float(len(call.arguments) - len(call.optional)) for call in gold]) + optional
+    counted = {"subset": own, "superset": needed}.get(rule.arguments, own + needed - shared)
+    return (1.0 + fitting) / (1.0 + counted)
+
+
+def shared_arguments(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> tuple[Matrix, Matrix, Matrix]:
+    """Of each pair: argument names that both have, those of them whose values fit, and those that need not have been there.
+    `rule.value_fits` is asked once for each two different values of an argument, and not at all of a literal form's texts and
+    numbers."""
+    _check_pairs(len(made), len(gold))
     given = [call.arguments or {} for call in made]
-    # Of each pair: argument names that both have, those of them whose values fit, and those that need not have been there.
     shared, fitting, optional = (np.zeros((len(made), len(gold))) for _ in range(3))
     for key in {key for arguments in given for key in arguments} & {key for call in gold for key in call.arguments}:
         rows = [i for i, arguments in enumerate(given) if key in arguments]
@@ -380,12 +420,38 @@ def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) ->
             fitting[here] += np.array(left)[:, None] == np.array(right)[None, :]
         else:
             (like, of), (match, to) = _different(values), _different(wanted)
-            table = np.array([[rule.value_fits(key, values[i], gold[columns[j]]) for j in to] for i in of])
+            if rule.form is CallForm:
+                table = _literal_fits([values[i] for i in of], [wanted[j] for j in to], rule.values)
+            else:
+                table = np.array([[rule.value_fits(key, values[i], gold[columns[j]]) for j in to] for i in of])
             fitting[here] += table[np.ix_(like, match)]
-    own = np.array([float(len(arguments)) for arguments in given])[:, None]
-    needed = np.array([float(len(call.arguments) - len(call.optional)) for call in gold]) + optional
-    counted = {"subset": own, "superset": needed}.get(rule.arguments, own + needed - shared)
-    return (1.0 + fitting) / (1.0 + counted)
+    return shared, fitting, optional
+
+
+def _literal_fits(made: Sequence[Json], gold: Sequence[Json], rule: EqualityRule) -> npt.NDArray[np.bool_]:
+    """`same` of each pair of values."""
+    table = np.zeros((len(made), len(gold)), dtype=bool)
+    (texts, numbers, others), (gold_texts, gold_numbers, gold_others) = map(_by_kind, (made, gold))
+    said, wanted = ([rule.normalize(v[i]) for i in p] for v, p in ((made, texts), (gold, gold_texts)))
+    places = by_name(wanted)
+    for i, text in zip(texts, said, strict=True):
+        table[i, [gold_texts[j] for j in places.get(text, ())]] = True
+    left, right = (np.array([v[i] for i in p], dtype=np.float64) for v, p in ((made, numbers), (gold, gold_numbers)))
+    near = np.abs(left[:, None] - right) <= np.maximum(rule.absolute, rule.relative * np.abs(right))
+    table[np.ix_(numbers, gold_numbers)] = near
+    for rows, columns in ((others, [*gold_numbers, *gold_others]), (numbers, gold_others)):
+        for i, j in product(rows, columns):
+            table[i, j] = same(made[i], gold[j], rule)
+    return table
+
+
+def _by_kind(values: Sequence[Json]) -> tuple[list[int], list[int], list[int]]:
+    """Places of texts, of numbers whose differences a double holds exactly, and of all else."""
+    found: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for place, value in enumerate(values):
+        number = type(value) in (int, float) and -(2**52) < value < 2**52
+        found[0 if isinstance(value, str) else 1 if number else 2].append(place)
+    return found
 
 
 def _different(values: Sequence[Json]) -> tuple[list[int], list[int]]:

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
-from agentrl.reward import Scorer, compile_spec
+from agentrl.reward import Scorer, call_matching, compile_spec
 from agentrl.reward.call_matching import ARGUMENTS, CALL_FORMS, CallRule, declared_gold, gold_calls, parts
-from agentrl.reward.leaves import calls as calls_match
 from agentrl.reward.values import NORMALIZERS, EqualityRule, same
 
 VALUES = st.one_of(
@@ -74,7 +73,7 @@ def test_calls_paired_by_hash_earn_what_the_best_assignment_earns(at_once: bool,
 
     with pytest.MonkeyPatch.context() as patch:
         if at_once:
-            patch.setattr(calls_match, "MANY", 0)
+            patch.setattr(call_matching, "MANY", 0)
         for how in ("optimal", "greedy"):
             assert scored(made, want, credit="matched", assign=how, strings=strings) == pytest.approx(by_trying(made, want, full))
         assert scored(made, want, credit="partial", strings=strings) == pytest.approx(by_trying(made, want, part))
@@ -101,7 +100,7 @@ def test_calls_of_which_only_some_arguments_count_are_not_paired_by_hash(at_once
 
     with pytest.MonkeyPatch.context() as patch:
         if at_once:
-            patch.setattr(calls_match, "MANY", 0)
+            patch.setattr(call_matching, "MANY", 0)
         assert scored(made, want, credit="matched") == pytest.approx(by_trying(made, want, full))
         assert scored(made, want, credit="partial") == pytest.approx(by_trying(made, want, credit))
 
@@ -126,3 +125,41 @@ def test_the_credit_of_all_pairs_at_once_is_that_of_each(
     calls = made_of([("f", call) for call in made])
     each = [[rule.part(call, wanted) for wanted in gold] for call in calls]
     assert parts(calls, gold, rule).tolist() == each
+
+
+HOW: list[dict[str, Any]] = [
+    {"order": "ordered"}, {"order": "ordered", "credit": "partial"}, {"order": "ordered", "abs": 1.0}, {"arguments": "ignore"},
+    {"order": "ordered", "arguments": "superset"}, {"arguments": "subset"}, {"assign": "greedy", "abs": 1.0},
+    {"credit": "toolrl"}, {"assign": "reuse", "compare": "superset", "arguments": "names"},
+    {"credit": "toolrl", "abs": 0.5, "rel": 0.5}, {"credit": "toolrl", "assign": "greedy"}, {"credit": "partial", "rel": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@given(CALLS, CALLS)
+@settings(max_examples=25, deadline=None)
+def test_many_calls_are_paired_as_few_are(how: dict[str, Any], calls: Any, wanted: Any) -> None:
+    made, want = made_of(calls), [{"name": name, "arguments": arguments} for name, arguments in wanted]
+
+    def score() -> Any:
+        episode = Trajectory("T-v0", Task("t", 0, gold={"calls": want}), turns=[Turn(0, Message("assistant", "", tuple(made)))])
+        found = _scorer(tuple({"credit": "matched", **how}.items())).score(episode)
+        return found.value, found.evidence
+
+    few = score()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_matching, "MANY", 0)
+        assert score() == few
+
+
+def test_many_calls_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 calls in order against 2,000 expected ones took half a minute."""
+    compared, full = list[int](), CallRule.full
+    monkeypatch.setattr(CallRule, "full", lambda rule, made, gold: compared.append(1) or full(rule, made, gold))
+    made = made_of([("f", {"x": place}) for place in range(100)])
+    want = [{"name": "f", "arguments": {"x": place}} for place in reversed(range(100))]
+    for how in HOW[:4]:
+        scored(made, want, **{"credit": "matched", **how})
+    assert len(compared) < 4 * 300
+    monkeypatch.setattr(call_matching, "MOST_PAIRS", 9_999)
+    assert scored(made, want, order="ordered") is None

@@ -6,16 +6,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from typing import Any, ClassVar
+
+import numpy as np
 
 from agentrl.data.trajectory import Json, Message, ToolCall, Turn
 from agentrl.reward import call_matching as assign
 from agentrl.reward.call_matching import (
     ARGUMENTS,
     CALL_FORMS,
-    MANY,
     CallForm,
     CallRule,
     GoldCall,
@@ -143,11 +144,7 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
     # and so is, over the arguments of a, the number of values that differ. Pairs (x, b), (a, y) can thus be exchanged for (a, b),
     # (x, y) without loss. With a tolerance equality is not transitive, so there is no hash.
     equal = equal_pairs(made, gold, rule) if rule.strict and how != "greedy" else []
-    others = (
-        _greedy(made, gold, rule)
-        if how == "greedy"
-        else assign.pair_rest(made, gold, equal, lambda some, rest: [[_weight(a, b, rule) for b in rest] for a in some])
-    )
+    others = _greedy(made, gold, rule) if how == "greedy" else assign.pair_rest(made, gold, equal, partial(_weights, rule))
     keys = len(equal) + sum(_key_score(made[i], gold[j]) for i, j in others)
     values = sum(len(gold[j].arguments) for _, j in equal) + sum(_value_score(made[i], gold[j], rule) for i, j in others)
     top = 1.0 + len(gold) + sum(len(call.arguments) for call in gold)
@@ -165,25 +162,33 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
 
 def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> assign.Pairs:
     """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
-    free = assign.by_name([call.name for call in made])
-    pairs: assign.Pairs = []
-    for j, wanted in enumerate(gold):
-        rows = free.get(wanted.name, [])
-        best, taken, most = 0.0, -1, 1.0 + len(wanted.arguments)
-        for i in rows:
-            here = _weight(made[i], wanted, rule)
-            if here > best:
-                best, taken = here, i
-                if best == most:
-                    break
-        if taken >= 0:
-            pairs.append((taken, j))
-            rows.remove(taken)
+    table, pairs = _as_lists(assign.all_weights(made, gold, partial(_weights, rule))), list[tuple[int, int]]()
+    for j in range(len(gold)):
+        row = max(range(len(made)), key=lambda i: table[i][j], default=-1)
+        if row >= 0 and table[row][j] > 0:
+            pairs.append((row, j))
+            table[row] = [0.0] * len(gold)
     return pairs
+
+
+def _as_lists(weights: assign.Weights) -> list[list[float]]:
+    """The same as lists, whose single items are read faster."""
+    return weights.tolist() if isinstance(weights, np.ndarray) else list(map(list, weights))
 
 
 def _weight(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> float:
     return _key_score(call, gold) + _value_score(call, gold, rule)
+
+
+def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> assign.Weights:
+    """`_weight` of all pairs of calls of one function."""
+    if len(made) * len(gold) < assign.MANY:
+        return [[_weight(call, wanted, rule) if call.name == wanted.name else 0.0 for wanted in gold] for call in made]
+    shared, fitting, _ = assign.shared_arguments(made, gold, CallRule(values=rule))
+    own, wanted = (np.array([float(len(call.arguments or ())) for call in calls]) for calls in (made, gold))
+    either = own[:, None] + wanted - shared
+    same_names: assign.Matrix = np.divide(shared, either, out=np.ones_like(shared), where=either > 0)
+    return same_names + fitting
 
 
 def _key_score(call: ToolCall, gold: GoldCall) -> float:
@@ -314,19 +319,12 @@ class CallsMatch(Leaf):
         return calls
 
     def _pair(self, made: Sequence[Made], gold: Sequence[GoldCall], rule: CallRule) -> tuple[assign.Pairs, Credit]:
-        n, m = len(made), len(gold)
         calls = [item.call for item in made]
-        full, known = rule.full, dict[tuple[int, int], float]()
-
-        # Remembered, because the prefix, the assignment and the evidence ask for the same pairs.
-        def match(i: int, j: int) -> float:
-            found = known.get((i, j))
-            if found is None:
-                found = known[i, j] = 1.0 if full(calls[i], gold[j]) else 0.0
-            return found
-
+        match: Credit = lambda i, j: 1.0 if rule.full(calls[i], gold[j]) else 0.0  # noqa: E731
+        matches, n, m = partial(_credits, rule, False), len(calls), len(gold)
         if self.assign == "reuse":
-            found = [(next((i for i in range(n) if match(i, j)), n), j) for j in range(m)]
+            table = _as_lists(assign.all_weights(calls, gold, matches))
+            found = [(next((i for i in range(n) if table[i][j]), n), j) for j in range(m)]
             return [(i, j) for i, j in found if i < n], match
         # Equal positions from the start, up to the first pair that is no full match.
         straight = [(i, i) for i in takewhile(lambda i: match(i, i), range(min(n, m)))]
@@ -334,7 +332,7 @@ class CallsMatch(Leaf):
             return straight, match  # no assignment is better than a full match of the shorter side
         credit: Credit = (lambda i, j: rule.part(calls[i], gold[j])) if self.credit == "partial" else match
         if self.order == "ordered":
-            return assign.in_order([[credit(i, j) for j in range(m)] for i in range(n)]), credit
+            return assign.in_order(assign.all_weights(calls, gold, partial(_credits, rule, self.credit == "partial"))), credit
         if self.credit == "partial" and self.assign == "optimal":
             return _best_parts(calls, gold, rule), credit
         if _by_key(rule, gold):  # a full match is then equality: pairs of equal calls are all there are, in any order
@@ -342,13 +340,14 @@ class CallsMatch(Leaf):
         if self.assign == "greedy":
             # Each expected call in turn takes the first free one that fully matches it, and no choice is revised: so the Berkeley
             # leaderboard pairs parallel calls, which can miss a full matching.
-            rows, greedy = assign.by_name([call.name for call in calls]), dict[int, int]()
+            table, greedy = _as_lists(assign.all_weights(calls, gold, matches)), dict[int, int]()
+            rows = assign.by_name([call.name for call in calls])
             for j, wanted in enumerate(gold):
-                row = next((i for i in rows.get(wanted.name, ()) if i not in greedy and match(i, j)), None)
+                row = next((i for i in rows.get(wanted.name, ()) if table[i][j] and i not in greedy), None)
                 if row is not None:
                     greedy[row] = j
             return sorted(greedy.items()), match
-        return assign.pair_rest(calls, gold, [], lambda some, wanted: [[full(a, b) for b in wanted] for a in some]), match
+        return assign.pair_rest(calls, gold, [], matches), match
 
 
 Credit = Callable[[int, int], float]
@@ -381,13 +380,17 @@ def _best_parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRu
     credit(x, b) + credit(a, y) <= 1 + credit(x, y).
     """
     sure = equal_pairs(made, gold, rule.values) if _by_key(rule, gold) else []
+    return sorted([*sure, *assign.pair_rest(made, gold, sure, partial(_credits, rule, True))])
 
-    def weights(calls: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
-        if len(calls) * len(wanted) < MANY or rule.arguments == "ignore" or any(other.compare is not None for other in wanted):
-            return [[rule.part(call, other) for other in wanted] for call in calls]
-        return parts(calls, wanted, rule)
 
-    return sorted([*sure, *assign.pair_rest(made, gold, sure, weights)])
+def _credits(rule: CallRule, part: bool, calls: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
+    """`rule.part`, or 1 for each full match, of all pairs of calls of one function."""
+    alone = not part and rule.form.languages and rule.arguments == "exact"  # the form looks at all arguments together
+    if len(calls) * len(wanted) >= assign.MANY and rule.arguments == "ignore":
+        return np.ones((len(calls), len(wanted)))
+    if alone or len(calls) * len(wanted) < assign.MANY or any(other.compare is not None for other in wanted):
+        return [[rule.part(call, other) if part else float(rule.full(call, other)) for other in wanted] for call in calls]
+    return parts(calls, wanted, rule) if part else parts(calls, wanted, rule) == 1.0
 
 
 def _shares(view: View, made: Sequence[Made], pairs: assign.Pairs, credits: Sequence[float], size: int) -> dict[int, float]:
