@@ -245,8 +245,9 @@ def check_answer(env_id: str, hook: Callable[..., Any], own: Callable[..., Any],
 def _check_hook(hook: str, own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def call(self: EnvHooks, *args: Any, **kwargs: Any) -> Any:
+        asked = None
         if hook == "make_task":
-            self.check_split(kwargs["split"] if "split" in kwargs else args[1])
+            self.check_split(asked := kwargs["split"] if "split" in kwargs else args[1])
         try:
             answer = own(self, *args, **kwargs)
         except BaseException as problem:  # of `state`, which is read with the record: also where no other hook is called
@@ -254,6 +255,9 @@ def _check_hook(hook: str, own: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise HookError(f"{self.id}: state {raised_text(problem, own)}") from problem
         check_answer(self.id, getattr(EnvHooks, hook), own, answer)
+        if asked is not None and answer.split != asked:  # it would count as one of those: of training in a held-out score, say
+            wrong = f"{self.id}: make_task, asked for split {asked!r}, returned a task of split {answer.split!r}"
+            raise HookError(f"{wrong}. Hand the split on, Task(id, seed, split, ...), at {place_of(own)}")
         if hook != "state":
             return answer
         try:

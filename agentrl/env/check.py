@@ -153,8 +153,6 @@ def check_splits(subject: Subject) -> str:
     for split in env.splits:
         for seed in range(subject.tasks * 8):
             task = env.make_task(seed, split)
-            if task.split != split:
-                raise CheckFailed(f"make_task({seed}, {split!r}) gave a task of split {task.split!r}")
             content = json.dumps([dict(task.data), dict(task.gold)], sort_keys=True, default=str)
             other = seen.setdefault(content, split)
             if other != split:

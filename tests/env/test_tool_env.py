@@ -458,6 +458,16 @@ def test_a_split_that_the_class_does_not_declare_is_refused(split: str, near: st
     assert careless.make_task(0, "heldout").split == "heldout"
 
 
+def test_a_task_of_another_split_than_the_asked_one_is_refused() -> None:
+    """It was played, and a training task counted in the held-out score."""
+    odd: Any = type("Odd", (Notes,), {"make_task": lambda self, seed, split: Task(f"{seed}", seed)})()
+    assert odd.make_task(0, "train").split == "train"
+    wrong = r"asked for split 'heldout', returned a task of split 'train'\. Hand the split on, .*test_tool_env\.py:"
+    for ask in (lambda: odd.make_task(0, split="heldout"), lambda: odd.reset(seed=0, options={"split": "heldout"})):
+        with pytest.raises(HookError, match=wrong):
+            ask()
+
+
 def test_hooks_of_a_mixin_are_checked_too() -> None:
     """The mixin is no environment, so nothing looked at its hooks."""
 
