@@ -7,6 +7,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from agentrl.utils.errors import DependencyError, TaskDataError, did_you_mean, f
 from agentrl.utils.files import decode_text
 from agentrl.utils.parsing import is_unbounded, json_form, parts_of, read_json
 from agentrl.utils.schemas import BadSchemaError, checked_validator, fault_words, first_fault
+
+log = logging.getLogger(__name__)
 
 ROW_SCHEMA: dict[str, Json] = {
     "type": "object",
@@ -171,6 +174,7 @@ def load_tasks(
         rows = _split_by_family(rows)
     rows = [row if row.split else replace(row, split=content_split(_content(row))) for row in rows]
     _check_apart(rows)
+    _warn_of_typos(rows)
     splits = dict.fromkeys(row.split for row in rows)
     return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
 
@@ -304,6 +308,17 @@ def _check_apart(rows: Sequence[Row]) -> None:
         same = by_content.setdefault(content, row)
         if same.split != row.split:
             raise TaskDataError(f"{row.where}: field data: this {row.split} task is also a {same.split} task ({same.where})")
+
+
+def _warn_of_typos(rows: Sequence[Row]) -> None:
+    """Name splits that look like a misspelt usual one, whose rows no command would take."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row.split, row)
+    for split in first.keys() - set(_SPLIT_NAMES.values()):
+        word = split.strip().lower()
+        if word.isalpha() and (hint := did_you_mean(word, _SPLIT_NAMES, like=0.8)):
+            log.warning("%s: field split: %r is only taken by a config that asks for it; %s", first[split].where, split, hint)
 
 
 # Held-out splits by task family: a family of tasks is held out whole, or not at all.

@@ -90,6 +90,16 @@ def test_training_draws_by_weight_and_evaluation_walks(tmp_path: Path) -> None:
         tasks.task(0, "heldot")
 
 
+def test_a_misspelt_split_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its rows were a split that no command takes, without a word."""
+    names = ("train", "Test ", "trian", "trian", "extra", "train_2", "hard")
+    tasks = load_tasks(write(tmp_path / "a.jsonl", [row(n, split=name) for n, name in enumerate(names)]))
+    assert len(tasks.rows["train"]) == len(tasks.rows["heldout"]) == 1
+    assert [message.partition("a.jsonl")[2] for message in caplog.messages] == [
+        ":3: field split: 'trian' is only taken by a config that asks for it; did you mean 'train'?"
+    ]
+
+
 NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
 
 
