@@ -35,14 +35,14 @@ processor does not count, but what other threads compute meanwhile does."""
 def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
     """`look(text)`, where `look` is a method of a compiled `regex` pattern.
 
-    Raises TimeoutError after `seconds`, TextTooLongError, which is one, for a text of more than `MOST_TEXT` characters, and
-    TooLongError if it takes long and is tried at once (`threads.at_once`).
+    Raises TimeoutError after `seconds` of this thread, TextTooLongError, which is one, for a text of more than `MOST_TEXT`
+    characters, and TooLongError if it takes long and is tried at once (`threads.at_once`).
     """
     if len(text) > MOST_TEXT:
         raise TextTooLongError(f"a text of {len(text)} characters; patterns are searched in at most {MOST_TEXT}")
     hurry = QUICK.get() and seconds > AT_ONCE_S
     if not hurry:
-        return look(text, timeout=seconds)
+        return _search_fairly(look, text, seconds)
     # Twice: a quick one whose thread stood still while another one computed must not go aside for it, since whether a thread
     # answers decides which requests share an engine's step, hence last digits.
     for _ in range(2):
@@ -51,6 +51,23 @@ def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
     raise TooLongError
 
 
+def _search_fairly(look: Callable[..., Any], text: str, seconds: float) -> Any:
+    """`look(text)`; `seconds` are those of this thread, though `regex`'s clock counts what all threads of the process compute."""
+    limit = seconds
+    for _ in range(_TRIES):
+        began = time.thread_time()
+        try:
+            return look(text, timeout=limit)
+        except TimeoutError:
+            own = time.thread_time() - began
+            if own > 0.8 * seconds:
+                raise
+        limit *= min(1.25 * seconds / max(own, 1e-9), 8.0)
+    raise TimeoutError
+
+
+_TRIES = 5
+"""Tries of a match whose thread hardly ran meanwhile; the limit of the last is up to 4,096 times that of the first."""
 MOST_PATTERN = 10_000
 """Characters of a pattern."""
 MOST_COPIES = 10_000

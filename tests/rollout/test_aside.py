@@ -259,6 +259,31 @@ def test_a_match_that_is_late_once_because_another_thread_computed_is_tried_agai
         at_once(within_seconds, look, "a", 1.0)
 
 
+def test_what_other_threads_compute_does_not_count_against_a_match() -> None:
+    """The clock of `regex` is the process's: next to 16 busy threads a fine pattern had a sixteenth of its time."""
+    limits: list[float] = []
+
+    def look(text: str, timeout: float) -> str:
+        limits.append(timeout)
+        if len(limits) < 4:  # its clock ran out, and this thread had nothing of it
+            raise TimeoutError
+        return text
+
+    assert within_seconds(look, "a", 0.01) == "a" and limits[0] == 0.01 and limits == sorted(limits)
+
+    def slow(text: str, timeout: float) -> str:
+        limits.append(timeout)
+        until = time.thread_time() + timeout
+        while time.thread_time() < until:
+            pass
+        raise TimeoutError
+
+    limits.clear()
+    with pytest.raises(TimeoutError):
+        within_seconds(slow, "a", 0.01)
+    assert limits == [0.01]
+
+
 async def test_a_spec_with_a_pattern_that_never_ends_lets_the_loop_go_on() -> None:
     """First it is tried at once, for 5 ms; an episode whose text fits at once is scored on the loop."""
     scorer = scorer_of({"use": "format.regex", "args": {"pattern": "(a|aa)+$", "seconds": 0.3}})
