@@ -140,6 +140,8 @@ def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = N
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except Exception as error:  # of a damaged file: a KeyError, or what the Rust library raises, which is no kind of its own
         raise ModelError(f"{path}: no tokenizer can be loaded from it: {_brief(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # without files some classes make an empty one
+        raise ModelError(f"{path}: no tokenizer can be loaded from it: its files are missing. Copy them, such as tokenizer.json")
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     return tokenizer
@@ -147,13 +149,12 @@ def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = N
 
 def load_model_config(path: str, trust: bool = False) -> Any:
     """The transformers config of a model. `trust` as for `load_tokenizer`. Raises ModelError without a config."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     check_path(path, trust)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # whatever a wrong value of config.json ends in
         raise ModelError(f"{path}: no model config can be loaded from it: {_brief(error)}") from error
     if not trust and hasattr(config, "auto_map"):
         del config.auto_map  # transformers' own classes are used, and a saved model must not name code that is not beside it
@@ -183,7 +184,7 @@ def empty_model(path: str | None, config: Any, *, classifier: bool = False, dtyp
         with torch.device("meta"):
             # A copy, because from_config writes its attention implementation into the config that it is given.
             return kind.from_config(copy.deepcopy(config), dtype=dtype or torch.float32, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a wrong value of config.json ends in
         what = "a classifier" if classifier else "a causal language model"
         raise ModelError(f"{path}: not {what}: {_brief(error)}") from error
 
@@ -236,12 +237,18 @@ def check_path(path: str, trust: bool = False) -> None:
     not give, or if the model needs code of its own that is not trusted."""
     folder = Path(path)
     if folder.is_dir():
+        if (folder / "adapter_config.json").is_file():  # transformers would add it to the model, and the trainer would not
+            raise ModelError(
+                f"{path}: it holds an adapter (adapter_config.json). Merge it (peft: merge_and_unload), or move it out"
+            )
         if not (folder / "config.json").is_file():
             raise ModelError(f"{path}: the folder has no config.json, so it is not a model folder")
         try:
-            read_json((folder / "config.json").read_text(encoding="utf-8"))
+            found = read_json((folder / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise ModelError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ModelError(f"{folder / 'config.json'}: expected an object, got a {type(found).__name__}. Fetch it again")
     elif folder.suffix == ".gguf" and folder.exists():
         raise ModelError(
             f"{path}: expected a model folder, found a GGUF file; agentrl init-model FOLDER --from {path} writes one"
@@ -256,7 +263,7 @@ def check_path(path: str, trust: bool = False) -> None:
         check_hub(path)
     try:
         code = [] if trust else own_code(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{path}: its config cannot be read: {_brief(error)}") from error
     if code:
         raise ModelError(
@@ -329,7 +336,8 @@ def check_hub(path: str) -> None:
 
 def _brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].strip() if lines[0].endswith(":") else lines[0]
+    kind = "" if isinstance(error, OSError | ValueError) or type(error).__module__ != "builtins" else f"{type(error).__name__}: "
+    return kind + (lines[-1].strip() if lines[0].endswith(":") else lines[0])
 
 
 # Classifiers

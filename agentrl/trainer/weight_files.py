@@ -91,7 +91,7 @@ def weight_files(path: str, named: str | None = None, fetch: bool = True) -> lis
             return [found]
         try:
             parts = sorted(set(read_json(found.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as problem:
+        except (ValueError, KeyError, AttributeError, TypeError) as problem:
             raise ModelError(f"{name} is not an index of weights ({problem!r}); fetch it again") from problem
         files = {part: local_file(path, part, fetch) for part in parts}
         missing = [part for part, file in files.items() if file is None]

@@ -214,7 +214,7 @@ def expected_parameters(path: str, saved: bool = False, trust: bool = False) -> 
     except (OSError, ValueError, KeyError) as problem:
         raise ModelError(f"cannot read the model config of {path}: {problem}") from problem
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust)
+        model = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust)
     model.tie_weights()
     names = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
