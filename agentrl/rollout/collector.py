@@ -63,7 +63,7 @@ async def call_user_function(what: str, function: Callable[..., Any], *args: Any
     try:
         answer = function(*args)
         return await answer if inspect.isawaitable(answer) else answer
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise CallbackError(f"{what} {raised_text(problem, function)}") from problem
 
 

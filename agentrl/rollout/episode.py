@@ -26,7 +26,16 @@ from agentrl.rollout.context import ContextPolicy, Moment, Stop, elide_outputs
 from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
 from agentrl.rollout.engine import Engine, Generation, Sampling, derive
 from agentrl.rollout.starts import prefix_of, scripted_ids
-from agentrl.utils.errors import AgentFaultError, AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError, fault_text
+from agentrl.utils.errors import (
+    AgentFaultError,
+    AgentrlError,
+    EngineError,
+    EnvError,
+    HungError,
+    ToolTimeoutError,
+    fault_text,
+    user_code,
+)
 from agentrl.utils.event_loop import LateError
 from agentrl.utils.spans import span
 
@@ -384,7 +393,9 @@ class RunningEpisode:
         ask = partial(self._ask, generation, message, observation)
         moment = Moment(before, len(observation), tokens, limits.max_turn_tokens, limits.context, ask)
         # After the last turn no prompt follows, and a summary would be sampled for nothing.
-        rewritten = await self.policy.context.rewrite(moment) if turn < limits.max_turns else None
+        context = self.policy.context
+        with user_code(f"rollout.context {type(context).__name__}: rewrite", context.rewrite, context):
+            rewritten = await context.rewrite(moment) if turn < limits.max_turns else None
         if rewritten is not None:
             fork, self.shown = True, rewritten
             ids = await self.renderer.astart(rewritten, self.env.toolbox.schemas())

@@ -43,7 +43,7 @@ from agentrl.trainer.pretrained import init_model, named_anywhere
 from agentrl.trainer.publish import Publisher
 from agentrl.trainer.train_engine import rests
 from agentrl.trainer.update_hooks import UpdateHook
-from agentrl.utils.errors import AgentrlError, CheckpointError
+from agentrl.utils.errors import AgentrlError, CallbackError, CheckpointError
 from agentrl.utils.event_loop import SLOW_LOOP, LoopWatchdog, OwnedTasks
 from agentrl.utils.files import naming
 from agentrl.utils.parsing import json_text, read_json
@@ -236,7 +236,14 @@ def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) 
     """The driver's state, and its groups one per line; at most one column is in memory as text."""
     with naming(folder / GROUPS), (folder / GROUPS).open("w") as file:
         file.writelines(lines(groups))
-    (folder / DRIVER).write_text(json_text(state))
+    try:
+        text = json_text(state)
+    except TypeError as problem:
+        raise CallbackError(
+            f"{DRIVER}: what state() of a sampler, a mixture or a callback returns is no JSON value: {problem}. Make it of "
+            "dicts, lists, texts and numbers (float(x) of numpy's)"
+        ) from problem
+    (folder / DRIVER).write_text(text)
 
 
 # The session

@@ -116,6 +116,9 @@ async def test_what_a_callback_raises_names_it() -> None:
     def peek(group: agentrl.Group) -> None:
         raise KeyError("x")
 
+    async def leaves(group: agentrl.Group) -> None:
+        raise SystemExit(3)
+
     async def undecided(group: agentrl.Group) -> Any:
         return "yes"
 
@@ -125,6 +128,7 @@ async def test_what_a_callback_raises_names_it() -> None:
     for call, message in [
         (Callbacks([], [Functions(stop)]).call("on_step", {}, None), "callback on_step 'stop' raised RuntimeError: enough"),
         (Callbacks([], [Functions(None, peek)]).call("on_group", group), "callback on_group '.*peek' raised KeyError: 'x'"),
+        (Callbacks([], [Functions(None, leaves)]).call("on_group", group), "callback on_group '.*leaves' raised SystemExit: 3"),
         (
             Acceptance(Choice(name=agentrl.give(undecided)))(group),
             "rollout.accept 'given:undecided' returned 'yes', expected True",

@@ -20,10 +20,11 @@ from agentrl.env.catalog import EnvRef, add_tool_set, find_reward
 from agentrl.render.base import Renderer
 from agentrl.render.tool_calls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.context import HEAD, Compact, ContextPolicy, KeepRecent, Stop, Truncate
+from agentrl.rollout.context import HEAD, Compact, ContextPolicy, KeepRecent, Moment, Stop, Truncate
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import CallbackError
 from tests.conftest import PROOFS
 from tests.players import Still
 
@@ -165,6 +166,19 @@ async def test_gold_that_outgrows_the_context_many_times(
     last, spots = trajectory.turns[-1], reward_spots(trajectory, score.terminal, score.turns)
     assert {spot[:2]: spot[2] for spot in spots} == pytest.approx(paid | {(last.ledger, last.end): 0.5})
     assert len({ledger for ledger, _ in paid}) > 1
+
+
+class Broken(ContextPolicy):
+    async def rewrite(self, moment: Moment) -> list[Message] | None:
+        raise KeyError("x")
+
+
+async def test_what_a_context_policy_raises_names_it(renderer: Renderer) -> None:
+    ref = EnvRef("key_value")
+    env = ref.build()
+    left = iter(env.gold_turns(env.make_task(1, "train")))
+    with pytest.raises(CallbackError, match=rf"rollout.context Broken: rewrite raised KeyError: 'x' \({__file__}:\d"):
+        await played(env, lambda prompt: next(left), renderer, Broken(), load_spec(ref.default_reward() or ""), CONTEXT, 9)
 
 
 # -- what is still known --------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from agentrl.run.driver import RunDriver, RunOutcome, execute
 from agentrl.run.folder import LogFile, RunFolder
 from agentrl.run.provenance import Provenance, check_own_config, origin_hint
 from agentrl.run.run_log import Health
+from agentrl.run.session import _write_driver
 from agentrl.trainer.checkpoint import Checkpoints, check_model, seal
-from agentrl.utils.errors import CheckpointError, ConfigError, RunFolderError
+from agentrl.utils.errors import CallbackError, CheckpointError, ConfigError, RunFolderError
 from agentrl.utils.files import read_plain
 from tests.conftest import proof
 from tests.run import damage
@@ -198,6 +199,12 @@ def test_a_file_in_place_of_a_folder_of_the_run_is_named(tmp_path: Path, name: s
         with pytest.raises(RunFolderError, match=said):
             refuse()
     assert (folder.path / name).is_file()
+
+
+def test_a_state_that_json_has_not_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CallbackError, match=r"driver.json: what state\(\) of a sampler, .*set is not JSON serializable"):
+        _write_driver(tmp_path, {"ledger": {"sampler": {"state": {"seen": {1, 2}}}}}, [])
+    assert not (tmp_path / "driver.json").exists()
 
 
 def test_a_flipped_bit_in_a_trained_model_is_found_before_it_is_evaluated(tmp_path: Path) -> None:
