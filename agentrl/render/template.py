@@ -24,12 +24,14 @@ from agentrl.render.template_text import (
     MARK,
     QUESTION,
     TOOL,
+    EndlessTemplateError,
     LostTextError,
     Placeholders,
     Shape,
     Skeleton,
     TemplateText,
     TurnText,
+    limit_lines,
     rounds_of,
     skeleton,
 )
@@ -297,7 +299,10 @@ def make_renderer(
     if template.strip() == CHATML_TEMPLATE.strip() and parser is None and pictures is None:
         return ChatML(tokenizer)
     try:
-        made = TemplateRenderer(tokenizer, parser, None if day is None else date.fromisoformat(day))
+        with limit_lines():
+            made = TemplateRenderer(tokenizer, parser, None if day is None else date.fromisoformat(day))
         return made if pictures is None else made.sees(pictures)
+    except EndlessTemplateError as endless:
+        raise ModelError(f"{whose}: its chat template does not end: {endless}. Bound that loop, or {advice(tokenizer)}") from None
     except RenderError as problem:
         raise ModelError(f"a question and its answer cannot be rendered: {problem}; {advice(tokenizer)}") from problem

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from itertools import accumulate, product
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.data.images import Image, split_at_images
@@ -22,6 +24,35 @@ from agentrl.utils.errors import ModelError, RenderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+MOST_LINES = 20_000_000
+"""Lines that a chat template may run while it is tried, 200 times as many as the longest known one needs: some seconds."""
+
+
+class EndlessTemplateError(BaseException):
+    """A chat template runs too long; no Exception, which who renders would take for a refusal, and try the next conversation."""
+
+
+@contextmanager
+def limit_lines() -> Iterator[None]:
+    """Inside, this thread raises EndlessTemplateError out of chat templates that run more than `MOST_LINES` lines in all: nothing
+    else ends a loop in a thread."""
+    left, before = MOST_LINES, sys.gettrace()
+
+    def count(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            line = frame.f_globals["__jinja_template__"].get_corresponding_lineno(frame.f_lineno)
+            raise EndlessTemplateError(f"it ran {MOST_LINES} lines, the last of them line {line}")
+        return count
+
+    sys.settrace(lambda frame, event, value: count if frame.f_code.co_filename == "<template>" else None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 # Text from outside goes through the template with placeholders for control tokens, so that a tool which prints `<|im_end|>`

@@ -1,5 +1,7 @@
 """The generic renderer over the template shapes of nine model families."""
 
+import copy
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from agentrl.data.trajectory import Message, ToolCall
-from agentrl.render import make_renderer
+from agentrl.render import make_renderer, template_text
+from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.render.template import TemplateRenderer
 from agentrl.utils.errors import ModelError, RenderError
 from tests.render.families import FAMILIES, IM, QWEN25, family_of
@@ -420,3 +423,17 @@ def test_an_answer_is_that_of_its_own_turn_s_call(keep):
     text = tokenizer.decode(make_renderer(tokenizer).start(messages, TOOLS))
     for name, times in (("get", 2), ("add", 1), ("set", 3)):
         assert text.count(f"{name}: {name}\n") == times
+
+
+def test_a_template_that_does_not_end_is_refused_with_its_line(chatml_tokenizer, monkeypatch):
+    """It hung the start without a message: the sandbox bounds one range, and not loops in each other."""
+    monkeypatch.setattr(template_text, "MOST_LINES", 100_000)
+    tokenizer, traced = copy.deepcopy(chatml_tokenizer), sys.gettrace()
+    tokenizer.chat_template = (
+        "{% set many = range(99999) | list %}\n{% for a in many %}\n{% for b in many %}{% endfor %}{% endfor %}" + CHATML_TEMPLATE
+    )
+    with pytest.raises(
+        ModelError, match=r"its chat template does not end: it ran 100000 lines, .* line 3\. Bound that loop, or set"
+    ):
+        make_renderer(tokenizer)
+    assert sys.gettrace() is traced
