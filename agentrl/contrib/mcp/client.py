@@ -79,6 +79,7 @@ class McpSession:
         self._holder: asyncio.Task[None] | None = None
         self._stderr: TextIO | None = None
         self._strange = self._status = ""
+        self._unread = 0
 
     def __str__(self) -> str:
         return f"MCP server {self.name!r}"
@@ -194,8 +195,10 @@ class McpSession:
 
     async def _note(self, message: Any) -> None:
         """Called by the SDK with notifications, and with the fault of a line that is no message."""
-        if isinstance(message, Exception) and not self._strange:
-            self._strange = str(message.errors()[0]["input"] if isinstance(message, ValidationError) else message)
+        if isinstance(message, Exception):
+            line = str(message.errors()[0]["input"] if isinstance(message, ValidationError) else message)
+            self._strange = self._strange or line
+            self._unread += "jsonrpc" in line
 
     def _wrote(self) -> str:
         """For an error: the HTTP status of a failed request, the last line of its standard error, a line of its output
@@ -214,8 +217,13 @@ class McpSession:
         async def call(**arguments: Any) -> Any:
             from mcp import InputRequiredRoundsExceededError, MCPError
 
+            before = self._unread
             try:
                 result = await client.call_tool(item.name, arguments)
+            except asyncio.CancelledError:
+                if self._unread > before:  # it is not late: it answered, and the SDK could not read that
+                    raise self._fault(item.name, EnvError("its answer cannot be read")) from None
+                raise
             except MCPError as problem:
                 # The SDK's own errors for a lost connection, and late answers of a server behind, are no answers.
                 late = problem.code == -32001 and "timed out" in problem.message.lower()
@@ -313,4 +321,7 @@ def _cause(fault: BaseException) -> str:
     """The first real cause inside the exception groups that task groups raise."""
     while isinstance(fault, BaseExceptionGroup):
         fault = fault.exceptions[0]
+    if isinstance(fault, ValidationError):  # of what the server sent: pydantic's own text has a line for each alternative
+        first = fault.errors()[0]
+        return f"{fault.title}: {'.'.join(map(str, first['loc']))}: {first['msg']}. Correct it on the server"
     return str(fault) if isinstance(fault, AgentrlError) else f"{type(fault).__name__}: {fault}"

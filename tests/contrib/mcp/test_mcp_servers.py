@@ -245,6 +245,8 @@ for line in sys.stdin:
         more = {"same": "again", "circle": "abc"[pages % 3], "endless": str(pages), "empty": ""}
         names = ["twin", "twin"] if mode == "twins" else [f"act{pages}"]
         tools = [{"name": name, "inputSchema": SCHEMA} for name in names]
+        if mode == "untyped":
+            tools.append({"name": "untyped", "inputSchema": {"properties": {}}})
         if mode == "bad":
             tools.append({"name": "bad", "inputSchema": {"type": "object", "properties": {"pair": {"items": 7}}}})
         send(id, result={"tools": tools, **({"nextCursor": more[mode]} if mode in more else {})})
@@ -254,6 +256,9 @@ for line in sys.stdin:
             os._exit(3)
         if mode == "noisy":
             print("DEBUG handling the call", flush=True)
+        if mode == "unread":  # half of an emoji, which a server of JavaScript writes where it cuts a text
+            send(id, result={"content": [{"type": "text", "text": "\\ud83d"}]})
+            continue
         if mode == "nan":
             mean = {"mean": float("nan"), "most": float("inf"), "least": [float("-inf")], "text": "Größe"}
             send(id, result={"content": [], "structuredContent": mean, "isError": "error" in m["params"]["arguments"]})
@@ -280,6 +285,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., McpServer
         ("circle", "repeats the cursor"),
         ("endless", "more than 1000 pages"),
         ("twins", "two tools with the name 'twin'"),
+        ("untyped", r"ListToolsResult: tools.1.inputSchema.type: Field required. Correct it on the server$"),
         ("dies", "it wrote: ValueError: no database at /srv/shop.db"),
     ],
 )
@@ -318,6 +324,15 @@ async def test_output_that_is_no_message_is_named(hostile: Callable[..., McpServ
     )
     with pytest.raises(EnvError, match=r"no answer within 2 s.*a line that is no message of MCP: 'Welcome'"):
         await env_with(talks).areset(seed=0)
+
+
+async def test_an_answer_that_cannot_be_read_is_no_late_policy(hostile: Callable[..., McpServerConfig]) -> None:
+    env = env_with(hostile("unread", timeout=6.0, late="policy"))
+    with pytest.raises(
+        EnvError, match=r"act1 of MCP server 'shop' failed: its answer cannot be read; .*no message of MCP: '{.*ud83d"
+    ):
+        await result_of(env, "act1")
+    assert env.trajectory.stop is StopReason.ENV_ERROR
 
 
 async def test_structured_answers_are_strict_json(hostile: Callable[..., McpServerConfig]) -> None:
