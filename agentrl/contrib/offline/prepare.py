@@ -207,7 +207,7 @@ class Preparation:
             if not writer.examples:
                 filters = "".join(f"\n  {count}: {why}" for why, count in self.passed.most_common())
                 raise ConfigError(
-                    f"data.path: nothing to train on in {self.rows} rows:{filters or ' the files are empty'}{named}"
+                    f"data.path: nothing to train on in {self.rows} rows:{filters + named or ' the files are empty'}"
                 )
             of_episodes = ("min_reward", "success", "per_task", "rerender")
             key = next((key for key in of_episodes if all(getattr(self.data, key) is not unset for unset in (None, False))), None)

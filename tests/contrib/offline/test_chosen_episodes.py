@@ -98,6 +98,11 @@ def test_tasks_of_one_id_and_seed_that_say_other_things_are_not_compared(whole: 
     assert (about.examples, about.tasks) == (2, 2)
 
 
+def test_files_whose_rows_are_all_bad_are_not_called_empty(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"in 1 rows:\n.*:1: data.loss = "):
+        written(tmp_path, [{"query": "q"}], max_bad=1.0)
+
+
 def rewarded(whole: Trajectory, *rewards: float, **changed: Any) -> list[dict[str, Any]]:
     return [replace(whole, reward=reward, seed=number, **changed).to_json() for number, reward in enumerate(rewards)]
 
