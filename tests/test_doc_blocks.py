@@ -124,7 +124,8 @@ def test_a_page_runs(page: Path, tmp_path: Path, quickstart: Path, monkeypatch: 
         "train quickstart" in b.text for b in blocks_of(page) if b.fenced
     ):
         shutil.copytree(quickstart, tmp_path / "runs" / "quickstart")
-    follow(page, tmp_path, monkeypatch)
+    runs = [b for b in blocks_of(page) if b.fenced and not b.reason and (b.name or b.language in ("python", "sh"))]
+    assert follow(page, tmp_path, monkeypatch) == len(runs)
 
 
 def test_pages_that_other_tests_run_are_there() -> None:
