@@ -33,7 +33,7 @@ from agentrl.run.sft import warm_start
 from agentrl.run.trackers import Status, TrackedRun, makers
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import newest_checkpoint, seal
-from agentrl.trainer.families import packing_of, with_packing
+from agentrl.trainer.families import packing_of
 from agentrl.utils.errors import (
     FULL,
     AgentrlError,
@@ -127,7 +127,7 @@ def execute(
         packing = packing_of(shown)
         log.info("packing: %s", packing.reason)
         # One decision for all roles and ranks, before any of them is started.
-        config, shown = with_packing(config), with_packing(shown)
+        config, shown = (one.model_copy(update=packing_of(one).sections(one.model, one.optim)) for one in (config, shown))
         display.say(EngineChoice(config).computation_line(trains=True))
         for line in () if resumed else run_checks(RunStart(shown), "start"):
             display.say(line)

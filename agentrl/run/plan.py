@@ -35,7 +35,7 @@ from agentrl.run.role_placement import (
     waiting,
 )
 from agentrl.trainer.estimator_inputs import needs_greedy
-from agentrl.trainer.families import packing_of, with_packing
+from agentrl.trainer.families import packing_of
 from agentrl.trainer.memory import numbers, shell
 from agentrl.trainer.minibatch import kl_kind
 from agentrl.trainer.optim import optims_of
@@ -174,7 +174,7 @@ class Planner:
         check_train_engine(config)
         mesh_of(config.model, config.cluster)
         packing = packing_of(config)
-        start = RunStart(with_packing(config), planned=True)
+        start = RunStart(config.model_copy(update=packing.sections(config.model, config.optim)), planned=True)
         start.engine.maker().check()
         roles = RunRoles(start.engine)
         locations = roles.locations()

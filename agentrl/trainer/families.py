@@ -114,15 +114,10 @@ class Packing:
     shares: bool
     reason: str
 
-
-def with_packing(config: TrainConfig) -> TrainConfig:
-    """The config with what `model.packing = "auto"` stands for, and without prefix sharing where that is wrong.
-
-    Raises as `packing_of`."""
-    made = packing_of(config)
-    model = config.model.model_copy(update={"packing": made.way})
-    optim = config.optim if made.shares else config.optim.model_copy(update={"prefix_sharing": "off"})
-    return config.model_copy(update={"model": model, "optim": optim})
+    def sections(self, model: ModelConfig, optim: OptimConfig) -> dict[str, Any]:
+        """Both with what `model.packing = "auto"` stands for, and no prefix sharing where that is wrong."""
+        own = optim if self.shares else optim.model_copy(update={"prefix_sharing": "off"})
+        return {"model": model.model_copy(update={"packing": self.way}), "optim": own}
 
 
 def packing_of(config: TrainConfig) -> Packing:

@@ -42,7 +42,7 @@ from agentrl.run.session import (
 )
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
-from agentrl.trainer.families import with_packing
+from agentrl.trainer.families import packing_of
 from agentrl.utils.errors import ConfigError, StepOrderError, checks_arguments
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.terminal import console
@@ -396,7 +396,8 @@ async def session(
         made = made.with_date(place.day())
         display = Display(console(quiet=True) if quiet else None)
         run_log = RunLog(place, display, [])
-        made = await in_thread("load", with_packing, made)  # one decision for all roles and ranks
+        packing = await in_thread("load", packing_of, made)  # one decision for all ranks
+        made = made.model_copy(update=packing.sections(made.model, made.optim))
         session = await open_session(made, place, display)
         try:
             if made.rollout.colocate:

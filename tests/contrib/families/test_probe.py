@@ -17,7 +17,7 @@ from agentrl.trainer import attention as mixers
 from agentrl.trainer import families as choice
 from agentrl.trainer import language_model as logprobs
 from agentrl.trainer.attention import Block, PackedSequences, row_blocks
-from agentrl.trainer.families import Measured, packing_of, with_packing
+from agentrl.trainer.families import Measured, packing_of
 from agentrl.trainer.language_model import layers_of
 from agentrl.trainer.parallel import layout
 from agentrl.utils.errors import ConfigError, ModelError
@@ -57,8 +57,8 @@ def test_a_family_that_is_right_is_packed_with_shared_prefixes(family: str, tmp_
     assert not Measured(math.nan).right and not Measured(math.inf).right and Measured(1e-5).right
     with pytest.raises(ConfigError, match=r"sequence_parallel = 3 does not divide the 4 attention heads of model.path"):
         packing_of(run_of(family, tmp_path, "model.sequence_parallel=3"))
-    made = with_packing(config)
-    assert made.model.packing == "packed" and made.optim.prefix_sharing == "on"
+    made = found.sections(config.model, config.optim)
+    assert made["model"].packing == "packed" and made["optim"].prefix_sharing == "on"
 
 
 def test_a_leak_is_found_named_and_avoided_by_one_row_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +68,8 @@ def test_a_leak_is_found_named_and_avoided_by_one_row_a_pass(tmp_path: Path, mon
     assert found.way == "one_row" and not found.shares
     error = float(found.reason.split("off by ")[1])
     assert error > 0.1 and found.reason.startswith("one row a pass: with packed rows model.path: the family lfm2 is off by")
-    made = with_packing(config)
-    assert (made.model.packing, made.optim.prefix_sharing) == ("one_row", "off")
+    made = found.sections(config.model, config.optim)
+    assert (made["model"].packing, made["optim"].prefix_sharing) == ("one_row", "off")
     for refused, said in (
         ("model.packing=packed", 'model.packing = "packed": with packed rows model.path: the family lfm2 is off.*take another'),
         ("model.sequence_parallel=2", "model.sequence_parallel = 2: one row a pass"),
@@ -89,10 +89,11 @@ def test_a_prefix_that_leaks_only_when_it_is_shared_turns_sharing_off(tmp_path: 
         return [*packed.blocks, *row_blocks(behind[:, 2], behind[:, 3], torch.device("cpu"))]
 
     monkeypatch.setattr(mixers, "mixer_blocks", forgetful)
-    found = packing_of(run_of("lfm2", tmp_path))
+    config = run_of("lfm2", tmp_path)
+    found = packing_of(config)
     assert (found.way, found.shares) == ("packed", False)
     assert float(found.reason.split("off by ")[1]) > 0.1
-    assert with_packing(run_of("lfm2", tmp_path)).optim.prefix_sharing == "off"
+    assert found.sections(config.model, config.optim)["optim"].prefix_sharing == "off"
     with pytest.raises(ConfigError, match=r'optim.prefix_sharing = "on": with shared prefixes'):
         packing_of(run_of("lfm2", tmp_path, "optim.prefix_sharing=on"))
 
@@ -166,7 +167,7 @@ def test_critic_and_reward_model_are_tried_with_what_is_on_top_of_them(tmp_path:
     config = run_of("qwen3_next", tmp_path / "policy", *roles)
     assert packing_of(config).reason.count("the family") == 3
     assert asked == [("qwen3_next", "policy"), ("qwen3_next", "value"), ("llama", "score")]
-    with_packing(config)
+    packing_of(config)
     assert len(asked) == 3, "one decision: the same models are not tried again"
 
 
