@@ -121,7 +121,7 @@ class TrainCommand:
         from agentrl.run.assembly import RunStart
         from agentrl.run.checks.env_checks import check_named
         from agentrl.run.folder import NameTakenError, check_unlocked
-        from agentrl.run.plan import dry_run
+        from agentrl.run.plan import Planner
         from agentrl.run.provenance import Provenance, run_folder
 
         args, config = self.args, self.config
@@ -143,7 +143,7 @@ class TrainCommand:
             if args.gpu_memory is None:
                 raise ConfigError(f"--nodes = {args.nodes}: the memory of their cards is not known. Add --gpu-memory GIB")
             nodes = int(sizes[1]), int(sizes[2])
-        found = dry_run(config, args.gpu_memory, nodes)
+        found = Planner(config).dry_run(args.gpu_memory, nodes)
         say(json.dumps(found.json(), indent=2) if args.json else found.text())
         return 0
 

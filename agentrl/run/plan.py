@@ -154,10 +154,34 @@ class Planner:
             found["model.dtype"] = inline(config.model.computes_in(has_gpus(config.cluster, "actor")))
         return found
 
-    def dry_run(self, gpu_memory: float | None) -> DryRun:
-        """The plan, on cards of `gpu_memory` GiB or on those that there are. Raises as `dry_run`."""
-        config, here, path = self.config, not is_planned(), self.config.model.path
-        checked = config
+    def dry_run(self, gpu_memory: float | None = None, nodes: tuple[int, int] | None = None) -> DryRun:
+        """The plan, all that would be refused before it, where processes would be if they use GPUs, the memory, and what came of
+        one rehearsed episode if an agent plays.
+
+        `gpu_memory`: GiB of each card, for a run on another machine or on a cluster whose cards do not say; else that of the
+        cards of the nodes that run it, or host memory without any. `nodes`: how many the run is planned for, whether or not it
+        would join a cluster, and the cards of each; by default one, with as many as it takes.
+
+        Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold its parts.
+        """
+        config, name = self.config, self.config.model.path
+        if gpu_memory is None or (nodes is None and joins(config.cluster)):
+            return self._dry_run(gpu_memory)
+        with planned_elsewhere(nodes), shape_folder(name) as folder:  # of a model that may be known by its shape alone
+            model = config.model if folder is None else config.model.model_copy(update={"path": folder})
+            found = Planner(config.model_copy(update={"model": model}))._dry_run(gpu_memory)
+        used = {(one.address, card) for role in found.locations.values() for one in role for card in one.cards}
+        if nodes is None:
+            size = max(len(used), 1)
+            where = f"planned for one node of {size} card{'s' if size > 1 else ''} (for others: --nodes {-(-size // 8)}x8):"
+        else:
+            where = f"planned for --nodes {nodes[0]}x{nodes[1]}, of whose {nodes[0] * nodes[1]} cards {len(used)} are used:"
+        why = f"model.path = {name}: its shape is known here, and no file of it; prompts are counted with the packaged tokenizer"
+        notes = [*found.notes, *([] if folder is None else [why])]
+        return replace(found, plan=replace(found.plan, model=name or found.plan.model), notes=notes, nodes=where)
+
+    def _dry_run(self, gpu_memory: float | None) -> DryRun:
+        config, checked, here, path = self.config, self.config, not is_planned(), self.config.model.path
         if path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
             # The checks see a dense model of its sizes with the packaged tokenizer, which nothing splits.
             trust = config.model.trust_remote_code
@@ -383,30 +407,3 @@ class DryRun:
             "peaks": [asdict(peak) for peak in self.peaks],
             "notes": self.notes,
         }
-
-
-def dry_run(config: TrainConfig, gpu_memory: float | None = None, nodes: tuple[int, int] | None = None) -> DryRun:
-    """The plan of a run, all that would be refused before it, where its processes would be if they use GPUs, its memory, and what
-    came of one rehearsed episode if an agent plays.
-
-    `gpu_memory`: GiB of each card, for a run on another machine or on a cluster whose cards do not say; else that of the
-    cards of the nodes that run it, or host memory without any. `nodes`: with it, the number of nodes that the run is
-    planned for, whether or not it would join a cluster, and the cards of each; by default one, with as many as it takes.
-
-    Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold its parts.
-    """
-    if gpu_memory is None or (nodes is None and joins(config.cluster)):
-        return Planner(config).dry_run(gpu_memory)
-    name = config.model.path
-    with planned_elsewhere(nodes), shape_folder(name) as folder:  # of a model that may be known by its shape alone
-        model = config.model if folder is None else config.model.model_copy(update={"path": folder})
-        found = Planner(config.model_copy(update={"model": model})).dry_run(gpu_memory)
-    used = {(one.address, card) for role in found.locations.values() for one in role for card in one.cards}
-    if nodes is None:
-        size = max(len(used), 1)
-        where = f"planned for one node of {size} card{'s' if size > 1 else ''} (for others: --nodes {-(-size // 8)}x8):"
-    else:
-        where = f"planned for --nodes {nodes[0]}x{nodes[1]}, of whose {nodes[0] * nodes[1]} cards {len(used)} are used:"
-    shape = f"model.path = {name}: its shape is known here, and no file of it; prompts are counted with the packaged tokenizer"
-    notes = [*found.notes, *([] if folder is None else [shape])]
-    return replace(found, plan=replace(found.plan, model=name or found.plan.model), notes=notes, nodes=where)

@@ -15,7 +15,7 @@ from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from agentrl.run.engine_choice import EngineChoice
-from agentrl.run.plan import Planner, dry_run, lines
+from agentrl.run.plan import Planner, lines
 from agentrl.run.role_placement import GIB, Peak, RolePlacement, RunMemory, peaks, waiting
 from agentrl.trainer import memory as by_size
 from agentrl.trainer.memory import RoleMemory
@@ -196,7 +196,7 @@ def test_a_folder_without_a_tokenizer_is_split_as_its_own_sizes_allow(architectu
     file.write_text(json.dumps(sizes | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}))
 
     def tried(*overrides: str) -> str:
-        return dry_run(config_of(architecture, "cluster.actors=8", *overrides), 80.0).text()
+        return Planner(config_of(architecture, "cluster.actors=8", *overrides)).dry_run(80.0).text()
 
     assert "of 80.0 GiB, in the turn of actor" in tried("model.tensor_parallel=8", "model.expert_parallel=4")
     with pytest.raises(ConfigError, match="tensor_parallel = 8: the experts of the family 'qwen3_moe'"):
@@ -232,7 +232,7 @@ def test_an_architecture_is_checked_and_not_the_tiny_model_in_its_place(
     file.write_text(json.dumps(json.loads(file.read_text()) | KINDS[kind]))
     config = config_of(architecture, *override.split(), *([] if kind == "conv" else ["cluster.actors=2"]))
     if refused is None:
-        assert "in the turn of actor" in dry_run(config, 80.0).text()
+        assert "in the turn of actor" in Planner(config).dry_run(80.0).text()
         return
     with pytest.raises((ConfigError, ModelError), match=refused):
-        dry_run(config, 80.0)
+        Planner(config).dry_run(80.0)

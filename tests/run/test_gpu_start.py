@@ -24,7 +24,7 @@ from agentrl.run.checks import size_checks as sizes
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import EngineChoice
 from agentrl.run.folder import RunFolder
-from agentrl.run.plan import dry_run
+from agentrl.run.plan import Planner
 from agentrl.run.role_placement import FILL, GIB, RunMemory
 from agentrl.run.session import open_session
 from agentrl.trainer.pretrained import SHAPES, init_model, shape_folder
@@ -118,7 +118,7 @@ def test_the_start_and_its_plan_refuse_a_cache_that_holds_no_episode(
     with pytest.raises(ResourceError, match=said):
         check_train(config)
     with pytest.raises(ResourceError, match=said):
-        dry_run(config, small / GIB)
+        Planner(config).dry_run(small / GIB)
 
 
 def test_the_cache_in_host_memory_is_not_the_cards(tmp_path: Path) -> None:

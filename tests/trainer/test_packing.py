@@ -13,7 +13,7 @@ from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.data.rows import Ragged
 from agentrl.run.engine_choice import EngineChoice
-from agentrl.run.plan import dry_run
+from agentrl.run.plan import Planner
 from agentrl.run.role_placement import GIB, RunMemory
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import check_train_engine
@@ -75,9 +75,8 @@ def test_a_dry_run_says_what_was_decided_and_why(tmp_path: Path) -> None:
     base = {"env": {"id": "key_value"}, "engine": "embedded", "cluster": {"backend": "inline"}}
     sizes = ["rollout.max_episode_tokens=256", "optim.micro_tokens=512", "engine_args={cache=false}"]
     config = config_from({**base, "model": {"path": build("lfm2", tmp_path)}}, sizes)
-    assert re.search(
-        r"\nmodel.packing: packed: model.path: the family lfm2 .*as each row alone, to \de-0[5-9](\n|$)", dry_run(config).text()
-    )
+    said = r"\nmodel.packing: packed: model.path: the family lfm2 .*as each row alone, to \de-0[5-9](\n|$)"
+    assert re.search(said, Planner(config).dry_run().text())
 
 
 def test_an_engine_with_models_of_its_own_takes_no_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
