@@ -112,7 +112,7 @@ def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         folder = RunFolder.create(config, origins, over=over)
         if not over:
-            held.enter_context(folder.locked())
+            held.enter_context(folder.lock())
         try:
             Provenance(folder, config).write()
         except OSError:

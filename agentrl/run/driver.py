@@ -107,7 +107,7 @@ def execute(
     trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
     with (
         full_disk_said(folder.path, f"continue with: {folder.resume_command()}"),
-        folder.locked(),
+        folder.lock(),
         _log_to(folder),
         Display() as display,
         RunLog(folder, display, trackers, resumed, Health(config, display.warn), config.prometheus, config.keep) as run_log,

@@ -209,7 +209,7 @@ class RunFolder:
         self.data = path / "data"
         self.held: contextlib.AbstractContextManager[Any] | None = None
 
-    def locked(self, otherwise: str = "") -> contextlib.AbstractContextManager[Any]:
+    def lock(self, otherwise: str = "") -> contextlib.AbstractContextManager[Any]:
         """The folder's lock (`lock_folder`): that which whoever made it has held since, or a new one."""
         held, self.held = self.held, None
         return held or lock_folder(self.path, otherwise)

@@ -165,7 +165,7 @@ def answer_problem(answer: Any, method: Callable[..., Any], made: Any) -> str:
 @contextmanager
 def user_code(what: str, function: Any, made: Any = None) -> Iterator[None]:
     """Raise CallbackError, with `what` raised, the fault and its FILE:LINE, if a user's function (or one of the object `made`)
-    raises something that is none of agentrl's errors. What agentrl's own code raises stays as it is."""
+    raises anything but one of agentrl's errors. Those of agentrl's own code stay as they are."""
     try:
         yield
     except (Exception, SystemExit) as problem:

@@ -187,7 +187,7 @@ def test_a_new_run_is_locked_from_its_creation_on(tmp_path: Path, overwrite: boo
     with pytest.raises(ConfigError, match=rf"{first.path}: process {os.getpid()} on .* has been writing there since"):
         open_folder(said, overwrite=True)
     assert first.config.is_file() and "seed = 7" not in first.config.read_text() and not first.summary.exists()
-    with first.locked(), pytest.raises(ConfigError, match="has been writing there"):  # the same lock, handed over
+    with first.lock(), pytest.raises(ConfigError, match="has been writing there"):  # the same lock, handed over
         open_folder(said, overwrite=True)
     assert "seed = 7" in open_folder(said, overwrite=True).config.read_text()
 

@@ -391,7 +391,7 @@ async def session(
         if there and not known:
             raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
         place = RunFolder(path) if known else await in_thread("files", partial(open_folder, made, overwrite=False))
-        held.enter_context(place.locked("close that session, or name another folder"))
+        held.enter_context(place.lock("close that session, or name another folder"))
         place.check_places()
         made = made.with_date(place.day())
         display = Display(console(quiet=True) if quiet else None)
