@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
+from agentrl.utils.search_path import load_module
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def book() -> Any:
-    spec = importlib.util.spec_from_file_location("book", ROOT / "benchmarks" / "book.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / "benchmarks" / "book.py")
 
 
 def test_what_got_worse_by_a_tenth_is_named(book: Any) -> None:

@@ -1,6 +1,5 @@
 """Paths, config keys, links and addresses that the pages name exist."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +14,7 @@ from agentrl.config import TrainConfig, load_config
 from agentrl.config.schema import Choice, EnvConfig
 from agentrl.env.catalog import find_config
 from agentrl.run.metrics import info_of
+from agentrl.utils.search_path import load_module
 from tests.test_shape import ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,11 +151,7 @@ KINDS = ["Tutorials", "How-to guides", "Reference", "Explanation"]
 @pytest.fixture(scope="module")
 def site() -> ModuleType:
     """.ci/docs_site.py"""
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / ".ci" / "docs_site.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / ".ci" / "docs_site.py")
 
 
 def test_a_page_without_a_place_and_one_with_two_are_told(site: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.utils.search_path import load_module
 from tests.e2e.runs import SMALL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,10 +77,7 @@ global.timeout='60'
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_uv_installs_from_where_pip_is_configured_to_and_pip_if_it_fails(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    spec = importlib.util.spec_from_file_location("install", Path(__file__).resolve().parents[1] / ".ci" / "install.py")
-    assert spec is not None and spec.loader is not None
-    install = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(install)
+    install = load_module(Path(__file__).resolve().parents[1] / ".ci" / "install.py")
     called: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

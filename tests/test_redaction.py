@@ -320,12 +320,7 @@ class Doorkeeper(LoopbackServer):
     def handle(self, handler: Any) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
         self.who.append(handler.headers.get("Authorization"))
-        data = json.dumps(completion({"role": "assistant", "content": "hi"}, body, True)).encode()
-        handler.send_response(200)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data))}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(data)
+        self.reply(handler, json.dumps(completion({"role": "assistant", "content": "hi"}, body, True)))
 
 
 async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The Ray backend: real processes, real failures."""
 
-import asyncio
 import gc
 import os
 import time
@@ -29,6 +28,7 @@ from tests.cluster.cluster_batches import ragged_batch
 from tests.cluster.cluster_workers import Plain, Summing
 from tests.cluster.mortal_workers import Mortal
 from tests.cluster.test_strategies import SIZES, check_every_strategy
+from tests.run.test_off_the_loop import beating
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -203,31 +203,11 @@ def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_
 
 
 async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_again(four, monkeypatch):
-    ticks, alive = 0, []
-
-    def pulse(function):
-        def checked(*args, **kwargs):
-            seen, end = ticks, time.monotonic() + 5
-            while ticks < seen + 3 and time.monotonic() < end:
-                time.sleep(0.002)
-            alive.append(ticks >= seen + 3)
-            return function(*args, **kwargs)
-
-        return checked
-
-    async def beat():
-        nonlocal ticks
-        while True:
-            ticks += 1
-            await asyncio.sleep(0.001)
-
-    monkeypatch.setattr(ray_group, "serialize", pulse(ray_group.serialize))
-    monkeypatch.setattr(ray_group, "from_wire", pulse(ray_group.from_wire))
-    monkeypatch.setattr(groups, "restore_order", pulse(groups.restore_order))
-    task = asyncio.create_task(beat())
-    out = await four.arun(Plain.double, ragged_batch([3, 1, 4, 1, 5]))
-    task.cancel()
-    assert out["id"].tolist() == list(range(5)) and alive == [True] * 6
+    async with beating() as pulse:
+        for module, name in ((ray_group, "serialize"), (ray_group, "from_wire"), (groups, "restore_order")):
+            monkeypatch.setattr(module, name, pulse.inside(getattr(module, name)))
+        out = await four.arun(Plain.double, ragged_batch([3, 1, 4, 1, 5]))
+    assert out["id"].tolist() == list(range(5)) and pulse.alive == [True] * 6
 
 
 def test_a_dead_worker_is_named_by_the_call_that_it_died_in_and_by_every_later_one(mortal):

@@ -9,10 +9,8 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +23,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 pytest.importorskip("mcp", reason="needs the MCP SDK: pip install 'agentrl[mcp]'")
+from tests.contrib.mcp.test_mcp import serving  # noqa: E402 - it imports the SDK
 
 PACKAGES = ("@modelcontextprotocol/conformance@0.1.16", "node@22")
 FOLDER = ROOT / "build" / "peers" / "mcp"
@@ -170,22 +169,9 @@ def shown(title: str, table: dict[str, str]) -> str:
 def served(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "envs" / "conformance").mkdir(parents=True)
     (tmp_path / "envs" / "conformance" / "env.py").write_text(ENV)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "agentrl", "env", "serve", "conformance", "--mcp", "--http", str(port)]
-    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    try:
-        for _ in range(600):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None, "the server ended"
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/mcp"
-    finally:
-        process.terminate()
-        process.wait(20)
+    words = ("-m", "agentrl", "env", "serve", "conformance", "--mcp", "--http")
+    with serving(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as url:
+        yield url
 
 
 def test_the_server(suite: list[str], served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

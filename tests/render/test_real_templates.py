@@ -19,6 +19,7 @@ from agentrl.render.template import TemplateRenderer
 from agentrl.rollout.warm_start import transcript
 from agentrl.utils.errors import RenderError
 from tests.render.real_templates import OURS, REAL, ROOT, Real, tokenizer_of
+from tests.render.render_conversations import as_dicts
 from tests.render.report_templates import RECORD, found
 
 PUBLIC = [real for real in REAL if real.path.is_file()]
@@ -90,16 +91,10 @@ def an_episode(draw, real):
 
 def as_given(real, message):
     """A message in the form in which the template's own users give it."""
-    row = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        row["tool_calls"] = [
-            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls
-        ]
-        for call in row["tool_calls"] if real.texts else []:
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    if message.role == "tool":
-        row |= {"tool_call_id": message.tool_call_id, "name": message.name}
-    if message.reasoning is not None:
+    [row] = as_dicts([message])
+    for call in row.get("tool_calls", []) if real.texts else []:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    if row.pop("reasoning_content", None) is not None:
         if real.key == "chunk":
             said = [{"type": "text", "text": message.content}] if message.content else []
             row["content"] = [{"type": "thinking", "thinking": message.reasoning}, *said]

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
@@ -42,6 +43,15 @@ class LoopbackServer:
         """Answer one request."""
         raise NotImplementedError
 
+    def reply(self, handler: BaseHTTPRequestHandler, text: str, status: int = 200, **headers: str) -> None:
+        data = text.encode()
+        with suppress(BrokenPipeError, ConnectionResetError):  # the client gave up waiting
+            handler.send_response(status)
+            for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
+                handler.send_header(name, value)
+            handler.end_headers()
+            handler.wfile.write(data)
+
 
 class Loopback(LoopbackServer):
     """`answer` gets the request's body and its number, from 0."""
@@ -71,15 +81,7 @@ class Loopback(LoopbackServer):
         else:
             message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
             reply = completion(message, body, self.usage)
-        data = str(reply.get("raw", json.dumps(reply))).encode()
-        try:
-            handler.send_response(status)
-            for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
-                handler.send_header(name, value)
-            handler.end_headers()
-            handler.wfile.write(data)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the client gave up waiting
+        self.reply(handler, str(reply.get("raw", json.dumps(reply))), status, **headers)
 
 
 def completion(message: dict[str, Any], body: dict[str, Any], usage: bool) -> dict[str, Any]:

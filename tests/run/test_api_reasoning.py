@@ -213,12 +213,7 @@ class Anthropic(LoopbackServer):
         content = blocks if len(self.requests) == 1 else [{"type": "text", "text": "7"}]
         answer = {"id": "m", "type": "message", "role": "assistant", "model": "c", "content": content, "stop_reason": "end_turn",
                   "usage": {"input_tokens": 1, "output_tokens": 2}}  # fmt: skip
-        data = json.dumps(answer).encode()
-        handler.send_response(200)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data))}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(data)
+        self.reply(handler, json.dumps(answer))
 
 
 THOUGHTS = [{"type": "thinking", "thinking": "first a", "signature": "S"}, {"type": "redacted_thinking", "data": "D"}]

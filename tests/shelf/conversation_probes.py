@@ -42,12 +42,13 @@ def say(text: str) -> Message:
 
 
 def gold_episode(env: ToolEnv, seed: int, split: str) -> tuple[float, Trajectory]:
-    """The reward of the scripted gold policy, and its record. The episode ends by the task's own rules."""
+    """The reward of the scripted gold policy, and its record. The task's own rules end the episode; no call fails."""
     env.reset(seed=seed, options={"split": split})
     turns = env.gold_turns(env.task)
     reward, terminated = play(env, turns)
     assert terminated, f"{env.id} seed {seed}: the gold turns do not end the episode"
     assert len(env.trajectory.turns) == len(turns), f"{env.id} seed {seed}: gold turns are left over"
+    assert all(result is not None and result.error is None for _, _, result in env.trajectory.calls())
     return reward, env.trajectory
 
 

@@ -2,13 +2,13 @@
 
 import json
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from agentrl.trainer.families import TOLERANCE
+from agentrl.utils.search_path import load_module
 from tests.conftest import PROOFS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,14 +18,8 @@ SOME = ("deepseek_v3", "gpt_oss", "lfm2", "llama", "mistral")
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    # Under a name of its own: tests/render has a `families` too, which a run of the whole suite may have imported.
     sys.path.insert(0, str(ROOT / ".ci"))
-    spec = spec_from_file_location("ci_families", ROOT / ".ci" / "families.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / ".ci" / "families.py")
 
 
 def test_every_family_of_transformers_has_a_row(table: ModuleType) -> None:

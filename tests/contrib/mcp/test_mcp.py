@@ -212,13 +212,13 @@ async def test_servers_that_do_not_start_say_why_and_are_ended_at_once(monkeypat
 
 
 @contextmanager
-def serving(*args: str) -> Iterator[str]:
-    """The address of a server over HTTP: python with `args` and a port."""
+def serving(*args: str, **how: Any) -> Iterator[str]:
+    """The address of a server over HTTP: python with `args` and a port; `how` is Popen's."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, *args, str(port)], start_new_session=True)
+    process = subprocess.Popen([sys.executable, *args, str(port)], start_new_session=True, **how)
     try:
-        for _ in range(300):
+        for _ in range(600):
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
@@ -227,7 +227,7 @@ def serving(*args: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(20)
 
 
 @pytest.fixture

@@ -387,19 +387,19 @@ def test_no_server_outlives_the_process_that_started_it(hostile: Callable[..., M
 # -- agentrl env check (40 B3) --------------------------------------------------------------------------
 
 
+def checked(server: McpServerConfig, tasks: Path) -> subprocess.CompletedProcess[str]:
+    words = ["env", "check", "mcp", f"command={json.dumps(server.command)}", f"tasks={tasks}"]
+    return subprocess.run([sys.executable, "-m", "agentrl", *words], capture_output=True, text=True)
+
+
 @pytest.mark.slow
 def test_a_check_of_a_slow_noisy_server_is_short_and_quiet(hostile: Callable[..., McpServerConfig], tmp_path: Path) -> None:
     """An episode takes 1.4 s, since the server ends neither with its input nor at SIGTERM: 350 would take eight minutes."""
     gold = {"answer": 5, "calls": [{"name": "act1", "arguments": {}}]}
     rows = [{"id": f"t{n}", "split": ("train", "heldout")[n % 2], "prompt": f"ask {n}", "gold": gold} for n in range(40)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = f"command={json.dumps(hostile('check').command)}"
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl", "env", "check", "mcp", command, f"tasks={tmp_path / 'tasks.jsonl'}"],
-        capture_output=True,
-        text=True,
-    )
+    done = checked(hostile("check"), tmp_path / "tasks.jsonl")
     took = time.monotonic() - began
     assert done.returncode == 0 and "all checks passed" in done.stdout, done.stdout + done.stderr
     assert "checks are done" in done.stderr and len(done.stderr.splitlines()) < 14, "it says how far it is, and nothing else"
@@ -409,12 +409,7 @@ def test_a_check_of_a_slow_noisy_server_is_short_and_quiet(hostile: Callable[...
 @pytest.mark.slow
 def test_a_check_of_a_server_that_does_not_start_says_so_once(hostile: Callable[..., McpServerConfig], tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "x", "gold": {"answer": 1}}')
-    command = f"command={json.dumps(hostile('dies').command)}"
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl", "env", "check", "mcp", command, f"tasks={tmp_path / 'tasks.jsonl'}"],
-        capture_output=True,
-        text=True,
-    )
+    done = checked(hostile("dies"), tmp_path / "tasks.jsonl")
     assert done.returncode != 0 and done.stderr.count("it wrote: ValueError: no database at /srv/shop.db") == 1, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 

@@ -3,21 +3,18 @@
 import importlib.util
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.config.schema import ModelConfig
 from agentrl.contrib.titan.engine import TitanEngine
 from agentrl.data.rows import Ragged
 from agentrl.trainer.fsdp import FsdpEngine
-from agentrl.trainer.language_model import Micro
 from agentrl.trainer.model_folder import export_run
 from agentrl.trainer.train_state import load_state
 from agentrl.trainer.update import Pack
@@ -25,6 +22,7 @@ from agentrl.utils.errors import ConfigError, DependencyError, ModelError
 from tests import moe
 from tests.contrib.moe.test_replay import actor_of, routed, updated
 from tests.e2e.inside import config_of, execute, updates
+from tests.trainer.engine_contract import row_by_row
 from tests.trainer.train_batches import make_batch, toy_optim
 
 pytestmark = pytest.mark.skipif(
@@ -58,14 +56,6 @@ def written(folder: Path, kind: str) -> str:
     }[kind]
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
-
-
-def row_by_row(model: Any, micro: Micro, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log pi and entropies of the chosen tokens by plain transformers, each row in a pass of its own."""
-    ends = micro.packed.cu_seqlens.tolist()
-    rows = [model(micro.input_ids[None, a:b]).logits[0] for a, b in pairwise(ends)]
-    log_p = torch.log_softmax(torch.cat(rows)[micro.before] / temperature, -1)
-    return log_p.gather(1, micro.targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3, tied, yarn", "llama3", "experts"])

@@ -24,7 +24,7 @@ from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render.template import make_renderer
 from agentrl.rollout.context import ContextPolicy, KeepRecent, Stop
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.assembly import RunStart, renderer_of, tokenizer_of
 from agentrl.run.checks.model_checks import check_vision
@@ -36,7 +36,7 @@ from tests.conftest import PROOFS, proof
 from tests.contrib.judges.test_own_judge import ENGINE, refused
 from tests.contrib.vision.test_model import BLUE, RED, WIDE, alone, deep, folder, reference
 from tests.e2e.inside import HERE, episodes, execute, updates
-from tests.players import run_tasks
+from tests.players import Still, run_tasks
 
 __all__ = ["deep", "folder", "reference"]  # fixtures
 INIT = "model.init={vision=true,layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"
@@ -82,7 +82,7 @@ def test_whatever_image_is_taken_has_tokens(size: tuple[int, int]) -> None:
     assert 4 <= ids.count(PAD) <= 1280 and images_in(ids) == (image,)
 
 
-class Says(Engine):
+class Says(Still):
     """Samples these turns one after the other, and keeps the prompts."""
 
     def __init__(self, *turns: Message) -> None:
@@ -92,15 +92,6 @@ class Says(Engine):
         self.prompts.append(token_ids)
         ids = RENDERER.assistant(self.turns.pop(0))[: sampling.max_tokens]
         return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop" if ids[-1] in RENDERER.stop_token_ids else "length")
-
-    async def start(self) -> None: ...
-
-    async def abort(self, request_key: str) -> None: ...
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-    async def close(self) -> None: ...
 
 
 async def played(engine: Engine, context: ContextPolicy, most: int = 2000) -> Trajectory:
