@@ -51,6 +51,11 @@ def real(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def under(at: str, **files: str) -> dict[str, str]:
+    """Files of the group `at`; the first _ of a name is its dot."""
+    return {at + name.replace("_", ".", 1): text for name, text in files.items()}
+
+
 GROUPS: dict[str, tuple[str, dict[str, str], float, tuple[int, int]]] = {
     "none": ("0::/", {}, 8, (100, 60)),
     "version 2, no limit": ("0::/", {"cpu.max": "max 100000", "memory.max": "max", "memory.current": "5"}, 8, (100, 60)),
@@ -62,57 +67,33 @@ GROUPS: dict[str, tuple[str, dict[str, str], float, tuple[int, int]]] = {
     ),
     "version 2, below a limited slice": (
         "0::/a.slice/b.scope",
-        {
-            "a.slice/cpu.max": "100000 100000",
-            "a.slice/b.scope/cpu.max": "max 100000",
-            "a.slice/memory.max": "50",
-            "a.slice/memory.current": "45",
-            "a.slice/memory.stat": "inactive_file 0",
-            "a.slice/b.scope/memory.max": "max",
-            "a.slice/b.scope/memory.high": "80",
-            "a.slice/b.scope/memory.current": "20",
-            "a.slice/b.scope/memory.stat": "inactive_file 0",
-        },
+        under("a.slice/", cpu_max="100000 100000", memory_max="50", memory_current="45", memory_stat="inactive_file 0")
+        | under("a.slice/b.scope/", cpu_max="max 100000", memory_max="max", memory_high="80")
+        | under("a.slice/b.scope/", memory_current="20", memory_stat="inactive_file 0"),
         1,
         (50, 5),
     ),
     "version 2 beside version 1": ("4:memory:/\n0::/x", {"unified/x/cpu.max": "300000 100000"}, 3, (100, 60)),
     "version 1, no limit": (
         "3:cpu:/\n4:memory:/",
-        {
-            "cpu/cpu.cfs_quota_us": "-1",
-            "cpu/cpu.cfs_period_us": "100000",
-            "memory/memory.limit_in_bytes": f"{2**63 - 4096}",
-            "memory/memory.usage_in_bytes": "9",
-            "memory/memory.stat": "",
-        },
+        under("cpu/", cpu_cfs_quota_us="-1", cpu_cfs_period_us="100000")
+        | under("memory/", memory_limit_in_bytes=f"{2**63 - 4096}", memory_usage_in_bytes="9", memory_stat=""),
         8,
         (100, 60),
     ),
     "version 1, half a core": ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1, (100, 60)),
     "version 1, joint controllers, below a limited group": (
         "3:cpu,cpuacct:/job/step\n4:memory:/job/step",
-        {
-            "cpu,cpuacct/job/cpu.cfs_quota_us": "400000",
-            "cpu,cpuacct/job/cpu.cfs_period_us": "100000",
-            "memory/job/memory.limit_in_bytes": "30",
-            "memory/job/memory.usage_in_bytes": "40",
-            "memory/job/memory.stat": "total_inactive_file 3",
-            "cpu,cpuacct/job/step/x": "",
-            "memory/job/step/x": "",
-        },
+        under("cpu,cpuacct/job/", cpu_cfs_quota_us="400000", cpu_cfs_period_us="100000")
+        | under("memory/job/", memory_limit_in_bytes="30", memory_usage_in_bytes="40", memory_stat="total_inactive_file 3")
+        | {"cpu,cpuacct/job/step/x": "", "memory/job/step/x": ""},
         4,
         (30, 0),
     ),
     "version 1, a container that the host names": (
         "3:cpu:/docker/12ab\n4:memory:/docker/12ab",
-        {
-            "cpu/cpu.cfs_quota_us": "200000",
-            "cpu/cpu.cfs_period_us": "100000",
-            "memory/memory.limit_in_bytes": "20",
-            "memory/memory.usage_in_bytes": "5",
-            "memory/memory.stat": "total_inactive_file 0",
-        },
+        under("cpu/", cpu_cfs_quota_us="200000", cpu_cfs_period_us="100000")
+        | under("memory/", memory_limit_in_bytes="20", memory_usage_in_bytes="5", memory_stat="total_inactive_file 0"),
         2,
         (20, 15),
     ),

@@ -335,9 +335,11 @@ def test_the_interval_of_a_share_ends_where_what_was_seen_is_two_standard_deviat
 class LongName(Sum):
     """A gold call of a tool whose name is long enough to be no accident, and which errors name as well."""
 
+    called = "look_up_what_is_under_a_key"
+
     def make_task(self, rng_seed: int, split: str) -> Task:
         task = super().make_task(rng_seed, split)
-        return replace(task, gold={**task.gold, "calls": [{"name": "look_up_what_is_under_a_key"}]})
+        return replace(task, gold={**task.gold, "calls": [{"name": self.called}]})
 
     @tool(read_only=True)
     async def look_up_what_is_under_a_key(self, key: str) -> str:
@@ -348,17 +350,12 @@ class LongName(Sum):
 class AddedName(LongName):
     """Its tools come with the task, and its episode ends at the first call."""
 
-    id = "tests/AddedName-v0"
+    id, called = "tests/AddedName-v0", "look_up_what_the_task_is_about"
 
     async def setup(self, task: Task) -> None:
         await super().setup(task)
         self.toolbox.table = {item.name: item for item in self.toolbox}
-        added = Tool.from_schema("look_up_what_the_task_is_about", "", {"type": "object"}, self.over)
-        self.toolbox.add(added)
-
-    def make_task(self, rng_seed: int, split: str) -> Task:
-        task = super().make_task(rng_seed, split)
-        return replace(task, gold={**task.gold, "calls": [{"name": "look_up_what_the_task_is_about"}]})
+        self.toolbox.add(Tool.from_schema(self.called, "", {"type": "object"}, self.over))
 
     async def over(self, **arguments: Any) -> str:
         self.finish()

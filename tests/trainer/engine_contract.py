@@ -74,6 +74,18 @@ def updated(engine: BaseEngine) -> float:
     return engine.step()
 
 
+def check_resumed(engine: BaseEngine, again: BaseEngine, folder: Path) -> None:
+    """That `again`, which loads what `engine` saves after an update, goes on as it does, to the bit."""
+    updated(engine)
+    save_state(engine, folder, {"updates": 1})
+    assert load_state(again, folder) == {"updates": 1}
+    state, loaded = ({name: whole(tensor) for name, tensor in one.state().items()} for one in (engine, again))
+    assert state.keys() == loaded.keys() and all(torch.equal(tensor, loaded[name]) for name, tensor in state.items())
+    assert updated(engine) == updated(again)
+    mine, theirs = parameters_of(engine), parameters_of(again)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
 class TrainEngineContract:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_logprobs_and_entropies_are_those_of_transformers_alone(self, made: Made, tiny: str, temperature: float) -> None:
@@ -159,14 +171,8 @@ class TrainEngineContract:
         engine, again = made(), made()
         for one in (engine, again):
             one.use_optimizer(toy_optim())
-        updated(engine)
-        save_state(engine, tmp_path / "state", {"updates": 1})
-        assert load_state(again, tmp_path / "state") == {"updates": 1}
-        assert engine.state().keys() == again.state().keys()
+        check_resumed(engine, again, tmp_path / "state")
         assert {name for name in engine.state() if name.startswith("model.")} == {f"model.{n}" for n, _ in engine.tensors()}
-        assert updated(engine) == updated(again)
-        mine, theirs = parameters_of(engine), parameters_of(again)
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
     def test_memory_that_is_given_back_returns(
         self, made: Made, traits: frozenset[str], monkeypatch: Any, tmp_path: Path

@@ -22,11 +22,10 @@ from agentrl.trainer.learner import check_learner
 from agentrl.trainer.memory import count, shell
 from agentrl.trainer.optim import optim_of, optims_of, sft_optim
 from agentrl.trainer.roles import Critic
-from agentrl.trainer.train_state import load_state, save_state
 from agentrl.utils.errors import ConfigError, DependencyError
 from tests.conftest import proof
 from tests.publishing import weights_of as weights
-from tests.trainer.engine_contract import parameters_of, updated
+from tests.trainer.engine_contract import check_resumed, updated
 from tests.trainer.learners import agree
 from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, toy_sft, train_batch
 
@@ -125,15 +124,7 @@ def engine_of(tiny: str, name: str, **model: Any) -> FsdpEngine:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_engine_goes_on_to_the_bit_with_each(tiny: str, name: str, tmp_path: Path) -> None:
-    engine, again = engine_of(tiny, name), engine_of(tiny, name)
-    updated(engine)
-    save_state(engine, tmp_path / "state", {})
-    load_state(again, tmp_path / "state")
-    assert engine.state().keys() == again.state().keys()
-    assert all(torch.equal(tensor, again.state()[key]) for key, tensor in engine.state().items())
-    assert updated(engine) == updated(again)
-    mine, theirs = parameters_of(engine), parameters_of(again)
-    assert all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items())
+    check_resumed(engine_of(tiny, name), engine_of(tiny, name), tmp_path / "state")
 
 
 @pytest.mark.parametrize("name", KINDS)
