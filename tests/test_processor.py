@@ -115,7 +115,7 @@ def test_control_groups_limit_cores_and_memory(name: str, tmp_path: Path, monkey
 
 
 @proof
-def test_a_real_control_group_is_seen_by_all_that_count(tmp_path: Path) -> None:
+def test_a_real_control_group_is_seen_by_all_that_count() -> None:
     """In a group of one core and 2 GiB: what doctor says, the plan's memory, and the size of Ray's start."""
     groups = {
         "cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000"},

@@ -130,7 +130,7 @@ def test_errors_of_a_model_behind_an_api_name_the_proxy(proxy: Stub) -> None:
         asyncio.run(user._complete([{"role": "user", "content": "hi"}]))
 
 
-def test_what_the_user_has_exempt_stays_and_nothing_is_set_without_a_proxy(proxy: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_exempt_stays_and_nothing_is_set_without_a_proxy(proxy: Stub) -> None:
     proxies.exempt("10.1.2.3")
     proxies.exempt("10.1.2.3")
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "internal.example,127.0.0.1,localhost,::1,10.1.2.3"

@@ -185,7 +185,7 @@ def test_a_name_that_is_taken_is_told_before_a_server_is_started(
     assert "runs/run: there is a run of that name" in capsys.readouterr().err and not begun.exists()
 
 
-def test_a_dry_run_with_overwrite_leaves_the_run_that_it_would_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_with_overwrite_leaves_the_run_that_it_would_remove(tmp_path: Path) -> None:
     run = RunFolder.create(load_config(QUICKSTART, ["name=run", *SMALL]))
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", QUICKSTART, "name=run", *SMALL, "--overwrite", "--dry-run"]) == 0

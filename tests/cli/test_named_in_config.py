@@ -99,6 +99,6 @@ def test_without_a_file_the_key_is_named() -> None:
         check_train(config)
 
 
-def test_an_environment_that_is_not_chosen_may_be_missing(tiny: str, tmp_path: Path) -> None:
+def test_an_environment_that_is_not_chosen_may_be_missing(tiny: str) -> None:
     Path("c.toml").write_text(f"{SMALL}{TWO}params = {{ y = 1 }}\n[rollout]\nmax_turns = 1\nmax_turn_tokens = 4\n")
     assert main(["eval", "a", "--config", "c.toml", "--model", tiny, "-n", "1", "--out", "out"]) == 0

@@ -190,7 +190,7 @@ def test_lint_command(tmp_path, capsys):
     assert "do-nothing-floor" in [item["code"] for item in found]
 
 
-def test_replays_on_a_real_environment(tmp_path, capsys):
+def test_replays_on_a_real_environment(tmp_path):
     root = leaf("state.match", {"replay": {"$": "/task/gold/calls"}, "by": "hash"})
     state = write(tmp_path / "state.json", spec(root))
     with pytest.raises(UserError, match="name it with --env ID"):
@@ -282,7 +282,7 @@ def test_a_difference_by_rounding_is_no_rank(tmp_path, capsys):
     assert (found["changed"], found["values"]) == ([], [])
 
 
-def test_an_environment_s_own_spec_is_replayed_on_it_in_each_command(tmp_path):
+def test_an_environment_s_own_spec_is_replayed_on_it_in_each_command():
     for argv in (["score", "key_value", "t"], ["diff", "key_value", "x.json", "t"], ["diff", "x.json", "key_value", "t"]):
         assert command._options(build_parser().parse_args(["reward", *argv])).env == EnvRef("key_value")
 

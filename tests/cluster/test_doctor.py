@@ -83,7 +83,7 @@ def test_a_kernel_without_landlock_is_refused_with_what_to_install(monkeypatch):
         require_kernel.cache_clear()
 
 
-def test_temporary_folders_that_ray_cannot_use(monkeypatch, tmp_path):
+def test_temporary_folders_that_ray_cannot_use(monkeypatch):
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: "/tmp")
     assert machine.ray_folder() is None and checks.check_temporary_folder().level == "ok"

@@ -116,7 +116,7 @@ async def test_workers_in_replicas_play_what_the_driver_would_and_ask_it_for_no_
 
 
 async def test_a_replica_that_dies_gives_its_episodes_back_and_its_successor_gets_a_worker(
-    run: Any, tokenizer: Any, model: Any, spawned: Any, caplog: pytest.LogCaptureFixture
+    run: Any, tokenizer: Any, model: Any, spawned: Any
 ) -> None:
     engine, pool = await run(2)
     await publish(engine, 1, parameters(model))
@@ -273,7 +273,7 @@ async def test_a_worker_is_refused_turns_while_the_weights_are_not_whole() -> No
     assert len(asked) == 3
 
 
-async def test_progress_of_a_turn_is_read_in_the_same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_progress_of_a_turn_is_read_in_the_same_process() -> None:
     made, looks, going = actor(), [], asyncio.Event()
 
     def told() -> Any:

@@ -327,7 +327,7 @@ def test_a_table_becomes_a_config_with_names_for_what_is_python(tmp_path: Path) 
         config_of({"env": Pick, "rollout": {"group": 3}})
 
 
-def test_what_is_sent_by_value_is_there_in_another_process(tmp_path: Path) -> None:
+def test_what_is_sent_by_value_is_there_in_another_process() -> None:
     """A class of a cell (`__main__`), and its reward, in a process that has no such file."""
     code = (
         "import sys, agentrl\nfrom agentrl.utils.search_path import pack_given, used_names\n"

@@ -32,7 +32,7 @@ def reinforce(given: agentrl.LossInput) -> agentrl.LossOutput:
     return agentrl.LossOutput(-given.advantages * given.logprobs, {"mine": torch.ones_like(given.logprobs), "one": 1.0})
 
 
-def test_two_updates_by_hand_are_the_runs_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_updates_by_hand_are_the_runs_bit_for_bit(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
     run = agentrl.train(table(out=str(tmp_path)), on_step=lambda row, session: rows.append(dict(row)))
     with agentrl.session(table()) as loop:

@@ -121,7 +121,7 @@ def test_the_start_and_its_plan_refuse_a_cache_that_holds_no_episode(
         Planner(config).dry_run(small / GIB)
 
 
-def test_the_cache_in_host_memory_is_not_the_cards(tmp_path: Path) -> None:
+def test_the_cache_in_host_memory_is_not_the_cards() -> None:
     """Without a card a plan counts what the engine would take: at most 4 GiB or a quarter of the machine, at least an episode."""
     base = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"init": {"layers": 36, "kv_heads": 8, "heads": 8,
             "head_dim": 128, "hidden": 32, "context": 40_960}}, "rollout": {"max_episode_tokens": 16_384}}  # fmt: skip

@@ -41,9 +41,7 @@ def shop(prefix: str, key: str = "sesame") -> str:
     return f'tools.mcp.shop={{command={command},prefix="{prefix}",tools=["count"],env={{SHOP_KEY="{key}"}}}}'
 
 
-def test_other_tools_of_a_server_are_another_evaluation_and_no_key_is_written_down(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_tools_of_a_server_are_another_evaluation_and_no_key_is_written_down(capsys: pytest.CaptureFixture[str]) -> None:
     Path("shop.py").write_text(SERVER)
     with Loopback(solve) as server:
         assert evaluate(server, shop("a_")) == 0

@@ -33,9 +33,7 @@ def config(tmp_path: Path) -> TrainConfig:
     })  # fmt: skip
 
 
-def test_a_part_that_fails_to_close_leaves_no_other_open(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_to_close_leaves_no_other_open(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: Collector) -> None:
         raise RuntimeError("it does not close")
 
@@ -51,7 +49,7 @@ def test_a_part_that_fails_to_close_leaves_no_other_open(
     assert alive == [] and session.engine._model is None and session.actors.backend.workers == []
 
 
-def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Path) -> None:
+def test_each_part_of_a_session_gets_its_keys(config: TrainConfig) -> None:
     async def opened() -> Any:
         session: Any = await open_session(config, RunFolder.create(config), Display())
         workers = list(session.actors.backend.workers)

@@ -69,7 +69,7 @@ def test_head_counts_that_do_not_fit(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path) -> None:
     parser = build_parser()
     args = parser.parse_args(["init-model", str(tmp_path / "m"), "--layers", "1", "--hidden", "32"])
     assert args.run(args) == 0

@@ -66,7 +66,7 @@ def test_logits_of_a_chunk_are_all_that_lives() -> None:
     assert max(kept) <= max(hidden.numel(), weight.numel())
 
 
-def test_entropies_that_are_only_measured_cost_nothing_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entropies_that_are_only_measured_cost_nothing_in_the_backward_pass() -> None:
     """An update measures the entropy of every token; without a bonus it has no gradient."""
     asked = []
     kernels = HeadKernels(slope=lambda *args: asked.append(args[4][1]) or slope(*args))

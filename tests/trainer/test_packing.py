@@ -59,7 +59,7 @@ def test_one_row_a_pass_gives_the_update_of_packed_rows(how: dict[str, Any], tmp
     assert all(same[name] == pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in metrics.items())
 
 
-def test_the_longest_row_and_not_the_cap_is_counted(tmp_path: Path) -> None:
+def test_the_longest_row_and_not_the_cap_is_counted() -> None:
     """Activations grow with the tokens of a pass: by a sixteenth of them are a sixteenth."""
     base = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"init": {}}, "cluster": {"backend": "inline"}}
     sizes = ["optim.micro_tokens=4096", "rollout.max_episode_tokens=256", "model.dtype=float32"]

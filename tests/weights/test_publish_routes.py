@@ -130,7 +130,7 @@ async def test_a_route_that_cannot_serve_says_why(
     assert await send(WeightsConfig(folder=str(tmp_path))) == "disk"  # auto goes on to the next
 
 
-def test_another_machines_file_of_the_same_name_is_not_taken(tmp_path: Path) -> None:
+def test_another_machines_file_of_the_same_name_is_not_taken() -> None:
     sender = shared.SharedSender(1 << 12, 1)
     offer = sender.open()
     wrong = replace(offer, where=("00" * 16, *offer.where[1:]))

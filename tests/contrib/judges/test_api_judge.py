@@ -298,7 +298,7 @@ def test_a_long_transcript_is_cut_in_the_middle(server):
     assert "END" in text
 
 
-def test_offline_scoring_asks_the_judge_once_for_equal_episodes(server, tmp_path, monkeypatch, capsys):
+def test_offline_scoring_asks_the_judge_once_for_equal_episodes(server, tmp_path, capsys):
     from agentrl.cli.main import main
 
     file = tmp_path / "episodes.jsonl"
@@ -446,7 +446,7 @@ def test_a_judge_has_arguments_too_and_is_asked_with_them_before_a_run(tmp_path:
     assert before.keys() == during.keys() and before["max_tokens"] == 50
 
 
-def test_verdicts_are_kept_by_the_arguments(tmp_path: Path) -> None:
+def test_verdicts_are_kept_by_the_arguments() -> None:
     schema = {"type": "object"}
     request = VerdictRequest("openai/j", ({"role": "user", "content": "q"},), schema, 50)
     with Loopback(lambda body, number: json.dumps({"score": number})) as server:

@@ -1,7 +1,6 @@
 """Replays by round of an environment elsewhere: its user is heard, and scores are those of the environment here."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ def scored(scorer: Scorer, episode: Trajectory) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Cabinet", "Chatty", "Guest"])
-def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Running, tmp_path: Path) -> None:
+def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Running) -> None:
     """Gold, a wrong second round, nothing at all: the same values and evidence, under a record and from it as well; no
     model that is the user is asked."""
     there = maker(server, kind)

@@ -95,7 +95,7 @@ def build(template, made={}):  # noqa: B006 - one for all examples
     return made[template]
 
 
-def test_prose_comes_with_its_tokens_and_nothing_of_a_call(tmp_path):
+def test_prose_comes_with_its_tokens_and_nothing_of_a_call():
     renderer = make_renderer(TOKENIZERS["bytes"])
     ids = renderer.assistant(renderer.parse(CODECS["bytes"].encode("Look: ä <b>"), "length"))
     told = [reader_told for reader in [reader_of(renderer)] for reader_told in (reader.read([number]) for number in ids)]
