@@ -65,8 +65,7 @@ def test_every_key_stands_in_it_once_with_its_meaning_and_unit() -> None:
     assert max(map(len, lines)) < 200
 
 
-def test_each_value_says_where_it_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_each_value_says_where_it_is_from(here: Path) -> None:
     Path("low.toml").write_text(LOW)
     Path("top.toml").write_text(TOP)
     overrides = ["env.params.max_value=3", "optim.lr=0.5", "~rollout.max_turns"]
@@ -85,8 +84,7 @@ def test_each_value_says_where_it_is_from(tmp_path: Path, monkeypatch: pytest.Mo
     assert "# sft is unset: " in text
 
 
-def test_what_a_base_said_of_another_environment_is_not_the_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_a_base_said_of_another_environment_is_not_the_origin(here: Path) -> None:
     Path("low.toml").write_text('[env]\nid = "a"\nreward = "r"\nparams = { x = 1 }\n')
     Path("top.toml").write_text('base = "low"\n[env]\nid = "b"\n')
     origins = read_origins("top.toml")

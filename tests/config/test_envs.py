@@ -109,16 +109,15 @@ def test_a_config_builds_on_the_environments_of_its_base(tmp_path: Path) -> None
         of("[env.codes]\nweight = 2.0\n")
 
 
-def test_paths_are_whole_in_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path / "code.json", "{}")
-    (tmp_path / "checkout").mkdir()
+def test_paths_are_whole_in_every_entry(here: Path) -> None:
+    written(here / "code.json", "{}")
+    (here / "checkout").mkdir()
     more = ["env.key_value.tools.sets=['code.json','dates']", "env.key_value.params.source='checkout'"]
-    config = load_config(written(tmp_path / "two.toml"), more)
+    config = load_config(written(here / "two.toml"), more)
     whole = with_absolute_paths(config).envs
-    assert whole[1].reward == str(tmp_path / "code.json")
-    assert whole[0].tools is not None and whole[0].tools.sets == [str(tmp_path / "code.json"), "dates"]
-    assert whole[0].params["source"] == str(tmp_path / "checkout")
+    assert whole[1].reward == str(here / "code.json")
+    assert whole[0].tools is not None and whole[0].tools.sets == [str(here / "code.json"), "dates"]
+    assert whole[0].params["source"] == str(here / "checkout")
 
 
 FULL: dict[str, Any] = {

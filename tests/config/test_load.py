@@ -144,8 +144,7 @@ def test_a_wrong_base_says_which_file_is_wrong(tmp_path: Path, base: str, expect
         assert part in str(caught.value)
 
 
-def test_a_config_in_an_empty_folder_builds_on_one_of_the_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_config_in_an_empty_folder_builds_on_one_of_the_shelf(here: Path) -> None:
     Path("mine.toml").write_text('base = "quickstart"\nname = "mine"\n')
     whole = load_config(ROOT / "configs" / "quickstart.toml", ["name=mine"])
     assert load_config("mine.toml", find=find_config_file) == whole
