@@ -194,27 +194,17 @@ async def play(
     return group.trajectories, engine
 
 
-RULE = [
-    # Why the episode ended, who is to blame, and whether it is scored: if not, it is tried again.
-    ("done", None, True),
-    ("max_turns", None, True),
-    ("max_tokens", None, True),
-    ("context_full", None, True),
-    ("max_tool_time", "policy", True),
-    ("max_episode_time", "policy", True),
-    ("agent_failed", "policy", True),
-    ("tool_timeout", "infrastructure", False),
-    ("episode_timeout", "infrastructure", False),
-    ("engine_timeout", "infrastructure", False),
-    ("env_error", "infrastructure", False),
-    ("engine_error", "infrastructure", False),
-    ("agent_error", "infrastructure", False),
-    ("cancelled", "infrastructure", False),
-]
+RULE = {  # why the episode ended, and who is to blame; infrastructure's are not scored, and tried again
+    **dict.fromkeys(["done", "max_turns", "max_tokens", "context_full"]),
+    **dict.fromkeys(["max_tool_time", "max_episode_time", "agent_failed"], "policy"),
+    **dict.fromkeys(["tool_timeout", "episode_timeout", "engine_timeout", "env_error"], "infrastructure"),
+    **dict.fromkeys(["engine_error", "agent_error", "cancelled"], "infrastructure"),
+}
 
 
 def test_the_rule_names_every_stop() -> None:
-    assert [(stop.value, stop.blame, not stop.infrastructure) for stop in sorted(StopReason)] == sorted(RULE)
+    assert {stop.value: stop.blame for stop in StopReason} == RULE
+    assert all(stop.infrastructure == (stop.blame == "infrastructure") for stop in StopReason)
     assert StopReason("max_turn_time") is StopReason.ENGINE_TIMEOUT, "of an earlier version"
 
 
@@ -240,13 +230,12 @@ async def test_members_are_scored_by_whose_fault_their_timeout_was(room: Any, re
     limits = {"turn_timeout": 1.0, "episode_timeout": 1.0, "max_turn_tokens": 60, "max_turns": 50}
     with caplog.at_level(logging.WARNING):
         members, engine = await play(room(), renderer, parts, **limits)
-    rule = {stop: (blame, scored) for stop, blame, scored in RULE}
     retried = {int(key.split(".")[1][1:]) for key in engine.keys if key.endswith(".a1")}
     for at, (member, (who, _, stop, reward)) in enumerate(zip(members, ENDS, strict=True)):
-        blame, scored = rule[stop]
+        lost = RULE[stop] == "infrastructure"
         assert (member.stop.value, member.reward) == (stop, reward), (who, member.error)
-        assert (member.cause and member.cause["blame"]) == blame, who
-        assert (member.reward is not None, at in retried) == (scored, not scored), who
+        assert (member.cause and member.cause["blame"]) == RULE[stop], who
+        assert (member.reward is None, at in retried) == (lost, lost), who
     assert members[4].cause is not None and members[4].cause["infrastructure_s"] >= 0.9 > members[4].cause["policy_s"]
     assert members[6].truncated and not members[6].terminated
     error = members[9].error or ""
