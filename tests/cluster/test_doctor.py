@@ -46,15 +46,12 @@ def test_an_empty_ray_address_and_a_lost_package_are_found(monkeypatch):
     assert any(f.check == "no-such-package" and f.level == "fail" for f in checks.check_versions())
 
 
-@pytest.mark.parametrize(
-    ("landlock", "local", "bubblewrap", "level", "said", "advice"),
-    [
-        (7, None, None, "ok", "Landlock 7; local works; bubblewrap works (namespaces: user", ""),
-        (1, None, "not installed", "ok", "(files cannot be moved between folders; truncate by path is refused; TCP", ""),
-        (0, "no Landlock", None, "ok", "no Landlock; local is refused; bubblewrap works", ""),
-        (0, "no Landlock", "not installed", "warn", "local is refused; no bubblewrap: not installed", "install bubblewrap"),
-    ],
-)
+@pytest.mark.parametrize(("landlock", "local", "bubblewrap", "level", "said", "advice"), [
+    (7, None, None, "ok", "Landlock 7; local works; bubblewrap works (namespaces: user", ""),
+    (1, None, "not installed", "ok", "(files cannot be moved between folders; truncate by path is refused; TCP", ""),
+    (0, "no Landlock", None, "ok", "no Landlock; local is refused; bubblewrap works", ""),
+    (0, "no Landlock", "not installed", "warn", "local is refused; no bubblewrap: not installed", "install bubblewrap"),
+])  # fmt: skip
 def test_what_the_sandboxes_reach(monkeypatch, landlock, local, bubblewrap, level, said, advice):
     monkeypatch.setattr(sandboxes, "reach", lambda: Reach("6.1", landlock, local, bubblewrap))
     [found] = sandboxes.check_sandbox()

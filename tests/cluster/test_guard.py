@@ -111,16 +111,13 @@ def ray_of(nodes: list[tuple[str, bool]], own: str) -> Any:
     return SimpleNamespace(is_initialized=lambda: bool(nodes), nodes=lambda: listed, util=util)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "told"),
-    [
-        ([], "127.0.0.1"),  # no Ray
-        ([("10.0.0.1", True)], "127.0.0.1"),  # one machine: its own address need not route back
-        ([("10.0.0.1", True), ("10.0.0.1", True)], "127.0.0.1"),  # two Ray nodes on it
-        ([("10.0.0.1", True), ("10.0.0.2", False)], "127.0.0.1"),  # the other one is gone
-        ([("10.0.0.1", True), ("10.0.0.2", True)], "10.0.0.1"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "told"), [
+    ([], "127.0.0.1"),  # no Ray
+    ([("10.0.0.1", True)], "127.0.0.1"),  # one machine: its own address need not route back
+    ([("10.0.0.1", True), ("10.0.0.1", True)], "127.0.0.1"),  # two Ray nodes on it
+    ([("10.0.0.1", True), ("10.0.0.2", False)], "127.0.0.1"),  # the other one is gone
+    ([("10.0.0.1", True), ("10.0.0.2", True)], "10.0.0.1"),
+])  # fmt: skip
 def test_a_process_tells_its_nodes_address_if_there_are_others(
     monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, bool]], told: str
 ) -> None:

@@ -29,25 +29,22 @@ def port() -> Iterator[tuple[socket.socket, str]]:
 FORM = r"^cluster.address = '{}': expected the head as .HOST:PORT.*or .auto"
 
 
-@pytest.mark.parametrize(
-    ("address", "variable", "said"),
-    [
-        (
-            "127.0.0.1:{port}",
-            None,
-            r"^cluster.address = '127.0.0.1:{port}': nothing answers there .*ray start --head --port={port};",
-        ),
-        ("127.0.0.1:1", "127.0.0.1:{port}", r"^cluster.address = '127.0.0.1:1': nothing answers"),
-        (
-            "",
-            "127.0.0.1:{port}",
-            r"^RAY_ADDRESS = '127.0.0.1:{port}' \(of the environment; unset it to run on this machine alone\): nothing answers",
-        ),
-        ("ray://127.0.0.1:{port}", None, "nothing answers there"),  # Ray itself takes half a minute
-        ("auto", "127.0.0.1:{port}", r"^cluster.address = '[0-9.]+:{port}': nothing answers there"),  # as Ray finds it
-        *((wrong, None, FORM.format(wrong)) for wrong in ("head", "10.0.0.1", "head:", "http://head:port")),
-    ],
-)
+@pytest.mark.parametrize(("address", "variable", "said"), [
+    (
+        "127.0.0.1:{port}",
+        None,
+        r"^cluster.address = '127.0.0.1:{port}': nothing answers there .*ray start --head --port={port};",
+    ),
+    ("127.0.0.1:1", "127.0.0.1:{port}", r"^cluster.address = '127.0.0.1:1': nothing answers"),
+    (
+        "",
+        "127.0.0.1:{port}",
+        r"^RAY_ADDRESS = '127.0.0.1:{port}' \(of the environment; unset it to run on this machine alone\): nothing answers",
+    ),
+    ("ray://127.0.0.1:{port}", None, "nothing answers there"),  # Ray itself takes half a minute
+    ("auto", "127.0.0.1:{port}", r"^cluster.address = '[0-9.]+:{port}': nothing answers there"),  # as Ray finds it
+    *((wrong, None, FORM.format(wrong)) for wrong in ("head", "10.0.0.1", "head:", "http://head:port")),
+])  # fmt: skip
 def test_an_address_at_which_no_head_can_be_is_refused_at_once(
     port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch, address: str, variable: str | None, said: str
 ) -> None:
@@ -68,14 +65,11 @@ def test_what_listens_but_is_no_head_is_given_up(port: tuple[socket.socket, str]
         joining.check_join(port[1])
 
 
-@pytest.mark.parametrize(
-    ("env", "said"),
-    [
-        ({}, "RAY_AUTH_MODE is not set, the token would come from ~/.ray/auth_token"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}, "RAY_AUTH_MODE is token, RAY_AUTH_TOKEN is set"),
-        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": "f"}, "RAY_AUTH_MODE is disabled, RAY_AUTH_TOKEN_PATH is set"),
-    ],
-)
+@pytest.mark.parametrize(("env", "said"), [
+    ({}, "RAY_AUTH_MODE is not set, the token would come from ~/.ray/auth_token"),
+    ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}, "RAY_AUTH_MODE is token, RAY_AUTH_TOKEN is set"),
+    ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": "f"}, "RAY_AUTH_MODE is disabled, RAY_AUTH_TOKEN_PATH is set"),
+])  # fmt: skip
 def test_a_refused_token_says_where_it_came_from(
     port: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
 ) -> None:
@@ -103,15 +97,12 @@ def test_auto_without_a_cluster_says_how_to_plan_one(monkeypatch: pytest.MonkeyP
 # -- the token of a local Ray, which listens on every interface ------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "made"),
-    [
-        ({}, True),
-        ({"RAY_AUTH_MODE": "token"}, True),
-        ({"RAY_AUTH_MODE": "disabled"}, False),
-        ({"RAY_AUTH_TOKEN_PATH": "/x"}, False),
-    ],
-)
+@pytest.mark.parametrize(("given", "made"), [
+    ({}, True),
+    ({"RAY_AUTH_MODE": "token"}, True),
+    ({"RAY_AUTH_MODE": "disabled"}, False),
+    ({"RAY_AUTH_TOKEN_PATH": "/x"}, False),
+])  # fmt: skip
 def test_a_token_is_made_unless_the_user_has_one_or_wants_none(
     given: dict[str, str], made: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,17 +107,14 @@ def test_each_role_of_a_run_may_have_a_pool_of_its_own():
     assert "reference" in RunRoles(EngineChoice(config.model_copy(update={"algorithm": penalty}), "embedded")).names
 
 
-@pytest.mark.parametrize(
-    ("roles", "pool", "engine", "message"),
-    [
-        ({"rollout": "p"}, PoolConfig(), "embedded", 'embedded engine samples in the driver; set engine = "vllm"'),
-        ({"rollout": "p"}, PoolConfig(per_node=2), "vllm", r"p has 2 processes .* vllm.replicas = 1.*set vllm.replicas = 2"),
-        ({"actor": "p"}, PoolConfig(nodes=3), "embedded", r"p has 3 processes .* cluster.actors = 1.*set cluster.actors = 3"),
-        ({"actor": "p", "rollout": "p"}, PoolConfig(gpus=1.0), "vllm", "cannot share the GPUs of actor"),
-        ({"rollout": "p"}, PoolConfig(gpus=2.0), "vllm", "gpus = 2, but a vLLM replica uses vllm.tensor_parallel = 1"),
-        ({"critic": "po"}, PoolConfig(), "embedded", r"cluster.roles.critic names the pool 'po', .*did you mean 'p'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("roles", "pool", "engine", "message"), [
+    ({"rollout": "p"}, PoolConfig(), "embedded", 'embedded engine samples in the driver; set engine = "vllm"'),
+    ({"rollout": "p"}, PoolConfig(per_node=2), "vllm", r"p has 2 processes .* vllm.replicas = 1.*set vllm.replicas = 2"),
+    ({"actor": "p"}, PoolConfig(nodes=3), "embedded", r"p has 3 processes .* cluster.actors = 1.*set cluster.actors = 3"),
+    ({"actor": "p", "rollout": "p"}, PoolConfig(gpus=1.0), "vllm", "cannot share the GPUs of actor"),
+    ({"rollout": "p"}, PoolConfig(gpus=2.0), "vllm", "gpus = 2, but a vLLM replica uses vllm.tensor_parallel = 1"),
+    ({"critic": "po"}, PoolConfig(), "embedded", r"cluster.roles.critic names the pool 'po', .*did you mean 'p'"),
+])  # fmt: skip
 def test_a_place_that_does_not_suit_its_role_is_refused(roles, pool, engine, message):
     with pytest.raises(ConfigError, match=message):
         check_placement(start_of(run_of({"p": pool}, roles), engine))
@@ -164,24 +161,21 @@ def replicas(count: int, tp: int = 1) -> Unpooled:
     return Unpooled("vllm.replicas", count, 0.0, float(tp))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "cluster", "placed"),
-    [
-        ([actors(16)], (8, 8), [[("a", 8), ("b", 8)]]),  # never all on one node
-        ([actors(4), replicas(4)], (8,), [[("a", 4)], [("a", 4)]]),
-        ([actors(8), replicas(8)], (8, 8), [[("a", 8)], [("b", 8)]]),  # ranks that exchange gradients within a node
-        ([actors(4), replicas(6, tp=2)], (8, 8), [[("a", 4)], [("a", 2), ("b", 4)]]),
-        ([actors(6)], (4, 4), [[("a", 3), ("b", 3)]]),
-        ([actors(12)], (8, 4), [[("a", 8), ("b", 4)]]),
-        ([actors(4), replicas(1, tp=8)], (8, 4), [[("b", 4)], [("a", 1)]]),
-        ([actors(10), replicas(3, tp=2)], (8, 8), None),  # any place will do
-        ([actors(4, block=2)], (3, 3), [[("a", 2), ("b", 2)]]),  # two ranks whose cards one replica uses
-        ([actors(4, block=4)], (3, 3), "refused"),
-        ([actors(1), replicas(1)], (1,), "refused"),
-        ([actors(8), replicas(1, tp=8)], (8, 7), "refused"),
-        ([actors(9)], (8, 0), "refused"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wanted", "cluster", "placed"), [
+    ([actors(16)], (8, 8), [[("a", 8), ("b", 8)]]),  # never all on one node
+    ([actors(4), replicas(4)], (8,), [[("a", 4)], [("a", 4)]]),
+    ([actors(8), replicas(8)], (8, 8), [[("a", 8)], [("b", 8)]]),  # ranks that exchange gradients within a node
+    ([actors(4), replicas(6, tp=2)], (8, 8), [[("a", 4)], [("a", 2), ("b", 4)]]),
+    ([actors(6)], (4, 4), [[("a", 3), ("b", 3)]]),
+    ([actors(12)], (8, 4), [[("a", 8), ("b", 4)]]),
+    ([actors(4), replicas(1, tp=8)], (8, 4), [[("b", 4)], [("a", 1)]]),
+    ([actors(10), replicas(3, tp=2)], (8, 8), None),  # any place will do
+    ([actors(4, block=2)], (3, 3), [[("a", 2), ("b", 2)]]),  # two ranks whose cards one replica uses
+    ([actors(4, block=4)], (3, 3), "refused"),
+    ([actors(1), replicas(1)], (1,), "refused"),
+    ([actors(8), replicas(1, tp=8)], (8, 7), "refused"),
+    ([actors(9)], (8, 0), "refused"),
+])  # fmt: skip
 def test_where_they_go(wanted: list[Unpooled], cluster: tuple[float, ...], placed: object) -> None:
     if placed == "refused":
         with pytest.raises(ResourceError, match=r"each actor takes a GPU of its own|these GPUs are on one node") as caught:

@@ -404,18 +404,15 @@ STARTING = "where it finds the GCS or the raylet of the Ray that it is starting 
 
 
 @proof
-@pytest.mark.parametrize(
-    ("victim", "moment", "restarts", "why"),
-    [
-        *((victim, moment, {1}, None) for victim in ("actor", "raylet", "GCS") for moment in MOMENTS),
-        ("actor", "start", {1, 2}, "group 'actor': a process died while building it"),  # while training processes are built
-        ("raylet", "start", {1, 2}, ""),
-        ("dashboard agent", "start", {1, 2}, ""),
-        ("raylet", "registration", {1}, f"{STARTING} (1 of 2)"),  # Ray ends the driver while Ray starts
-        ("runtime env agent", "rollout", {0, 1}, ""),  # a Ray that loses an agent is none, or goes on
-        ("dashboard agent", "rollout", {0, 1}, ""),
-    ],
-)
+@pytest.mark.parametrize(("victim", "moment", "restarts", "why"), [
+    *((victim, moment, {1}, None) for victim in ("actor", "raylet", "GCS") for moment in MOMENTS),
+    ("actor", "start", {1, 2}, "group 'actor': a process died while building it"),  # while training processes are built
+    ("raylet", "start", {1, 2}, ""),
+    ("dashboard agent", "start", {1, 2}, ""),
+    ("raylet", "registration", {1}, f"{STARTING} (1 of 2)"),  # Ray ends the driver while Ray starts
+    ("runtime env agent", "rollout", {0, 1}, ""),  # a Ray that loses an agent is none, or goes on
+    ("dashboard agent", "rollout", {0, 1}, ""),
+])  # fmt: skip
 def test_a_run_goes_on_from_its_newest_checkpoint_to_the_same_digits(
     config: Path, tmp_path: Path, victim: str, moment: str, restarts: set[int], why: str | None
 ) -> None:

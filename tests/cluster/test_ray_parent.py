@@ -103,25 +103,22 @@ BY_RAY = (
 AGAIN = [f"{BY_RAY}; restarting from the newest checkpoint \\({number} of 2\\)" for number in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "drivers", "said"),
-    [
-        pytest.param("130", 130, 1, [], id="ends by itself"),
-        pytest.param("early", 1, 1, [], id="before it has told anything"),
-        pytest.param("late", 1, 1, [], id="after what is begun has ended"),
-        *(
-            pytest.param(word, 1, 1, [f"(?!.*Ray).*has ended without a word; {HOW}"], id=f"without a word, {word}")
-            for word in ("no ray", "stopped")  # its end after it has stopped Ray itself is not Ray's
-        ),
-        pytest.param("own error,0", 1, 1, ["agentrl: AgentrlError: the gate is shut", f".*{BY_RAY}.*"], id="its own error first"),
-        pytest.param("ray,ray,0", 0, 3, AGAIN, id="goes on within the limit"),
-        pytest.param(
-            "ray,ray,ray", 1, 3, [*AGAIN, f"agentrl: WorkerDiedError: {BY_RAY}; {HOW}"], marks=proof, id="not beyond the limit"
-        ),
-        pytest.param("stops", 130, 1, [f"interrupted; {HOW}"], id="a stop that was requested"),
-        pytest.param("SIGKILL", -signal.SIGKILL, 1, [f".*was ended by SIGKILL; {HOW}"], id="a signal"),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "drivers", "said"), [
+    pytest.param("130", 130, 1, [], id="ends by itself"),
+    pytest.param("early", 1, 1, [], id="before it has told anything"),
+    pytest.param("late", 1, 1, [], id="after what is begun has ended"),
+    *(
+        pytest.param(word, 1, 1, [f"(?!.*Ray).*has ended without a word; {HOW}"], id=f"without a word, {word}")
+        for word in ("no ray", "stopped")  # its end after it has stopped Ray itself is not Ray's
+    ),
+    pytest.param("own error,0", 1, 1, ["agentrl: AgentrlError: the gate is shut", f".*{BY_RAY}.*"], id="its own error first"),
+    pytest.param("ray,ray,0", 0, 3, AGAIN, id="goes on within the limit"),
+    pytest.param(
+        "ray,ray,ray", 1, 3, [*AGAIN, f"agentrl: WorkerDiedError: {BY_RAY}; {HOW}"], marks=proof, id="not beyond the limit"
+    ),
+    pytest.param("stops", 130, 1, [f"interrupted; {HOW}"], id="a stop that was requested"),
+    pytest.param("SIGKILL", -signal.SIGKILL, 1, [f".*was ended by SIGKILL; {HOW}"], id="a signal"),
+])  # fmt: skip
 def test_what_is_made_of_the_end_of_a_driver(config: Path, words: str, code: int, drivers: int, said: list[str]) -> None:
     found, lines, started = ended(config, words)
     assert (found, started) == (code, ["new 0", "resumed 1", "resumed 2"][:drivers])

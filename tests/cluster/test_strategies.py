@@ -153,21 +153,18 @@ async def later(self: Worker) -> int:
     return 1
 
 
-@pytest.mark.parametrize(
-    ("table", "method", "said"),
-    [
-        ({"updaet": Broadcast()}, plain, "dispatch_table names 'updaet'.*did you mean 'update'"),
-        ({}, plain, "public method 'update' has no entry"),
-        ({"update": "broadcast"}, plain, "is not a strategy: 'broadcast'"),
-        ({"update": Shard()}, plain, "the method has no parameter for it"),
-        ({"update": Shard()}, counts, "'count', which is declared as"),
-        ({"update": Shard()}, silent, "needs a result, the method returns None"),
-        ({"update": Shard(collect="median")}, measured, "unknown collect 'median'"),
-        ({"update": Shard(balance="rows")}, measured, "unknown balance 'rows'"),
-        ({"update": Broadcast()}, later, "must be a plain method: a worker runs one call"),
-        ({"update": Broadcast()}, staticmethod(plain), "static"),
-    ],
-)
+@pytest.mark.parametrize(("table", "method", "said"), [
+    ({"updaet": Broadcast()}, plain, "dispatch_table names 'updaet'.*did you mean 'update'"),
+    ({}, plain, "public method 'update' has no entry"),
+    ({"update": "broadcast"}, plain, "is not a strategy: 'broadcast'"),
+    ({"update": Shard()}, plain, "the method has no parameter for it"),
+    ({"update": Shard()}, counts, "'count', which is declared as"),
+    ({"update": Shard()}, silent, "needs a result, the method returns None"),
+    ({"update": Shard(collect="median")}, measured, "unknown collect 'median'"),
+    ({"update": Shard(balance="rows")}, measured, "unknown balance 'rows'"),
+    ({"update": Broadcast()}, later, "must be a plain method: a worker runs one call"),
+    ({"update": Broadcast()}, staticmethod(plain), "static"),
+])  # fmt: skip
 def test_what_does_not_fit_fails_at_definition_and_names_the_class(table, method, said):
     with pytest.raises(DispatchError, match=rf"Wrong\b.*{said}"):
         type("Wrong", (Worker,), {"dispatch_table": table, "update": method})

@@ -355,13 +355,10 @@ async def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(r
     assert [m.stop.value for m in members] == ["done", "done"]
 
 
-@pytest.mark.parametrize(
-    ("part", "says"),
-    [
-        (("queue", 60), r"turn 0 at the engine \(0 tokens after \d s: 0 tokens/s\)"),
-        (("call", "work", {"code": "loop"}), r"tool work \(c\w*\), which has been running for \d s"),
-    ],
-)
+@pytest.mark.parametrize(("part", "says"), [
+    (("queue", 60), r"turn 0 at the engine \(0 tokens after \d s: 0 tokens/s\)"),
+    (("call", "work", {"code": "loop"}), r"tool work \(c\w*\), which has been running for \d s"),
+])  # fmt: skip
 async def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, renderer: Renderer, part: Any, says: str) -> None:
     with pytest.raises(StalledError, match=rf"episode g0\.m0\.a0 for \d s on {says}") as stalled:
         await play(room(), renderer, {0: [part], 1: ["bye"]}, stall_timeout=0.5)

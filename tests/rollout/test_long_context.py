@@ -219,19 +219,16 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("policy", "notes", "reward", "stop"),
-    [
-        ("stop", True, 0.0, StopReason.CONTEXT_FULL),
-        ("truncate", False, 0.0, StopReason.DONE),
-        ("truncate", True, 1.0, StopReason.DONE),
-        ("keep_recent", False, 0.0, StopReason.DONE),
-        ("keep_recent", True, 1.0, StopReason.DONE),
-        # The writer of the summaries puts the code into each of them.
-        ("compact", False, 1.0, StopReason.DONE),
-        ("compact", True, 1.0, StopReason.DONE),
-    ],
-)
+@pytest.mark.parametrize(("policy", "notes", "reward", "stop"), [
+    ("stop", True, 0.0, StopReason.CONTEXT_FULL),
+    ("truncate", False, 0.0, StopReason.DONE),
+    ("truncate", True, 1.0, StopReason.DONE),
+    ("keep_recent", False, 0.0, StopReason.DONE),
+    ("keep_recent", True, 1.0, StopReason.DONE),
+    # The writer of the summaries puts the code into each of them.
+    ("compact", False, 1.0, StopReason.DONE),
+    ("compact", True, 1.0, StopReason.DONE),
+])  # fmt: skip
 async def test_what_the_context_no_longer_holds_is_known_from_notes_or_a_summary(
     policy: str, notes: bool, reward: float, stop: StopReason, renderer: Renderer
 ) -> None:

@@ -59,18 +59,15 @@ class Given(TaskSampler):
         return TaskChoice(np.int64(index))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("answers", "ask", "said"),
-    [
-        ({"choose": lambda seed, index: index}, "draw", "choose returned 3, expected a TaskChoice"),
-        ({"choose": lambda seed, index: TaskChoice("a")}, "draw", "choose raised TypeError: 'str' object cannot be"),  # type: ignore[arg-type]
-        ({"choose": lambda seed, index: {}["x"]}, "draw", "choose raised KeyError: 'x'"),
-        ({"wants": lambda: "all"}, "draw", "wants returned 'all', expected a whole number or None"),
-        ({"metrics": lambda: {"s": "x"}}, "metrics", "metrics returned {'s': 'x'}, expected a dict (each a number)"),
-        ({"state": list}, "to_json", "state returned [], expected a dict"),
-        ({"variants": lambda: None}, "variants", "variants returned None, expected a list"),
-    ],
-)
+@pytest.mark.parametrize(("answers", "ask", "said"), [
+    ({"choose": lambda seed, index: index}, "draw", "choose returned 3, expected a TaskChoice"),
+    ({"choose": lambda seed, index: TaskChoice("a")}, "draw", "choose raised TypeError: 'str' object cannot be"),  # type: ignore[arg-type]
+    ({"choose": lambda seed, index: {}["x"]}, "draw", "choose raised KeyError: 'x'"),
+    ({"wants": lambda: "all"}, "draw", "wants returned 'all', expected a whole number or None"),
+    ({"metrics": lambda: {"s": "x"}}, "metrics", "metrics returned {'s': 'x'}, expected a dict (each a number)"),
+    ({"state": list}, "to_json", "state returned [], expected a dict"),
+    ({"variants": lambda: None}, "variants", "variants returned None, expected a list"),
+])  # fmt: skip
 def test_a_sampler_that_answers_with_another_type_is_named(answers: dict[str, Any], ask: str, said: str) -> None:
     """By its name, and by the line of the user's file; it was a stack trace, or, as a metric, nothing."""
     source = TaskSource(ENV, Given(**answers), "given:mine", 1)
@@ -192,27 +189,24 @@ SAMPLERS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"rollout": {"colocate": True, "max_staleness": 1}}, "max_staleness = 0"),
-        ({"rollout": {"colocate": True}, "model": {"path": "api:openai/x"}}, 'only engine = "embedded", "vllm" can free'),
-        ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
-        ({"rollout": {"filter_zero_variance": True}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
-        ({"rollout": {"grow": 2.0, "oversample_members": 1.5}}, "and rollout.oversample_members drops the slowest"),
-        (
-            {"rollout": {"grow": 2.0}, "reward_model": {"path": "x"}},
-            "rollout.grow gives groups more members by the spec's rewards",
-        ),
-        ({"rollout": {"grow": 2.0, "group_size": 1}}, "rollout.grow: with rollout.group_size = 1"),
-        ({"rollout": {"context": {"name": "trunkate"}}}, "did you mean 'truncate'"),
-        ({"rollout": {"context": {"name": "truncate", "args": {"kep": 1}}}}, "did you mean 'keep'"),
-        ({"rollout": {"context": {"name": "compact", "args": {"summary_tokens": 0}}}}, "greater than or equal to 1"),
-        ({"rollout": {"context": {"name": "keep_recent"}}}, "argument 'turns' is required"),
-        ({"rollout": {"summary_model": "openai/x"}}, 'only rollout.context.name = "compact"'),
-        *(({"rollout": {"sampler": {"name": name, "args": args}}}, said) for name, args, said in SAMPLERS),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [
+    ({"rollout": {"colocate": True, "max_staleness": 1}}, "max_staleness = 0"),
+    ({"rollout": {"colocate": True}, "model": {"path": "api:openai/x"}}, 'only engine = "embedded", "vllm" can free'),
+    ({"rollout": {"colocate": True}, "engine": "embedded", "weights": {"lora": "adapter"}}, "weights.lora"),
+    ({"rollout": {"filter_zero_variance": True}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
+    ({"rollout": {"grow": 2.0, "oversample_members": 1.5}}, "and rollout.oversample_members drops the slowest"),
+    (
+        {"rollout": {"grow": 2.0}, "reward_model": {"path": "x"}},
+        "rollout.grow gives groups more members by the spec's rewards",
+    ),
+    ({"rollout": {"grow": 2.0, "group_size": 1}}, "rollout.grow: with rollout.group_size = 1"),
+    ({"rollout": {"context": {"name": "trunkate"}}}, "did you mean 'truncate'"),
+    ({"rollout": {"context": {"name": "truncate", "args": {"kep": 1}}}}, "did you mean 'keep'"),
+    ({"rollout": {"context": {"name": "compact", "args": {"summary_tokens": 0}}}}, "greater than or equal to 1"),
+    ({"rollout": {"context": {"name": "keep_recent"}}}, "argument 'turns' is required"),
+    ({"rollout": {"summary_model": "openai/x"}}, 'only rollout.context.name = "compact"'),
+    *(({"rollout": {"sampler": {"name": name, "args": args}}}, said) for name, args, said in SAMPLERS),
+])  # fmt: skip
 def test_what_does_not_go_together_is_said_before_the_run(
     more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,15 +197,12 @@ def starting(changes: Any = ()) -> RunStart:
     return RunStart(config_from({"env": {"id": "key_value"}, "model": {"init": {}}, "rollout": {"start": {}}, **dict(changes)}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"env": {"id": "key_value", "url": "http://127.0.0.1:9"}}, "env.url"),
-        ({"agent": {"url": "http://127.0.0.1:9"}}, "an agent that plays by itself"),
-        ({"rollout": {"start": {}, "context": {"name": "compact"}}}, "rollout.context = 'compact'"),
-        ({"env": {"id": "key_value", "wrappers": [{"name": "tool_faults"}]}}, "tools fail at random"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"env": {"id": "key_value", "url": "http://127.0.0.1:9"}}, "env.url"),
+    ({"agent": {"url": "http://127.0.0.1:9"}}, "an agent that plays by itself"),
+    ({"rollout": {"start": {}, "context": {"name": "compact"}}}, "rollout.context = 'compact'"),
+    ({"env": {"id": "key_value", "wrappers": [{"name": "tool_faults"}]}}, "tools fail at random"),
+])  # fmt: skip
 def test_what_cannot_begin_after_gold_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout.start \(key_value\)(.|\n)*{re.escape(said)}"):
         check_start(starting(changes))

@@ -408,14 +408,11 @@ async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     writer.close()
 
 
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        (impostor, "did not let it in"),
-        # It says nothing, as most servers wait for a request; a worker waited until the run gave it up.
-        (lambda *_: None, r"rollout worker 0: the program that listens at .* does not answer as the driver"),
-    ],
-)
+@pytest.mark.parametrize(("program", "said"), [
+    (impostor, "did not let it in"),
+    # It says nothing, as most servers wait for a request; a worker waited until the run gave it up.
+    (lambda *_: None, r"rollout worker 0: the program that listens at .* does not answer as the driver"),
+])  # fmt: skip
 async def test_another_program_at_the_drivers_address_is_not_believed(program: Any, said: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("agentrl.rollout.workers.channel.GREETING_S", 0.05 if program is not impostor else 5.0)
     server = await asyncio.start_server(program, "127.0.0.1", 0)

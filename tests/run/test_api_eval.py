@@ -160,19 +160,16 @@ KEY = r"\(environment variable OPENAI_API_KEY\)"
 QUOTA = "You exceeded your current quota, please check your plan and billing details."
 
 
-@pytest.mark.parametrize(
-    ("status", "message", "says"),
-    [
-        (401, "Incorrect API key provided", rf"refuses the key {KEY}: .*Incorrect API key provided\. Set one"),
-        (403, "You may not", rf"refuses the key {KEY}"),
-        (404, "The model `test` does not exist", r"has no such model: .*\. Correct its name"),
-        (402, "pay first", rf"no quota or credit left for the key {KEY}: .*\. Add credit"),
-        (429, f"{QUOTA} insufficient_quota", "no quota or credit left"),
-        (400, "Your credit balance is too low", "no quota or credit left"),
-        (400, "billing_hard_limit_reached", "no quota or credit left"),
-        (403, "Insufficient credits", "no quota or credit left"),
-    ],
-)
+@pytest.mark.parametrize(("status", "message", "says"), [
+    (401, "Incorrect API key provided", rf"refuses the key {KEY}: .*Incorrect API key provided\. Set one"),
+    (403, "You may not", rf"refuses the key {KEY}"),
+    (404, "The model `test` does not exist", r"has no such model: .*\. Correct its name"),
+    (402, "pay first", rf"no quota or credit left for the key {KEY}: .*\. Add credit"),
+    (429, f"{QUOTA} insufficient_quota", "no quota or credit left"),
+    (400, "Your credit balance is too low", "no quota or credit left"),
+    (400, "billing_hard_limit_reached", "no quota or credit left"),
+    (403, "Insufficient credits", "no quota or credit left"),
+])  # fmt: skip
 async def test_a_refused_key_account_or_model_ends_it_at_once(status: int, message: str, says: str) -> None:
     """Each of hundreds of episodes asked in vain, and was called unscored for a fault of the server."""
     with Loopback(lambda body, number: {"status": status, "message": message}) as server:
@@ -215,19 +212,16 @@ def test_an_evaluation_whose_key_is_refused_ends_with_that(capsys: pytest.Captur
     assert "refuses the key (environment variable OPENAI_API_KEY)" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    ("said", "choice", "why"),
-    [
-        ("", {"finish_reason": "error"}, "finish_reason 'error', which is no end of the model's own"),
-        ("", {"finish_reason": "insufficient_system_resource"}, "insufficient_system_resource"),
-        (None, {"finish_reason": "content_filter"}, "content_filter"),
-        ("I would", {"finish_reason": "SAFETY"}, "SAFETY"),
-        ("I would", {"finish_reason": "refusal"}, "refusal"),
-        ("I would", {"finish_reason": "timeout"}, "timeout"),
-        ("", {"error": {"message": "upstream", "code": 502}}, "the provider failed: .*upstream"),
-        (None, {"message": {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}}, "layout"),
-    ],
-)
+@pytest.mark.parametrize(("said", "choice", "why"), [
+    ("", {"finish_reason": "error"}, "finish_reason 'error', which is no end of the model's own"),
+    ("", {"finish_reason": "insufficient_system_resource"}, "insufficient_system_resource"),
+    (None, {"finish_reason": "content_filter"}, "content_filter"),
+    ("I would", {"finish_reason": "SAFETY"}, "SAFETY"),
+    ("I would", {"finish_reason": "refusal"}, "refusal"),
+    ("I would", {"finish_reason": "timeout"}, "timeout"),
+    ("", {"error": {"message": "upstream", "code": 502}}, "the provider failed: .*upstream"),
+    (None, {"message": {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}}, "layout"),
+])  # fmt: skip
 async def test_an_answer_that_the_provider_broke_off_is_none(said: str | None, choice: dict[str, Any], why: str) -> None:
     """Each was an empty answer of the model, which was scored 0."""
     message = {"role": "assistant", "content": said, "choice": choice}
@@ -308,19 +302,16 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert retry_after({}) is None
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["train", "quickstart", "model.path=api:openai/x"], ["API model", "cannot be trained", "agentrl eval"]),
-        (["eval", "key_value", "--model", "api:"], ["NAME is missing"]),
-        (["eval", "key_value", "--model", "api:openai/x", "rollout.top_k=5"], ["rollout.top_k", "no top_k"]),
-        (["rollout", "key_valeu", "--model", "api:openai/x"], ["key_valeu", "key_value"]),
-        (["rollout", "key_value"], ["--model is needed"]),
-        (["rollout"], ["an environment is needed"]),
-        (["rollout", "--model", "api:openai/x", "key_valeu", "rollout.max_turns=2"], ["key_valeu", "key_value"]),
-        (["rollout", "rollout.max_turns=2", "--model", "api:openai/x"], ["an environment is needed"]),
-    ],
-)
+@pytest.mark.parametrize(("args", "expected"), [
+    (["train", "quickstart", "model.path=api:openai/x"], ["API model", "cannot be trained", "agentrl eval"]),
+    (["eval", "key_value", "--model", "api:"], ["NAME is missing"]),
+    (["eval", "key_value", "--model", "api:openai/x", "rollout.top_k=5"], ["rollout.top_k", "no top_k"]),
+    (["rollout", "key_valeu", "--model", "api:openai/x"], ["key_valeu", "key_value"]),
+    (["rollout", "key_value"], ["--model is needed"]),
+    (["rollout"], ["an environment is needed"]),
+    (["rollout", "--model", "api:openai/x", "key_valeu", "rollout.max_turns=2"], ["key_valeu", "key_value"]),
+    (["rollout", "rollout.max_turns=2", "--model", "api:openai/x"], ["an environment is needed"]),
+])  # fmt: skip
 def test_a_mistake_is_named_and_leaves_nothing_behind(
     args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,14 +369,11 @@ class Helped(ToolEnv):
 """
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        ({"status": 404}, r"the user of environment 'helped' \(openai/u\): .* has no such model"),
-        ({"status": 401}, r"the user of environment 'helped' \(openai/u\): .* refuses the key"),
-        (None, r"the user of environment 'helped' \(openai/u\): .* \(its api_base\) does not answer within 5 s"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "says"), [
+    ({"status": 404}, r"the user of environment 'helped' \(openai/u\): .* has no such model"),
+    ({"status": 401}, r"the user of environment 'helped' \(openai/u\): .* refuses the key"),
+    (None, r"the user of environment 'helped' \(openai/u\): .* \(its api_base\) does not answer within 5 s"),
+])  # fmt: skip
 def test_the_model_that_plays_the_user_is_asked_once_before_a_run(
     answer: Any, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,15 +100,12 @@ def reasoning(**fields: Any) -> Callable[[dict[str, Any], int], Any]:
     return answer
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"reasoning_content": "first a"}, "first a"),
-        ({"reasoning": "first a", "x_sign": "encrypted"}, "first a"),
-        ({"thinking_blocks": [{"type": "thinking", "thinking": "first a", "signature": "S"}]}, "first a"),
-        ({"x_sign": "encrypted"}, None),
-    ],
-)
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"reasoning_content": "first a"}, "first a"),
+    ({"reasoning": "first a", "x_sign": "encrypted"}, "first a"),
+    ({"thinking_blocks": [{"type": "thinking", "thinking": "first a", "signature": "S"}]}, "first a"),
+    ({"x_sign": "encrypted"}, None),
+])  # fmt: skip
 def test_a_reasoning_model_is_scored_and_hears_its_reasoning_again(
     fields: dict[str, Any], text: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,17 +184,14 @@ def test_headers_are_sent_with_references_resolved(monkeypatch: pytest.MonkeyPat
     assert "tenant-0123456789" not in "".join(path.read_text() for path in Path("out").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("api.args={messages=[]}", "api.args: messages is set by the conversation"),
-        ("api.args={model='x'}", "api.args: model is set by"),
-        ("api.args={temperature=1}", "api.args: temperature is set by eval.temperature"),
-        ("api.args={api_base='x'}", "api.args: api_base is set by api.base"),
-        ("api.args={extra_headers='x'}", "api.args: extra_headers: expected a table"),
-        ("reward.judge.args={max_tokens=9}", "reward.judge.args: max_tokens is set by max_tokens of the judge leaf"),
-    ],
-)
+@pytest.mark.parametrize(("key", "words"), [
+    ("api.args={messages=[]}", "api.args: messages is set by the conversation"),
+    ("api.args={model='x'}", "api.args: model is set by"),
+    ("api.args={temperature=1}", "api.args: temperature is set by eval.temperature"),
+    ("api.args={api_base='x'}", "api.args: api_base is set by api.base"),
+    ("api.args={extra_headers='x'}", "api.args: extra_headers: expected a table"),
+    ("reward.judge.args={max_tokens=9}", "reward.judge.args: max_tokens is set by max_tokens of the judge leaf"),
+])  # fmt: skip
 def test_an_argument_that_has_a_key_is_refused_by_name(key: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_from({"env": {"id": "key_value"}}, [key])

@@ -64,14 +64,11 @@ def test_a_name_or_a_file_makes_tools_usable(model: str, tmp_path: Path) -> None
     assert "Tools: look_up()" in prompt(load_config(ROOT / "configs" / "quickstart.toml", ["model.chat_template=chatml"]))
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ("hermez", "model.chat_template = 'hermez'.*did you mean 'hermes'"),
-        ("no/such.jinja", "model.chat_template = 'no/such.jinja': expected 'chatml', 'hermes', .* or a file"),
-        ("llama3", "the tokenizer has no token '<|start_header_id|>'.*set model.chat_template to \"hermes\""),
-    ],
-)
+@pytest.mark.parametrize(("given", "problem"), [
+    ("hermez", "model.chat_template = 'hermez'.*did you mean 'hermes'"),
+    ("no/such.jinja", "model.chat_template = 'no/such.jinja': expected 'chatml', 'hermes', .* or a file"),
+    ("llama3", "the tokenizer has no token '<|start_header_id|>'.*set model.chat_template to \"hermes\""),
+])  # fmt: skip
 def test_one_that_does_not_fit_is_refused_by_key(model: str, given: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem.replace("|", r"\|")):
         check_assembly(RunStart(config_of(model, f"model.chat_template={given}")))

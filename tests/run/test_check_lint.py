@@ -44,14 +44,11 @@ def test_a_typo_in_a_pointer_is_refused_before_the_run(tmp_path: Path) -> None:
     assert "reward spec 'mine' at /root/of/1: number.close is 0 in every probe, good or bad" in part
 
 
-@pytest.mark.parametrize(
-    ("root", "says"),
-    [
-        (ALWAYS, r"/root: an empty answer earns 1 in each of 59 tasks, as much as the gold solution"),
-        ({"op": "product", "of": [RIGHT, {**NEVER, "weight": 2}]}, r"/root/of/1: 'product' does not use weights"),
-        ({"op": "gate", "if": RIGHT, "gte": 2.0, "then": RIGHT, "else": NEVER}, r"/root: `if` reaches at most 1, below gte 2"),
-    ],
-)
+@pytest.mark.parametrize(("root", "says"), [
+    (ALWAYS, r"/root: an empty answer earns 1 in each of 59 tasks, as much as the gold solution"),
+    ({"op": "product", "of": [RIGHT, {**NEVER, "weight": 2}]}, r"/root/of/1: 'product' does not use weights"),
+    ({"op": "gate", "if": RIGHT, "gte": 2.0, "then": RIGHT, "else": NEVER}, r"/root: `if` reaches at most 1, below gte 2"),
+])  # fmt: skip
 def test_a_spec_that_cannot_teach_or_cannot_do_what_it_says_is_refused_with_its_place(
     tmp_path: Path, root: dict[str, Any], says: str
 ) -> None:

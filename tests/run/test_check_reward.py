@@ -73,14 +73,11 @@ class Broken(ToolEnv):
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("raises", "ValueError: no database"),
-        ("exits", r"called sys\.exit\(4\)"),
-        ("hangs", r"not finished within 1\.5 s \(rollout\.env_timeout"),
-    ],
-)
+@pytest.mark.parametrize(("how", "says"), [
+    ("raises", "ValueError: no database"),
+    ("exits", r"called sys\.exit\(4\)"),
+    ("hangs", r"not finished within 1\.5 s \(rollout\.env_timeout"),
+])  # fmt: skip
 def test_an_environment_that_breaks_or_hangs_before_the_run_is_named(here: Path, how: str, says: str) -> None:
     (here / "envs" / "broken").mkdir(parents=True)
     (here / "envs" / "broken" / "env.py").write_text(BROKEN)

@@ -39,17 +39,14 @@ def config_of(*overrides: str, **sections: Any) -> Any:
     return config_from({**BASE, **sections}, list(overrides))
 
 
-@pytest.mark.parametrize(
-    ("episode", "cap", "engine", "model_len", "needed"),
-    [
-        (3000, 3000, "embedded", 100, None),
-        (3000, 2999, "embedded", 100, 3000),
-        (9000, 4096, "embedded", 100, None),
-        (9000, 4095, "embedded", 100, 4096),
-        (9000, 100, "vllm", 100, None),
-        (9000, 99, "vllm", 100, 100),
-    ],
-)
+@pytest.mark.parametrize(("episode", "cap", "engine", "model_len", "needed"), [
+    (3000, 3000, "embedded", 100, None),
+    (3000, 2999, "embedded", 100, 3000),
+    (9000, 4096, "embedded", 100, None),
+    (9000, 4095, "embedded", 100, 4096),
+    (9000, 100, "vllm", 100, None),
+    (9000, 99, "vllm", 100, 100),
+])  # fmt: skip
 def test_the_cap_must_hold_the_longest_row_that_can_come(
     episode: int, cap: int, engine: str, model_len: int, needed: int | None
 ) -> None:
@@ -224,15 +221,12 @@ def share_without_gradient(loss: str, args: dict[str, float], tokens: int, kl: f
     return float((now.grad == 0).double().mean())
 
 
-@pytest.mark.parametrize(
-    ("loss", "args", "lengths"),
-    [
-        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, [32, 512]),
-        ("gspo", {"clip_low": 1.0, "clip_high": 4e-4}, [32, 512]),  # no lower bound
-        ("gspo", {"clip_low": 1e-3, "clip_high": 2e-3}, [32, 512]),
-        ("gmpo", {"clip_low": 0.01, "clip_high": 0.02}, [1]),  # whose bounds are on each token
-    ],
-)
+@pytest.mark.parametrize(("loss", "args", "lengths"), [
+    ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, [32, 512]),
+    ("gspo", {"clip_low": 1.0, "clip_high": 4e-4}, [32, 512]),  # no lower bound
+    ("gspo", {"clip_low": 1e-3, "clip_high": 2e-3}, [32, 512]),
+    ("gmpo", {"clip_low": 0.01, "clip_high": 0.02}, [1]),  # whose bounds are on each token
+])  # fmt: skip
 def test_bounds_narrower_than_the_engine_s_mismatch_are_warned_of_with_the_share(
     loss: str, args: dict[str, float], lengths: list[int]
 ) -> None:
@@ -246,17 +240,14 @@ def test_bounds_narrower_than_the_engine_s_mismatch_are_warned_of_with_the_share
     assert f'"{loss}"' in note and 'Set algorithm.proximal = "recompute"' in note
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["algorithm.loss.name=gspo", "algorithm.loss.args={clip_low=0.2,clip_high=0.2}"],
-        ["algorithm.loss.name=gspo", "algorithm.proximal=recompute"],
-        ["algorithm.loss.name=gspo", "model.dtype=float32"],
-        ["algorithm.loss.name=gmpo"],  # 0.4 is 20 deviations of a token
-        ["algorithm.loss.name=ppo_clip"],
-        ["algorithm.loss.name=cispo"],
-    ],
-)
+@pytest.mark.parametrize("keys", [
+    ["algorithm.loss.name=gspo", "algorithm.loss.args={clip_low=0.2,clip_high=0.2}"],
+    ["algorithm.loss.name=gspo", "algorithm.proximal=recompute"],
+    ["algorithm.loss.name=gspo", "model.dtype=float32"],
+    ["algorithm.loss.name=gmpo"],  # 0.4 is 20 deviations of a token
+    ["algorithm.loss.name=ppo_clip"],
+    ["algorithm.loss.name=cispo"],
+])  # fmt: skip
 def test_wide_bounds_or_a_recomputed_policy_are_not_warned_of(keys: list[str]) -> None:
     assert sizes.sequence_ratio_notes(RunStart(config_of(*BF16, *SHORT, *keys))) == []
 

@@ -107,16 +107,13 @@ def test_a_config_changed_by_hand_or_of_another_run_is_refused_by_key_and_values
     check_own_config(identity_of(config(tmp_path, seed=4), "train"), folder)  # damaged, and not loaded
 
 
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
-        (lambda text: text, True),
-        (lambda text: text + '{"step": 3, "phase": "train"}\n', True),
-        (lambda text: text.replace('"loss": 2', '"loss": 3'), False),
-        (lambda text: text[text.index("\n") + 1 :], False),
-        (lambda text: "", False),
-    ],
-)
+@pytest.mark.parametrize(("change", "same"), [
+    (lambda text: text, True),
+    (lambda text: text + '{"step": 3, "phase": "train"}\n', True),
+    (lambda text: text.replace('"loss": 2', '"loss": 3'), False),
+    (lambda text: text[text.index("\n") + 1 :], False),
+    (lambda text: "", False),
+])  # fmt: skip
 def test_rows_that_are_missing_or_changed_are_seen_against_the_checkpoint(tmp_path: Path, change: object, same: bool) -> None:
     folder = RunFolder.create(config(tmp_path))
     for step in (1, 2):

@@ -47,19 +47,16 @@ def run_of(*overrides: str) -> Any:
 TRAIN = "cluster.pools={train={per_node=4,gpus=1.0}} cluster.actors=4 cluster.roles={actor='train'}"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "card", "overrides", "engine"),
-    [
-        ([(8, 0), (8, 8)], False, "", "vllm"),  # the driver's machine has none, the nodes have
-        ([(8, 0), (8, 0)], True, "", "embedded"),  # and the other way round
-        ([(8, 1)], False, "", "embedded"),  # the trainer takes the only one
-        ([(8, 2)], False, "", "vllm"),
-        ([(8, 4)], False, "cluster.actors=4", "embedded"),
-        ([(8, 4)], False, TRAIN, "embedded"),
-        ([(8, 8)], False, TRAIN, "vllm"),
-        ([(8, 8)], False, "cluster.pools={sample={}} cluster.roles={rollout='sample'}", "embedded"),  # its own pool has no GPUs
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("nodes", "card", "overrides", "engine"), [
+    ([(8, 0), (8, 8)], False, "", "vllm"),  # the driver's machine has none, the nodes have
+    ([(8, 0), (8, 0)], True, "", "embedded"),  # and the other way round
+    ([(8, 1)], False, "", "embedded"),  # the trainer takes the only one
+    ([(8, 2)], False, "", "vllm"),
+    ([(8, 4)], False, "cluster.actors=4", "embedded"),
+    ([(8, 4)], False, TRAIN, "embedded"),
+    ([(8, 8)], False, TRAIN, "vllm"),
+    ([(8, 8)], False, "cluster.pools={sample={}} cluster.roles={rollout='sample'}", "embedded"),  # its own pool has no GPUs
+])  # fmt: skip
 def test_auto_asks_the_nodes_for_gpus_that_the_trainer_leaves(
     monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[float, float]], card: bool, overrides: str, engine: str
 ) -> None:
@@ -84,14 +81,11 @@ def test_vllms_heads_are_those_of_the_build_on_the_nodes(
         sizes.check_heads(engines.EngineChoice(run_of(), "vllm"))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "overrides", "message"),
-    [
-        ([(2, 0), (1, 0)], "cluster.actors=3 engine=embedded", None),
-        ([(2, 0), (1, 0)], "cluster.actors=4 engine=embedded", r"cluster.actors = 4: .* a CPU slot .* 3 "),
-        ([(2.5, 0), (1.5, 0)], "cluster.actors=4 engine=embedded", r"cluster.actors = 4"),  # a slot is on one node
-    ],
-)
+@pytest.mark.parametrize(("nodes", "overrides", "message"), [
+    ([(2, 0), (1, 0)], "cluster.actors=3 engine=embedded", None),
+    ([(2, 0), (1, 0)], "cluster.actors=4 engine=embedded", r"cluster.actors = 4: .* a CPU slot .* 3 "),
+    ([(2.5, 0), (1.5, 0)], "cluster.actors=4 engine=embedded", r"cluster.actors = 4"),  # a slot is on one node
+])  # fmt: skip
 def test_more_actors_than_slots_is_said_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[float, float]], overrides: str, message: str | None
 ) -> None:
@@ -120,21 +114,18 @@ def test_one_card_for_an_actor_and_a_replica_is_refused_with_the_table_unless_th
 COLOCATED = ["rollout.colocate=true", "vllm.tensor_parallel=2"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([*COLOCATED, "vllm.replicas=2", "cluster.actors=4"], None),
-        ([*COLOCATED, "vllm.replicas=2", "cluster.actors=8"], r"vllm.replicas = 2 need 4 of them: set cluster.actors = 4"),
-        (["cluster.pools={a={gpus=1.0},b={gpus=1.0}}", "cluster.roles={actor='a',rollout='b'}", "rollout.colocate=true"],
-         "cluster.roles has rollout = 'b' and actor = 'a'"),
-        (["cluster.pools={a={nodes=2,per_node=3,gpus=1.0}}", "cluster.roles={actor='a'}", "cluster.actors=6", "vllm.replicas=3",
-          *COLOCATED], "per_node = 3: with rollout.colocate it must be a multiple of vllm.tensor_parallel = 2"),
-        (["cluster.pools={a={per_node=2,gpus=0.5}}", "cluster.roles={actor='a'}", "cluster.actors=2"],
-         "gpus = 0.5: each rank trains on one GPU of its own"),
-        (["cluster.pools={a={gpus=2.0}}", "cluster.roles={actor='a'}"], "gpus = 2: each rank trains on one GPU"),
-        (["cluster.pools={a={gpus=0.5}}", "cluster.roles={actor='a'}"], None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "message"), [
+    ([*COLOCATED, "vllm.replicas=2", "cluster.actors=4"], None),
+    ([*COLOCATED, "vllm.replicas=2", "cluster.actors=8"], r"vllm.replicas = 2 need 4 of them: set cluster.actors = 4"),
+    (["cluster.pools={a={gpus=1.0},b={gpus=1.0}}", "cluster.roles={actor='a',rollout='b'}", "rollout.colocate=true"],
+     "cluster.roles has rollout = 'b' and actor = 'a'"),
+    (["cluster.pools={a={nodes=2,per_node=3,gpus=1.0}}", "cluster.roles={actor='a'}", "cluster.actors=6", "vllm.replicas=3",
+      *COLOCATED], "per_node = 3: with rollout.colocate it must be a multiple of vllm.tensor_parallel = 2"),
+    (["cluster.pools={a={per_node=2,gpus=0.5}}", "cluster.roles={actor='a'}", "cluster.actors=2"],
+     "gpus = 0.5: each rank trains on one GPU of its own"),
+    (["cluster.pools={a={gpus=2.0}}", "cluster.roles={actor='a'}"], "gpus = 2: each rank trains on one GPU"),
+    (["cluster.pools={a={gpus=0.5}}", "cluster.roles={actor='a'}"], None),
+])  # fmt: skip
 def test_gpus_that_do_not_suit_their_roles_are_refused(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str | None
 ) -> None:

@@ -130,18 +130,15 @@ def test_a_greedy_episode_that_fails_is_no_zero() -> None:
 KL = {"algorithm": {"advantage": {"name": "multi_reward", "args": {"terms": ["early"]}}, "kl": {"coef": 0.1, "where": "reward"}}}
 
 
-@pytest.mark.parametrize(
-    ("advantage", "more", "message"),
-    [
-        ({"name": "multi_reward", "args": {"terms": ["earl"]}}, {}, "did you mean 'early'"),
-        ({"name": "multi_reward"}, {}, "argument 'terms' is required"),
-        ({"name": "multi_reward", "args": {"terms": []}}, {}, r"terms = \[\]: .*at least 1 item"),
-        ({"name": "multi_reward", "args": {"terms": ["early", "late"], "weights": [1.0]}}, {}, "1 weights? for 2 terms"),
-        ({"name": "remax"}, {"reward_model": {"path": "x"}}, "reward_model"),
-        ({"name": "remax"}, {"spec": COMPARING}, "compares the members"),
-        ({}, KL, 'use where = "loss"'),
-    ],
-)
+@pytest.mark.parametrize(("advantage", "more", "message"), [
+    ({"name": "multi_reward", "args": {"terms": ["earl"]}}, {}, "did you mean 'early'"),
+    ({"name": "multi_reward"}, {}, "argument 'terms' is required"),
+    ({"name": "multi_reward", "args": {"terms": []}}, {}, r"terms = \[\]: .*at least 1 item"),
+    ({"name": "multi_reward", "args": {"terms": ["early", "late"], "weights": [1.0]}}, {}, "1 weights? for 2 terms"),
+    ({"name": "remax"}, {"reward_model": {"path": "x"}}, "reward_model"),
+    ({"name": "remax"}, {"spec": COMPARING}, "compares the members"),
+    ({}, KL, 'use where = "loss"'),
+])  # fmt: skip
 def test_what_cannot_be_is_said_before_the_start(
     tmp_path: Path, advantage: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:

@@ -69,17 +69,14 @@ def test_after_five_updates_that_teach_nothing_the_run_says_so_once_and_why() ->
     assert len(said) == 2 and "in the last 5 updates" in said[1]
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"tokens_trained": 0.0, "advantage_abs": 0.4}, "not one sampled token counts. Look at algorithm.correction and"),
-        (
-            {"tokens_trained": 9.0, "advantage_abs": 0.4},
-            "advantages are not 0, and the loss has no gradient. Look at algorithm.loss",
-        ),
-        ({"tokens_trained": 9.0, "advantage_abs": 0.0}, "every advantage was 0 (2 of 8 groups"),
-    ],
-)
+@pytest.mark.parametrize(("values", "said"), [
+    ({"tokens_trained": 0.0, "advantage_abs": 0.4}, "not one sampled token counts. Look at algorithm.correction and"),
+    (
+        {"tokens_trained": 9.0, "advantage_abs": 0.4},
+        "advantages are not 0, and the loss has no gradient. Look at algorithm.loss",
+    ),
+    ({"tokens_trained": 9.0, "advantage_abs": 0.0}, "every advantage was 0 (2 of 8 groups"),
+])  # fmt: skip
 def test_what_left_no_token_a_gradient_is_named(values: dict[str, float], said: str) -> None:
     """It was every time said that the advantages were 0."""
     assert said in str(followed([update(step, grad_norm=0.0, **values) for step in (1, 2)])[1])
@@ -105,14 +102,11 @@ def test_a_run_that_has_learned_and_has_nothing_left_to_learn_is_done() -> None:
     assert goal.verdict([alike(1, 1.0), {"phase": "eval", "step": 1, "success": 1.0, "scored": 4, "unscored": 0}]) is None
 
 
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ({"grad_norm": 0.0}, r"every advantage was 0 \(5 of 20 groups had equal rewards\)"),
-        ({"skipped_steps": 1.0}, "its numbers were not finite"),
-        ({"grad_norm": None, "optimizer_steps": 0.0}, "every advantage was 0"),
-    ],
-)
+@pytest.mark.parametrize(("row", "why"), [
+    ({"grad_norm": 0.0}, r"every advantage was 0 \(5 of 20 groups had equal rewards\)"),
+    ({"skipped_steps": 1.0}, "its numbers were not finite"),
+    ({"grad_norm": None, "optimizer_steps": 0.0}, "every advantage was 0"),
+])  # fmt: skip
 def test_the_cause_is_told_apart(row: dict[str, Any], why: str) -> None:
     (said,), _ = followed([update(step, **row) for step in range(1, 6)])
     assert re.search(why, said), said
@@ -214,21 +208,18 @@ def signs(rows: list[dict[str, Any]], *overrides: str, fault: str | None = None)
     return said, [(one["name"], one["since"], one["until"]) for one in health.findings]
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "fine", "bad", "nearly"),
-    [
-        ("weights not delivered", "mismatch_kl", 3e-4, 4e-3, 2.9e-3),  # ten times 3e-4
-        ("weights not delivered", "mismatch_kl", 1e-13, 2e-3, 1.9e-3),
-        ("weights not delivered", "mismatch_kl", 1e-13, None, 1.9e-3),  # too large to be a number
-        ("entropy collapsed", "entropy", 0.4, 0.04, 0.041),
-        ("entropy collapsed", "entropy", 5.0, 0.05, 0.4),  # a tenth of 5, and not near 0
-        ("text repeats itself", "repetition", 0.3, 0.6, 0.59),
-        ("text repeats itself", "repetition", 0.1, 0.5, 0.49),
-        ("tool calls vanished", "tool_calls", 2.0, 0.1, 0.11),
-        ("one answer for all", "same_answer", 0.5, 0.95, 0.94),
-        ("thin baselines", "thin_groups", 0.0, 0.25, 0.2),
-    ],
-)
+@pytest.mark.parametrize(("name", "key", "fine", "bad", "nearly"), [
+    ("weights not delivered", "mismatch_kl", 3e-4, 4e-3, 2.9e-3),  # ten times 3e-4
+    ("weights not delivered", "mismatch_kl", 1e-13, 2e-3, 1.9e-3),
+    ("weights not delivered", "mismatch_kl", 1e-13, None, 1.9e-3),  # too large to be a number
+    ("entropy collapsed", "entropy", 0.4, 0.04, 0.041),
+    ("entropy collapsed", "entropy", 5.0, 0.05, 0.4),  # a tenth of 5, and not near 0
+    ("text repeats itself", "repetition", 0.3, 0.6, 0.59),
+    ("text repeats itself", "repetition", 0.1, 0.5, 0.49),
+    ("tool calls vanished", "tool_calls", 2.0, 0.1, 0.11),
+    ("one answer for all", "same_answer", 0.5, 0.95, 0.94),
+    ("thin baselines", "thin_groups", 0.0, 0.25, 0.2),
+])  # fmt: skip
 def test_five_updates_in_a_row_show_a_sign_which_is_said_once(
     name: str, key: str, fine: float, bad: float | None, nearly: float
 ) -> None:

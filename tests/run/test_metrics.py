@@ -16,22 +16,19 @@ from tests.run.made_folders import unknown_keys
 PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
 
 
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("term/tests_passed", "term/<id>"),
-        ("n/term/tests_passed", "n/<key>"),
-        ("env/a.b/term/x", "term/<id>"),
-        ("env/two words/n/metric/y", "n/<key>"),
-        ("env/a/groups_failed", "env/<name>/groups_<state>"),
-        ("env/a/loss", None),  # an update is of all environments
-        ("rollout/worker_12/turn_ms", "rollout/worker_<i>/turn_ms"),
-        ("rollout/worker_a/turn_ms", None),
-        ('sampler/level=2,kind="x"/share', "sampler/<arm>/share"),
-        ("sampler/sums/epoch", "sampler/<env>/<key>"),
-        ("terms", None),
-    ],
-)
+@pytest.mark.parametrize(("key", "name"), [
+    ("term/tests_passed", "term/<id>"),
+    ("n/term/tests_passed", "n/<key>"),
+    ("env/a.b/term/x", "term/<id>"),
+    ("env/two words/n/metric/y", "n/<key>"),
+    ("env/a/groups_failed", "env/<name>/groups_<state>"),
+    ("env/a/loss", None),  # an update is of all environments
+    ("rollout/worker_12/turn_ms", "rollout/worker_<i>/turn_ms"),
+    ("rollout/worker_a/turn_ms", None),
+    ('sampler/level=2,kind="x"/share', "sampler/<arm>/share"),
+    ("sampler/sums/epoch", "sampler/<env>/<key>"),
+    ("terms", None),
+])  # fmt: skip
 def test_a_key_is_found_by_its_name_or_pattern(key: str, name: str | None) -> None:
     found = info_of(key)
     assert (found and found.name) == name

@@ -62,15 +62,12 @@ def test_transcripts_are_of_the_environments_that_take_part_by_their_weights() -
     assert {row.env_id for row in asyncio.run(named.take(0, 3))} == {"agentrl/FunctionCalling-v0"}
 
 
-@pytest.mark.parametrize(
-    ("found", "ends"),
-    [
-        ({"a": [0.25], "b": [0.75]}, (10, "")),  # their own gates
-        ({"a": [1.0, 1.0, 1.0], "b": [0.5, 0.5, 0.75]}, (30, "")),  # a mean of 0.75 is not enough
-        ({"a": [None, None, None], "b": [1.0] * 3}, (30, "unknown in a, as no episode was scored after 30 steps")),
-        ({"a": [0.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0]}, (30, "greedy success 0.0 < sft.gate=0.25 in a after 30 steps")),
-    ],
-)
+@pytest.mark.parametrize(("found", "ends"), [
+    ({"a": [0.25], "b": [0.75]}, (10, "")),  # their own gates
+    ({"a": [1.0, 1.0, 1.0], "b": [0.5, 0.5, 0.75]}, (30, "")),  # a mean of 0.75 is not enough
+    ({"a": [None, None, None], "b": [1.0] * 3}, (30, "unknown in a, as no episode was scored after 30 steps")),
+    ({"a": [0.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0]}, (30, "greedy success 0.0 < sft.gate=0.25 in a after 30 steps")),
+])  # fmt: skip
 def test_the_gate_is_of_each(
     found: dict[str, list[float | None]], ends: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

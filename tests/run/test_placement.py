@@ -105,14 +105,11 @@ def test_several_actors_in_the_drivers_process_are_refused_before_a_folder_is_ma
         check_placement(start_of(config, "embedded"))
 
 
-@pytest.mark.parametrize(
-    ("backend", "engine", "said"),
-    [
-        ("inline", "embedded", None),
-        ("ray", "embedded", 'cluster.backend = "ray" trains in processes of its own'),
-        ("inline", "vllm", "engine = vllm samples in processes of its own"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "engine", "said"), [
+    ("inline", "embedded", None),
+    ("ray", "embedded", 'cluster.backend = "ray" trains in processes of its own'),
+    ("inline", "vllm", "engine = vllm samples in processes of its own"),
+])  # fmt: skip
 def test_the_route_within_a_process_is_refused_before_a_run_of_several(backend: Any, engine: str, said: str | None) -> None:
     route = ("weights.route=memory", "rollout.max_episode_tokens=4096", f"engine={engine}")
     config = config_of(f"cluster.backend={backend}", "model.init={}", *route)

@@ -26,15 +26,12 @@ def plan(*overrides: str) -> RunPlan:
     return Planner(config_from(BASE, overrides)).plan(cuda=False)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "minibatches", "steps"),
-    [
-        ([], [15], 1),
-        (["algorithm.minibatch=4"], [4, 4, 4, 3], 4),
-        (["algorithm.minibatch=4", "algorithm.epochs=2"], [4, 4, 4, 3], 8),
-        (["algorithm.minibatch=10", "algorithm.groups=kept"], [10, 5], 2),  # whole groups of 5
-    ],
-)
+@pytest.mark.parametrize(("overrides", "minibatches", "steps"), [
+    ([], [15], 1),
+    (["algorithm.minibatch=4"], [4, 4, 4, 3], 4),
+    (["algorithm.minibatch=4", "algorithm.epochs=2"], [4, 4, 4, 3], 8),
+    (["algorithm.minibatch=10", "algorithm.groups=kept"], [10, 5], 2),  # whole groups of 5
+])  # fmt: skip
 def test_episodes_are_cut_into_minibatches(overrides: list[str], minibatches: list[int], steps: int) -> None:
     batches = Planner(config_from(BASE, overrides)).batches()
     assert (batches.episodes, batches.minibatches, batches.optimizer_steps) == (15, minibatches, steps)

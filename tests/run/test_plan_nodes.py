@@ -29,14 +29,11 @@ def table(name: str, nodes: tuple[int, int] | None, *given: str) -> list[list[st
     return [[role, ranks, node, cards] for role, ranks, _, node, cards in (row.split(maxsplit=4) for row in rows)]
 
 
-@pytest.mark.parametrize(
-    ("name", "nodes", "found"),
-    [
-        ("multi_node", (4, 8), ["actor 0-7 1", "actor 8-15 2", "rollout 0-7 3", "rollout 8-15 4"]),
-        ("async_2x8", (2, 8), ["actor 0-7 1", "rollout 0-7 2"]),
-        ("async_2x8", (4, 4), ["actor 0-3 1", "actor 4-7 2", "rollout 0-3 3", "rollout 4-7 4"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "nodes", "found"), [
+    ("multi_node", (4, 8), ["actor 0-7 1", "actor 8-15 2", "rollout 0-7 3", "rollout 8-15 4"]),
+    ("async_2x8", (2, 8), ["actor 0-7 1", "rollout 0-7 2"]),
+    ("async_2x8", (4, 4), ["actor 0-3 1", "actor 4-7 2", "rollout 0-3 3", "rollout 4-7 4"]),
+])  # fmt: skip
 def test_each_rank_has_a_card_of_a_node(name: str, nodes: tuple[int, int], found: list[str]) -> None:
     cards = EIGHT if nodes[1] == 8 else "0 1 2 3"
     assert [" ".join(row) for row in table(name, nodes)] == [f"{row} {cards}" for row in found]

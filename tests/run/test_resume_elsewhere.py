@@ -145,18 +145,15 @@ def one_letter(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        (swap, "rows.jsonl"),
-        (lambda path: path.write_text(path.read_text() * 2), "rows.jsonl"),
-        (lambda path: path.write_text(path.read_text().splitlines(keepends=True)[0]), "folder"),
-        (lambda path: (path.parent / "more.jsonl").write_text("{}\n"), "folder"),
-        (one_letter, "nested"),
-        (one_letter, "variable"),
-        (swap, "mixed"),
-    ],
-)
+@pytest.mark.parametrize(("change", "where"), [
+    (swap, "rows.jsonl"),
+    (lambda path: path.write_text(path.read_text() * 2), "rows.jsonl"),
+    (lambda path: path.write_text(path.read_text().splitlines(keepends=True)[0]), "folder"),
+    (lambda path: (path.parent / "more.jsonl").write_text("{}\n"), "folder"),
+    (one_letter, "nested"),
+    (one_letter, "variable"),
+    (swap, "mixed"),
+])  # fmt: skip
 def test_data_that_an_argument_names_may_not_change(
     executed: Executed, monkeypatch: pytest.MonkeyPatch, capsys: Any, change: Callable[[Path], object], where: str
 ) -> None:
@@ -239,14 +236,11 @@ STRETCHED = "after update 10 it is {} of optim.lr; it would have been {}"
 OVER = "steps = 9, and the run has done 10 updates: it is over; continue with more, as steps=20"
 
 
-@pytest.mark.parametrize(
-    ("began", "steps", "said"),
-    [
-        ("constant 20", 40, None), ("linear 20", 20, None),  # the factors of optim.lr in the next update, now and before
-        ("linear 20", 40, STRETCHED.format("0.75", "0.5")), ("cosine 20", 10, STRETCHED.format("0", "0.5")),
-        ("constant 10", 9, OVER), ("constant 10", 10, None), ("constant 10", 11, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("began", "steps", "said"), [
+    ("constant 20", 40, None), ("linear 20", 20, None),  # the factors of optim.lr in the next update, now and before
+    ("linear 20", 40, STRETCHED.format("0.75", "0.5")), ("cosine 20", 10, STRETCHED.format("0", "0.5")),
+    ("constant 10", 9, OVER), ("constant 10", 10, None), ("constant 10", 11, None),
+])  # fmt: skip
 def test_after_ten_updates_another_end_is_said_that_is_past_or_stretches_the_schedule(
     executed: Executed, began: str, steps: int, said: str | None
 ) -> None:

@@ -124,15 +124,12 @@ def test_what_differs_from_the_run_is_said_and_is_in_the_report(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "of", "without"),
-    [
-        (["-n", "100", "--split", "heldout"], None, None),  # what the run has
-        (["-k", "2"], None, None),  # more episodes of the same tasks
-        (["--split", "train"], "100 of heldout", "--split train"),
-        (["-n", "101", "--split", "train"], "100 of heldout", "-n 101 and --split train"),
-    ],
-)
+@pytest.mark.parametrize(("words", "of", "without"), [
+    (["-n", "100", "--split", "heldout"], None, None),  # what the run has
+    (["-k", "2"], None, None),  # more episodes of the same tasks
+    (["--split", "train"], "100 of heldout", "--split train"),
+    (["-n", "101", "--split", "train"], "100 of heldout", "-n 101 and --split train"),
+])  # fmt: skip
 def test_an_evaluation_of_other_tasks_than_the_runs_says_that_figures_are_not_paired(
     words: list[str], of: str | None, without: str | None, tmp_path: Path
 ) -> None:

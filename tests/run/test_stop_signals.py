@@ -133,15 +133,12 @@ TRAIN = ("train", "config.toml", *FAST)
 EVAL = ("eval", "key_value", "--model", "model", "rollout.workers=1", "cluster.backend=ray")
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (TRAIN, "INT"),
-        pytest.param(EVAL, "USR1", marks=proof),
-        pytest.param(TRAIN, "USR1", marks=proof),
-        pytest.param(EVAL, "INT", marks=proof),
-    ],
-)
+@pytest.mark.parametrize(("words", "name"), [
+    (TRAIN, "INT"),
+    pytest.param(EVAL, "USR1", marks=proof),
+    pytest.param(TRAIN, "USR1", marks=proof),
+    pytest.param(EVAL, "INT", marks=proof),
+])  # fmt: skip
 def test_a_signal_while_ray_starts_is_answered_at_once(
     folder: Path, words: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

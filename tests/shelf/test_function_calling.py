@@ -372,26 +372,23 @@ def test_the_native_layout(tmp_path: Path) -> None:
     assert play(env, 2, "NO FUNCTION") == 1.0 and play(env, 3) == 1.0  # row 0 again
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (native_row(messages=[]), "row 2, field 'messages'"),
-        (native_row(messages=[{"role": "bot", "content": "x"}]), r"row 2, field 'messages\[0\].role': expected one of"),
-        (native_row(messages=[{"role": "assistant", "content": "x"}]), "the user's or a tool's"),
-        (native_row(tools="f"), "row 2, field 'tools': expected a list"),
-        (native_row(tools=[{"name": ""}]), "a function needs a name"),
-        (
-            native_row(tools=[{"name": "f", "parameters": {"properties": {"x": 3}}}]),
-            r"field 'tools\[0\].parameters.properties.x'",
-        ),
-        (native_row(tools=[{"name": "f"}, {"name": "f"}]), "two tools are called 'f'"),
-        (native_row(calls=[{"name": "g", "arguments": {}}]), "'g' is not one of the tools"),
-        (native_row(calls=[{"name": "f", "arguments": {"x": 1}}]), r"field 'calls\[0\].arguments.x'"),
-        (native_row(calls=[], answers=[" "]), "field 'answers'"),
-        ("{", "row 2: not JSON"),
-        ([1], "row 2: expected an object"),
-    ],
-)
+@pytest.mark.parametrize(("row", "says"), [
+    (native_row(messages=[]), "row 2, field 'messages'"),
+    (native_row(messages=[{"role": "bot", "content": "x"}]), r"row 2, field 'messages\[0\].role': expected one of"),
+    (native_row(messages=[{"role": "assistant", "content": "x"}]), "the user's or a tool's"),
+    (native_row(tools="f"), "row 2, field 'tools': expected a list"),
+    (native_row(tools=[{"name": ""}]), "a function needs a name"),
+    (
+        native_row(tools=[{"name": "f", "parameters": {"properties": {"x": 3}}}]),
+        r"field 'tools\[0\].parameters.properties.x'",
+    ),
+    (native_row(tools=[{"name": "f"}, {"name": "f"}]), "two tools are called 'f'"),
+    (native_row(calls=[{"name": "g", "arguments": {}}]), "'g' is not one of the tools"),
+    (native_row(calls=[{"name": "f", "arguments": {"x": 1}}]), r"field 'calls\[0\].arguments.x'"),
+    (native_row(calls=[], answers=[" "]), "field 'answers'"),
+    ("{", "row 2: not JSON"),
+    ([1], "row 2: expected an object"),
+])  # fmt: skip
 def test_a_bad_row_names_file_row_and_field(tmp_path: Path, row: Any, says: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(native_row()) + "\n" + (row if isinstance(row, str) else json.dumps(row)))
@@ -439,17 +436,14 @@ def test_rows_of_a_file_are_split_by_content(tmp_path: Path) -> None:
             make_env("function_calling", data=str(one)).make_task(0, split)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[f()]", [("f", {})]),
-        ("[a b(x=1), c.d(y='it''s')]", [("a b", {"x": 1}), ("c.d", {"y": "its"})]),
-        ('[f(t="a \\"q\\", b)", n=-1.5, z=(1, 2))]', [("f", {"t": 'a "q", b)', "n": -1.5, "z": [1, 2]})]),
-        ("Hello [there](x)", []),
-        ("[1, 2]", []),
-        ("[]", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("[f()]", [("f", {})]),
+    ("[a b(x=1), c.d(y='it''s')]", [("a b", {"x": 1}), ("c.d", {"y": "its"})]),
+    ('[f(t="a \\"q\\", b)", n=-1.5, z=(1, 2))]', [("f", {"t": 'a "q", b)', "n": -1.5, "z": [1, 2]})]),
+    ("Hello [there](x)", []),
+    ("[1, 2]", []),
+    ("[]", []),
+])  # fmt: skip
 def test_calls_written_in_brackets(text: str, expected: list[Any]) -> None:
     assert conversations.bracket_calls(text, "here") == expected
 

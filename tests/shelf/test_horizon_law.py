@@ -26,20 +26,17 @@ def other(call: dict[str, Any], **arguments: Any) -> list[dict[str, Any]]:
     return [{"name": call["name"], "arguments": {**call["arguments"], **arguments}}]
 
 
-@pytest.mark.parametrize(
-    ("turns", "good", "fault"),
-    [
-        ([[LAMPS], [CANCEL], "Done."], 2, "end"),  # all calls correct, and yet no success: the end was wrong
-        ([[LAMPS], "Done."], 1, "stop"),
-        ([[LAMPS]], 0, "stop"),  # cut by a limit after its only call
-        (["Done."], 0, "stop"),
-        ([other(LAMPS, quantity=5)], 0, "copy"),
-        ([[LAMPS], other(CANCEL, number=99)], 1, "memory"),  # 1234 stands in no prompt
-        ([[LAMPS], [{"name": "weather", "arguments": {}}]], 1, "choice"),
-        ([[LAMPS], "<tool_call>{"], 1, "malformed"),
-        ([[LAMPS], [CANCEL], [CANCEL]], 2, "end"),  # a call too many
-    ],
-)
+@pytest.mark.parametrize(("turns", "good", "fault"), [
+    ([[LAMPS], [CANCEL], "Done."], 2, "end"),  # all calls correct, and yet no success: the end was wrong
+    ([[LAMPS], "Done."], 1, "stop"),
+    ([[LAMPS]], 0, "stop"),  # cut by a limit after its only call
+    (["Done."], 0, "stop"),
+    ([other(LAMPS, quantity=5)], 0, "copy"),
+    ([[LAMPS], other(CANCEL, number=99)], 1, "memory"),  # 1234 stands in no prompt
+    ([[LAMPS], [{"name": "weather", "arguments": {}}]], 1, "choice"),
+    ([[LAMPS], "<tool_call>{"], 1, "malformed"),
+    ([[LAMPS], [CANCEL], [CANCEL]], 2, "end"),  # a call too many
+])  # fmt: skip
 def test_first_fault_of_an_episode(turns: list[Any], good: int, fault: str) -> None:
     found = horizon_law.episode(row(*turns))
     assert (found.calls, found.good, found.fault) == (2, good, fault)

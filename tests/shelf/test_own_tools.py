@@ -148,13 +148,10 @@ def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> No
     assert {"calculate", "days_between"} <= set(offered(env)), "a row without tools gets all of the run's"
 
 
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        (["calculat"], "it wants the run's tool 'calculat'; did you mean 'calculate'"),
-        ([{**AGE, "name": "calculate"}], "it declares 'calculate', which is a tool of the run's too"),
-    ],
-)
+@pytest.mark.parametrize(("tools", "message"), [
+    (["calculat"], "it wants the run's tool 'calculat'; did you mean 'calculate'"),
+    ([{**AGE, "name": "calculate"}], "it declares 'calculate', which is a tool of the run's too"),
+])  # fmt: skip
 def test_a_row_that_does_not_go_with_the_run_s_tools_is_found_before_the_run(
     tools: list[Any], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,16 +22,13 @@ USER = load_module(PATH.parent / "user.py")
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"calls": 1, "requests": 1},
-        {"calls": 60, "requests": [6, 8]},
-        {"calls": [10, 30], "requests": [3, 6], "missing": 0.6, "withheld": 0.5, "questions": 0.3},
-        {"calls": [2, 6], "requests": 2, "offered": 0, "distractors": 0},
-    ],
-)
+@pytest.mark.parametrize("params", [
+    {},
+    {"calls": 1, "requests": 1},
+    {"calls": 60, "requests": [6, 8]},
+    {"calls": [10, 30], "requests": [3, 6], "missing": 0.6, "withheld": 0.5, "questions": 0.3},
+    {"calls": [2, 6], "requests": 2, "offered": 0, "distractors": 0},
+])  # fmt: skip
 def test_gold_scores_one_in_the_number_of_calls_asked_for(params, split):
     env = make_env("workspace", **params)
     low, high = env.wish.calls

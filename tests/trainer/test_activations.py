@@ -143,13 +143,10 @@ def test_the_operations_of_a_model_are_those_of_its_matrices_its_attention_and_i
     assert flops_of(value, value.hf.config).head == 0
 
 
-@pytest.mark.parametrize(
-    ("card", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H200", 989.5), ("NVIDIA H20", 148), ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10G", 70), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("Quadro K620", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("card", "tera"), [
+    ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H200", 989.5), ("NVIDIA H20", 148), ("NVIDIA H100 PCIe", 756),
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10G", 70), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("Quadro K620", None),
+])  # fmt: skip
 def test_the_speed_of_a_card_is_that_of_the_longest_name_that_fits(card: str, tera: float | None) -> None:
     assert peak_of(card) == (None if tera is None else tera * 1e12)
 

@@ -47,13 +47,10 @@ def state(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
 COLUMNS = ["reward", "rewards", "logprobs"]
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        *(THREE := list(zip(COLUMNS, (math.inf, -math.inf, math.nan), strict=True))),
-        *(pytest.param(*case, marks=proof) for case in product(COLUMNS, (math.inf, -math.inf, math.nan)) if case not in THREE),
-    ],
-)
+@pytest.mark.parametrize(("column", "value"), [
+    *(THREE := list(zip(COLUMNS, (math.inf, -math.inf, math.nan), strict=True))),
+    *(pytest.param(*case, marks=proof) for case in product(COLUMNS, (math.inf, -math.inf, math.nan)) if case not in THREE),
+])  # fmt: skip
 def test_a_step_with_a_number_that_is_not_finite_is_skipped_by_actor_and_critic(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, column: str, value: float
 ) -> None:

@@ -129,29 +129,26 @@ def test_every_choice_reaches_the_update(tiny: str) -> None:
 DECOUPLED = AlgorithmConfig(loss=Choice(name="decoupled_ppo"), proximal="recompute", correction=Choice(name="reject_sequence"))
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"algorithm": GAE}, "needs a critic"),
-        ({"critic": toy_critic()}, "does not use a critic"),
-        ({"algorithm": GAE, "critic": toy_critic(warmup=4), "steps": 4}, "critic.warmup = 4: .* steps = 4"),
-        ({"algorithm": AlgorithmConfig(kl=KlConfig(target=1.0))}, "must be above 0"),
-        ({"algorithm": AlgorithmConfig(correction=Choice(name="masked"))}, "recompute"),
-        ({"algorithm": AlgorithmConfig(advantage=Choice(name="multi_reward"))}, "terms"),
-        ({"algorithm": AlgorithmConfig(loss=Choice(name="ppo_clop"))}, "ppo_clip"),
-        ({"algorithm": AlgorithmConfig(loss=Choice(name="decoupled_ppo"))}, "needs algorithm.proximal"),
-        ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, kind="k1"))}, "mean 0"),
-        ({"algorithm": AlgorithmConfig(kl=KlConfig(kind="k1"))}, r"kl.kind = 'k1' is read with algorithm.kl.coef above 0 alone"),
-        ({"algorithm": AlgorithmConfig(kl=KlConfig(where="reward"))}, r"kl.where = 'reward' is read with"),
-        (
-            {"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, horizon=5))},
-            r"kl.horizon = 5 is read with algorithm.kl.target alone",
-        ),
-        ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, where="reward", kind="k1+"))}, "changes a gradient"),
-        ({"algorithm": AlgorithmConfig(length_norm=5)}, "it is not used"),
-        ({"algorithm": DECOUPLED.model_copy(update={"correction": Choice(name="truncated")})}, "twice"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"algorithm": GAE}, "needs a critic"),
+    ({"critic": toy_critic()}, "does not use a critic"),
+    ({"algorithm": GAE, "critic": toy_critic(warmup=4), "steps": 4}, "critic.warmup = 4: .* steps = 4"),
+    ({"algorithm": AlgorithmConfig(kl=KlConfig(target=1.0))}, "must be above 0"),
+    ({"algorithm": AlgorithmConfig(correction=Choice(name="masked"))}, "recompute"),
+    ({"algorithm": AlgorithmConfig(advantage=Choice(name="multi_reward"))}, "terms"),
+    ({"algorithm": AlgorithmConfig(loss=Choice(name="ppo_clop"))}, "ppo_clip"),
+    ({"algorithm": AlgorithmConfig(loss=Choice(name="decoupled_ppo"))}, "needs algorithm.proximal"),
+    ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, kind="k1"))}, "mean 0"),
+    ({"algorithm": AlgorithmConfig(kl=KlConfig(kind="k1"))}, r"kl.kind = 'k1' is read with algorithm.kl.coef above 0 alone"),
+    ({"algorithm": AlgorithmConfig(kl=KlConfig(where="reward"))}, r"kl.where = 'reward' is read with"),
+    (
+        {"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, horizon=5))},
+        r"kl.horizon = 5 is read with algorithm.kl.target alone",
+    ),
+    ({"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, where="reward", kind="k1+"))}, "changes a gradient"),
+    ({"algorithm": AlgorithmConfig(length_norm=5)}, "it is not used"),
+    ({"algorithm": DECOUPLED.model_copy(update={"correction": Choice(name="truncated")})}, "twice"),
+])  # fmt: skip
 def test_combinations_that_mean_nothing(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_learner(config_of(**sections))
