@@ -39,47 +39,44 @@ def test_a_home_folder_is_found_behind_an_equals_sign(tmp_path: Path, monkeypatc
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["train", "missing.toml"], ["missing.toml: no such config file"]),
-        (["train", "quickstrat"], ["quickstrat", "quickstart"]),
-        (["train"], ["a config is needed"]),
-        (["train", QUICKSTART, "rollout.group_sise=3"], ["rollout.group_sise", "did you mean 'rollout.group_size'"]),
-        (["train", QUICKSTART, "rollout.temperature=0.0"], ["rollout.temperature = 0", "at least 0.01"]),
-        (["train", QUICKSTART, "rollout.temperature=0.005"], ["rollout.temperature = 0.005", "at least 0.01"]),
-        (["train", QUICKSTART, "eval.temperature=0.005"], ["eval.temperature = 0.005", "expected 0 (greedy) or"]),
-        (["train", QUICKSTART, "rollout.top_p=0.0"], ["rollout.top_p", "greater than 0"]),
-        (["train", QUICKSTART, "env.id=key_valeu"], ["key_valeu", "key_value"]),
-        (["train", QUICKSTART, "env.params.cals=3"], ["cals", "calls"]),
-        (["train", QUICKSTART, "env.params.calls=99"], ["calls = 99", "2..50"]),
-        (["train", QUICKSTART, "env.reward=nowhere.json"], ["nowhere.json"]),
-        (["train", QUICKSTART, "env.reward=bad.json"], ["bad.json", "not JSON", "line 1"]),
-        (["train", QUICKSTART, "env.reward=odd.json"], ["/root/use", "did you mean", "text.equals"]),
-        (["train", QUICKSTART, "algorithm.advantage.name=gpro"], ["gpro", "did you mean 'grpo'"]),
-        (["train", QUICKSTART, "algorithm.loss.args.clip_hgih=0.3"], ["clip_hgih", "did you mean 'clip_high'"]),
-        (["train", QUICKSTART, "model.tool_parser=hermez"], ["model.tool_parser = 'hermez'", "did you mean 'hermes'"]),
-        (["train", QUICKSTART, "model.path=nowhere/model", "model.init.layers=1"], ["set one of model.path"]),
-        (["train", QUICKSTART, "model.path=nowhere/model"], ["model.path = nowhere/model", "there is no such folder"]),
-        (["train", QUICKSTART, "~model.inti"], ["override '~model.inti'", "did you mean 'model.init'"]),
-        (["train", QUICKSTART, "cluster.actors=5000"], ["cannot run", "cluster.actors=5000"]),
-        (["train", QUICKSTART, LONG, "optim.micro_tokens=2999"], ["micro_tokens = 2999", "tokens = 3000", "at least 3000"]),
-        (["train", QUICKSTART, "rollout.max_episode_tokens=90000", "optim.micro_tokens=4095"], ["takes 4096", "at least 4096"]),
-        (["train", QUICKSTART, LONG, *SPLIT], ["optim.micro_tokens = 2000", "at least 3000"]),
-        (["train", QUICKSTART, "rollout.group_size=1"], ["rollout.group_size = 1", '"grpo"', "2 or more", "remax"]),
-        (
-            ["train", QUICKSTART, "rollout.max_filtered=2.0"],
-            ["rollout.max_filtered = 2.0 is read with rollout.filter_zero_variance"],
-        ),
-        (["train", QUICKSTART, "eval.every=0"], ["stop_at_success = 0.98 is read with eval.every"]),
-        (["train", QUICKSTART, "name=../evil"], ["name", "'../evil' is not the name of one folder", "set out"]),
-        (["train", QUICKSTART, "name=/tmp/evil", "--overwrite"], ["name", "not the name of one folder"]),
-        (["train", QUICKSTART, "name=.."], ["name", "not the name of one folder"]),
-        (["train", "--resume", "runs/nothing"], ["runs/nothing: not a run folder"]),
-        (["eval", "key_value", "--model", "./nowhere"], ["nowhere: no such model folder"]),
-        (["sft", QUICKSTART, "seed=-1"], ["seed", "greater than or equal to 0"]),
-    ],
-)
+@pytest.mark.parametrize(("args", "expected"), [
+    (["train", "missing.toml"], ["missing.toml: no such config file"]),
+    (["train", "quickstrat"], ["quickstrat", "quickstart"]),
+    (["train"], ["a config is needed"]),
+    (["train", QUICKSTART, "rollout.group_sise=3"], ["rollout.group_sise", "did you mean 'rollout.group_size'"]),
+    (["train", QUICKSTART, "rollout.temperature=0.0"], ["rollout.temperature = 0", "at least 0.01"]),
+    (["train", QUICKSTART, "rollout.temperature=0.005"], ["rollout.temperature = 0.005", "at least 0.01"]),
+    (["train", QUICKSTART, "eval.temperature=0.005"], ["eval.temperature = 0.005", "expected 0 (greedy) or"]),
+    (["train", QUICKSTART, "rollout.top_p=0.0"], ["rollout.top_p", "greater than 0"]),
+    (["train", QUICKSTART, "env.id=key_valeu"], ["key_valeu", "key_value"]),
+    (["train", QUICKSTART, "env.params.cals=3"], ["cals", "calls"]),
+    (["train", QUICKSTART, "env.params.calls=99"], ["calls = 99", "2..50"]),
+    (["train", QUICKSTART, "env.reward=nowhere.json"], ["nowhere.json"]),
+    (["train", QUICKSTART, "env.reward=bad.json"], ["bad.json", "not JSON", "line 1"]),
+    (["train", QUICKSTART, "env.reward=odd.json"], ["/root/use", "did you mean", "text.equals"]),
+    (["train", QUICKSTART, "algorithm.advantage.name=gpro"], ["gpro", "did you mean 'grpo'"]),
+    (["train", QUICKSTART, "algorithm.loss.args.clip_hgih=0.3"], ["clip_hgih", "did you mean 'clip_high'"]),
+    (["train", QUICKSTART, "model.tool_parser=hermez"], ["model.tool_parser = 'hermez'", "did you mean 'hermes'"]),
+    (["train", QUICKSTART, "model.path=nowhere/model", "model.init.layers=1"], ["set one of model.path"]),
+    (["train", QUICKSTART, "model.path=nowhere/model"], ["model.path = nowhere/model", "there is no such folder"]),
+    (["train", QUICKSTART, "~model.inti"], ["override '~model.inti'", "did you mean 'model.init'"]),
+    (["train", QUICKSTART, "cluster.actors=5000"], ["cannot run", "cluster.actors=5000"]),
+    (["train", QUICKSTART, LONG, "optim.micro_tokens=2999"], ["micro_tokens = 2999", "tokens = 3000", "at least 3000"]),
+    (["train", QUICKSTART, "rollout.max_episode_tokens=90000", "optim.micro_tokens=4095"], ["takes 4096", "at least 4096"]),
+    (["train", QUICKSTART, LONG, *SPLIT], ["optim.micro_tokens = 2000", "at least 3000"]),
+    (["train", QUICKSTART, "rollout.group_size=1"], ["rollout.group_size = 1", '"grpo"', "2 or more", "remax"]),
+    (
+        ["train", QUICKSTART, "rollout.max_filtered=2.0"],
+        ["rollout.max_filtered = 2.0 is read with rollout.filter_zero_variance"],
+    ),
+    (["train", QUICKSTART, "eval.every=0"], ["stop_at_success = 0.98 is read with eval.every"]),
+    (["train", QUICKSTART, "name=../evil"], ["name", "'../evil' is not the name of one folder", "set out"]),
+    (["train", QUICKSTART, "name=/tmp/evil", "--overwrite"], ["name", "not the name of one folder"]),
+    (["train", QUICKSTART, "name=.."], ["name", "not the name of one folder"]),
+    (["train", "--resume", "runs/nothing"], ["runs/nothing: not a run folder"]),
+    (["eval", "key_value", "--model", "./nowhere"], ["nowhere: no such model folder"]),
+    (["sft", QUICKSTART, "seed=-1"], ["seed", "greater than or equal to 0"]),
+])  # fmt: skip
 def test_a_mistake_is_named_and_leaves_nothing_behind(
     args: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,18 +92,15 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("args", "ends"),
-    [
-        (["trian", QUICKSTART], "did you mean 'train'?"),
-        (["env", "chek"], "did you mean 'check'?"),
-        (["train", QUICKSTART, "--overwite"], "did you mean '--overwrite'?"),
-        (["eval", "key_value", "--modle", "m"], "did you mean '--model'?"),
-        (["env", "check", "key_value", "--alltasks"], "did you mean '--all-tasks'?"),
-        (["zzzz"], "')"),  # nothing is near
-        (["train", QUICKSTART, "name=\udc80"], "'name=\\udc80' is not UTF-8: no name, path or value can hold it"),
-    ],
-)
+@pytest.mark.parametrize(("args", "ends"), [
+    (["trian", QUICKSTART], "did you mean 'train'?"),
+    (["env", "chek"], "did you mean 'check'?"),
+    (["train", QUICKSTART, "--overwite"], "did you mean '--overwrite'?"),
+    (["eval", "key_value", "--modle", "m"], "did you mean '--model'?"),
+    (["env", "check", "key_value", "--alltasks"], "did you mean '--all-tasks'?"),
+    (["zzzz"], "')"),  # nothing is near
+    (["train", QUICKSTART, "name=\udc80"], "'name=\\udc80' is not UTF-8: no name, path or value can hold it"),
+])  # fmt: skip
 def test_a_mistyped_word_of_the_command_line(args: list[str], ends: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(args)
@@ -124,19 +118,16 @@ def test_what_is_no_run_is_not_overwritten(taken: str, tmp_path: Path, capsys: p
     assert file.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["name=" + "n" * 300], "runs/" + "n" * 300 + ": the run folder cannot be written: [Errno 36] File name too long"),
-        (["out=there", "name=" + "n" * 300], "File name too long"),
-        (["out=file"], "file/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
-        (["out=file/deeper"], "file/deeper/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
-        (["out=there", "name=mine"], "there/mine: it exists and is no run; choose another name: name=mine-2"),
-        (["out=there", "name=mine", "--overwrite"], "there/mine: it exists and is no run"),
-        (["out=there", "name=run", "--overwrite"], "there/run: process PID on"),
-        (["--resume", "there/run"], "there/run: process PID on"),
-    ],
-)
+@pytest.mark.parametrize(("args", "expected"), [
+    (["name=" + "n" * 300], "runs/" + "n" * 300 + ": the run folder cannot be written: [Errno 36] File name too long"),
+    (["out=there", "name=" + "n" * 300], "File name too long"),
+    (["out=file"], "file/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
+    (["out=file/deeper"], "file/deeper/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
+    (["out=there", "name=mine"], "there/mine: it exists and is no run; choose another name: name=mine-2"),
+    (["out=there", "name=mine", "--overwrite"], "there/mine: it exists and is no run"),
+    (["out=there", "name=run", "--overwrite"], "there/run: process PID on"),
+    (["--resume", "there/run"], "there/run: process PID on"),
+])  # fmt: skip
 def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
     args: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,16 +246,13 @@ def test_a_full_standard_output_is_one_line(tmp_path: Path, words: str) -> None:
 PLAY = ["--policy", "gold", "-n", "1"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["metrics", "entropi"], 1, "no metric has 'entropi' in its name or meaning; did you mean 'entropy'?"),
-        (["rollout", "function_calling", *PLAY, "data=rows.json"], 2,
-         "data is a section. Write data.KEY=VALUE, or of the environment env.params.data=rows.json"),
-        # The folder stayed with the wrong split in its note, and the right command was refused by it.
-        (["eval", "key_value", *PLAY, "--split", "tset"], 2, "no split 'tset'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["metrics", "entropi"], 1, "no metric has 'entropi' in its name or meaning; did you mean 'entropy'?"),
+    (["rollout", "function_calling", *PLAY, "data=rows.json"], 2,
+     "data is a section. Write data.KEY=VALUE, or of the environment env.params.data=rows.json"),
+    # The folder stayed with the wrong split in its note, and the right command was refused by it.
+    (["eval", "key_value", *PLAY, "--split", "tset"], 2, "no split 'tset'"),
+])  # fmt: skip
 def test_a_word_that_is_none_is_said(words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == code
     assert said in capsys.readouterr().err and not Path("evals").exists()

@@ -66,14 +66,11 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("template", "env"),
-    [
-        ("sqlite", ["shop"]),
-        # A hundred servers are started.
-        pytest.param("mcp", ["mcp", 'command=["python", "envs/shop/server.py"]', "tasks=envs/shop/tasks.jsonl"], marks=proof),
-    ],
-)
+@pytest.mark.parametrize(("template", "env"), [
+    ("sqlite", ["shop"]),
+    # A hundred servers are started.
+    pytest.param("mcp", ["mcp", 'command=["python", "envs/shop/server.py"]', "tasks=envs/shop/tasks.jsonl"], marks=proof),
+])  # fmt: skip
 def test_each_template_passes_its_checks_and_has_room_for_its_gold(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, template: str, env: list[str]
 ) -> None:
@@ -136,18 +133,15 @@ def test_tools_that_are_the_same_for_each_task_are_shown_once_with_those_of_own_
     assert names == ["get", "set", "list", "add", "ring", "calculate"] and out.count("tools:") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("check", "key_valu"), "did you mean 'key_value'"),
-        (("check", "key_value", "cals=3"), "no parameter 'cals'"),
-        (("check", "key_value", "calls"), "KEY=VALUE"),
-        (("check", "key_value", "a.b=3"), "one word"),
-        (("check",), "give an environment"),
-        (("check", "key_value", "--all"), "give an environment"),
-        (("show", "nope"), "no environment"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    (("check", "key_valu"), "did you mean 'key_value'"),
+    (("check", "key_value", "cals=3"), "no parameter 'cals'"),
+    (("check", "key_value", "calls"), "KEY=VALUE"),
+    (("check", "key_value", "a.b=3"), "one word"),
+    (("check",), "give an environment"),
+    (("check", "key_value", "--all"), "give an environment"),
+    (("show", "nope"), "no environment"),
+])  # fmt: skip
 def test_mistakes_are_user_errors(words: tuple[str, ...], says: str, here: Path) -> None:
     with pytest.raises(UserError, match=says.replace("'", ".")):
         run(*words)
@@ -187,22 +181,19 @@ def test_a_person_plays_to_the_reward() -> None:
 ROOM = {"type": "object", "properties": {"room": {"type": "string"}, "n": {"type": "integer"}, "any": {}}}
 
 
-@pytest.mark.parametrize(
-    ("line", "arguments"),
-    [
-        ("book room=101 n=3", {"room": "101", "n": 3}),
-        ("book room=true", {"room": "true"}),
-        ("book n=x", {"n": "x"}),  # the tool's own answer says what is wrong
-        ("book any=101", {"any": 101}),
-        ('book any={"a":1}', {"any": "{a:1}"}),  # as a shell reads quotes
-        ("book", {}),
-        ("book room=a=b", {"room": "a=b"}),
-        ('book(room="101", n=3)', {"room": "101", "n": 3}),
-        ("book()", {}),
-        ("get key=a n=3", {"key": "a", "n": 3}),
-        ("get", {}),
-    ],
-)
+@pytest.mark.parametrize(("line", "arguments"), [
+    ("book room=101 n=3", {"room": "101", "n": 3}),
+    ("book room=true", {"room": "true"}),
+    ("book n=x", {"n": "x"}),  # the tool's own answer says what is wrong
+    ("book any=101", {"any": 101}),
+    ('book any={"a":1}', {"any": "{a:1}"}),  # as a shell reads quotes
+    ("book", {}),
+    ("book room=a=b", {"room": "a=b"}),
+    ('book(room="101", n=3)', {"room": "101", "n": 3}),
+    ("book()", {}),
+    ("get key=a n=3", {"key": "a", "n": 3}),
+    ("get", {}),
+])  # fmt: skip
 def test_a_line_is_a_call_with_values_that_the_tool_takes(line: str, arguments: dict[str, Any]) -> None:
     assert parse_line(line, {"book": ROOM, "get": {}}).tool_calls == (ToolCall(re.split(r"\W", line)[0], arguments),)
 
@@ -274,24 +265,21 @@ def write_env(folder: Path, more: str = "", **bodies: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("bodies", "more", "said"),
-    [
-        ({}, "    def setup(self, task):\n        pass\n", "setup is not async. Write `async def setup"),
-        ({}, "    def teardown(self):\n        pass\n", "teardown is not async"),
-        ({}, "    def setup(self):\n        pass\n", "An environment has setup(self, task"),
-        ({}, "    def __init__(self):\n        self.x = 1\n", "its __init__ does not call the base's"),
-        ({}, "    def __init__(self):\n        self.x = self.y\n", "__init__ raised AttributeError"),
-        ({"prompt": "return 'hi'"}, "", "prompt returned 'hi', expected a list"),
-        ({"prompt": "return ['hi']"}, "", "prompt returned ['hi'], expected a list (each a Message)"),
-        ({"prompt": "return [Message('user', None)]"}, "", "content = None; expected one of system, user, assistant, tool and a"),
-        ({"make_task": "return Task('x', 1, split, None)"}, "", "task 'x': data = None, expected a dict of JSON values"),
-        ({"prompt": "return {}['no']"}, "", "wrong.py:9: prompt raised KeyError: 'no'"),
-        ({"make_task": "return {'id': 1}"}, "", "make_task returned {'id': 1}, expected a Task"),
-        ({"make_task": "raise ValueError('boom')"}, "", "wrong.py:7: make_task raised ValueError: boom"),
-        ({"make_task": "raise SystemExit(0)"}, "", "wrong.py:7: make_task raised SystemExit: 0"),
-    ],
-)
+@pytest.mark.parametrize(("bodies", "more", "said"), [
+    ({}, "    def setup(self, task):\n        pass\n", "setup is not async. Write `async def setup"),
+    ({}, "    def teardown(self):\n        pass\n", "teardown is not async"),
+    ({}, "    def setup(self):\n        pass\n", "An environment has setup(self, task"),
+    ({}, "    def __init__(self):\n        self.x = 1\n", "its __init__ does not call the base's"),
+    ({}, "    def __init__(self):\n        self.x = self.y\n", "__init__ raised AttributeError"),
+    ({"prompt": "return 'hi'"}, "", "prompt returned 'hi', expected a list"),
+    ({"prompt": "return ['hi']"}, "", "prompt returned ['hi'], expected a list (each a Message)"),
+    ({"prompt": "return [Message('user', None)]"}, "", "content = None; expected one of system, user, assistant, tool and a"),
+    ({"make_task": "return Task('x', 1, split, None)"}, "", "task 'x': data = None, expected a dict of JSON values"),
+    ({"prompt": "return {}['no']"}, "", "wrong.py:9: prompt raised KeyError: 'no'"),
+    ({"make_task": "return {'id': 1}"}, "", "make_task returned {'id': 1}, expected a Task"),
+    ({"make_task": "raise ValueError('boom')"}, "", "wrong.py:7: make_task raised ValueError: boom"),
+    ({"make_task": "raise SystemExit(0)"}, "", "wrong.py:7: make_task raised SystemExit: 0"),
+])  # fmt: skip
 @pytest.mark.parametrize("action", ["show", "play"])
 def test_a_mistake_in_a_hook_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, action: str, bodies: dict[str, str], more: str, said: str

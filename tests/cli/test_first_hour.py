@@ -44,13 +44,10 @@ PLAY, SERVE = ["env", "play", "key_value"], ["env", "serve", "key_value", "--mcp
 NUMBERS = ("-n/--tasks", "-k/--samples", "--max-concurrent")
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "given", "least"),
-    [
-        *((command, "--seed", "-1", 0) for command in (PLAY, SERVE, ["init-model", "m"])),
-        *(([name, "key_value", "--policy", "gold"], option, "0", 1) for name in ("rollout", "eval") for option in NUMBERS),
-    ],
-)
+@pytest.mark.parametrize(("command", "option", "given", "least"), [
+    *((command, "--seed", "-1", 0) for command in (PLAY, SERVE, ["init-model", "m"])),
+    *(([name, "key_value", "--policy", "gold"], option, "0", 1) for name in ("rollout", "eval") for option in NUMBERS),
+])  # fmt: skip
 def test_a_number_that_is_too_small_is_refused_by_its_option(
     capsys: pytest.CaptureFixture[str], command: list[str], option: str, given: str, least: int
 ) -> None:
@@ -163,19 +160,16 @@ def test_the_lint_that_a_refusal_advises_finds_the_spec(here: Path, capsys: pyte
     assert "gold-no-success" in said(capsys, "reward", "lint", "not the right one.json", "--env", "shop", code=1)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (
-            ["algorithm.advantage=grpo"],
-            "algorithm.advantage: expected a table, got 'grpo'; write 'algorithm.advantage={ name = \"grpo\" }'",
-        ),
-        (["rollout=3"], "rollout: expected a table, got 3; write rollout.KEY=VALUE (agentrl config docs rollout)"),
-        (["model.init=true"], "model.init: expected a table, got true; write 'model.init={}'"),
-        (["rollout.start=[{}]"], "rollout.start: expected one table, got a list of 1; write 'rollout.start={}'"),
-        (["steps=true"], "steps: input should be a valid integer, got true"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    (
+        ["algorithm.advantage=grpo"],
+        "algorithm.advantage: expected a table, got 'grpo'; write 'algorithm.advantage={ name = \"grpo\" }'",
+    ),
+    (["rollout=3"], "rollout: expected a table, got 3; write rollout.KEY=VALUE (agentrl config docs rollout)"),
+    (["model.init=true"], "model.init: expected a table, got true; write 'model.init={}'"),
+    (["rollout.start=[{}]"], "rollout.start: expected one table, got a list of 1; write 'rollout.start={}'"),
+    (["steps=true"], "steps: input should be a valid integer, got true"),
+])  # fmt: skip
 def test_a_value_where_a_table_belongs(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     (here / "c.toml").write_text('[env]\nid = "key_value"\n')
     text = said(capsys, "config", "show", "c.toml", *words, code=2)

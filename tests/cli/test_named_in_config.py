@@ -31,27 +31,24 @@ NO_Y = "agentrl/KeyValue-v0: no parameter 'y'; known: calls, "
 pytestmark = pytest.mark.usefixtures("here")
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "said"),
-    [
-        ('[env]\nid = "key_valu"', [], "c.toml: env.id: no environment 'key_valu'; did you mean 'key_value'?"),
-        ("[env]\nparams = { calls = 3, y = 1 }", [], f"c.toml: env.params.y: {NO_Y}"),
-        ("[env.params]\ncalls = 3\ny = 1", [], f"c.toml: env.params.y: {NO_Y}"),
-        ("[env.params]\ncalls = true", [], "c.toml: env.params.calls: agentrl/KeyValue-v0: parameter calls = True: "),
-        ("[env.sandbox]\nprovider = 'process'", [], "c.toml: env.sandbox: agentrl/KeyValue-v0 runs nothing in a sandbox"),
-        ("", ["env.id=nope"], "override env.id=nope: env.id: no environment 'nope'; known: "),
-        ("", ["env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
-        ("[sft]\nparams = { y = 1 }", [], f"c.toml: sft.params.y: {NO_Y}"),
-        ("[sft.gate_params]\ny = 1", [], f"c.toml: sft.gate_params.y: {NO_Y}"),
-        ("[env.sft]\ngate_params = { y = 1 }", [], f"c.toml: env.sft.gate_params.y: {NO_Y}"),
-        ("", ["sft.gate_params.y=1"], f"override sft.gate_params.y=1: sft.gate_params.y: {NO_Y}"),
-        (f"{TWO}params = {{ y = 1 }}", [], f"c.toml: env[1] (b).params.y: {NO_Y}"),
-        (f"{TWO}sft = {{ params = {{ y = 1 }} }}", [], f"c.toml: env[1] (b).sft.params.y: {NO_Y}"),
-        (TWO, ["env.b.params.y=1"], f"override env.b.params.y=1: env[1] (b).params.y: {NO_Y}"),
-        (TWO, ["env.a.id=nope"], "override env.a.id=nope: env[0] (a).id: no environment 'nope'"),
-        ("[env]\nparams = { y = 1 }", ["base"], "below.toml: env.id: no environment 'nope'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words", "said"), [
+    ('[env]\nid = "key_valu"', [], "c.toml: env.id: no environment 'key_valu'; did you mean 'key_value'?"),
+    ("[env]\nparams = { calls = 3, y = 1 }", [], f"c.toml: env.params.y: {NO_Y}"),
+    ("[env.params]\ncalls = 3\ny = 1", [], f"c.toml: env.params.y: {NO_Y}"),
+    ("[env.params]\ncalls = true", [], "c.toml: env.params.calls: agentrl/KeyValue-v0: parameter calls = True: "),
+    ("[env.sandbox]\nprovider = 'process'", [], "c.toml: env.sandbox: agentrl/KeyValue-v0 runs nothing in a sandbox"),
+    ("", ["env.id=nope"], "override env.id=nope: env.id: no environment 'nope'; known: "),
+    ("", ["env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
+    ("[sft]\nparams = { y = 1 }", [], f"c.toml: sft.params.y: {NO_Y}"),
+    ("[sft.gate_params]\ny = 1", [], f"c.toml: sft.gate_params.y: {NO_Y}"),
+    ("[env.sft]\ngate_params = { y = 1 }", [], f"c.toml: env.sft.gate_params.y: {NO_Y}"),
+    ("", ["sft.gate_params.y=1"], f"override sft.gate_params.y=1: sft.gate_params.y: {NO_Y}"),
+    (f"{TWO}params = {{ y = 1 }}", [], f"c.toml: env[1] (b).params.y: {NO_Y}"),
+    (f"{TWO}sft = {{ params = {{ y = 1 }} }}", [], f"c.toml: env[1] (b).sft.params.y: {NO_Y}"),
+    (TWO, ["env.b.params.y=1"], f"override env.b.params.y=1: env[1] (b).params.y: {NO_Y}"),
+    (TWO, ["env.a.id=nope"], "override env.a.id=nope: env[0] (a).id: no environment 'nope'"),
+    ("[env]\nparams = { y = 1 }", ["base"], "below.toml: env.id: no environment 'nope'"),
+])  # fmt: skip
 @pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"], ["sft"]])
 def test_the_key_and_its_place_are_named(
     command: list[str], text: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
@@ -67,21 +64,18 @@ def test_the_key_and_its_place_are_named(
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["eval", "--config", "c.toml"], f"c.toml: env.params.y: {NO_Y}"),
-        (["eval", "--run", "runs/r"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
-        (["eval", "key_value", "env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
-        (["rollout", "key_value", "env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
-        (["eval", "key_value", "sql", "env.key_value.params.y=1"], "override env.key_value.params.y=1: env[0] (key_value).par"),
-        (["eval", "key_value", "env.id=nope"], "override env.id=nope: env.id: no environment 'nope'"),
-        (["eval", "key_valu"], "no environment 'key_valu'; did you mean 'key_value'?"),
-        (["rollout", "key_valu"], "no environment 'key_valu'; did you mean 'key_value'?"),
-        (["train", "--resume", "runs/r"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
-        (["train", "--resume", "runs/r", "--dry-run"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["eval", "--config", "c.toml"], f"c.toml: env.params.y: {NO_Y}"),
+    (["eval", "--run", "runs/r"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
+    (["eval", "key_value", "env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
+    (["rollout", "key_value", "env.params.y=1"], f"override env.params.y=1: env.params.y: {NO_Y}"),
+    (["eval", "key_value", "sql", "env.key_value.params.y=1"], "override env.key_value.params.y=1: env[0] (key_value).par"),
+    (["eval", "key_value", "env.id=nope"], "override env.id=nope: env.id: no environment 'nope'"),
+    (["eval", "key_valu"], "no environment 'key_valu'; did you mean 'key_value'?"),
+    (["rollout", "key_valu"], "no environment 'key_valu'; did you mean 'key_value'?"),
+    (["train", "--resume", "runs/r"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
+    (["train", "--resume", "runs/r", "--dry-run"], f"runs/r/config.toml: env.params.y: {NO_Y}"),
+])  # fmt: skip
 def test_every_command_that_plays_a_config_names_them(
     words: list[str], said: str, tiny: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

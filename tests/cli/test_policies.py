@@ -195,16 +195,13 @@ def test_in_worker_processes_a_script_plays_the_same_episodes(shelf: Path, capsy
     assert "its user is a model, and a scripted policy" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["tests/Support-v0", "--policy", "golt"], "expected gold, idle, refuse, echo, spam; did you mean 'gold'?"),
-        (["tests/Support-v0", "--policy", "idle", "env.params.scripted=false"], "its user is a model, and a scripted policy"),
-        (["tests/Speechless-v0", "--policy", "gold"], "--policy gold: nobody knows the solution"),
-        (["tests/Support-v0", "--policy", "gold", "rollout.top_k=3"], "a scripted policy draws nothing"),
-        (["tests/Support-v0"], "--policy gold"),
-    ],
-)
+@pytest.mark.parametrize(("args", "says"), [
+    (["tests/Support-v0", "--policy", "golt"], "expected gold, idle, refuse, echo, spam; did you mean 'gold'?"),
+    (["tests/Support-v0", "--policy", "idle", "env.params.scripted=false"], "its user is a model, and a scripted policy"),
+    (["tests/Speechless-v0", "--policy", "gold"], "--policy gold: nobody knows the solution"),
+    (["tests/Support-v0", "--policy", "gold", "rollout.top_k=3"], "a scripted policy draws nothing"),
+    (["tests/Support-v0"], "--policy gold"),
+])  # fmt: skip
 def test_what_cannot_be_played_is_said(shelf: Path, args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", *args, "-n", "1", "--out", "out"]) == 2
     message = capsys.readouterr().err

@@ -47,27 +47,24 @@ def record(path, *trajectories):
 RIGHT = {**ANSWER, "id": "right"}
 
 
-@pytest.mark.parametrize(
-    ("root", "code", "at"),
-    [
-        ({**ONE, "weight": 2}, "dead-weight", "/root"),
-        ({"op": "sum", "of": [{**ONE, "weight": 0}, ANSWER]}, "dead-weight", "/root/of/0"),
-        ({"op": "product", "of": [{**ONE, "weight": 2}, ANSWER]}, "dead-weight", "/root/of/0"),
-        ({"op": "gate", "if": ONE, "gte": 1.5, "then": ANSWER}, "unreachable-gate", "/root"),
-        ({"op": "gate", "if": ONE, "gte": 0, "then": ANSWER}, "unreachable-gate", "/root"),
-        ({**ONE, "scale": [0.5, 0.5]}, "constant-output", "/root"),
-        ({"op": "sum", "of": [{**ONE, "clip": [2, 3]}, ANSWER]}, "constant-output", "/root/of/0"),
-        ({"op": "product", "of": [{**ONE, "scale": [0, 0]}, ANSWER]}, "constant-output", "/root/of/0"),
-        ({"op": "all", "of": [{**ONE, "scale": [0, 0.5]}, ANSWER]}, "never-true", "/root/of/0"),
-        ({"op": "max", "of": [{**ONE, "scale": [0, 0.5]}, {**ANSWER, "scale": [0.5, 1]}]}, "never-decides", "/root/of/0"),
-        ({"op": "min", "of": [{**ONE, "scale": [0.5, 1]}, {**ANSWER, "scale": [0, 0.5]}]}, "never-decides", "/root/of/0"),
-        ({**ONE, "clip": [-1, 2]}, "dead-clip", "/root"),
-        ({**ONE, "missing": "skip"}, "dead-missing", "/root"),
-        (leaf("cost.turns", {"max": 3}), "no-success", "/root"),
-        ({"id": "right", "gte": 2}, "unreachable-gate", "/success"), ({**ONE, "scale": [0, 0.5]}, "never-true", "/success"),
-        ({**ONE, "weight": 2}, "dead-weight", "/success"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("root", "code", "at"), [
+    ({**ONE, "weight": 2}, "dead-weight", "/root"),
+    ({"op": "sum", "of": [{**ONE, "weight": 0}, ANSWER]}, "dead-weight", "/root/of/0"),
+    ({"op": "product", "of": [{**ONE, "weight": 2}, ANSWER]}, "dead-weight", "/root/of/0"),
+    ({"op": "gate", "if": ONE, "gte": 1.5, "then": ANSWER}, "unreachable-gate", "/root"),
+    ({"op": "gate", "if": ONE, "gte": 0, "then": ANSWER}, "unreachable-gate", "/root"),
+    ({**ONE, "scale": [0.5, 0.5]}, "constant-output", "/root"),
+    ({"op": "sum", "of": [{**ONE, "clip": [2, 3]}, ANSWER]}, "constant-output", "/root/of/0"),
+    ({"op": "product", "of": [{**ONE, "scale": [0, 0]}, ANSWER]}, "constant-output", "/root/of/0"),
+    ({"op": "all", "of": [{**ONE, "scale": [0, 0.5]}, ANSWER]}, "never-true", "/root/of/0"),
+    ({"op": "max", "of": [{**ONE, "scale": [0, 0.5]}, {**ANSWER, "scale": [0.5, 1]}]}, "never-decides", "/root/of/0"),
+    ({"op": "min", "of": [{**ONE, "scale": [0.5, 1]}, {**ANSWER, "scale": [0, 0.5]}]}, "never-decides", "/root/of/0"),
+    ({**ONE, "clip": [-1, 2]}, "dead-clip", "/root"),
+    ({**ONE, "missing": "skip"}, "dead-missing", "/root"),
+    (leaf("cost.turns", {"max": 3}), "no-success", "/root"),
+    ({"id": "right", "gte": 2}, "unreachable-gate", "/success"), ({**ONE, "scale": [0, 0.5]}, "never-true", "/success"),
+    ({**ONE, "weight": 2}, "dead-weight", "/success"),
+])  # fmt: skip
 def test_lint_of_a_spec_alone(root, code, at):
     found = lint_spec(compile_spec(spec(RIGHT, success=root) if at == "/success" else spec(root)))
     assert (code, at) in {(item.code, item.at) for item in found}
@@ -125,39 +122,33 @@ def test_a_spec_that_pays_the_question_is_found():
     assert "the question, copied as the answer, is a success" in next(f.message for f in found if f.code == "cheap-success")
 
 
-@pytest.mark.parametrize(
-    ("root", "code"),
-    [
-        ({"op": "sum", "of": [ANSWER, leaf("calls.none")]}, "do-nothing-floor"),
-        ({"op": "mean", "of": [ANSWER, leaf("text.equals", {"expect": "never"})]}, "gold-below-maximum"),
-        ({"op": "mean", "of": [ANSWER, leaf("text.equals", {"expect": "never"})]}, "gold-no-success"),
-        (leaf("group.rank", {"of": leaf("text.equals", {"expect": "never"})}, scope="group"), "gold-no-success"),
-        (leaf("text.equals", {"expect": {"$": "/task/gold/anser"}}), "gold-unscored"),
-        (leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "any"}), "cheap-success"),
-        ({"op": "max", "of": [ANSWER, leaf("calls.none")]}, "cheap-success"),
-        (leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "any"}), "spam-passes"),
-        (leaf("calls.match", {**CALLS, "compare": "superset"}), "permissive-match"),
-        (leaf("calls.match", {**CALLS, "order": "ordered"}), "order-matters"),
-        (leaf("calls.none", scope="call", reduce="min", scale=[1, 0]), "escapes-scoring"),
-        ({"op": "product", "of": [ANSWER, leaf("calls.none", {"names": ["erase"]})]}, "never-varies"),
-        ({"op": "gate", "if": leaf("calls.none", {"names": ["get"]}), "gte": 1, "then": leaf("calls.none"), "else": ANSWER},
-         "do-nothing-floor"),
-        ({"op": "gate", "if": leaf("text.equals", {"expect": "never"}), "gte": 1, "then": leaf("calls.none"), "else": ANSWER},
-         "gate-never-opens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("root", "code"), [
+    ({"op": "sum", "of": [ANSWER, leaf("calls.none")]}, "do-nothing-floor"),
+    ({"op": "mean", "of": [ANSWER, leaf("text.equals", {"expect": "never"})]}, "gold-below-maximum"),
+    ({"op": "mean", "of": [ANSWER, leaf("text.equals", {"expect": "never"})]}, "gold-no-success"),
+    (leaf("group.rank", {"of": leaf("text.equals", {"expect": "never"})}, scope="group"), "gold-no-success"),
+    (leaf("text.equals", {"expect": {"$": "/task/gold/anser"}}), "gold-unscored"),
+    (leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "any"}), "cheap-success"),
+    ({"op": "max", "of": [ANSWER, leaf("calls.none")]}, "cheap-success"),
+    (leaf("number.close", {"expect": {"$": "/task/gold/answer"}, "which": "any"}), "spam-passes"),
+    (leaf("calls.match", {**CALLS, "compare": "superset"}), "permissive-match"),
+    (leaf("calls.match", {**CALLS, "order": "ordered"}), "order-matters"),
+    (leaf("calls.none", scope="call", reduce="min", scale=[1, 0]), "escapes-scoring"),
+    ({"op": "product", "of": [ANSWER, leaf("calls.none", {"names": ["erase"]})]}, "never-varies"),
+    ({"op": "gate", "if": leaf("calls.none", {"names": ["get"]}), "gte": 1, "then": leaf("calls.none"), "else": ANSWER},
+     "do-nothing-floor"),
+    ({"op": "gate", "if": leaf("text.equals", {"expect": "never"}), "gte": 1, "then": leaf("calls.none"), "else": ANSWER},
+     "gate-never-opens"),
+])  # fmt: skip
 def test_lint_finds_what_is_wrong(root, code, probes):
     assert code in dict(map(reversed, findings(root, probes)))
 
 
-@pytest.mark.parametrize(
-    ("root", "found"),
-    [
-        (ANSWER, []), (leaf("calls.match", CALLS), []), (leaf("state.match", {"replay": {"$": "/task/gold/calls"}}), []),
-        ({"op": "sum", "of": [ANSWER, leaf("cost.turns", {"max": 10}, weight=-0.2)]}, [("warning", "gold-below-maximum")]),
-        (leaf("group.rank", {"of": ANSWER}), [("warning", "not-probed")]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("root", "found"), [
+    (ANSWER, []), (leaf("calls.match", CALLS), []), (leaf("state.match", {"replay": {"$": "/task/gold/calls"}}), []),
+    ({"op": "sum", "of": [ANSWER, leaf("cost.turns", {"max": 10}, weight=-0.2)]}, [("warning", "gold-below-maximum")]),
+    (leaf("group.rank", {"of": ANSWER}), [("warning", "not-probed")]),
+])  # fmt: skip
 def test_lint_finds_nothing_else(root, found, probes):
     """A sound spec has no findings, what gold costs is no error, and a spec that compares members is not probed."""
     assert findings(root, probes) == found
@@ -315,20 +306,17 @@ def test_files_that_hold_no_trajectories(tmp_path, content, message):
         agentrl("score", SHELF / "key_value.json", tmp_path / "bad.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "said"),
-    [
-        ("turns.0.message.tool_calls.0.arguments", '{"key": "a"}', r"ToolCall.arguments = '.*expected dict or null"),
-        ("turns.0.message.tool_calls.0.arguments", [1], "expected dict or null"),
-        ("turns.0.message.reasoning", 5, "Message.reasoning = 5; expected str or null"),
-        ("turns.0.sampled_tokens", "7", "expected int"), ("turns.0.index", {}, "expected int"),
-        ("turns.0", 3, "not subscriptable"),
-        ("turns.0.results.0.seconds", "1 s", "expected float"), ("turns.0.results.0.content", None, "expected str"),
-        ("task.id", [7], "id = .7., seed = 0; expected a text"), ("task.seed", [1], "whole number"),
-        ("messages", {"a": 1}, "mapping"),
-        ("success", "yes", "Trajectory.success = 'yes'; expected bool or null"), ("reward", "1", "expected float"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("where", "value", "said"), [
+    ("turns.0.message.tool_calls.0.arguments", '{"key": "a"}', r"ToolCall.arguments = '.*expected dict or null"),
+    ("turns.0.message.tool_calls.0.arguments", [1], "expected dict or null"),
+    ("turns.0.message.reasoning", 5, "Message.reasoning = 5; expected str or null"),
+    ("turns.0.sampled_tokens", "7", "expected int"), ("turns.0.index", {}, "expected int"),
+    ("turns.0", 3, "not subscriptable"),
+    ("turns.0.results.0.seconds", "1 s", "expected float"), ("turns.0.results.0.content", None, "expected str"),
+    ("task.id", [7], "id = .7., seed = 0; expected a text"), ("task.seed", [1], "whole number"),
+    ("messages", {"a": 1}, "mapping"),
+    ("success", "yes", "Trajectory.success = 'yes'; expected bool or null"), ("reward", "1", "expected float"),
+])  # fmt: skip
 def test_a_row_with_a_value_of_another_type_is_named_and_not_scored(tmp_path, where, value, said):
     """OpenAI's arguments as text, say, ended a scoring with an AttributeError; other values counted as something else."""
     row = episode([call("get", key="a")], "7", task_gold=TWO).to_json()
@@ -351,21 +339,18 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path):
         agentrl("score", SHELF / "key_value.json", file, "--workers", 2)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["lint", "key_valu"], "key_value"),
-        (["lint", "none.json"], "cannot be read"),
-        (["lint", "key_value", "--env", "agentrl/KeyVal-v0"], "KeyValue"),
-        (["lint", "rewards/judge.json", "--param", "calls=2"], "--env"),
-        (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=VALUE"),
-        (["lint", "key_value", "--param", "cals=2"], "calls"),
-        (["score", "key_value", "none.jsonl", "--param", "calls=2"], "--param: no gold calls are replayed by key_value"),
-        (["score", "bfcl_multi_turn", "none.jsonl", "--env", KEY_VALUE, "--param", "cals=2"], "calls"),
-        (["score", "key_value", "none.jsonl"], "cannot be read"),
-        (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    (["lint", "key_valu"], "key_value"),
+    (["lint", "none.json"], "cannot be read"),
+    (["lint", "key_value", "--env", "agentrl/KeyVal-v0"], "KeyValue"),
+    (["lint", "rewards/judge.json", "--param", "calls=2"], "--env"),
+    (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=VALUE"),
+    (["lint", "key_value", "--param", "cals=2"], "calls"),
+    (["score", "key_value", "none.jsonl", "--param", "calls=2"], "--param: no gold calls are replayed by key_value"),
+    (["score", "bfcl_multi_turn", "none.jsonl", "--env", KEY_VALUE, "--param", "cals=2"], "calls"),
+    (["score", "key_value", "none.jsonl"], "cannot be read"),
+    (["explain", "key_value", "t.jsonl", "--row", 2], "has 1 rows"),
+])  # fmt: skip
 def test_mistakes_on_the_command_line(argv, message, here):
     record(here / "t.jsonl", episode("7"))
     with pytest.raises(UserError) as caught:

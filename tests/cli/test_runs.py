@@ -161,21 +161,18 @@ def test_hostile_text_is_written_out(home: Path, capsys: pytest.CaptureFixture[s
     assert text.replace("\n", "").count("[bold]x[/bold]") >= 3, "markup is text"
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["show", "runs/c"], "there is no such folder"),
-        (["show", "run"], "did you mean 'runs'"),
-        (["show", "."], "expected a run folder"),
-        (["show", "runs.toml"], "runs.toml: expected a run folder"),
-        (["show", "runs"], "there are runs in it: runs/a, runs/b"),
-        (["show", "runs/a", "--step", "9"], "there are episodes of 1"),
-        (["show", "runs/a", "--episode", "9"], "expected FILE.ROW"),
-        (["runs", "list", "nowhere"], "nowhere: there is no such folder"),
-        (["runs", "compare", "runs/a", "runs/x"], "there is no such folder"),
-        (["view", "runs/x"], "there is no such folder"),
-    ],
-)
+@pytest.mark.parametrize("args, message", [
+    (["show", "runs/c"], "there is no such folder"),
+    (["show", "run"], "did you mean 'runs'"),
+    (["show", "."], "expected a run folder"),
+    (["show", "runs.toml"], "runs.toml: expected a run folder"),
+    (["show", "runs"], "there are runs in it: runs/a, runs/b"),
+    (["show", "runs/a", "--step", "9"], "there are episodes of 1"),
+    (["show", "runs/a", "--episode", "9"], "expected FILE.ROW"),
+    (["runs", "list", "nowhere"], "nowhere: there is no such folder"),
+    (["runs", "compare", "runs/a", "runs/x"], "there is no such folder"),
+    (["view", "runs/x"], "there is no such folder"),
+])  # fmt: skip
 def test_mistakes(home: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
     (home / "runs.toml").write_text("")
     assert main(args) == 2

@@ -56,29 +56,26 @@ def test_an_override_calls_an_environment_by_name_or_number(tmp_path: Path) -> N
     assert load_config(file, ["env.code.name=python"]).envs[1].called == "python"
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "said"),
-    [
-        (TWO, ["env.cod.weight=1"], ["override 'env.cod.weight=1'", "no environment has this name", "did you mean 'code'"]),
-        (TWO, ["env.params.calls=3"], ["override 'env.params.calls=3'", "there are key_value, code"]),
-        (TWO, ["env.code=3"], ["override 'env.code=3'", "expected a key of this environment"]),
-        (TWO, ["env.code.weight=-1.0"], ["override 'env.code.weight=-1.0'", "env[1] (code).weight", "greater than or equal"]),
-        (TWO, ["env.code.weight=inf"], ["env[1] (code).weight", "finite number"]),
-        (TWO, ["env.code.weight=[[0,1.0],[5,inf]]"], ["env[1] (code).weight", "finite number"]),
-        (TWO, ["env.code.eval.weight=inf"], ["env[1] (code).eval.weight", "finite number"]),
-        (TWO + "paramz = 3\n", [], ["two.toml", "env[1] (code).paramz", "unknown key", "did you mean 'env.code.params'"]),
-        (TWO + "[[env]]\nparams = {}\n", [], ["env[2]", "id", "required key is missing"]),
-        (TWO + '[[env]]\nid = "key_value"\n', [], ["env[2] (key_value).name", "env[0] is called 'key_value' too"]),
-        (TWO + '[[env]]\nid = "sql"\nname = "a.b"\n', [], ["env[2] (a.b).name", "pattern"]),
-        (TWO + '[[env]]\nid = "sql"\nname = "7"\n', [], ["env[2] (7).name", "pattern"]),
-        (TWO, ["env.code.weight=0", "env.0.weight=0"], ["every weight is 0"]),
-        (TWO, ["env.code.weight=[[5,0.0],[9,1.0]]", "env.0.weight=[[4,1.0],[5,0.0]]"], ["every weight is 0 at step 5"]),
-        (TWO, ["env.code.weight=[[5,1.0],[5,2.0]]"], ["env[1] (code).weight", "ascending steps, got [5, 5]"]),
-        (TWO, ["env.code.eval.weight=0", "env.0.eval.weight=0"], ["every eval.weight is 0"]),
-        (TWO, ["sft.envs=['cod']"], ["sft.envs", "no environment 'cod'", "did you mean 'code'"]),
-        ("env = []\n", [], ["env", "at least 1 item"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "overrides", "said"), [
+    (TWO, ["env.cod.weight=1"], ["override 'env.cod.weight=1'", "no environment has this name", "did you mean 'code'"]),
+    (TWO, ["env.params.calls=3"], ["override 'env.params.calls=3'", "there are key_value, code"]),
+    (TWO, ["env.code=3"], ["override 'env.code=3'", "expected a key of this environment"]),
+    (TWO, ["env.code.weight=-1.0"], ["override 'env.code.weight=-1.0'", "env[1] (code).weight", "greater than or equal"]),
+    (TWO, ["env.code.weight=inf"], ["env[1] (code).weight", "finite number"]),
+    (TWO, ["env.code.weight=[[0,1.0],[5,inf]]"], ["env[1] (code).weight", "finite number"]),
+    (TWO, ["env.code.eval.weight=inf"], ["env[1] (code).eval.weight", "finite number"]),
+    (TWO + "paramz = 3\n", [], ["two.toml", "env[1] (code).paramz", "unknown key", "did you mean 'env.code.params'"]),
+    (TWO + "[[env]]\nparams = {}\n", [], ["env[2]", "id", "required key is missing"]),
+    (TWO + '[[env]]\nid = "key_value"\n', [], ["env[2] (key_value).name", "env[0] is called 'key_value' too"]),
+    (TWO + '[[env]]\nid = "sql"\nname = "a.b"\n', [], ["env[2] (a.b).name", "pattern"]),
+    (TWO + '[[env]]\nid = "sql"\nname = "7"\n', [], ["env[2] (7).name", "pattern"]),
+    (TWO, ["env.code.weight=0", "env.0.weight=0"], ["every weight is 0"]),
+    (TWO, ["env.code.weight=[[5,0.0],[9,1.0]]", "env.0.weight=[[4,1.0],[5,0.0]]"], ["every weight is 0 at step 5"]),
+    (TWO, ["env.code.weight=[[5,1.0],[5,2.0]]"], ["env[1] (code).weight", "ascending steps, got [5, 5]"]),
+    (TWO, ["env.code.eval.weight=0", "env.0.eval.weight=0"], ["every eval.weight is 0"]),
+    (TWO, ["sft.envs=['cod']"], ["sft.envs", "no environment 'cod'", "did you mean 'code'"]),
+    ("env = []\n", [], ["env", "at least 1 item"]),
+])  # fmt: skip
 def test_a_mistake_names_the_entry(tmp_path: Path, text: str, overrides: list[str], said: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path / "two.toml", text), overrides)
@@ -224,14 +221,11 @@ def test_the_identity_names_keys_by_environment_whatever_their_order() -> None:
     assert "pw@" not in str(of(secret, two))
 
 
-@pytest.mark.parametrize(
-    ("envs", "number", "error", "said"),
-    [
-        ([{"id": "key_value"}, {"id": "sql"}], 1, ConfigError("env.reward: no spec"), r"^env\[1\] \(sql\)\.reward: no spec$"),
-        ([{"id": "key_value"}, {"id": "sql"}], 0, ResourceError("too large"), r"^env\[0\] \(key_value\): too large$"),
-        ({"id": "sql"}, 0, ConfigError("env.reward: no spec"), r"^env.reward: no spec$"),
-    ],
-)
+@pytest.mark.parametrize(("envs", "number", "error", "said"), [
+    ([{"id": "key_value"}, {"id": "sql"}], 1, ConfigError("env.reward: no spec"), r"^env\[1\] \(sql\)\.reward: no spec$"),
+    ([{"id": "key_value"}, {"id": "sql"}], 0, ResourceError("too large"), r"^env\[0\] \(key_value\): too large$"),
+    ({"id": "sql"}, 0, ConfigError("env.reward: no spec"), r"^env.reward: no spec$"),
+])  # fmt: skip
 def test_a_refusal_names_the_entry(envs: Any, number: int, error: Exception, said: str) -> None:
     config = TrainConfig.model_validate({"env": envs})
     with pytest.raises(type(error), match=said), config.name_entry_in_errors(config.envs[number]):

@@ -47,22 +47,19 @@ def test_the_list_is_of_every_key_of_the_schema() -> None:
     assert len(all_keys()) == count(TrainConfig) == len({key.name for key in all_keys()})
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("rollout.groups", ["rollout.groups"]),
-        (
-            "[checkpoint]",
-            ["checkpoint", *(f"checkpoint.{key}" for key in ("every", "keep", "keep_best", "best", "asynchronous"))],
-        ),
-        ("algorithm.advantage.name", ["algorithm.advantage"]),
-        ("env.params.calls", ["env.params"]),
-        ("tools.mcp.shop.command", ["tools.mcp.NAME.command"]),
-        ("env.agent.command", ["env.agent.command"]),
-        ("env.tools.mcp.shop.url", ["env.tools.mcp.NAME.url"]),
-        ("reward.judge.engines.big.vllm.replicas", ["reward.judge.engines.big.vllm.replicas"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "found"), [
+    ("rollout.groups", ["rollout.groups"]),
+    (
+        "[checkpoint]",
+        ["checkpoint", *(f"checkpoint.{key}" for key in ("every", "keep", "keep_best", "best", "asynchronous"))],
+    ),
+    ("algorithm.advantage.name", ["algorithm.advantage"]),
+    ("env.params.calls", ["env.params"]),
+    ("tools.mcp.shop.command", ["tools.mcp.NAME.command"]),
+    ("env.agent.command", ["env.agent.command"]),
+    ("env.tools.mcp.shop.url", ["env.tools.mcp.NAME.url"]),
+    ("reward.judge.engines.big.vllm.replicas", ["reward.judge.engines.big.vllm.replicas"]),
+])  # fmt: skip
 def test_a_name_finds_its_key(name: str, found: list[str]) -> None:
     assert [key.name for key in find_keys(name)] == found
 
@@ -72,21 +69,18 @@ def test_a_misspelt_key_is_told_with_the_nearest() -> None:
         find_keys("optim.lrr")
 
 
-@pytest.mark.parametrize(
-    ("name", "type", "default", "unit"),
-    [
-        ("rollout.oversample", "number >= 1 <= 8", "1.0", "1"),
-        ("optim.betas", "pair of numbers >= 0 < 1", "[0.9, 0.999]", "1"),
-        ("model.dtype", '"auto" or "float32" or "bfloat16"', '"auto"', None),
-        ("model.threads", 'integer >= 1 or "auto"', '"auto"', "threads"),
-        ("env.id", "string", "required", None),
-        ("env.weight", "number >= 0 or list of pairs of integer >= 0 and number >= 0", "unset", "1"),
-        ("algorithm.loss", "table of name and args", '{ name = "ppo_clip" }', None),
-        ("trackers", "list of tables of name and args", '[{ name = "tensorboard" }]', None),
-        ("reward.judge.usd_per_million", "pair of numbers", "unset", "USD per million tokens"),
-        ("cluster.roles", "table of strings", "{}", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "type", "default", "unit"), [
+    ("rollout.oversample", "number >= 1 <= 8", "1.0", "1"),
+    ("optim.betas", "pair of numbers >= 0 < 1", "[0.9, 0.999]", "1"),
+    ("model.dtype", '"auto" or "float32" or "bfloat16"', '"auto"', None),
+    ("model.threads", 'integer >= 1 or "auto"', '"auto"', "threads"),
+    ("env.id", "string", "required", None),
+    ("env.weight", "number >= 0 or list of pairs of integer >= 0 and number >= 0", "unset", "1"),
+    ("algorithm.loss", "table of name and args", '{ name = "ppo_clip" }', None),
+    ("trackers", "list of tables of name and args", '[{ name = "tensorboard" }]', None),
+    ("reward.judge.usd_per_million", "pair of numbers", "unset", "USD per million tokens"),
+    ("cluster.roles", "table of strings", "{}", None),
+])  # fmt: skip
 def test_type_default_and_unit(name: str, type: str, default: str, unit: str | None) -> None:
     [key] = find_keys(name)
     assert (key.type, key.default, key.unit) == (type, default, unit)

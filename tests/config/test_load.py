@@ -29,37 +29,34 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "expected"),
-    [
-        (GOOD + "[rollout]\ngroup_sise = 3\n", [], ["run.toml", "rollout.group_sise", "unknown key", "rollout.group_size"]),
-        (GOOD + "[rolout]\ngroups = 3\n", [], ["rolout", "did you mean 'rollout'"]),
-        (GOOD, ["rollout.groups=0"], ["override 'rollout.groups=0'", "greater than or equal to 1", "got 0"]),
-        (GOOD, ["engine=3"], ["override 'engine=3'", "valid string"]),
-        (GOOD, ["optim.lr=fast"], ["optim.lr", "valid number", "'fast'"]),
-        (GOOD, ["optim.betas=[0.9, 1.0]"], ["optim.betas.1", "less than 1", "got 1.0"]),
-        (GOOD, ["optim.betas=[-0.1, 0.99]"], ["optim.betas.0", "greater than or equal to 0"]),
-        (GOOD, ["rollout.groups=1.5"], ["rollout.groups", "valid integer"]),
-        (GOOD, ["noequals"], ["KEY=VALUE"]),
-        (GOOD, ["name.x=1"], ["'name' is a value, not a section"]),
-        ('name = "x"\n', [], ["env", "required key is missing"]),
-        ("name = \n", [], ["run.toml", "not valid TOML", "line 1"]),
-        (GOOD, ["model.init.layrs=2"], ["model.init.layrs", "did you mean 'model.init.layers'"]),
-        (GOOD, ["nosuch.key=1"], ["override 'nosuch.key=1': nosuch: unknown key"]),
-        (GOOD, ["vllm.block_size=16"], ["unknown key", "as an argument it is 'vllm.args.block_size'"]),
-        (GOOD, ["rollout.slow_loop=0.5"], ["unknown key"]),
-        (GOOD + "[nosuch]\nx = 1\n", ["nosuch.key=1"], ["run.toml: nosuch: unknown key"]),
-        (GOOD, [f"{LOSS}.args.clip_high=0.3"], [f"override '{LOSS}.args.clip_high=0.3': {LOSS}.name", "'ppo_clip'"]),
-        (GOOD + "[algorithm]\nloss = { args = {} }\n", [], [f"run.toml: {LOSS}.name: required key is missing", "'ppo_clip'"]),
-        ('bas = "quickstart"\n' + GOOD, [], ["bas: unknown key; did you mean 'base'?", "base, name, "]),
-        (GOOD + "[rollout]\ngroups = -1\ntemprature = 2\n", [], ["rollout.groups", "-1\n", "rollout.temprature"]),
-        (GOOD, ["base=quickstart"], ["base can only be set in a config file"]),
-        (GOOD, ["api.usd_per_million=[0.4]"], ["api.usd_per_million"]),
-        (GOOD, ["reward.judge.usd_per_million=[0.4]"], ["reward.judge.usd_per_million"]),
-        # The name of the form was taken for a key below it, which ended in a stack trace.
-        *((GOOD, [f"model.threads={value}"], ["model.threads: input should be a valid integer"]) for value in SEVERAL),
-    ],
-)
+@pytest.mark.parametrize(("text", "overrides", "expected"), [
+    (GOOD + "[rollout]\ngroup_sise = 3\n", [], ["run.toml", "rollout.group_sise", "unknown key", "rollout.group_size"]),
+    (GOOD + "[rolout]\ngroups = 3\n", [], ["rolout", "did you mean 'rollout'"]),
+    (GOOD, ["rollout.groups=0"], ["override 'rollout.groups=0'", "greater than or equal to 1", "got 0"]),
+    (GOOD, ["engine=3"], ["override 'engine=3'", "valid string"]),
+    (GOOD, ["optim.lr=fast"], ["optim.lr", "valid number", "'fast'"]),
+    (GOOD, ["optim.betas=[0.9, 1.0]"], ["optim.betas.1", "less than 1", "got 1.0"]),
+    (GOOD, ["optim.betas=[-0.1, 0.99]"], ["optim.betas.0", "greater than or equal to 0"]),
+    (GOOD, ["rollout.groups=1.5"], ["rollout.groups", "valid integer"]),
+    (GOOD, ["noequals"], ["KEY=VALUE"]),
+    (GOOD, ["name.x=1"], ["'name' is a value, not a section"]),
+    ('name = "x"\n', [], ["env", "required key is missing"]),
+    ("name = \n", [], ["run.toml", "not valid TOML", "line 1"]),
+    (GOOD, ["model.init.layrs=2"], ["model.init.layrs", "did you mean 'model.init.layers'"]),
+    (GOOD, ["nosuch.key=1"], ["override 'nosuch.key=1': nosuch: unknown key"]),
+    (GOOD, ["vllm.block_size=16"], ["unknown key", "as an argument it is 'vllm.args.block_size'"]),
+    (GOOD, ["rollout.slow_loop=0.5"], ["unknown key"]),
+    (GOOD + "[nosuch]\nx = 1\n", ["nosuch.key=1"], ["run.toml: nosuch: unknown key"]),
+    (GOOD, [f"{LOSS}.args.clip_high=0.3"], [f"override '{LOSS}.args.clip_high=0.3': {LOSS}.name", "'ppo_clip'"]),
+    (GOOD + "[algorithm]\nloss = { args = {} }\n", [], [f"run.toml: {LOSS}.name: required key is missing", "'ppo_clip'"]),
+    ('bas = "quickstart"\n' + GOOD, [], ["bas: unknown key; did you mean 'base'?", "base, name, "]),
+    (GOOD + "[rollout]\ngroups = -1\ntemprature = 2\n", [], ["rollout.groups", "-1\n", "rollout.temprature"]),
+    (GOOD, ["base=quickstart"], ["base can only be set in a config file"]),
+    (GOOD, ["api.usd_per_million=[0.4]"], ["api.usd_per_million"]),
+    (GOOD, ["reward.judge.usd_per_million=[0.4]"], ["reward.judge.usd_per_million"]),
+    # The name of the form was taken for a key below it, which ended in a stack trace.
+    *((GOOD, [f"model.threads={value}"], ["model.threads: input should be a valid integer"]) for value in SEVERAL),
+])  # fmt: skip
 def test_a_wrong_config_says_where_and_what(file: Path, text: str, overrides: list[str], expected: list[str]) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -125,16 +122,13 @@ def test_a_base_is_looked_for_beside_the_file_and_then_on_the_shelf(tmp_path: Pa
     assert load_config(tmp_path / "mine.toml", find=lambda name: shelf / f"{name}.toml").rollout.groups == 5
 
 
-@pytest.mark.parametrize(
-    ("base", "expected"),
-    [
-        ('base = "run"\n', ["circle: run.toml -> run.toml"]),
-        ("base = 3\n", ["run.toml: base: expected the name of a config", "3"]),
-        ('base = "lo"\n', ["no such config file", "did you mean", "low.toml"]),
-        ('base = "low"\n[rollout]\n', ["low.toml: rollout.group_sise", "did you mean 'rollout.group_size'"]),
-        ('base = "low"\n[rollout]\ngroups = 0\n', ["run.toml: rollout.groups", "got 0"]),
-    ],
-)
+@pytest.mark.parametrize(("base", "expected"), [
+    ('base = "run"\n', ["circle: run.toml -> run.toml"]),
+    ("base = 3\n", ["run.toml: base: expected the name of a config", "3"]),
+    ('base = "lo"\n', ["no such config file", "did you mean", "low.toml"]),
+    ('base = "low"\n[rollout]\n', ["low.toml: rollout.group_sise", "did you mean 'rollout.group_size'"]),
+    ('base = "low"\n[rollout]\ngroups = 0\n', ["run.toml: rollout.groups", "got 0"]),
+])  # fmt: skip
 def test_a_wrong_base_says_which_file_is_wrong(tmp_path: Path, base: str, expected: list[str]) -> None:
     (tmp_path / "low.toml").write_text(GOOD + "[rollout]\ngroup_sise = 3\n")
     (tmp_path / "run.toml").write_text(base)
@@ -223,18 +217,15 @@ def read(assignment: str) -> Any:
 
 
 @pytest.mark.parametrize("source", ["file", "command line", "Python"])
-@pytest.mark.parametrize(
-    ("key", "value", "mended"),
-    [
-        ("trackers", ["x"], [{"name": "x"}]),
-        ("trackers", "x", [{"name": "x"}]),
-        ("tools.sets", "notes", ["notes"]),
-        ("algorithm.loss", "ppo_clip", {"name": "ppo_clip"}),
-        ("env.params", "calls=4", {"calls": 4}),
-        ("rollout.groups", [8], 8),
-        ("sft", True, {}),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "mended"), [
+    ("trackers", ["x"], [{"name": "x"}]),
+    ("trackers", "x", [{"name": "x"}]),
+    ("tools.sets", "notes", ["notes"]),
+    ("algorithm.loss", "ppo_clip", {"name": "ppo_clip"}),
+    ("env.params", "calls=4", {"calls": 4}),
+    ("rollout.groups", [8], 8),
+    ("sft", True, {}),
+])  # fmt: skip
 def test_a_near_value_of_the_right_form_is_proposed(file: Path, source: str, key: str, value: Any, mended: Any) -> None:
     with pytest.raises(ConfigError) as error:
         load(source, key, value, file)

@@ -125,25 +125,22 @@ def test_of_several_environments_one_is_taken_away_by_name(tmp_path: Path) -> No
     assert read(tmp_path, "~env.1", "~env.key_value.reward", text=TWO).envs[0].reward is None
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "said"),
-    [
-        (BASE, ["~rollout.group"], ["override '~rollout.group'", "rollout.group: unknown key; did you mean 'rollout.groups'"]),
-        (BASE, ["~rolout"], ["override '~rolout'", "did you mean 'rollout'"]),
-        (BASE, ["~env.params.call"], ["override '~env.params.call'", "env.params.call is not set; did you mean 'calls'"]),
-        (BASE, ["~rollout.groups=3"], ["~ unsets a key and takes no value; write rollout.groups=VALUE"]),
-        (BASE, ["~"], ["expected KEY=VALUE or ~KEY"]),
-        (BASE, ["~model..init"], ["expected KEY=VALUE or ~KEY"]),
-        (BASE, ["~name.x"], ["'name' is a value, not a section"]),
-        (BASE, ['env.params."a=1'], ["expected KEY=VALUE or ~KEY"]),
-        (BASE, ["~base"], ["base can only be set in a config file"]),
-        (BASE, ["~env.id"], ["env.id: required key is missing"]),
-        (BASE, ["~env"], ["env: required key is missing"]),
-        (TWO, ["~env.pythn"], ["override '~env.pythn'", "did you mean 'python'"]),
-        (TWO, ["~env.python.rewards"], ["override '~env.python.rewards'", "did you mean 'env.reward'"]),
-        (TWO, ["~env.0", "~env.0"], ["env: list should have at least 1 item"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "overrides", "said"), [
+    (BASE, ["~rollout.group"], ["override '~rollout.group'", "rollout.group: unknown key; did you mean 'rollout.groups'"]),
+    (BASE, ["~rolout"], ["override '~rolout'", "did you mean 'rollout'"]),
+    (BASE, ["~env.params.call"], ["override '~env.params.call'", "env.params.call is not set; did you mean 'calls'"]),
+    (BASE, ["~rollout.groups=3"], ["~ unsets a key and takes no value; write rollout.groups=VALUE"]),
+    (BASE, ["~"], ["expected KEY=VALUE or ~KEY"]),
+    (BASE, ["~model..init"], ["expected KEY=VALUE or ~KEY"]),
+    (BASE, ["~name.x"], ["'name' is a value, not a section"]),
+    (BASE, ['env.params."a=1'], ["expected KEY=VALUE or ~KEY"]),
+    (BASE, ["~base"], ["base can only be set in a config file"]),
+    (BASE, ["~env.id"], ["env.id: required key is missing"]),
+    (BASE, ["~env"], ["env: required key is missing"]),
+    (TWO, ["~env.pythn"], ["override '~env.pythn'", "did you mean 'python'"]),
+    (TWO, ["~env.python.rewards"], ["override '~env.python.rewards'", "did you mean 'env.reward'"]),
+    (TWO, ["~env.0", "~env.0"], ["env: list should have at least 1 item"]),
+])  # fmt: skip
 def test_a_mistake_names_the_override(tmp_path: Path, text: str, overrides: list[str], said: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, *overrides, text=text)

@@ -28,17 +28,14 @@ def test_between_points_lies_a_straight_line_and_beyond_them_the_nearest() -> No
     assert (temperature_at(plain, 5), scheduled_temperature(plain, 5), one_temperature(plain, "a rollout")) == (0.9, None, 0.9)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "more", "message"),
-    [
-        ([[4, 1.0], [4, 0.7]], {},
-         r"rollout.temperature: expected points \[step, temperature\] with ascending steps, got \[4, 4\]"),
-        ([], {}, r"ascending steps, got \[\]"),
-        ([[0, 1.0], [9, 0.001]], {}, r"rollout.temperature = 0.001: expected 0 \(greedy\) or at least 0.01"),
-        (POINTS, {"rollout": {"max_staleness": 2}}, r"rollout.max_staleness = 2 trains tokens that earlier updates' episodes"),
-        (POINTS, {"algorithm": {"experience": {}}}, r"algorithm.experience trains episodes of earlier updates"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("temperature", "more", "message"), [
+    ([[4, 1.0], [4, 0.7]], {},
+     r"rollout.temperature: expected points \[step, temperature\] with ascending steps, got \[4, 4\]"),
+    ([], {}, r"ascending steps, got \[\]"),
+    ([[0, 1.0], [9, 0.001]], {}, r"rollout.temperature = 0.001: expected 0 \(greedy\) or at least 0.01"),
+    (POINTS, {"rollout": {"max_staleness": 2}}, r"rollout.max_staleness = 2 trains tokens that earlier updates' episodes"),
+    (POINTS, {"algorithm": {"experience": {}}}, r"algorithm.experience trains episodes of earlier updates"),
+])  # fmt: skip
 def test_points_that_no_update_could_follow_are_refused(temperature: Any, more: dict[str, Any], message: str) -> None:
     config, plain = config_of(temperature, **more), config_of(0.9, **more)
     with pytest.raises(ConfigError, match=message):

@@ -66,16 +66,13 @@ def test_of_a_stored_episode(word: str) -> None:
         episode_of(line, "file.jsonl, line 1")
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "said"),
-    [
-        (("turns", 0, "message", "tool_calls", 0, "name"), 3, "tool call: name = 3"),
-        (("turns", 0, "message", "tool_calls", 0, "id"), None, "id = None"),
-        (("messages", 0, "content"), None, "content = None"),
-        (("tools",), ["get"], "tools: expected a list of objects"),
-        (("task", "gold"), None, "gold = None, expected a dict"),
-    ],
-)
+@pytest.mark.parametrize(("place", "value", "said"), [
+    (("turns", 0, "message", "tool_calls", 0, "name"), 3, "tool call: name = 3"),
+    (("turns", 0, "message", "tool_calls", 0, "id"), None, "id = None"),
+    (("messages", 0, "content"), None, "content = None"),
+    (("tools",), ["get"], "tools: expected a list of objects"),
+    (("task", "gold"), None, "gold = None, expected a dict"),
+])  # fmt: skip
 def test_a_part_of_another_type_in_an_edited_file_is_named_by_its_line(place: tuple[Any, ...], value: Any, said: str) -> None:
     """Leaves that read it ended in a stack trace."""
     turn = Turn(0, Message("assistant", "", (ToolCall("get", {"key": "a"}, "x"),)))

@@ -30,17 +30,14 @@ def match(made, want=None, **args):
     return value("calls.match", {"expect": gold(*(ABC if want is None else want)), **args}, episode(made, "end"))
 
 
-@pytest.mark.parametrize(
-    ("made", "exact", "superset", "subset"),
-    [
-        (ABC, 1, 1, 1),
-        (ABC[:2], 2 / 3, 2 / 3, 1),
-        ([*ABC, call("h")], 3 / 4, 1, 3 / 4),
-        ([*ABC, *ABC], 1 / 2, 1, 1 / 2),
-        ([call("h")], 0, 0, 0),
-        ([], 0, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("made", "exact", "superset", "subset"), [
+    (ABC, 1, 1, 1),
+    (ABC[:2], 2 / 3, 2 / 3, 1),
+    ([*ABC, call("h")], 3 / 4, 1, 3 / 4),
+    ([*ABC, *ABC], 1 / 2, 1, 1 / 2),
+    ([call("h")], 0, 0, 0),
+    ([], 0, 0, 0),
+])  # fmt: skip
 def test_compare(made, exact, superset, subset):
     for compare, share in (("exact", exact), ("superset", superset), ("subset", subset)):
         assert match(made, compare=compare, credit="matched") == pytest.approx(share)
@@ -49,32 +46,26 @@ def test_compare(made, exact, superset, subset):
         assert match(made, [], compare=compare) == float(not made or compare == "superset")
 
 
-@pytest.mark.parametrize(
-    ("made", "free", "ordered", "prefix"),
-    [
-        ([0, 1, 2], 1, 1, 1),
-        ([2, 1, 0], 1, 1 / 3, 0),
-        ([0, 2, 1], 1, 2 / 3, 1 / 3),
-        ([1, 2], 2 / 3, 2 / 3, 0),
-        ([0, 1], 2 / 3, 2 / 3, 2 / 3),
-    ],
-)
+@pytest.mark.parametrize(("made", "free", "ordered", "prefix"), [
+    ([0, 1, 2], 1, 1, 1),
+    ([2, 1, 0], 1, 1 / 3, 0),
+    ([0, 2, 1], 1, 2 / 3, 1 / 3),
+    ([1, 2], 2 / 3, 2 / 3, 0),
+    ([0, 1], 2 / 3, 2 / 3, 2 / 3),
+])  # fmt: skip
 def test_order(made, free, ordered, prefix):
     for order, share in (("free", free), ("ordered", ordered), ("prefix", prefix)):
         assert match([ABC[i] for i in made], order=order, credit="matched") == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exact", "subset", "superset", "names", "ignore"),
-    [
-        ({"a": 1, "b": 2}, 1, 1, 1, 1, 1),
-        ({"a": 1}, 0, 1, 0, 0, 1),
-        ({"a": 1, "b": 2, "c": 3}, 0, 0, 1, 0, 1),
-        ({"a": 1, "b": 9}, 0, 0, 0, 1, 1),
-        ({}, 0, 1, 0, 0, 1),
-        ({"a": 1, "c": 2}, 0, 0, 0, 0, 1),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "exact", "subset", "superset", "names", "ignore"), [
+    ({"a": 1, "b": 2}, 1, 1, 1, 1, 1),
+    ({"a": 1}, 0, 1, 0, 0, 1),
+    ({"a": 1, "b": 2, "c": 3}, 0, 0, 1, 0, 1),
+    ({"a": 1, "b": 9}, 0, 0, 0, 1, 1),
+    ({}, 0, 1, 0, 0, 1),
+    ({"a": 1, "c": 2}, 0, 0, 0, 0, 1),
+])  # fmt: skip
 def test_arguments(arguments, exact, subset, superset, names, ignore):
     made, want = [call("f", **arguments)], [call("f", a=1, b=2)]
     hits = {"exact": exact, "subset": subset, "superset": superset, "names": names, "ignore": ignore}
@@ -113,20 +104,17 @@ def test_a_malformed_call_counts_as_made_and_matches_nothing():
     assert match([call("f", x=1), broken], [call("f", x=1)], credit="matched") == 0.5
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        None,
-        "f",
-        7,
-        {"name": "f"},
-        [7],
-        [{"nam": "f"}],
-        [{"name": "f", "args": {"x": 1}}],
-        [{"name": 1, "arguments": {}}],
-        [{"name": "f", "arguments": []}],
-    ],
-)
+@pytest.mark.parametrize("shape", [
+    None,
+    "f",
+    7,
+    {"name": "f"},
+    [7],
+    [{"nam": "f"}],
+    [{"name": "f", "args": {"x": 1}}],
+    [{"name": 1, "arguments": {}}],
+    [{"name": "f", "arguments": []}],
+])  # fmt: skip
 def test_gold_calls_of_another_shape_are_null(shape):
     trajectory = episode([call("f")], task_gold={"calls": shape})
     assert "expected call" in why("calls.match", {"expect": {"$": "/task/gold/calls"}}, trajectory)
@@ -168,18 +156,15 @@ def test_a_condition_reads_the_names_of_the_offered_tools():
 TOOLS = [tool_schema("get", key="string"), tool_schema("l\u00ed", **{"caf\u00e9": "string"})]
 
 
-@pytest.mark.parametrize(
-    ("made", "partial", "every"),
-    [
-        ([call("get", key="a")], 1, 1),
-        ([call("get", key="a"), call("get", key=3)], 0.5, 0),
-        ([call("get", key="a"), call("put", key="a")], 0.5, 0),
-        ([call("get", key="a", more=1)], 0, 0),
-        ([ToolCall("get", None, id="x", error="not JSON")], 0, 0),
-        ([ToolCall("li\u0301", {"cafe\u0301": "a"}, id="x")], 1, 1),  # the same names, in Unicode's other spelling
-        ([], 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("made", "partial", "every"), [
+    ([call("get", key="a")], 1, 1),
+    ([call("get", key="a"), call("get", key=3)], 0.5, 0),
+    ([call("get", key="a"), call("put", key="a")], 0.5, 0),
+    ([call("get", key="a", more=1)], 0, 0),
+    ([ToolCall("get", None, id="x", error="not JSON")], 0, 0),
+    ([ToolCall("li\u0301", {"cafe\u0301": "a"}, id="x")], 1, 1),  # the same names, in Unicode's other spelling
+    ([], 0, 0),
+])  # fmt: skip
 def test_calls_schema(made, partial, every):
     trajectory = episode(made, "end", tools=TOOLS)
     assert value("calls.schema", {}, trajectory) == partial
@@ -240,36 +225,30 @@ def test_no_state_and_a_state_that_is_no_json_are_null():
     assert value("state.match", {"expect": {"a": 1}}, with_state({"a": float("nan")})) == 0
 
 
-@pytest.mark.parametrize(
-    ("comparison", "truth"),
-    [
-        ({"path": "/orders/1/total", "eq": 20}, 1), ({"path": "/orders/1/total", "eq": "20"}, 0),
-        ({"path": "/orders/1/total", "gte": 20, "lt": 21}, 1), ({"path": "/orders/1/total", "gt": 20}, 0),
-        ({"path": "/note", "in": ["Hi", "Ho"]}, 1), ({"path": "/note", "ne": "Hi"}, 0),
-        ({"path": "/note", "contains": "i"}, 1), ({"path": "/log", "contains": 2}, 1), ({"path": "/log", "contains": 3}, 0),
-        ({"path": "/note", "type": "string"}, 1), ({"path": "/log", "type": "object"}, 0),
-        ({"path": "/none", "exists": False}, 1), ({"path": "/note", "exists": False}, 0), ({"path": "/none", "exists": True}, 0),
-        ({"path": "/none", "eq": 1}, None), ({"path": "/none", "eq": 1, "absent": 0}, 0), ({"path": "/orders/7", "eq": 1}, None),
-        ({"path": "/note", "eq": "hi", "strings": "fold"}, 1), ({"path": "/orders/0/total", "eq": 11, "abs": 1}, 1),
-        ({"path": "/note", "lt": 5}, 0), ({"path": "", "type": "object"}, 1),
-        ({"path": "/orders/1/total", "eq": {"$": "/task/gold/total"}}, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("comparison", "truth"), [
+    ({"path": "/orders/1/total", "eq": 20}, 1), ({"path": "/orders/1/total", "eq": "20"}, 0),
+    ({"path": "/orders/1/total", "gte": 20, "lt": 21}, 1), ({"path": "/orders/1/total", "gt": 20}, 0),
+    ({"path": "/note", "in": ["Hi", "Ho"]}, 1), ({"path": "/note", "ne": "Hi"}, 0),
+    ({"path": "/note", "contains": "i"}, 1), ({"path": "/log", "contains": 2}, 1), ({"path": "/log", "contains": 3}, 0),
+    ({"path": "/note", "type": "string"}, 1), ({"path": "/log", "type": "object"}, 0),
+    ({"path": "/none", "exists": False}, 1), ({"path": "/note", "exists": False}, 0), ({"path": "/none", "exists": True}, 0),
+    ({"path": "/none", "eq": 1}, None), ({"path": "/none", "eq": 1, "absent": 0}, 0), ({"path": "/orders/7", "eq": 1}, None),
+    ({"path": "/note", "eq": "hi", "strings": "fold"}, 1), ({"path": "/orders/0/total", "eq": 11, "abs": 1}, 1),
+    ({"path": "/note", "lt": 5}, 0), ({"path": "", "type": "object"}, 1),
+    ({"path": "/orders/1/total", "eq": {"$": "/task/gold/total"}}, 1),
+])  # fmt: skip
 def test_state_assert(comparison, truth):
     assert value("state.assert", comparison, with_state(STATE, task_gold={"total": 20})) == truth
 
 
-@pytest.mark.parametrize(
-    ("state", "args", "worth"),
-    [
-        ({"v": {"r": 0.25}}, {"path": "/v/r"}, 0.25), ({"v": {"r": 1}}, {"path": "/v/r"}, 1.0),
-        ({"v": {"r": 7}}, {"path": "/v/r"}, 1.0), ({"v": {"r": -2}}, {"path": "/v/r"}, 0.0),
-        ({"v": {"r": 5}}, {"path": "/v/r", "low": 1, "high": 9}, 0.5),
-        ({"v": None}, {"path": "/v/r"}, None), ({"v": None}, {"path": "/v/r", "absent": 0}, 0.0),
-        ({"v": {"r": "1"}}, {"path": "/v/r"}, None), ({"v": {"r": True}}, {"path": "/v/r", "absent": 0}, 0.0),
-        ({"v": {"r": float("nan")}}, {"path": "/v/r", "absent": 0}, 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("state", "args", "worth"), [
+    ({"v": {"r": 0.25}}, {"path": "/v/r"}, 0.25), ({"v": {"r": 1}}, {"path": "/v/r"}, 1.0),
+    ({"v": {"r": 7}}, {"path": "/v/r"}, 1.0), ({"v": {"r": -2}}, {"path": "/v/r"}, 0.0),
+    ({"v": {"r": 5}}, {"path": "/v/r", "low": 1, "high": 9}, 0.5),
+    ({"v": None}, {"path": "/v/r"}, None), ({"v": None}, {"path": "/v/r", "absent": 0}, 0.0),
+    ({"v": {"r": "1"}}, {"path": "/v/r"}, None), ({"v": {"r": True}}, {"path": "/v/r", "absent": 0}, 0.0),
+    ({"v": {"r": float("nan")}}, {"path": "/v/r", "absent": 0}, 0.0),
+])  # fmt: skip
 def test_state_number(state, args, worth):
     assert value("state.number", args, with_state(state)) == worth
 
@@ -277,22 +256,19 @@ def test_state_number(state, args, worth):
 # -- text, numbers, results ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "said", "truth"),
-    [
-        ({"expect": "york"}, "New York", 0), ({"expect": "york", "strings": "fold"}, "New York", 1),
-        ({"expect": ["a", "b"]}, "a c", 0), ({"expect": ["a", "b"], "mode": "any"}, "a c", 1),
-        ({"expect": ["a", "b"], "credit": "partial"}, "a c", 0.5), ({"expect": []}, "x", 1),
-        ({"expect": "cat", "word": True}, "concatenate", 0), ({"expect": "cat", "word": True}, "concat, cat.", 1),
-        ({"expect": 17}, "It is 170", 1), ({"expect": 17, "word": True}, "It is 170", 0),
-        ({"expect": "room 5", "word": True}, "room 5,000", 0), ({"expect": "Total: 5", "word": True}, "Total: 5.5", 0),
-        ({"expect": "2 cats", "word": True}, "1.2 cats", 0), ({"expect": "room 5", "word": True}, "room 5, door 2", 1),
-        ({"expect": " "}, "x", None), ({"expect": ["a", "..."], "strings": "bfcl_said"}, "a", None),
-        ({"expect": [], "mode": "any"}, "x", None), ({"expect": {"$": "/task/gold/odd"}}, "x", None),
-        ({"expect": "00501", "word": True}, "the postcode 00501.", 1), ({"expect": "00501", "word": True}, "501", 0),  # a name
-        ({"expect": "50%", "word": True}, "50 of them", 0), ({"expect": "50%", "word": True}, "50 percent", 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "said", "truth"), [
+    ({"expect": "york"}, "New York", 0), ({"expect": "york", "strings": "fold"}, "New York", 1),
+    ({"expect": ["a", "b"]}, "a c", 0), ({"expect": ["a", "b"], "mode": "any"}, "a c", 1),
+    ({"expect": ["a", "b"], "credit": "partial"}, "a c", 0.5), ({"expect": []}, "x", 1),
+    ({"expect": "cat", "word": True}, "concatenate", 0), ({"expect": "cat", "word": True}, "concat, cat.", 1),
+    ({"expect": 17}, "It is 170", 1), ({"expect": 17, "word": True}, "It is 170", 0),
+    ({"expect": "room 5", "word": True}, "room 5,000", 0), ({"expect": "Total: 5", "word": True}, "Total: 5.5", 0),
+    ({"expect": "2 cats", "word": True}, "1.2 cats", 0), ({"expect": "room 5", "word": True}, "room 5, door 2", 1),
+    ({"expect": " "}, "x", None), ({"expect": ["a", "..."], "strings": "bfcl_said"}, "a", None),
+    ({"expect": [], "mode": "any"}, "x", None), ({"expect": {"$": "/task/gold/odd"}}, "x", None),
+    ({"expect": "00501", "word": True}, "the postcode 00501.", 1), ({"expect": "00501", "word": True}, "501", 0),  # a name
+    ({"expect": "50%", "word": True}, "50 of them", 0), ({"expect": "50%", "word": True}, "50 percent", 1),
+])  # fmt: skip
 def test_text_contains(args, said, truth):
     assert value("text.contains", args, episode([call("f")], said, task_gold={"odd": {"a": 1}})) == truth
 
@@ -351,16 +327,13 @@ def test_a_part_of_a_number_is_not_that_number(said):
             assert value("results.contains", args, episode([(call("f"), said)], "")) == 0
 
 
-@pytest.mark.parametrize(
-    ("gold", "said", "truth"),
-    [
-        ("Paris", "答案是Paris。", 1), ("北京", "答案是北京市", 1), ("서울", "서울입니다", 1),
-        ("กรุงเทพ", "คำตอบคือกรุงเทพครับ", 1), ("東京", "東京です", 1),
-        ("Paris", "Parisian", 0), ("café", "cafés", 0), ("cafe", "cafe\u0301", 0), ("cat", "cat's", 1),
-        ("Москва", "Москвач", 0),
-        ("10³", "103", 0), ("103", "10³", 0), ("1½", "11/2", 0), ("H2O", "H₂O", 0), ("x²", "x2", 0), ("51", "5①", 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("gold", "said", "truth"), [
+    ("Paris", "答案是Paris。", 1), ("北京", "答案是北京市", 1), ("서울", "서울입니다", 1),
+    ("กรุงเทพ", "คำตอบคือกรุงเทพครับ", 1), ("東京", "東京です", 1),
+    ("Paris", "Parisian", 0), ("café", "cafés", 0), ("cafe", "cafe\u0301", 0), ("cat", "cat's", 1),
+    ("Москва", "Москвач", 0),
+    ("10³", "103", 0), ("103", "10³", 0), ("1½", "11/2", 0), ("H2O", "H₂O", 0), ("x²", "x2", 0), ("51", "5①", 0),
+])  # fmt: skip
 def test_words_of_any_script_are_bounded_as_that_script_does(gold, said, truth):
     assert value("text.contains", {"expect": gold, "word": True, "strings": "fold"}, episode(said)) == truth
 
@@ -372,18 +345,15 @@ def test_folding_makes_no_other_number(one, other):
     assert value("text.equals", {"expect": "Ｗｏｒｄ １２", "strings": "fold"}, episode("word 12")) == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "said", "truth"),
-    [
-        ({"which": "last"}, "first 3, then 17", 1), ({"which": "last"}, "17, not 3", 0),
-        ({"which": "any"}, "17, not 3", 1), ({"which": "only"}, "17, not 3", 0), ({"which": "only"}, "17 = 17.0", 1),
-        ({}, "$17", 1), ({}, "17%", 1), ({}, "(17)", 1), ({}, "x=17", 1), ({}, "5-17", 1), ({}, "17km", 0),
-        ({}, "1.7e1", 1), ({}, "17.0.1", 0), ({}, "0017", 1), ({}, "+17", 1), ({}, "017.50", 0),
-        ({"expect": str(2**63)}, str(2**63), 1), ({"expect": str(2**63)}, str(2**63 + 1), 0),  # exactly
-        ({"expect": "1,234,567"}, "It is 1,234,567.", 1),
-        ({"abs": 1}, "18", 1), ({"rel": 0.1}, "18.6", 1), ({"rel": 0.1}, "19", 0), ({}, "1e9999", 0), ({"abs": 1}, "1e9999", 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "said", "truth"), [
+    ({"which": "last"}, "first 3, then 17", 1), ({"which": "last"}, "17, not 3", 0),
+    ({"which": "any"}, "17, not 3", 1), ({"which": "only"}, "17, not 3", 0), ({"which": "only"}, "17 = 17.0", 1),
+    ({}, "$17", 1), ({}, "17%", 1), ({}, "(17)", 1), ({}, "x=17", 1), ({}, "5-17", 1), ({}, "17km", 0),
+    ({}, "1.7e1", 1), ({}, "17.0.1", 0), ({}, "0017", 1), ({}, "+17", 1), ({}, "017.50", 0),
+    ({"expect": str(2**63)}, str(2**63), 1), ({"expect": str(2**63)}, str(2**63 + 1), 0),  # exactly
+    ({"expect": "1,234,567"}, "It is 1,234,567.", 1),
+    ({"abs": 1}, "18", 1), ({"rel": 0.1}, "18.6", 1), ({"rel": 0.1}, "19", 0), ({}, "1e9999", 0), ({"abs": 1}, "1e9999", 0),
+])  # fmt: skip
 def test_number_close(args, said, truth):
     assert value("number.close", {"expect": 17, **args}, episode(said)) == truth
 
@@ -450,17 +420,14 @@ def test_costs():
 CUT = StopReason.MAX_TURNS
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "trajectory", "worth", "said"),
-    [
-        ("cost.turns", {"max": 10, "free": 1}, episode("x", "x", "x"), 2 / 9, {"used": 3, "free": 1, "max": 10}),
-        ("episode.stopped", {}, episode("x"), 1, {"stop": "done"}),
-        ("episode.stopped", {}, episode("x", stop=CUT), 0, {"stop": "max_turns"}),
-        ("episode.stopped", {"reasons": ["max_turns", "done"]}, episode("x", stop=CUT), 1, {"stop": "max_turns"}),
-        ("calls.none", {}, episode("hi"), 1, {"made": []}), ("calls.none", {}, episode([call("f")]), 0, {"made": ["f"]}),
-        ("calls.none", {"names": ["g"]}, episode([call("f")]), 1, {"made": []}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "args", "trajectory", "worth", "said"), [
+    ("cost.turns", {"max": 10, "free": 1}, episode("x", "x", "x"), 2 / 9, {"used": 3, "free": 1, "max": 10}),
+    ("episode.stopped", {}, episode("x"), 1, {"stop": "done"}),
+    ("episode.stopped", {}, episode("x", stop=CUT), 0, {"stop": "max_turns"}),
+    ("episode.stopped", {"reasons": ["max_turns", "done"]}, episode("x", stop=CUT), 1, {"stop": "max_turns"}),
+    ("calls.none", {}, episode("hi"), 1, {"made": []}), ("calls.none", {}, episode([call("f")]), 0, {"made": ["f"]}),
+    ("calls.none", {"names": ["g"]}, episode([call("f")]), 1, {"made": []}),
+])  # fmt: skip
 def test_a_leaf_says_what_it_found(kind, args, trajectory, worth, said):
     root = compile_spec(spec(leaf(kind, args))).score(trajectory).evidence["root"]
     assert (root["value"], root["evidence"]) == (pytest.approx(worth), said)

@@ -26,51 +26,45 @@ def weigh(node, weight):
     return {**node, "weight": weight}
 
 
-@pytest.mark.parametrize(
-    ("root", "value"),
-    [
-        (op("sum", ONE, HALF, ZERO), 1.5),
-        (op("sum", weigh(ONE, 2), weigh(HALF, -1)), 1.5),
-        (op("mean", ONE, HALF, ZERO), 0.5),
-        (op("mean", weigh(ONE, 3), ZERO), 0.75), (op("mean", weigh(ONE, 0), HALF), 0.5),
-        (op("product", HALF, HALF), 0.25),
-        (op("min", ONE, HALF), 0.5),
-        (op("max", ZERO, HALF), 0.5),
-        (op("all", ONE, HALF), 0), (op("all", ONE, ONE), 1),
-        (op("any", ZERO, HALF), 0), (op("any", ZERO, ONE), 1),
-        (op("sum", *[weigh(ONE, 1 / 3)] * 3), 1),
-        ({"op": "gate", "if": HALF, "gte": 0.5, "then": ONE, "else": 7}, 1),
-        ({"op": "gate", "if": HALF, "gte": 0.6, "then": ONE, "else": 7}, 7),
-        ({"op": "gate", "if": HALF, "gte": 0.6, "then": ONE}, 0),
-        ({"op": "gate", "if": HALF, "gte": 0.6, "then": ONE, "else": op("sum", HALF, HALF)}, 1),
-        ({**HALF, "scale": [-1, 1]}, 0), ({**HALF, "scale": [1, 0]}, 0.5), ({**ONE, "scale": [-3, 3], "clip": [-1, 2]}, 2),
-        ({**op("sum", ONE, ONE), "scale": [0, 5]}, 10),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("root", "value"), [
+    (op("sum", ONE, HALF, ZERO), 1.5),
+    (op("sum", weigh(ONE, 2), weigh(HALF, -1)), 1.5),
+    (op("mean", ONE, HALF, ZERO), 0.5),
+    (op("mean", weigh(ONE, 3), ZERO), 0.75), (op("mean", weigh(ONE, 0), HALF), 0.5),
+    (op("product", HALF, HALF), 0.25),
+    (op("min", ONE, HALF), 0.5),
+    (op("max", ZERO, HALF), 0.5),
+    (op("all", ONE, HALF), 0), (op("all", ONE, ONE), 1),
+    (op("any", ZERO, HALF), 0), (op("any", ZERO, ONE), 1),
+    (op("sum", *[weigh(ONE, 1 / 3)] * 3), 1),
+    ({"op": "gate", "if": HALF, "gte": 0.5, "then": ONE, "else": 7}, 1),
+    ({"op": "gate", "if": HALF, "gte": 0.6, "then": ONE, "else": 7}, 7),
+    ({"op": "gate", "if": HALF, "gte": 0.6, "then": ONE}, 0),
+    ({"op": "gate", "if": HALF, "gte": 0.6, "then": ONE, "else": op("sum", HALF, HALF)}, 1),
+    ({**HALF, "scale": [-1, 1]}, 0), ({**HALF, "scale": [1, 0]}, 0.5), ({**ONE, "scale": [-3, 3], "clip": [-1, 2]}, 2),
+    ({**op("sum", ONE, ONE), "scale": [0, 5]}, 10),
+])  # fmt: skip
 def test_values(root, value):
     assert run(root).value == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("root", "value"),
-    [
-        (op("sum", ONE, NULL), None), (op("mean", ZERO, NULL), None), (op("product", ZERO, NULL), None),
-        (op("min", ZERO, NULL), None), (op("all", ZERO, NULL), None), (op("any", ONE, NULL), None),
-        (op("sum", ONE, {**NULL, "missing": "skip"}), 1), (op("mean", ONE, {**NULL, "missing": "skip"}), 1),
-        (op("mean", ONE, {**NULL, "missing": 0}), 0.5), (op("mean", ZERO, {**NULL, "missing": 1}), 0.5),
-        (op("sum", {**NULL, "missing": "skip"}), None), ({**op("sum", {**NULL, "missing": "skip"}), "missing": 0}, 0),
-        ({**NULL, "missing": 1, "scale": [-3, 3]}, 3), ({**NULL, "missing": 0, "scale": [-3, 3]}, -3),
-        ({**NULL, "missing": "skip"}, None),
-        ({"op": "gate", "if": NULL, "then": ONE}, None), ({"op": "gate", "if": ZERO, "then": NULL, "else": 1}, 1),
-        ({"op": "gate", "if": ONE, "then": NULL, "else": 1}, None),
-        (op("sum", ONE, {**ONE, "when": {"$": "/episode/turns", "gt": 5}}), 1),
-        (op("sum", ONE, {**ONE, "when": {"$": "/episode/turns", "gt": 1}}), 2),
-        (op("sum", ONE, {**ONE, "when": {"$": "/task/gold/none", "eq": 1}}), None),
-        (op("sum", ONE, {**ONE, "when": {"$": "/task/gold/none", "exists": True}}), 1),
-        (op("sum", ONE, {**ONE, "when": {"not": {"any": [{"$": "/episode/stop", "eq": "done"}]}}}), 1),
-        (op("sum", ONE, {**ONE, "when": {"all": [{"$": "/episode/stop", "eq": "done"}, {"$": "/episode/calls", "lte": 1}]}}), 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("root", "value"), [
+    (op("sum", ONE, NULL), None), (op("mean", ZERO, NULL), None), (op("product", ZERO, NULL), None),
+    (op("min", ZERO, NULL), None), (op("all", ZERO, NULL), None), (op("any", ONE, NULL), None),
+    (op("sum", ONE, {**NULL, "missing": "skip"}), 1), (op("mean", ONE, {**NULL, "missing": "skip"}), 1),
+    (op("mean", ONE, {**NULL, "missing": 0}), 0.5), (op("mean", ZERO, {**NULL, "missing": 1}), 0.5),
+    (op("sum", {**NULL, "missing": "skip"}), None), ({**op("sum", {**NULL, "missing": "skip"}), "missing": 0}, 0),
+    ({**NULL, "missing": 1, "scale": [-3, 3]}, 3), ({**NULL, "missing": 0, "scale": [-3, 3]}, -3),
+    ({**NULL, "missing": "skip"}, None),
+    ({"op": "gate", "if": NULL, "then": ONE}, None), ({"op": "gate", "if": ZERO, "then": NULL, "else": 1}, 1),
+    ({"op": "gate", "if": ONE, "then": NULL, "else": 1}, None),
+    (op("sum", ONE, {**ONE, "when": {"$": "/episode/turns", "gt": 5}}), 1),
+    (op("sum", ONE, {**ONE, "when": {"$": "/episode/turns", "gt": 1}}), 2),
+    (op("sum", ONE, {**ONE, "when": {"$": "/task/gold/none", "eq": 1}}), None),
+    (op("sum", ONE, {**ONE, "when": {"$": "/task/gold/none", "exists": True}}), 1),
+    (op("sum", ONE, {**ONE, "when": {"not": {"any": [{"$": "/episode/stop", "eq": "done"}]}}}), 1),
+    (op("sum", ONE, {**ONE, "when": {"all": [{"$": "/episode/stop", "eq": "done"}, {"$": "/episode/calls", "lte": 1}]}}), 2),
+])  # fmt: skip
 def test_an_unscored_leaf_masks_the_episode_unless_the_spec_says_otherwise(root, value):
     assert run(root).value == value
 

@@ -72,37 +72,34 @@ def test_load_names_the_place_and_a_way_out(broken, place, says):
 TURN = {"scope": "turn", "reduce": "sum"}
 
 
-@pytest.mark.parametrize(
-    ("root", "place", "says"),
-    [
-        (leaf("format.regex", {"pattern": "("}), "/root/args", "not a regular expression"),
-        (leaf("python", {"name": "os.system"}), "/root/args", "does not allow a function 'os.system'"),
-        (leaf("python", {"name": "polit"}), "/root/args", "did you mean 'polite'?"),
-        (leaf("state.match", {"replay": []}), "/root/args", "name it with --env ID"),
-        (leaf("results.contains", {"replay": []}), "/root/args", "name it with --env ID"),
-        (leaf("state.match", {"expect": 1, "by": "hash", "abs": 1}), "/root/args", "no effect with by: hash"),
-        (leaf("calls.match", {"expect": [], "order": "ordered", "assign": "greedy"}), "/root/args", "only for order: free"),
-        (leaf("calls.match", {"expect": [], "order": "prefix", "credit": "partial"}), "/root/args", "needs assign: optimal"),
-        (leaf("cost.turns", {"max": 2, "free": 2}), "/root/args", "must be below max"),
-        (leaf("calls.none", when={"$": "/task/id", "eq": {"$": "/task/gold/a"}}), "/root/when/eq", "not a reference"),
-        (leaf("text.contains", {"expect": "a", "mode": "any", "credit": "partial"}), "/root/args", "cannot be used with"),
-        ({"op": "mean", "of": [leaf("calls.none", weight=-1)]}, "/root/of", "weights of a mean"),
-        (leaf("episode.stopped", scope="turn"), "/root", "sees episode, not a turn"),
-        (leaf("calls.none", scope="group"), "/root/scope", "only for group.rank"),
-        (leaf("calls.none", reduce="sum"), "/root/reduce", "nothing to reduce"),
-        (leaf("calls.none", emit="step"), "/root/emit", "only a node with a scope"),
-        (leaf("calls.match", {"expect": []}, emit="step"), "/root/emit", "with credit matched or partial"),
-        (leaf("calls.match", {"expect": [], "credit": "matched"}, emit="step", clip=[0, 1]), "/root/emit", "clips the total"),
-        ({"op": "max", "of": [leaf("calls.match", {"expect": [], "credit": "matched"}, emit="step")]}, "/root/of/0/emit",
-         "no share of its own"),
-        ({"op": "max", "of": [leaf("calls.none", emit="step", **TURN)]}, "/root/of/0/emit", "no share of its own"),
-        ({"op": "sum", "clip": [0, 1], "of": [leaf("calls.none", emit="step", **TURN)]}, "/root/of/0/emit", "clips the total"),
-        ({"op": "sum", "of": [leaf("calls.none", scope="episode")], "scope": "turn"}, "/root/of/0/scope", "wider"),
-        (leaf("text.equals", {"expect": {"$": "/turn/content"}}), "/root/args/expect/$", "needs scope 'turn'"),
-        (leaf("text.equals", {"expect": {"$": "/task/gold/x", "at": "turn"}}), "/root/args/expect/at", "needs scope 'turn'"),
-        (leaf("group.rank", {"of": leaf("group.rank", {"of": FINE})}), "/root/args/of", "another group leaf"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("root", "place", "says"), [
+    (leaf("format.regex", {"pattern": "("}), "/root/args", "not a regular expression"),
+    (leaf("python", {"name": "os.system"}), "/root/args", "does not allow a function 'os.system'"),
+    (leaf("python", {"name": "polit"}), "/root/args", "did you mean 'polite'?"),
+    (leaf("state.match", {"replay": []}), "/root/args", "name it with --env ID"),
+    (leaf("results.contains", {"replay": []}), "/root/args", "name it with --env ID"),
+    (leaf("state.match", {"expect": 1, "by": "hash", "abs": 1}), "/root/args", "no effect with by: hash"),
+    (leaf("calls.match", {"expect": [], "order": "ordered", "assign": "greedy"}), "/root/args", "only for order: free"),
+    (leaf("calls.match", {"expect": [], "order": "prefix", "credit": "partial"}), "/root/args", "needs assign: optimal"),
+    (leaf("cost.turns", {"max": 2, "free": 2}), "/root/args", "must be below max"),
+    (leaf("calls.none", when={"$": "/task/id", "eq": {"$": "/task/gold/a"}}), "/root/when/eq", "not a reference"),
+    (leaf("text.contains", {"expect": "a", "mode": "any", "credit": "partial"}), "/root/args", "cannot be used with"),
+    ({"op": "mean", "of": [leaf("calls.none", weight=-1)]}, "/root/of", "weights of a mean"),
+    (leaf("episode.stopped", scope="turn"), "/root", "sees episode, not a turn"),
+    (leaf("calls.none", scope="group"), "/root/scope", "only for group.rank"),
+    (leaf("calls.none", reduce="sum"), "/root/reduce", "nothing to reduce"),
+    (leaf("calls.none", emit="step"), "/root/emit", "only a node with a scope"),
+    (leaf("calls.match", {"expect": []}, emit="step"), "/root/emit", "with credit matched or partial"),
+    (leaf("calls.match", {"expect": [], "credit": "matched"}, emit="step", clip=[0, 1]), "/root/emit", "clips the total"),
+    ({"op": "max", "of": [leaf("calls.match", {"expect": [], "credit": "matched"}, emit="step")]}, "/root/of/0/emit",
+     "no share of its own"),
+    ({"op": "max", "of": [leaf("calls.none", emit="step", **TURN)]}, "/root/of/0/emit", "no share of its own"),
+    ({"op": "sum", "clip": [0, 1], "of": [leaf("calls.none", emit="step", **TURN)]}, "/root/of/0/emit", "clips the total"),
+    ({"op": "sum", "of": [leaf("calls.none", scope="episode")], "scope": "turn"}, "/root/of/0/scope", "wider"),
+    (leaf("text.equals", {"expect": {"$": "/turn/content"}}), "/root/args/expect/$", "needs scope 'turn'"),
+    (leaf("text.equals", {"expect": {"$": "/task/gold/x", "at": "turn"}}), "/root/args/expect/at", "needs scope 'turn'"),
+    (leaf("group.rank", {"of": leaf("group.rank", {"of": FINE})}), "/root/args/of", "another group leaf"),
+])  # fmt: skip
 def test_compile_names_the_place_and_a_way_out(root, place, says):
     with pytest.raises(RewardSpecError) as caught:
         compile_spec(spec(root), context=Context(python={"polite": lambda view, args: 1.0}))
@@ -110,15 +107,12 @@ def test_compile_names_the_place_and_a_way_out(root, place, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "not JSON"), ("{", "line 1 column 2"), ("[1, 2]", "must be a JSON object, not an array"),
-        ('{"a": NaN}', "NaN is not JSON"), ('{"a": Infinity}', "Infinity is not JSON"),
-        ('{"name": "a", "name": "b"}', "given twice"), ("[" * 100_000, "nested too deeply"),
-        ("junk" * 25_000, "not JSON"), ("\x00", "not JSON"), ("null", "not null"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "says"), [
+    ("", "not JSON"), ("{", "line 1 column 2"), ("[1, 2]", "must be a JSON object, not an array"),
+    ('{"a": NaN}', "NaN is not JSON"), ('{"a": Infinity}', "Infinity is not JSON"),
+    ('{"name": "a", "name": "b"}', "given twice"), ("[" * 100_000, "nested too deeply"),
+    ("junk" * 25_000, "not JSON"), ("\x00", "not JSON"), ("null", "not null"),
+])  # fmt: skip
 def test_a_file_that_is_no_spec(tmp_path, text, says):
     file = tmp_path / "bad.json"
     file.write_text(text)

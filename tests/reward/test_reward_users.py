@@ -56,17 +56,14 @@ BOTH = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("by", "compare", "share"),
-    [
-        # By default nothing of the user counts, neither among the calls made nor among those expected.
-        ("assistant", "exact", 1.0),
-        ("user", "superset", 1 / 2),  # f says nobody, so it is expected of whoever is asked about
-        ("user", "exact", 1 / 4),
-        ("both", "superset", 1.0),
-        ("both", "exact", 3 / 6),
-    ],
-)
+@pytest.mark.parametrize(("by", "compare", "share"), [
+    # By default nothing of the user counts, neither among the calls made nor among those expected.
+    ("assistant", "exact", 1.0),
+    ("user", "superset", 1 / 2),  # f says nobody, so it is expected of whoever is asked about
+    ("user", "exact", 1 / 4),
+    ("both", "superset", 1.0),
+    ("both", "exact", 3 / 6),
+])  # fmt: skip
 def test_whose_calls_are_compared(by, compare, share):
     args = {"expect": BOTH, "by": by, "compare": compare, "credit": "matched"}
     assert value("calls.match", args, talked()) == pytest.approx(share)
@@ -91,19 +88,16 @@ def test_other_leaves_of_calls():
     assert value("calls.schema", {"check": "parse", "by": "user", "credit": "all"}, one) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "says"),
-    [
-        ("calls.match", {"expect": [], "by": "them"}, "assistant"),
-        ("calls.match", {"expect": [], "by": "user", "form": "bfcl"}, "give declared"),
-        ("calls.schema", {"by": "user"}, "check: parse"),
-        ("results.contains", {"replay": {"$": "/task/gold/calls"}, "by": "user"}, "replay"),
-        ("calls.match", {"expect": [], "assign": "reuse"}, "compare superset"),
-        ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "order": "ordered"}, "order free"),
-        ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "credit": "partial"}, "credit all or matched"),
-        ("calls.none", {"by": "user", "scope": "call"}, "/args/by: in the scope of a call"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "args", "says"), [
+    ("calls.match", {"expect": [], "by": "them"}, "assistant"),
+    ("calls.match", {"expect": [], "by": "user", "form": "bfcl"}, "give declared"),
+    ("calls.schema", {"by": "user"}, "check: parse"),
+    ("results.contains", {"replay": {"$": "/task/gold/calls"}, "by": "user"}, "replay"),
+    ("calls.match", {"expect": [], "assign": "reuse"}, "compare superset"),
+    ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "order": "ordered"}, "order free"),
+    ("calls.match", {"expect": [], "assign": "reuse", "compare": "superset", "credit": "partial"}, "credit all or matched"),
+    ("calls.none", {"by": "user", "scope": "call"}, "/args/by: in the scope of a call"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(kind, args, says):
     mods = {"scope": args.pop("scope"), "reduce": "mean"} if "scope" in args else {}
     with pytest.raises(RewardSpecError, match=says):
@@ -138,18 +132,15 @@ def test_reuse_equals_the_question_asked_of_each_gold_call():
         assert value("calls.match", {**args, "credit": "matched"}, one) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    ("compare", "made", "full", "partial"),
-    [
-        (None, {"x": 1, "note": "u"}, 0, 2 / 3),
-        ([], {"x": 9}, 1, 1),
-        (["x"], {"x": 1, "note": "other"}, 1, 1),
-        (["x"], {"note": "other"}, 0, 1 / 2),
-        (["x", "note"], {"x": 1, "note": "other"}, 0, 2 / 3),
-        (["x", "absent"], {"x": 1}, 1, 1),
-        (["absent"], {"absent": 1}, 0, 1 / 2),
-    ],
-)
+@pytest.mark.parametrize(("compare", "made", "full", "partial"), [
+    (None, {"x": 1, "note": "u"}, 0, 2 / 3),
+    ([], {"x": 9}, 1, 1),
+    (["x"], {"x": 1, "note": "other"}, 1, 1),
+    (["x"], {"note": "other"}, 0, 1 / 2),
+    (["x", "note"], {"x": 1, "note": "other"}, 0, 2 / 3),
+    (["x", "absent"], {"x": 1}, 1, 1),
+    (["absent"], {"absent": 1}, 0, 1 / 2),
+])  # fmt: skip
 def test_only_the_arguments_count_that_a_gold_call_names(compare, made, full, partial):
     wanted = {"name": "f", "arguments": {"x": 1, "note": "v"}, **({} if compare is None else {"compare": compare})}
     one = episode([call("f", **made)], "end")

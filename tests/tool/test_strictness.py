@@ -195,15 +195,12 @@ def test_a_policy_sets_no_hidden_parameter_under_any_check() -> None:
         Tool.from_schema("mine", "", shown, mine, hidden=["key"])
 
 
-@pytest.mark.parametrize(
-    ("form", "says"),
-    [
-        ("Error: {message}", 'Error: no "x"'),
-        ('{"error": {json}}', '{"error": "no \\"x\\""}'),
-        ("{tool} {error}", "give tool_error"),
-        ("failed", "failed"),
-    ],
-)
+@pytest.mark.parametrize(("form", "says"), [
+    ("Error: {message}", 'Error: no "x"'),
+    ('{"error": {json}}', '{"error": "no \\"x\\""}'),
+    ("{tool} {error}", "give tool_error"),
+    ("failed", "failed"),
+])  # fmt: skip
 def test_an_error_is_shown_in_the_form_that_its_tool_gives(form: str, says: str) -> None:
     def give() -> None:
         raise ToolError('no "x"')

@@ -258,22 +258,19 @@ def test_what_has_no_schema_is_refused_when_the_tool_is_made_ready() -> None:
         tool(timout=3)(bare)
 
 
-@pytest.mark.parametrize(
-    ("hint", "says"),
-    [
-        (Annotated[str, Field(pattern="(?=x)a")], "look-around"),
-        (Annotated[str, Field(pattern=r"(a)\1")], "backreferences"),
-        (list[Annotated[str, Field(pattern="(")]], "unclosed group"),
-        (dict[Annotated[str, Field(pattern="(?!a)b")], int], "look-around"),
-        (Annotated[int, Field(multiple_of=0)], "'multiple_of' must be a finite number greater than 0"),
-        (Annotated[int, Field(ge="a")], "'ge' must be"),
-        (Annotated[str, Field(min_length=-1)], "can't convert negative int"),
-        (
-            Annotated[str, Field(json_schema_extra={"$ref": "http://a.example/b"})],
-            "outside of the schema|another document|http://a",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("hint", "says"), [
+    (Annotated[str, Field(pattern="(?=x)a")], "look-around"),
+    (Annotated[str, Field(pattern=r"(a)\1")], "backreferences"),
+    (list[Annotated[str, Field(pattern="(")]], "unclosed group"),
+    (dict[Annotated[str, Field(pattern="(?!a)b")], int], "look-around"),
+    (Annotated[int, Field(multiple_of=0)], "'multiple_of' must be a finite number greater than 0"),
+    (Annotated[int, Field(ge="a")], "'ge' must be"),
+    (Annotated[str, Field(min_length=-1)], "can't convert negative int"),
+    (
+        Annotated[str, Field(json_schema_extra={"$ref": "http://a.example/b"})],
+        "outside of the schema|another document|http://a",
+    ),
+])  # fmt: skip
 def test_a_pattern_or_bound_that_cannot_be_used_names_tool_and_parameter(hint: Any, says: str) -> None:
     """It was pydantic's SchemaError of five lines, or a KeyError, without the tool's name."""
 

@@ -100,35 +100,32 @@ def test_files_are_read_written_edited_and_found(folder: Path) -> None:
     assert sorted(held(env, "files")) == ["README.md", "logo.bin", "src/main.py"], "each episode begins anew"
 
 
-@pytest.mark.parametrize(
-    ("tool", "arguments", "said"),
-    [
-        ("read_file", {"path": "../secret.txt"}, "leads out of the folder"),
-        ("read_file", {"path": "src/../../secret.txt"}, "leads out of the folder"),
-        ("read_file", {"path": "/etc/passwd"}, "leads out of the folder"),
-        ("read_file", {"path": "link.txt"}, "no file"),
-        ("read_file", {"path": "out/secret.txt"}, "no file"),
-        ("read_file", {"path": "logo.bin"}, "is not text: 2 bytes"),
-        ("read_file", {"path": "src/main.py", "start": 5}, "has 3 lines"),
-        ("read_file", {"path": "src"}, "no file"),
-        ("write_file", {"path": "../x", "text": ""}, "leads out"),
-        ("write_file", {"path": "/x", "text": ""}, "leads out"),
-        ("write_file", {"path": ".", "text": ""}, "not the path of a file"),
-        ("write_file", {"path": "a\0b", "text": ""}, "is not a path"),
-        ("write_file", {"path": "/".join("abcdefghijklmnopq"), "text": ""}, "is not a path"),
-        ("write_file", {"path": "é" * 128, "text": ""}, "is not a path"),
-        ("write_file", {"path": "src", "text": ""}, "name of a folder"),
-        ("write_file", {"path": "README.md/x", "text": ""}, "name of a folder"),
-        ("write_file", {"path": "big.txt", "text": "x" * 101}, "a file of 101 bytes, and 100 are allowed"),
-        ("edit_file", {"path": "src/main.py", "old": "e", "new": ""}, "occurs 3 times"),
-        ("edit_file", {"path": "src/main.py", "old": "four", "new": ""}, "occurs 0 times"),
-        ("edit_file", {"path": "src/main.py", "old": "one", "new": "x" * 100}, "bytes, and 100 are allowed"),
-        ("delete_file", {"path": "gone"}, "no file"),
-        ("list_files", {"folder": "../"}, "leads out"),
-        ("list_files", {"folder": "nowhere"}, "no folder"),
-        ("search_files", {"text": "x", "folder": "../.."}, "leads out"),
-    ],
-)
+@pytest.mark.parametrize(("tool", "arguments", "said"), [
+    ("read_file", {"path": "../secret.txt"}, "leads out of the folder"),
+    ("read_file", {"path": "src/../../secret.txt"}, "leads out of the folder"),
+    ("read_file", {"path": "/etc/passwd"}, "leads out of the folder"),
+    ("read_file", {"path": "link.txt"}, "no file"),
+    ("read_file", {"path": "out/secret.txt"}, "no file"),
+    ("read_file", {"path": "logo.bin"}, "is not text: 2 bytes"),
+    ("read_file", {"path": "src/main.py", "start": 5}, "has 3 lines"),
+    ("read_file", {"path": "src"}, "no file"),
+    ("write_file", {"path": "../x", "text": ""}, "leads out"),
+    ("write_file", {"path": "/x", "text": ""}, "leads out"),
+    ("write_file", {"path": ".", "text": ""}, "not the path of a file"),
+    ("write_file", {"path": "a\0b", "text": ""}, "is not a path"),
+    ("write_file", {"path": "/".join("abcdefghijklmnopq"), "text": ""}, "is not a path"),
+    ("write_file", {"path": "é" * 128, "text": ""}, "is not a path"),
+    ("write_file", {"path": "src", "text": ""}, "name of a folder"),
+    ("write_file", {"path": "README.md/x", "text": ""}, "name of a folder"),
+    ("write_file", {"path": "big.txt", "text": "x" * 101}, "a file of 101 bytes, and 100 are allowed"),
+    ("edit_file", {"path": "src/main.py", "old": "e", "new": ""}, "occurs 3 times"),
+    ("edit_file", {"path": "src/main.py", "old": "four", "new": ""}, "occurs 0 times"),
+    ("edit_file", {"path": "src/main.py", "old": "one", "new": "x" * 100}, "bytes, and 100 are allowed"),
+    ("delete_file", {"path": "gone"}, "no file"),
+    ("list_files", {"folder": "../"}, "leads out"),
+    ("list_files", {"folder": "nowhere"}, "no folder"),
+    ("search_files", {"text": "x", "folder": "../.."}, "leads out"),
+])  # fmt: skip
 def test_what_files_refuse_changes_nothing(folder: Path, tool: str, arguments: dict[str, Any], said: str) -> None:
     env = begun("files", folder=str(folder), file_bytes=100)
     before = held(env, "files")
@@ -249,16 +246,13 @@ def test_requests_are_answered_from_the_recording_alone(cassette: str, monkeypat
     assert get("/job") == "202\nrunning", "a new episode plays it from the start"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "Expecting property name"),
-        ("{}", "'interactions' is a required property"),
-        ('{"interactions": [{"request": {"method": "GET", "uri": "x"}}]}', r"\$\.interactions\[0\]: 'response'"),
-        ('{"interactions": [{"request": {"method": "GET", "uri": "http://[x"}, "response": '
-         '{"status": {"code": 200}, "body": {"string": ""}}}]}', "is not an address"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "said"), [
+    ("{", "Expecting property name"),
+    ("{}", "'interactions' is a required property"),
+    ('{"interactions": [{"request": {"method": "GET", "uri": "x"}}]}', r"\$\.interactions\[0\]: 'response'"),
+    ('{"interactions": [{"request": {"method": "GET", "uri": "http://[x"}, "response": '
+     '{"status": {"code": 200}, "body": {"string": ""}}}]}', "is not an address"),
+])  # fmt: skip
 def test_what_is_no_cassette_is_said_before_an_episode(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"tools\.args\.http\.cassette = .*{said}"):
@@ -536,17 +530,14 @@ def test_sets_are_opened_and_closed_once_an_episode(tmp_path: Path) -> None:
     assert log[4:] == ["open", "close"]
 
 
-@pytest.mark.parametrize(
-    ("tools", "error", "said"),
-    [
-        ({"sets": ["files"], "args": {"fils": {}}}, ConfigError, r"args\.fils: tools\.sets has no set.*did you mean 'files'"),
-        ({"sets": ["files"], "args": {"files": {"foldr": "x"}}}, ConfigError, "unknown argument 'foldr'; did you mean 'folder'"),
-        ({"sets": ["files"], "args": {"files": {"most": 0}}}, ConfigError, "argument most = 0: .*greater than or equal to 1"),
-        ({"sets": ["http"]}, ConfigError, r"tools\.args\.http: argument 'cassette' is required"),
-        ({"sets": ["dates"], "args": {"dates": {"x": 1}}}, ConfigError, r"tools\.args\.dates: its tools have no state"),
-        ({"sets": ["files", "shell"]}, CatalogError, "'shell' has a tool 'list_files', which agentrl/KeyValue-v0 already has"),
-    ],
-)
+@pytest.mark.parametrize(("tools", "error", "said"), [
+    ({"sets": ["files"], "args": {"fils": {}}}, ConfigError, r"args\.fils: tools\.sets has no set.*did you mean 'files'"),
+    ({"sets": ["files"], "args": {"files": {"foldr": "x"}}}, ConfigError, "unknown argument 'foldr'; did you mean 'folder'"),
+    ({"sets": ["files"], "args": {"files": {"most": 0}}}, ConfigError, "argument most = 0: .*greater than or equal to 1"),
+    ({"sets": ["http"]}, ConfigError, r"tools\.args\.http: argument 'cassette' is required"),
+    ({"sets": ["dates"], "args": {"dates": {"x": 1}}}, ConfigError, r"tools\.args\.dates: its tools have no state"),
+    ({"sets": ["files", "shell"]}, CatalogError, "'shell' has a tool 'list_files', which agentrl/KeyValue-v0 already has"),
+])  # fmt: skip
 def test_mistakes_are_said_when_the_environment_is_built(tools: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         EnvRef("key_value", {}, tools=ToolsConfig(**tools)).build()

@@ -19,24 +19,21 @@ def ask(name: str, **arguments: Any) -> str:
     return asyncio.run(BOX.call(ToolCall(name, arguments))).content
 
 
-@pytest.mark.parametrize(
-    ("expression", "answer"),
-    [
-        ("1 + 2 * 3", "7"),
-        ("(1 + 2) * 3", "9"),
-        ("7 / 2", "3.5"),
-        ("7 // 2", "3"),
-        ("-2 ** 2", "-4"),
-        ("2 ** 10", "1024"),
-        ("10 % 4", "2"),
-        ("sqrt(16)", "4.0"),
-        ("round(1234.567, 1)", "1234.6"),
-        ("round(1234, -2)", "1200"),
-        ("round(2.5)", "2"),
-        ("max(1, 2, 3) - abs(-4)", "-1"),
-        (" 1e3 ", "1000.0"),
-    ],
-)
+@pytest.mark.parametrize(("expression", "answer"), [
+    ("1 + 2 * 3", "7"),
+    ("(1 + 2) * 3", "9"),
+    ("7 / 2", "3.5"),
+    ("7 // 2", "3"),
+    ("-2 ** 2", "-4"),
+    ("2 ** 10", "1024"),
+    ("10 % 4", "2"),
+    ("sqrt(16)", "4.0"),
+    ("round(1234.567, 1)", "1234.6"),
+    ("round(1234, -2)", "1200"),
+    ("round(2.5)", "2"),
+    ("max(1, 2, 3) - abs(-4)", "-1"),
+    (" 1e3 ", "1000.0"),
+])  # fmt: skip
 def test_arithmetic(expression: str, answer: str) -> None:
     assert ask("calculate", expression=expression) == answer
 

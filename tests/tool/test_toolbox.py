@@ -82,20 +82,17 @@ def call(name: str, arguments: Any, **more: Any) -> ToolResult:
     return asyncio.run(BOX.call(ToolCall(name, arguments, id="c1", **more)))
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "kind", "says"),
-    [
-        ("gte", {}, "unknown_tool", "did you mean 'get'"),
-        ("zzz", {}, "unknown_tool", "known: get, refuse"),
-        ("get", {}, "missing_argument", "'key'"),
-        ("get", {"key": 3}, "wrong_type", "expected string, got integer 3"),
-        ("get", {"key": None}, "wrong_type", "got null"),
-        ("get", {"key": "a", "deptj": 1}, "unexpected_argument", "did you mean 'depth'"),
-        ("get", None, "malformed_call", "not valid JSON"),
-        ("refuse", {}, "tool_error", "the shop is closed"),
-        ("slow", {}, "timeout", "0.02 s"),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "kind", "says"), [
+    ("gte", {}, "unknown_tool", "did you mean 'get'"),
+    ("zzz", {}, "unknown_tool", "known: get, refuse"),
+    ("get", {}, "missing_argument", "'key'"),
+    ("get", {"key": 3}, "wrong_type", "expected string, got integer 3"),
+    ("get", {"key": None}, "wrong_type", "got null"),
+    ("get", {"key": "a", "deptj": 1}, "unexpected_argument", "did you mean 'depth'"),
+    ("get", None, "malformed_call", "not valid JSON"),
+    ("refuse", {}, "tool_error", "the shop is closed"),
+    ("slow", {}, "timeout", "0.02 s"),
+])  # fmt: skip
 def test_every_error_is_structured_and_says_what_was_wrong(name: str, arguments: Any, kind: str, says: str) -> None:
     result = call(name, arguments)
     content = json.loads(result.content)
@@ -453,17 +450,14 @@ class Model(BaseModel):
     by_name: dict[str, float]
 
 
-@pytest.mark.parametrize(
-    ("answer", "value"),
-    [
-        (Numbers(math.nan, (math.inf, -math.inf, 1.5), 1 << 1023), {"mean": "NaN", "rest": ["Infinity", "-Infinity", 1.5]}),
-        (Model(by_name={"a": float("nan")}), {"by_name": {"a": "NaN"}}),
-        ({"deep": [[{"x": float("inf")}]]}, {"deep": [[{"x": "Infinity"}]]}),
-        ([Decimal("NaN"), 0.1], ["NaN", 0.1]),
-        (float("nan"), "NaN"),
-        (float("-inf"), "-Infinity"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "value"), [
+    (Numbers(math.nan, (math.inf, -math.inf, 1.5), 1 << 1023), {"mean": "NaN", "rest": ["Infinity", "-Infinity", 1.5]}),
+    (Model(by_name={"a": float("nan")}), {"by_name": {"a": "NaN"}}),
+    ({"deep": [[{"x": float("inf")}]]}, {"deep": [[{"x": "Infinity"}]]}),
+    ([Decimal("NaN"), 0.1], ["NaN", 0.1]),
+    (float("nan"), "NaN"),
+    (float("-inf"), "-Infinity"),
+])  # fmt: skip
 async def test_numbers_that_json_cannot_represent_are_texts(answer: Any, value: Any) -> None:
     async def f() -> Any:
         return answer
