@@ -36,34 +36,22 @@ def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
     """`look(text)`, where `look` is a method of a compiled `regex` pattern.
 
     Raises TimeoutError after `seconds` of this thread, TextTooLongError, which is one, for a text of more than `MOST_TEXT`
-    characters, and TooLongError if it takes long and is tried at once (`threads.at_once`).
+    characters, and TooLongError if it takes long and is tried at once (`threads.at_once`): never because the thread stood still
+    while others computed, though `regex`'s clock counts that. Whether a thread answers decides which requests share an engine's
+    step, hence last digits.
     """
     if len(text) > MOST_TEXT:
         raise TextTooLongError(f"a text of {len(text)} characters; patterns are searched in at most {MOST_TEXT}")
     hurry = QUICK.get() and seconds > AT_ONCE_S
-    if not hurry:
-        return _search_fairly(look, text, seconds)
-    # Twice: a quick one whose thread stood still while another one computed must not go aside for it, since whether a thread
-    # answers decides which requests share an engine's step, hence last digits.
-    for _ in range(2):
-        with contextlib.suppress(TimeoutError):
-            return look(text, timeout=AT_ONCE_S)
-    raise TooLongError
-
-
-def _search_fairly(look: Callable[..., Any], text: str, seconds: float) -> Any:
-    """`look(text)`; `seconds` are those of this thread, though `regex`'s clock counts what all threads of the process compute."""
-    limit = seconds
+    own_limit = limit = AT_ONCE_S if hurry else seconds
     for _ in range(_TRIES):
         began = time.thread_time()
-        try:
+        with contextlib.suppress(TimeoutError):
             return look(text, timeout=limit)
-        except TimeoutError:
-            own = time.thread_time() - began
-            if own > 0.8 * seconds:
-                raise
-        limit *= min(1.25 * seconds / max(own, 1e-9), 8.0)
-    raise TimeoutError
+        if (own := time.thread_time() - began) > 0.8 * own_limit:
+            break
+        limit *= min(1.25 * own_limit / max(own, 1e-9), 8.0)
+    raise TooLongError if hurry else TimeoutError
 
 
 _TRIES = 5

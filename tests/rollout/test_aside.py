@@ -247,7 +247,7 @@ def test_a_busy_machine_sends_no_check_against_a_schema_into_a_thread_but_much_t
 
 
 def test_a_match_that_is_late_once_because_another_thread_computed_is_tried_again_on_the_loop() -> None:
-    late = [True, False, True, True]
+    late = [True, False, *[True] * 5]
 
     def look(text: str, timeout: float) -> str:
         if late.pop(0):
