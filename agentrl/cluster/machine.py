@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 
 from agentrl.utils.errors import DispatchError, ResourceError
-from agentrl.utils.network import bind_at
 
 NETWORK_FILE_SYSTEMS = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.sshfs", "gpfs", "beegfs", "glusterfs", "9p", "afs")
@@ -186,9 +185,14 @@ _listeners: dict[Rendezvous, socket.socket] = {}
 
 
 def open_rendezvous(host: str) -> Rendezvous:
-    """Bind a free port in this (rank 0's) process. `host`: its address as seen by the other ranks."""
+    """Bind a free port in this (rank 0's) process. `host`: its address as seen by the other ranks; all interfaces are bound,
+    for a store without protection, only if that is not one of this machine's (it is translated on the way)."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    bind_at(listener, host)
+    try:
+        listener.bind((host, 0))
+    except OSError:
+        log.warning("%s is no address of this machine: the store of torch.distributed listens on all interfaces", host)
+        listener.bind(("", 0))
     # All ranks of a large group may connect before rank 0 gets to its store; with a short backlog some would be refused.
     listener.listen(1024)
     address = Rendezvous(host, int(listener.getsockname()[1]))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import ModelConfig, TrainConfig
@@ -224,9 +224,10 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
     name = config.tool_parser
     parser: Parser | ForTools | Syntax | None = None if name == "auto" else SYNTAXES.get(name)
     if name.startswith(VLLM_PARSER):
-        from agentrl.engines.vllm.tool_parsers import vllm_parser_for_tools
+        from agentrl.engines.vllm.tool_parsers import vllm_parser
 
-        parser = vllm_parser_for_tools(name.removeprefix(VLLM_PARSER), tokenizer)
+        parser = ForTools(partial(vllm_parser, name.removeprefix(VLLM_PARSER), tokenizer))
+        parser.bind(())  # a parser that does not fit fails here, not in the first episode
     elif parser is None and name != "auto":
         hint = did_you_mean(name, SYNTAXES, f"a parser of vLLM is written '{VLLM_PARSER}{name}'")
         known = ", ".join(map(repr, SYNTAXES))

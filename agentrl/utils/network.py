@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import logging
 import os
-import socket
 from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,23 +12,11 @@ from urllib.request import getproxies_environment, proxy_bypass
 
 from agentrl.utils.parsing import no_twice, refuse_constant
 
-log = logging.getLogger(__name__)
-
 CONTAINERS = 300_000
 """Lists and objects of one body: a body of nothing else takes 20 times its bytes in memory, and seconds to be read."""
 DEPTH = 64
 """Lists and objects in each other."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-def bind_at(listener: socket.socket, host: str) -> None:
-    """Bind an unprotected service to a free port of this address alone; to all interfaces only if the announced address is not
-    one of this machine's (it is translated on the way)."""
-    try:
-        listener.bind((host, 0))
-    except OSError:
-        log.warning("%s is no address of this machine: the store of torch.distributed listens on all interfaces", host)
-        listener.bind(("", 0))
 
 
 def strict_json(data: bytes | bytearray | str, containers: int = CONTAINERS, depth: int = DEPTH, *, rfc: bool = True) -> Any:

@@ -36,13 +36,17 @@ UNITS = {"s": ("_s", "_seconds", 1.0), "ms": ("_ms", "_seconds", 1e-3), "tokens/
 Labels = tuple[tuple[str, str], ...]
 
 
-def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
-    """The family and address to listen at. Raises ConfigError for a host that is not one."""
+def _listen(cfg: PrometheusConfig) -> socket.socket:
+    """Raises ConfigError for a host that is not one, ResourceError if the port is taken."""
     try:
         found = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as problem:
         raise ConfigError(f"prometheus.host = {cfg.host!r}: not an address of this machine ({problem})") from None
-    return found[0], found[4]
+    try:
+        return socket.create_server(found[4], family=found[0])
+    except OSError as problem:
+        why = f"{cfg.host}:{cfg.port} cannot be listened at ({problem.strerror or problem})"
+        raise ResourceError(f"prometheus.port = {cfg.port}: {why}; set another port, or 0 for any that is free") from None
 
 
 @LIVE_METRICS.register("prometheus")
@@ -54,13 +58,7 @@ class MetricsEndpoint:
         """Raise a UserError if it cannot be opened."""
         if find_spec("prometheus_client") is None:
             raise DependencyError("[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
-        family, address = _bindable(cfg)
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as problem:
-                raise _port_taken(cfg, problem) from None
+        _listen(cfg).close()
 
     def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:
         """Raises ResourceError if the port is taken."""
@@ -74,11 +72,7 @@ class MetricsEndpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         registry = CollectorRegistry()
         registry.register(self)
-        try:
-            family, address = _bindable(cfg)
-            listener = socket.create_server(address, family=family)
-        except OSError as problem:
-            raise _port_taken(cfg, problem) from None
+        listener = _listen(cfg)
         name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
         self.url = f"http://{name}:{listener.getsockname()[1]}/metrics"
         self._server = ThreadServer(_app(registry), cfg.host, listener, max_body=MAX_BODY)
@@ -236,10 +230,3 @@ def metric_of_key(key: str) -> tuple[str, dict[str, str], float, str]:
     ending, base, scale = UNITS.get(info.unit, ("", "", 1.0))
     stem = stem.removesuffix(ending) + base
     return f"agentrl_row_{stem}", labels, scale, f"{info.meaning} [{info.unit}]"
-
-
-def _port_taken(cfg: PrometheusConfig, problem: OSError) -> ResourceError:
-    return ResourceError(
-        f"prometheus.port = {cfg.port}: {cfg.host}:{cfg.port} cannot be listened at ({problem.strerror or problem}); set another "
-        "port, or 0 for any that is free"
-    )

@@ -266,21 +266,17 @@ class Replicas:
             self.router.leave(replica)
             # Without Ray the whole run has been given up.
             if self._started and self.respawns < self._cfg.max_respawns and ray.is_initialized():
-                self._respawn(replica)
+                self.respawns += 1
+                moved = sum(placed.host is replica for placed in self._requests.values())
+                log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
+                            replica.cause, moved, self.respawns, self._cfg.max_respawns)  # fmt: skip
+                fresh = self._spawn(replica.number)
+                self.coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
             elif self._started:
                 log.error("%s; %d of %d replicas are alive and no more are started (max_respawns = %d)", replica.cause,
                           len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
             self._tell()
         return ReplicaDeadError(replica.cause)
-
-    def _respawn(self, dead: Replica) -> None:
-        """Start another in the place of one that died."""
-        self.respawns += 1
-        moved = sum(placed.host is dead for placed in self._requests.values())
-        log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
-                    dead.cause, moved, self.respawns, self._cfg.max_respawns)  # fmt: skip
-        fresh = self._spawn(dead.number)
-        self.coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
 
     async def _bring(self, fresh: Replica) -> None:
         """Start a replica and give it the weights; if that fails, it has died too."""

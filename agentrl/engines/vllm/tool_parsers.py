@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentrl.render.tool_calls import ForTools, Parsed, Parser, call_from_json, malformed_call, strict_json
+from agentrl.render.tool_calls import Parsed, Parser, call_from_json, malformed_call, strict_json
 from agentrl.utils.errors import DependencyError, ModelError, hint_text
 
 if TYPE_CHECKING:
@@ -50,10 +50,3 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
         return (content or "").strip(), tuple(calls)
 
     return parse
-
-
-def vllm_parser_for_tools(name: str, tokenizer: PreTrainedTokenizerBase) -> ForTools:
-    """The same, made for the tools of each episode. Raises immediately what `vllm_parser` raises."""
-    parser = ForTools(lambda tools: vllm_parser(name, tokenizer, tools))
-    parser.bind(())  # a parser that does not fit fails here, not in the first episode
-    return parser
