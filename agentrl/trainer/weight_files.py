@@ -229,7 +229,6 @@ class WeightWriter:
 
 SHOWN = 3
 """Names of a list that an error shows; of the others it says how many there are."""
-LFS = b"version https://git-lfs"
 PLAIN = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 
 HARMLESS = {
@@ -246,11 +245,6 @@ HARMLESS = {
 def has_weights(path: str) -> bool:
     """Return True if a folder has a file of weights, whole or not; True for a hub name."""
     return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in OTHER_WEIGHTS)
-
-
-def has_safetensors(path: str) -> bool:
-    """Return True if a folder has weights as transformers saves them, whole or not; True for a hub name."""
-    return not Path(path).is_dir() or any((Path(path) / name).is_file() for name in (SINGLE, INDEX))
 
 
 def stored_tensors(path: str, named: str | None = None) -> dict[str, Header]:
@@ -275,16 +269,6 @@ def stored_tensors(path: str, named: str | None = None) -> dict[str, Header]:
             f"the hub has no {SINGLE} or {INDEX} of it; convert it first: load it in transformers, save_pretrained"
         ) from problem
     return {name: Header(info.dtype, tuple(info.shape)) for part in parts.values() for name, info in part.tensors.items()}
-
-
-def check_pointers(folder: Path) -> None:
-    """Raise ModelError if a file of a model folder is a git-LFS pointer."""
-    for file in sorted(file for file in folder.iterdir() if file.is_file() and file.stat().st_size < 1024):
-        if file.read_bytes().startswith(LFS):
-            raise ModelError(
-                f"{file.name} is a git-LFS pointer ({file.stat().st_size} bytes), not the file itself: run `git lfs pull` in the "
-                "folder, or fetch the model with `hf download NAME --local-dir FOLDER`"
-            )
 
 
 def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:

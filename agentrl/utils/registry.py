@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.utils.errors import ConfigError, fault_text, hint_text, is_users, place_of, user_code
+from agentrl.utils.errors import ConfigError, fault_text, hint_text, place_of, user_code
 from agentrl.utils.parsing import module_of
 from agentrl.utils.search_path import PRIVATE, given_object, is_given, load_module, shelves
 
@@ -149,10 +149,6 @@ class Registry(Mapping[str, T]):
     def own(self) -> list[Entry[T]]:
         """agentrl's own components, by name: a user's file is loaded only if its name is requested."""
         return [self.entry(name) for name in sorted(dict(_packaged_entries(self.home, self.symbol)))]
-
-    def is_plugin(self, name: str) -> bool:
-        """Return True if a file of a shelf, or another package, registers the name."""
-        return is_users(self.entry(name).make)
 
     def that_are(self, word: str, yes: bool = True) -> str:
         """The names of agentrl's own components with the need or trait `word` (or without it), for a message."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import importlib
 import re
 import secrets
 import socket
@@ -25,7 +24,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
-from agentrl.contrib.agents.record import ServedEpisode
 from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy, refusal_of
 from agentrl.contrib.toolkit.chat_forms import call_result, tool_list
 from agentrl.contrib.toolkit.http_server import uvicorn_config
@@ -39,6 +37,8 @@ from agentrl.utils.network import exempt, strict_json
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+    from agentrl.contrib.agents.episode import AgentEpisode
 
 
 T = TypeVar("T")
@@ -262,10 +262,8 @@ async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
 # The environment's tools for agents: one MCP server (streamable HTTP) for all episodes, each under a secret address
 
 
-def load_server() -> None:
-    """Import what serves."""
-    for name in ("uvicorn", "starlette.applications", "mcp_types", "mcp.server.lowlevel", "mcp.server.streamable_http_manager"):
-        importlib.import_module(name)
+SERVES = ("uvicorn", "starlette.applications", "mcp_types", "mcp.server.lowlevel", "mcp.server.streamable_http_manager")
+"""Modules that serve."""
 
 
 class ToolServer(LocalServer):
@@ -277,7 +275,7 @@ class ToolServer(LocalServer):
         if find_spec("mcp") is None:
             raise DependencyError("tools for an agent need mcp: pip install 'agentrl[mcp]'")
         self._host, self._port = host, 0
-        self._episodes: dict[str, ServedEpisode] = {}
+        self._episodes: dict[str, AgentEpisode] = {}
 
     async def start(self) -> None:
         """Raises ResourceError if nothing can listen on the host."""
@@ -306,7 +304,7 @@ class ToolServer(LocalServer):
         self._episodes.clear()
         await self.stop()
 
-    def open(self, episode: ServedEpisode) -> str:
+    def open(self, episode: AgentEpisode) -> str:
         """Serve an episode; returns its base URL, which nobody else can guess."""
         secret = secrets.token_urlsafe(32)
         self._episodes[secret] = episode
@@ -337,7 +335,7 @@ class ToolServer(LocalServer):
             ]
         )
 
-    def _of(self, request: Request) -> ServedEpisode:
+    def _of(self, request: Request) -> AgentEpisode:
         """Raises AgentrlError if the episode has ended since the request came."""
         found = self._episodes.get(str(request.path_params["secret"]))
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from agentrl.config.schema import AgentConfig
-from agentrl.contrib.agents.endpoint import Endpoint, ToolServer, load_server
+from agentrl.contrib.agents.endpoint import SERVES, Endpoint, ToolServer
 from agentrl.contrib.agents.programs import Program, program_of
 from agentrl.contrib.agents.record import MODEL, Brief, Gate, Outcome, Record, json_of, text_of
 from agentrl.contrib.agents.session import AgentSession
@@ -448,7 +449,8 @@ class Harness:
     async def _open(self, policy: Policy) -> Endpoint:
         async with self._opening:
             if self._endpoint is None:
-                await in_thread("load", load_server)  # seconds of imports, in which other episodes go on
+                for name in SERVES:  # seconds of imports, in which other episodes go on
+                    await in_thread("load", importlib.import_module, name)
                 endpoint = Endpoint(policy.engine, policy.renderer, model=MODEL, host=self._config.host, decode=self._decode)
                 await endpoint.start()
                 await self._tools.start()

@@ -28,7 +28,7 @@ from agentrl.run.registries import registry_of
 from agentrl.run.trackers import Tracker
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of, call_component
 from agentrl.trainer.train_engine import BaseEngine
-from agentrl.utils.errors import CallbackError, ConfigError, UserError, fault_text, place_of
+from agentrl.utils.errors import CallbackError, ConfigError, UserError, fault_text, is_users, place_of
 from agentrl.utils.files import shown_path
 from agentrl.utils.registry import second_load
 
@@ -54,7 +54,7 @@ def check_plugins(start: RunStart) -> list[str]:
     for key, choice, trial in _trials(start) if start.purpose == "train" else ():
         registry = registry_of(key)
         assert registry is not None
-        if choice is not None and choice.name in registry and registry.is_plugin(choice.name):
+        if choice is not None and choice.name in registry and is_users(registry.entry(choice.name).make):
             make = registry.entry(choice.name).make
             if key not in UNCALLED:
                 registry.bind(choice.name, choice.args)

@@ -64,10 +64,8 @@ def _submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(work, background("remote").loop)
 
 
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Read once: it takes longer than many requests."""
-    return ssl.create_default_context()
+_certificates = cache(ssl.create_default_context)
+"""Read once: it takes longer than many requests."""
 
 
 class Link:

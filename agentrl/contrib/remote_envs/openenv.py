@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from agentrl.contrib.toolkit.chat_forms import declarations
 from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ScorerLike, ToolEnv
-from agentrl.env.call_options import Problem, compile_validator
+from agentrl.env.call_options import compile_validator
 from agentrl.env.toolbox import as_text
 from agentrl.env.tools import Tool
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
@@ -57,10 +58,8 @@ STATE: dict[str, Json] = {
 }
 
 
-@cache
-def _action_check() -> Callable[[Json], Problem | None]:
-    """Compiled at the first step: it takes longer than the rest of an import."""
-    return compile_validator("action", ACTION)
+_action_check = cache(partial(compile_validator, "action", ACTION))
+"""Compiled at the first step: it takes longer than the rest of an import."""
 
 
 class PlaySession:
@@ -129,8 +128,8 @@ class OpenEnvFace:
         return [*told, WebSocketRoute(f"{prefix}/ws", self._ws)]
 
     def _guard(self, path: Mapping[str, Any]) -> None:
-        if self._player is not None:
-            self._player.check_player(str(path["player"]))
+        if self._player is not None and not hmac.compare_digest(str(path["player"]).encode(), self._player.player.encode()):
+            raise RefusedError(401, "token", "this address has another token than the server printed for OpenEnv")
 
     async def _answer(self, body: Json, request: Request) -> Response:
         from starlette.responses import Response

@@ -360,8 +360,3 @@ class Secret:
         if not hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
             how = "wants another token than this one" if authorization else "wants its token"
             raise RefusedError(401, "token", f"the server {how}, as `Authorization: Bearer TOKEN`")
-
-    def check_player(self, shown: str) -> None:
-        """The same for the agents' token."""
-        if not hmac.compare_digest(shown.encode(), self.player.encode()):
-            raise RefusedError(401, "token", "this address has another token than the server printed for OpenEnv")

@@ -29,7 +29,7 @@ from agentrl.trainer.pretrained import (
     unused_ids,
     vocabulary,
 )
-from agentrl.trainer.weight_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
+from agentrl.trainer.weight_files import INDEX, SINGLE, check_tensors, has_weights, stored_tensors
 from agentrl.utils.errors import ConfigError, ModelError
 
 # Files
@@ -39,6 +39,7 @@ PADDING, SHARE = 2048, 0.1
 about a thousand (gpt-oss: 1,069 of 201,088). With more, the tokenizer is another model's."""
 SEEDS = 3
 """Tasks whose opening prompts are measured."""
+LFS = b"version https://git-lfs"
 SAVE = 'M.from_pretrained("FROM", dtype="auto"{how}).save_pretrained("TO"), and the tokenizer likewise'
 
 
@@ -202,8 +203,13 @@ def longest_prompt(model: ModelConfig, env: EnvRef, limit: float) -> tuple[int, 
 def _check_files(model: ModelConfig, path: str, planned: bool, *, classifier: bool = False, computed: bool = True) -> None:
     """`computed`: by transformers' classes; other engines have loaders of their own, also for quantized weights."""
     found = load_model_config(path, model.trust_remote_code)
-    if Path(path).is_dir():
-        check_pointers(Path(path))
+    here = sorted(file for file in Path(path).iterdir() if file.is_file()) if Path(path).is_dir() else []
+    for file in here:
+        if file.stat().st_size < 1024 and file.read_bytes().startswith(LFS):
+            raise ModelError(
+                f"{file.name} is a git-LFS pointer ({file.stat().st_size} bytes), not the file itself: run `git lfs pull` in the "
+                "folder, or fetch the model with `hf download NAME --local-dir FOLDER`"
+            )
     text = found.get_text_config() if computed else found
     section = next((s for c in (found, text) if (s := getattr(c, "quantization_config", None))), None)
     if computed and section is not None:
@@ -231,7 +237,7 @@ def _check_files(model: ModelConfig, path: str, planned: bool, *, classifier: bo
             f"it is {whole}, of several parts ({', '.join(sorted(found.sub_configs))}), and only text models are trained: "
             f"{ways}, then model.path = TO"
         )
-    if (not has_weights(path) and planned) or (not computed and not has_safetensors(path)):
+    if (not has_weights(path) and planned) or (not computed and here and not {SINGLE, INDEX} & {file.name for file in here}):
         return
     stored = stored_tensors(path, getattr(found, "transformers_weights", None))
     if computed:
