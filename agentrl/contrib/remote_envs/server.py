@@ -9,11 +9,11 @@ import importlib.util
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from agentrl import __version__
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig
@@ -151,58 +151,46 @@ KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open: longer than a client keeps one, so that none is closed as it is used."""
 
 
-class HttpServer:
-    """An app on a socket, in the running event loop. Used as a context."""
+@contextlib.asynccontextmanager
+async def http_server(app: EnvApp, host: str, port: int) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """Serve an app in the running event loop; gives its URL, and the task that ends by Ctrl-C or a signal, which uvicorn takes.
 
-    def __init__(self, app: EnvApp, host: str, port: int) -> None:
-        """`port` 0 picks a free one. Raises DependencyError without the extra 'server', ConfigError if the port is taken."""
-        if importlib.util.find_spec("websockets") is None:
-            raise DependencyError("agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
-        import uvicorn
+    `port` 0 picks a free one. Raises DependencyError without the extra 'server', ConfigError if the port is taken."""
+    if importlib.util.find_spec("websockets") is None:
+        raise DependencyError("agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
+    import uvicorn
 
-        self.app, self._listener = app, open_socket(host, port)
-        name = f"[{host}]" if ":" in host else host
-        self.url = f"http://{name}:{self._listener.getsockname()[1]}"
-        config = uvicorn_config(
-            app.asgi(),
-            host,
-            max_body=sys.maxsize,  # each route has the limit itself, and words for it
-            timeout_keep_alive=KEEP_ALIVE,
-            ws_max_size=app.limits.body,
-            backlog=4096,
-            timeout_graceful_shutdown=5,
-        )
-        self._server = uvicorn.Server(config)
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    async def __aenter__(self) -> Self:
-        self._tasks = [
-            asyncio.create_task(self._server.serve(sockets=[self._listener])),
-            asyncio.create_task(self.app.sessions.keep_swept()),
-        ]
-        while not self._server.started and not self._tasks[0].done():
+    listener, name = open_socket(host, port), f"[{host}]" if ":" in host else host
+    config = uvicorn_config(
+        app.asgi(),
+        host,
+        max_body=sys.maxsize,  # each route has the limit itself, and words for it
+        timeout_keep_alive=KEEP_ALIVE,
+        ws_max_size=app.limits.body,
+        backlog=4096,
+        timeout_graceful_shutdown=5,
+    )
+    server = uvicorn.Server(config)
+    serving, sweeping = asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(app.sessions.keep_swept())
+    try:
+        while not server.started and not serving.done():
             await asyncio.sleep(0.01)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._server.should_exit = True
-        self._tasks[1].cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._listener.close()
-        await self.app.sessions.close_all()
-
-    async def wait(self) -> None:
-        """Until it ends: by Ctrl-C or a signal, which uvicorn takes."""
-        await asyncio.wait([self._tasks[0]])
+        yield f"http://{name}:{listener.getsockname()[1]}", serving
+    finally:
+        server.should_exit = True
+        sweeping.cancel()
+        await asyncio.gather(serving, sweeping, return_exceptions=True)
+        listener.close()
+        await app.sessions.close_all()
 
 
 def serve_http(app: EnvApp, host: str, port: int, say: Callable[[str], None]) -> None:
     """Serve until Ctrl-C; `say` shows how to reach it. Raises ConfigError if the port is taken."""
 
     async def serve() -> None:
-        async with HttpServer(app, host, port) as server:
-            say(server.url)
-            await server.wait()
+        async with http_server(app, host, port) as (url, serving):
+            say(url)
+            await asyncio.wait([serving])
 
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve())

@@ -36,7 +36,7 @@ UNITS = {"s": ("_s", "_seconds", 1.0), "ms": ("_ms", "_seconds", 1e-3), "tokens/
 Labels = tuple[tuple[str, str], ...]
 
 
-def _listen(cfg: PrometheusConfig) -> socket.socket:
+def _open_port(cfg: PrometheusConfig) -> socket.socket:
     """Raises ConfigError for a host that is not one, ResourceError if the port is taken."""
     try:
         found = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -58,7 +58,7 @@ class MetricsEndpoint:
         """Raise a UserError if it cannot be opened."""
         if find_spec("prometheus_client") is None:
             raise DependencyError("[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
-        _listen(cfg).close()
+        _open_port(cfg).close()
 
     def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:
         """Raises ResourceError if the port is taken."""
@@ -72,7 +72,7 @@ class MetricsEndpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         registry = CollectorRegistry()
         registry.register(self)
-        listener = _listen(cfg)
+        listener = _open_port(cfg)
         name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
         self.url = f"http://{name}:{listener.getsockname()[1]}/metrics"
         self._server = ThreadServer(_app(registry), cfg.host, listener, max_body=MAX_BODY)

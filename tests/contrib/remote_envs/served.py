@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentrl.contrib.remote_envs import wire
-from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, HttpServer
+from agentrl.contrib.remote_envs.server import EnvApp, EnvOffer, http_server
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.env import ToolEnv
 from agentrl.env.address import Asked, EnvAddress
@@ -50,8 +50,8 @@ class Running:
 
     async def _run(self, port: int) -> None:
         self._stop = asyncio.Event()
-        async with HttpServer(self.app, "127.0.0.1", port) as server:
-            self.url, self.port = server.url, int(server.url.rpartition(":")[2])
+        async with http_server(self.app, "127.0.0.1", port) as (self.url, _):
+            self.port = int(self.url.rpartition(":")[2])
             self._started.set()
             await self._stop.wait()
 
