@@ -16,6 +16,7 @@ from agentrl.config.schema import InitModelConfig, TrainConfig
 from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.rollout.collector import largest
+from agentrl.rollout.group_ledger import more
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.run.checks import RunStart, check_train, run_checks
 from agentrl.run.checks.model_checks import check_router_replay
@@ -292,7 +293,8 @@ class Planner:
         return Batches(
             groups=rollout.groups,
             group_size=rollout.group_size,
-            started=more(rollout.groups, rollout.oversample) * (more(rollout.group_size, rollout.oversample_members) + greedy),
+            started=(rollout.groups + more(rollout.groups, rollout.oversample))
+            * (rollout.group_size + more(rollout.group_size, rollout.oversample_members) + greedy),
             grown=rollout.groups * largest(rollout),
             episodes=episodes,
             minibatches=parts,
@@ -307,11 +309,6 @@ class Planner:
             kept=kept,
             shown=shown,
         )
-
-
-def more(count: int, factor: float) -> int:
-    """As many as an oversampling factor starts instead of `count` (as rollout/collector.py rounds)."""
-    return count + math.ceil(count * (factor - 1.0) - 1e-9)
 
 
 def lines(plan: RunPlan) -> list[str]:

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl.contrib.gpu_tests.scheduler import CardPool, Scheduler, choose_cards, clock, on_cards, read_cards
+from agentrl.contrib.gpu_tests.scheduler import CardPool, Scheduler, choose_cards, on_cards, read_cards
 from agentrl.contrib.gpu_tests.session import NOT_PASSED, OUTCOMES, VISIBLE, FileResult, FileSession, collect
+from agentrl.run.display import clock
 from agentrl.utils.errors import ResourceError, UserError, did_you_mean
 from agentrl.utils.files import atomic_write
 from agentrl.utils.processor import usable_cpus

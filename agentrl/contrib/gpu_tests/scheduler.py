@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.contrib.gpu_tests.session import VISIBLE, Case, FileJob, FileResult, FileSession
+from agentrl.run.display import clock
 from agentrl.utils.errors import ResourceError
 
 TICK = 0.05
@@ -174,12 +175,6 @@ def _needs(job: FileJob) -> str:
 def on_cards(cards: Sequence[int]) -> str:
     """ " on cards 0,1" """
     return f" on card{'s' if len(cards) > 1 else ''} {','.join(map(str, cards))}" if cards else ""
-
-
-def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours from 60 minutes on."""
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 # Cards
