@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from agentrl.config.load import check_unread
 from agentrl.config.schema import CriticConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
 from agentrl.utils.errors import ConfigError, DependencyError
 
@@ -284,15 +282,6 @@ def optims_of(config: TrainConfig) -> dict[str, OptimConfig]:
     if config.sft is not None:
         found["sft"] = sft_optim(config.optim, config.sft, config.model)
     return found
-
-
-def check_optims(optims: Mapping[str, OptimConfig], optim: OptimConfig, sft: SftConfig | None) -> None:
-    """Raise ConfigError for an unread rate, DependencyError if a package is missing."""
-    for section, given, key in (("optim", optim, "optim.name"), ("sft", sft, "sft.optimizer")):
-        if given is not None and optims[section].name != "muon":
-            check_unread(section, given, ("matrix_lr",), f'{key} = "muon"')
-        if given is not None and optims[section].name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            raise DependencyError(f'{key} = "adamw_8bit": {NO_TORCHAO}')
 
 
 # Offloading

@@ -18,6 +18,7 @@ from agentrl.render.base import Renderer
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.rollout.engine import Engine, Generation, Sampling, Told, derive
 from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError, fault_text
+from agentrl.utils.event_loop import OwnedTasks
 from agentrl.utils.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class AgentSession:
         self._branches: list[Branch] = []
         self._keys = 0
         self._newest: Branch | None = None
-        self._running: set[asyncio.Task[list[Answer]]] = set()
+        self._running = OwnedTasks()
         self._asking: set[str] = set()
         self._closed = False
 
@@ -224,18 +225,12 @@ class AgentSession:
         """Answer a request, in a task that `close` ends; see `answer`."""
         if self._closed:
             raise RequestError(f"session {self.name} is over", status=404, code="session_not_found")
-        task = asyncio.create_task(self.answer(ask, hear), name=f"a request of session {self.name}")
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+        return self._running.start(self.answer(ask, hear), f"a request of session {self.name}")
 
     async def close(self) -> None:
         """End turns in progress without a record, and refuse new ones."""
         self._closed = True
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._running.close()
 
     async def answer(self, ask: Ask, hear: Hear | None = None) -> list[Answer]:
         """Sample each choice and record it; `hear` gets all that is sampled meanwhile.
