@@ -412,12 +412,6 @@ def shared_arguments(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: C
         values, wanted = [given[i][key] for i in rows], [gold[j].arguments[key] for j in columns]
         if rule.arguments == "names":
             fitting[here] += 1.0
-        elif rule.form is CallForm and rule.values.strict:
-            numbers: dict[Hashable, int] = {}
-            left, right = (
-                [numbers.setdefault(equality_key(v, rule.values.normalize), len(numbers)) for v in s] for s in (values, wanted)
-            )
-            fitting[here] += np.array(left)[:, None] == np.array(right)[None, :]
         else:
             (like, of), (match, to) = _different(values), _different(wanted)
             if rule.form is CallForm:
@@ -430,12 +424,12 @@ def shared_arguments(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: C
 
 def _literal_fits(made: Sequence[Json], gold: Sequence[Json], rule: EqualityRule) -> npt.NDArray[np.bool_]:
     """`same` of each pair of values."""
-    table = np.zeros((len(made), len(gold)), dtype=bool)
-    (texts, numbers, others), (gold_texts, gold_numbers, gold_others) = map(_by_kind, (made, gold))
-    said, wanted = ([rule.normalize(v[i]) for i in p] for v, p in ((made, texts), (gold, gold_texts)))
-    places = by_name(wanted)
-    for i, text in zip(texts, said, strict=True):
-        table[i, [gold_texts[j] for j in places.get(text, ())]] = True
+    ids: dict[Hashable, int] = {}
+    own, wanted = (np.array([ids.setdefault(equality_key(v, rule.normalize), len(ids)) for v in s]) for s in (made, gold))
+    table: npt.NDArray[np.bool_] = own[:, None] == wanted
+    if rule.strict:
+        return table
+    (numbers, others), (gold_numbers, gold_others) = map(_by_kind, (made, gold))
     left, right = (np.array([v[i] for i in p], dtype=np.float64) for v, p in ((made, numbers), (gold, gold_numbers)))
     near = np.abs(left[:, None] - right) <= np.maximum(rule.absolute, rule.relative * np.abs(right))
     table[np.ix_(numbers, gold_numbers)] = near
@@ -445,13 +439,11 @@ def _literal_fits(made: Sequence[Json], gold: Sequence[Json], rule: EqualityRule
     return table
 
 
-def _by_kind(values: Sequence[Json]) -> tuple[list[int], list[int], list[int]]:
-    """Places of texts, of numbers whose differences a double holds exactly, and of all else."""
-    found: tuple[list[int], list[int], list[int]] = ([], [], [])
-    for place, value in enumerate(values):
-        number = type(value) in (int, float) and -(2**52) < value < 2**52
-        found[0 if isinstance(value, str) else 1 if number else 2].append(place)
-    return found
+def _by_kind(values: Sequence[Json]) -> tuple[list[int], list[int]]:
+    """Places of numbers whose differences a double holds exactly, and of all else but texts."""
+    numbers = [place for place, value in enumerate(values) if type(value) in (int, float) and -(2**52) < value < 2**52]
+    texts = {place for place, value in enumerate(values) if isinstance(value, str)}
+    return numbers, sorted({*range(len(values))} - texts - {*numbers})
 
 
 def _different(values: Sequence[Json]) -> tuple[list[int], list[int]]:

@@ -30,8 +30,6 @@ _RAISED = {"<super>": "^", "<sub>": "_"}
 _SAME_DIGIT = frozenset({"<wide>", "<font>", "<narrow>", "<noBreak>"})
 _BFCL_TABLE = str.maketrans("'", '"', " ,./-_*^")
 _BFCL_SAID_TABLE = str.maketrans("'", '"', ",./-_*^()")
-
-
 exact = nfc
 
 
@@ -55,20 +53,14 @@ def _bfcl_short(text: str) -> str:
     return text.translate(_BFCL_TABLE).lower()
 
 
-def _bfcl(text: str) -> str:
+NORMALIZERS: Mapping[str, Normalizer] = {
+    "exact": exact,
+    "fold": _fold,
     # The same few short ones are compared in pairs, and for all of a group.
-    return _bfcl_short(text) if len(text) <= 200 else _bfcl_short.__wrapped__(text)
-
-
-def _bfcl_said(text: str) -> str:
-    return text.translate(_BFCL_SAID_TABLE).lower()
-
-
-def _tau(text: str) -> str:
-    return text.lower().replace(",", "")
-
-
-NORMALIZERS: Mapping[str, Normalizer] = {"exact": exact, "fold": _fold, "bfcl": _bfcl, "bfcl_said": _bfcl_said, "tau": _tau}
+    "bfcl": lambda text: _bfcl_short(text) if len(text) <= 200 else _bfcl_short.__wrapped__(text),
+    "bfcl_said": lambda text: text.translate(_BFCL_SAID_TABLE).lower(),
+    "tau": lambda text: text.lower().replace(",", ""),
+}
 """`exact`: unchanged but for Unicode NFC. `fold`: NFKC, case-folded, runs of white space as one space, ends trimmed.
 `bfcl`: spaces and `, . / - _ * ^` removed, lower case, ' as " (the Berkeley leaderboard's rule for arguments).
 `bfcl_said`: `, . / - _ * ^ ( )` removed, lower case, ' as " (its rule for answers in words).
@@ -312,12 +304,6 @@ def _contains(found: Json, wanted: Json, rule: EqualityRule) -> bool:
     return isinstance(found, (list, tuple)) and any(same(item, wanted, rule) for item in found)
 
 
-def _is_type(found: Json, wanted: Json, rule: EqualityRule) -> bool:
-    if isinstance(found, bool) and wanted != "boolean":
-        return False
-    return isinstance(found, _TYPES[str(wanted)])
-
-
 COMPARISONS: Final[Mapping[str, Callable[[Json, Json, EqualityRule], bool]]] = {
     "eq": lambda found, wanted, rule: same(found, wanted, rule),
     "ne": lambda found, wanted, rule: not same(found, wanted, rule),
@@ -327,7 +313,7 @@ COMPARISONS: Final[Mapping[str, Callable[[Json, Json, EqualityRule], bool]]] = {
     "gte": partial(_compare_ordered, operator.ge),
     "in": lambda found, wanted, rule: isinstance(wanted, (list, tuple)) and any(same(found, x, rule) for x in wanted),
     "contains": _contains,
-    "type": _is_type,
+    "type": lambda found, wanted, rule: isinstance(found, _TYPES[wanted]) and isinstance(found, bool) == (wanted == "boolean"),
 }
 """Found value against wanted value. Values of types that cannot be ordered compare as false."""
 

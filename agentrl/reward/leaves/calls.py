@@ -144,7 +144,8 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
     # and so is, over the arguments of a, the number of values that differ. Pairs (x, b), (a, y) can thus be exchanged for (a, b),
     # (x, y) without loss. With a tolerance equality is not transitive, so there is no hash.
     equal = equal_pairs(made, gold, rule) if rule.strict and how != "greedy" else []
-    others = _greedy(made, gold, rule) if how == "greedy" else assign.pair_rest(made, gold, equal, partial(_weights, rule))
+    weights = partial(_weights, rule)
+    others = _greedy(made, gold, weights) if how == "greedy" else assign.pair_rest(made, gold, equal, weights)
     keys = len(equal) + sum(_key_score(made[i], gold[j]) for i, j in others)
     values = sum(len(gold[j].arguments) for _, j in equal) + sum(_value_score(made[i], gold[j], rule) for i, j in others)
     top = 1.0 + len(gold) + sum(len(call.arguments) for call in gold)
@@ -160,30 +161,22 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
     return Reading((name + keys + values) / top, evidence)
 
 
-def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> assign.Pairs:
-    """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
-    table, pairs = _as_lists(assign.all_weights(made, gold, partial(_weights, rule))), list[tuple[int, int]]()
-    for j in range(len(gold)):
-        row = max(range(len(made)), key=lambda i: table[i][j], default=-1)
-        if row >= 0 and table[row][j] > 0:
+def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: assign.BlockWeights) -> assign.Pairs:
+    """Each expected call in turn takes the best remaining call with its name, the first one on a tie. No choice is revised: so
+    the Berkeley leaderboard pairs parallel calls, which can miss a full matching."""
+    table, pairs = np.array(assign.all_weights(made, gold, weights), dtype=np.float64), list[tuple[int, int]]()
+    for j in range(len(gold) if made else 0):
+        row = int(table[:, j].argmax())
+        if table[row, j] > 0:
             pairs.append((row, j))
-            table[row] = [0.0] * len(gold)
+            table[row] = 0.0
     return pairs
 
 
-def _as_lists(weights: assign.Weights) -> list[list[float]]:
-    """The same as lists, whose single items are read faster."""
-    return weights.tolist() if isinstance(weights, np.ndarray) else list(map(list, weights))
-
-
-def _weight(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> float:
-    return _key_score(call, gold) + _value_score(call, gold, rule)
-
-
 def _weights(rule: EqualityRule, made: Sequence[ToolCall], gold: Sequence[GoldCall]) -> assign.Weights:
-    """`_weight` of all pairs of calls of one function."""
+    """The scores of names and values together, of all pairs of calls of one function."""
     if len(made) * len(gold) < assign.MANY:
-        return [[_weight(call, wanted, rule) if call.name == wanted.name else 0.0 for wanted in gold] for call in made]
+        return [[_key_score(a, b) + _value_score(a, b, rule) if a.name == b.name else 0.0 for b in gold] for a in made]
     shared, fitting, _ = assign.shared_arguments(made, gold, CallRule(values=rule))
     own, wanted = (np.array([float(len(call.arguments or ())) for call in calls]) for calls in (made, gold))
     either = own[:, None] + wanted - shared
@@ -323,31 +316,27 @@ class CallsMatch(Leaf):
         match: Credit = lambda i, j: 1.0 if rule.full(calls[i], gold[j]) else 0.0  # noqa: E731
         matches, n, m = partial(_credits, rule, False), len(calls), len(gold)
         if self.assign == "reuse":
-            table = _as_lists(assign.all_weights(calls, gold, matches))
-            found = [(next((i for i in range(n) if table[i][j]), n), j) for j in range(m)]
-            return [(i, j) for i, j in found if i < n], match
+            table = np.reshape(assign.all_weights(calls, gold, matches), (n, m))
+            return [(int(table[:, j].argmax()), j) for j in range(m) if table[:, j].any()], match
         # Equal positions from the start, up to the first pair that is no full match.
         straight = [(i, i) for i in takewhile(lambda i: match(i, i), range(min(n, m)))]
         if self.order == "prefix" or len(straight) == min(n, m):
             return straight, match  # no assignment is better than a full match of the shorter side
-        credit: Credit = (lambda i, j: rule.part(calls[i], gold[j])) if self.credit == "partial" else match
+        partly = self.credit == "partial"
+        credit, credits = (lambda i, j: rule.part(calls[i], gold[j]) if partly else match(i, j)), partial(_credits, rule, partly)
         if self.order == "ordered":
-            return assign.in_order(assign.all_weights(calls, gold, partial(_credits, rule, self.credit == "partial"))), credit
-        if self.credit == "partial" and self.assign == "optimal":
-            return _best_parts(calls, gold, rule), credit
-        if _by_key(rule, gold):  # a full match is then equality: pairs of equal calls are all there are, in any order
-            return equal_pairs(calls, gold, rule.values), match
+            return assign.in_order(assign.all_weights(calls, gold, credits)), credit
+        # Equal calls first, by hash, where a full match is plain equality: then they are all full matches that there are. Some
+        # best assignment of partial credit has them all, too: 1 - credit is a metric (the share of differing arguments among
+        # those that either call has, the name counted in), so for a equal to b credit(x, b) + credit(a, y) <= 1 + credit(x, y).
+        plain = rule.form is CallForm and rule.arguments == "exact" and rule.values.strict
+        by_key = plain and all(call.compare is None for call in gold)
+        sure = equal_pairs(calls, gold, rule.values) if by_key else []
+        if by_key and not partly:
+            return sure, match
         if self.assign == "greedy":
-            # Each expected call in turn takes the first free one that fully matches it, and no choice is revised: so the Berkeley
-            # leaderboard pairs parallel calls, which can miss a full matching.
-            table, greedy = _as_lists(assign.all_weights(calls, gold, matches)), dict[int, int]()
-            rows = assign.by_name([call.name for call in calls])
-            for j, wanted in enumerate(gold):
-                row = next((i for i in rows.get(wanted.name, ()) if table[i][j] and i not in greedy), None)
-                if row is not None:
-                    greedy[row] = j
-            return sorted(greedy.items()), match
-        return assign.pair_rest(calls, gold, [], matches), match
+            return sorted(_greedy(calls, gold, matches)), match
+        return sorted([*sure, *assign.pair_rest(calls, gold, sure, credits)]), credit
 
 
 Credit = Callable[[int, int], float]
@@ -364,23 +353,6 @@ def _in_nfc(made: Made) -> Made:
         return made
     arguments = call.arguments and dict(with_nfc_keys(call.arguments))
     return made._replace(call=replace(call, name=exact(call.name), arguments=arguments))
-
-
-def _by_key(rule: CallRule, gold: Sequence[GoldCall]) -> bool:
-    """Return True if a full match is plain equality, so that a hash finds it."""
-    whole = all(call.compare is None for call in gold)
-    return rule.form is CallForm and rule.arguments == "exact" and rule.values.strict and whole
-
-
-def _best_parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> assign.Pairs:
-    """The pairs of most partial credit.
-
-    Equal calls are paired first, since some best assignment contains them all: 1 - credit is then a metric (the share of
-    differing arguments among those that either call has, the name counted in), so that for a equal to b
-    credit(x, b) + credit(a, y) <= 1 + credit(x, y).
-    """
-    sure = equal_pairs(made, gold, rule.values) if _by_key(rule, gold) else []
-    return sorted([*sure, *assign.pair_rest(made, gold, sure, partial(_credits, rule, True))])
 
 
 def _credits(rule: CallRule, part: bool, calls: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
