@@ -132,8 +132,7 @@ def _reader(schema: Any) -> SchemaValidator:
 def _without_seconds(schema: Any) -> Any:
     """A schema of pydantic's core in which no date, however deep, is read from "2024", which would be seconds since 1970."""
     if isinstance(schema, list | tuple):
-        items = map(_without_seconds, schema)
-        return [*items] if isinstance(schema, list) else (*items,)
+        return type(schema)(map(_without_seconds, schema))
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")  # a dict, where the keys are names of fields
@@ -142,11 +141,8 @@ def _without_seconds(schema: Any) -> Any:
     if kind not in ("date", "datetime"):
         return changed
     # A union of one, since only the choice among its members sees the text and leaves to them how they read it.
-    return core_schema.tagged_union_schema({"": changed}, _date_tag, custom_error_type=_SECONDS, custom_error_message=_SECONDS)
-
-
-def _date_tag(given: Any) -> str | None:
-    return None if isinstance(given, str) and _NUMBER.fullmatch(given) else ""
+    tag = lambda given: None if isinstance(given, str) and _NUMBER.fullmatch(given) else ""  # noqa: E731
+    return core_schema.tagged_union_schema({"": changed}, tag, custom_error_type=_SECONDS, custom_error_message=_SECONDS)
 
 
 def _is_json(value: Any) -> bool:

@@ -51,7 +51,7 @@ def env(source: Path) -> Iterator[Any]:
     made = built(source)
     yield made
     made.close()
-    made.inside.end()
+    made.inside.close()
 
 
 def begun(env: Any, name: str) -> Any:

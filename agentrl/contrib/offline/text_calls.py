@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from agentrl.data.trajectory import Json
 from agentrl.utils.parsing import TwiceError, expression_of, no_twice, read_json
@@ -103,14 +105,8 @@ def bracket_calls(text: str) -> list[Call]:
 def literal(text: str) -> Json:
     """A JSON value, or a Python literal that may contain true, false and null. Raises ValueError, also for a key given twice."""
     try:
-        found: Json = read_json(text, once=True)
-    except TwiceError:
-        raise
-    except ValueError:
-        pass
-    else:
-        return found
-    try:
+        with suppress(json.JSONDecodeError):
+            return read_json(text, once=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the data are not a fault of the user's code
             return _value(expression_of(text.strip()))

@@ -26,7 +26,9 @@ from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
 from agentrl.run.registries import registry_of
 from agentrl.run.trackers import Tracker
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of, call_component
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.utils.errors import CallbackError, ConfigError, UserError, fault_text, is_users, place_of
 from agentrl.utils.files import shown_path
@@ -142,7 +144,7 @@ def _advantage(group_size: int, estimate: Any, choice: Choice) -> None:
     group, reward = torch.arange(rows) // group_size, (member % 2).float()
     reward[group == 1] = 0.0
     rewards = torch.zeros(len(mask)).index_copy(0, offsets[1:] - 1, reward)
-    needs = _declared_needs("algorithm.advantage", choice.name)
+    needs = ADVANTAGES.entry(choice.name).needs
     made = AdvantageInput(
         token_rewards=rewards,
         mask=mask,
@@ -166,7 +168,7 @@ def _loss(loss: Any, choice: Choice) -> None:
     mask, offsets = _batch(4)
     logprobs, old, behaviour, advantages = _logprobs(mask)
     logprobs.requires_grad_()
-    picked = mask & (torch.arange(len(mask)) % 2 == 0) if "picked" in _declared_needs("algorithm.loss", choice.name) else None
+    picked = mask & (torch.arange(len(mask)) % 2 == 0) if "picked" in POLICY_LOSSES.entry(choice.name).needs else None
     given, label = LossInput(logprobs, old, behaviour, advantages, mask, offsets, picked), f"algorithm.loss {choice.name!r}"
     expect_type(LossOutput, answer := call_component(label, loss, given))
     _check_column("a loss", answer.loss, mask)
@@ -188,13 +190,6 @@ def _logprobs(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     steps = torch.linspace(0.0, 1.0, len(mask))
     current = torch.where(mask, -0.1 - steps, 0.0)
     return current, current - 0.1 * mask * steps, current + 0.05 * mask, torch.where(mask, 2 * steps - 1, 0.0)
-
-
-def _declared_needs(key: str, name: str) -> frozenset[str]:
-    """Declared needs of a component."""
-    registry = registry_of(key)
-    assert registry is not None
-    return registry.entry(name).needs
 
 
 def _mixture(names: Sequence[str], make: Any, choice: Choice) -> None:

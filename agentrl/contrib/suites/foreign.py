@@ -219,17 +219,11 @@ class Foreign:
             self._taken -= 1
             self._free.notify()
 
-    def end(self) -> None:
-        """End the processes that are idle."""
-        with self._free:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.end()
-
     def close(self) -> None:
         """End all processes, also those that a user holds."""
-        self.end()
-        for process in list(self._out):
+        with self._free:
+            idle, self._idle = self._idle, []
+        for process in (*idle, *self._out):
             process.end()
 
 

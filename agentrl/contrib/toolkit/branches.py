@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import ItemsView, Iterator, MutableMapping, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
@@ -179,9 +179,7 @@ class BranchDict(dict[Any, Any]):
             key = next(reversed(self))
             return key, self.pop(key)
 
-    def update(self, *others: Any, **more: Any) -> None:
-        for key, value in dict(*others, **more).items():
-            self[key] = value
+    update = MutableMapping.update
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
         self.update(other)

@@ -63,7 +63,8 @@ class Table:
 
     def text(self) -> str:
         """The result as the policy reads it: a header and one line per row."""
-        lines = [" | ".join(self.columns), *(" | ".join(map(_cell, row)) for row in self.rows)]
+        shown = lambda value: "NULL" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)  # noqa: E731
+        lines = [" | ".join(self.columns), *(" | ".join(map(shown, row)) for row in self.rows)]
         if self.more:
             lines.append(f"(only the first {len(self.rows)} rows are shown)")
         elif not self.rows:
@@ -177,7 +178,7 @@ def _lock(connection: sqlite3.Connection, limits: QueryLimits, changes: bool = F
         (sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0),
     ):
         connection.setlimit(limit, value)
-    connection.set_authorizer(_authorize_changes if changes else _authorize)
+    connection.set_authorizer(partial(_authorize, changes))
     clock = _Clock(limits)
     # SQLite's own LIKE takes time exponential in the number of %, during which no steps are counted.
     connection.create_function("like", 2, partial(_like, clock.late), deterministic=True)
@@ -185,17 +186,11 @@ def _lock(connection: sqlite3.Connection, limits: QueryLimits, changes: bool = F
     return clock
 
 
-def _authorize(action: int, first: str | None, second: str | None, base: str | None, trigger: str | None) -> int:
-    if action in _ALLOWED or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in FUNCTIONS):
-        return sqlite3.SQLITE_OK
-    return sqlite3.SQLITE_DENY
-
-
-def _authorize_changes(action: int, first: str | None, second: str | None, base: str | None, trigger: str | None) -> int:
+def _authorize(changes: bool, action: int, first: str | None, second: str | None, base: str | None, trigger: str | None) -> int:
     # Without ATTACH and temporary tables there is no other database than the copy.
-    if action in _CHANGES or (action == sqlite3.SQLITE_FUNCTION and second in _OF_ALTER):
-        return sqlite3.SQLITE_OK
-    return _authorize(action, first, second, base, trigger)
+    called = (second or "").lower() in FUNCTIONS or (changes and second in _OF_ALTER)
+    fine = action in (_CHANGES if changes else _ALLOWED) or (action == sqlite3.SQLITE_FUNCTION and called)
+    return sqlite3.SQLITE_OK if fine else sqlite3.SQLITE_DENY
 
 
 def _like(late: Callable[[], bool], pattern: Json, text: Json) -> int | None:
@@ -237,7 +232,3 @@ def _plain(value: object) -> Json:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def _cell(value: Json) -> str:
-    return "NULL" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -174,7 +174,6 @@ def load_tasks(
         rows = _split_by_family(rows)
     rows = [row if row.split else replace(row, split=content_split(_content(row))) for row in rows]
     _check_apart(rows)
-    _warn_of_typos(rows)
     splits = dict.fromkeys(row.split for row in rows)
     return TaskSet(place.name, {split: [row for row in rows if row.split == split] for split in splits})
 
@@ -295,7 +294,8 @@ def _split_by_family(rows: Sequence[Row]) -> list[Row]:
 
 
 def _check_apart(rows: Sequence[Row]) -> None:
-    """Refuse duplicate ids and tasks in two splits (compared by what the policy sees)."""
+    """Refuse duplicate ids and tasks in two splits (compared by what the policy sees); name misspelt splits, which no command
+    would take."""
     by_id: dict[str, Row] = {}
     by_content: dict[str, Row] = {}
     for row in rows:
@@ -308,17 +308,10 @@ def _check_apart(rows: Sequence[Row]) -> None:
         same = by_content.setdefault(content, row)
         if same.split != row.split:
             raise TaskDataError(f"{row.where}: field data: this {row.split} task is also a {same.split} task ({same.where})")
-
-
-def _warn_of_typos(rows: Sequence[Row]) -> None:
-    """Name splits that look like a misspelt usual one, whose rows no command would take."""
-    first: dict[str, Row] = {}
-    for row in rows:
-        first.setdefault(row.split, row)
-    for split in first.keys() - set(_SPLIT_NAMES.values()):
+    for split, row in {row.split: row for row in reversed(rows)}.items():
         word = split.strip().lower()
-        if word.isalpha() and (hint := did_you_mean(word, _SPLIT_NAMES, like=0.8)):
-            log.warning("%s: field split: %r is only taken by a config that asks for it; %s", first[split].where, split, hint)
+        if split not in _SPLIT_NAMES.values() and word.isalpha() and (hint := did_you_mean(word, _SPLIT_NAMES, like=0.8)):
+            log.warning("%s: field split: %r is only taken by a config that asks for it; %s", row.where, split, hint)
 
 
 # Held-out splits by task family: a family of tasks is held out whole, or not at all.

@@ -76,7 +76,7 @@ def pool(tmp_path: Path) -> Iterator[Foreign]:
     made = foreign(sys.executable, script, ("a b", "ü"), most=1)
     assert foreign(sys.executable, script, ("a b", "ü"), most=1) is made, "environments share the processes"
     yield made
-    made.end()
+    made.close()
 
 
 def test_a_script_answers_and_what_it_prints_or_raises_is_no_answer(pool: Foreign) -> None:
@@ -172,7 +172,7 @@ def test_a_blocking_call_that_hangs_has_an_end(pool: Foreign, monkeypatch: pytes
 def test_nothing_is_left_of_a_process_that_ends(pool: Foreign) -> None:
     folder, child = cast(list[Any], pool.ask("holds"))
     assert Path(folder).is_dir()
-    pool.end()
+    pool.close()
     assert not Path(folder).parent.exists() and Path(folder).parent.name.startswith("agentrl-foreign-")
     assert _gone(child)
 

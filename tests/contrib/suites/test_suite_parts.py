@@ -204,7 +204,7 @@ async def test_scripts_have_a_steady_clock_and_siblings_and_a_copied_world_is_ma
     assert [await world.ask("show"), await fork.ask("show")] == [[0, 1], [0, 1, 2]]
     for one in (world, fork, world, fork):
         one.end()
-    pool.end()
+    pool.close()
 
 
 def test_a_fork_that_lets_go_of_a_world_leaves_its_parents_process_alone(tmp_path: Path) -> None:
@@ -220,4 +220,4 @@ def test_a_fork_that_lets_go_of_a_world_leaves_its_parents_process_alone(tmp_pat
     os.waitpid(child, 0)
     assert asyncio.run(world.ask("show")) == [0]
     world.end()
-    pool.end()
+    pool.close()
