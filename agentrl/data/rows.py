@@ -104,10 +104,6 @@ class Ragged:
             out.set(name, column)
         return Ragged(out, self.offsets, self.lengths)
 
-    def without(self, name: str) -> Ragged:
-        """The view without one column."""
-        return Ragged(self.batch.exclude(name), self.offsets, self.lengths)
-
 
 nested_tensor = torch.nested.nested_tensor_from_jagged
 """A nested tensor [N, ragged, ...] over values [T, ...] and offsets int64 [N + 1]; no copy."""

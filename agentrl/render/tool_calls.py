@@ -327,12 +327,7 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
                 matched += [inner] if found_in_time(pattern, key) else []
         others = [part["additionalProperties"] for part in parts if "additionalProperties" in part]
         return typed_value(text, {"anyOf": named or matched or others}, schema)
-    try:
-        value = whole_json(text)
-    except TwiceError:
-        raise
-    except ValueError:
-        return text
+    value = _read_as(["JSON"], text)
     return text if isinstance(value, str) else value  # a quoted string stays as it was written: the quotes may be meant
 
 
@@ -348,38 +343,31 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
         declared.update(_NAMES[type(value)] for value in values)
     if declared and any(part.get("nullable") is True for part in parts):
         declared.add("null")
-    for kind in _KINDS:
-        if kind in declared:
-            try:
-                return _read_as(kind, text)
-            except TwiceError:
-                raise
-            except ValueError:
-                continue
-    try:
-        return whole_json(text) if declared else text
-    except TwiceError:
-        raise
-    except ValueError:
-        return text
+    return _read_as([*(kind for kind in _KINDS if kind in declared), *["JSON"] * bool(declared)], text)
 
 
-def _read_as(kind: str, text: str) -> Json:
-    """`text` as a value of that JSON type. Raises ValueError for other texts."""
+def _read_as(kinds: Sequence[str], text: str) -> Json:
+    """`text` as a value of the first of these JSON types that fits, else as text."""
     word = text.strip().lower()
-    if kind == "null" and text.lower() == "null":
-        return None
-    if kind == "integer" and not is_unbounded(whole := int(text)):
-        return whole
-    if kind == "number" and math.isfinite(value := float(text)):
-        return int(value) if value == int(value) else value
-    if kind == "boolean" and word in ("true", "1", "false", "0"):
-        return word in ("true", "1")
-    if kind in ("object", "array"):
-        return whole_json(text)
-    if kind == "string":
-        return text
-    raise ValueError(f"no {kind}")
+    for kind in kinds:
+        try:
+            if kind == "null" and text.lower() == "null":
+                return None
+            if kind == "integer" and not is_unbounded(whole := int(text)):
+                return whole
+            if kind == "number" and math.isfinite(value := float(text)):
+                return int(value) if value == int(value) else value
+            if kind == "boolean" and word in ("true", "1", "false", "0"):
+                return word in ("true", "1")
+            if kind in ("object", "array", "JSON"):
+                return whole_json(text)
+            if kind == "string":
+                return text
+        except TwiceError:
+            raise
+        except ValueError:
+            continue
+    return text
 
 
 # In the order in which they are tried. "string" fits everything, so it comes last.

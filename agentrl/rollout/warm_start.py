@@ -34,15 +34,6 @@ TRIES = 8
 """How many transcripts are drawn for one index until one is short enough."""
 
 
-async def gold_transcript(
-    env: ToolEnv, renderer: Renderer, seed: int, split: str, context: ContextPolicy | None = None, limits: Limits | None = None
-) -> Trajectory:
-    """One episode of a task's gold solution, as `transcript`. A `context` policy with the run's `limits` rewrites its
-    conversation as in an episode. Raises NotImplementedError without a gold solution, EnvError if it cannot be played."""
-
-    return await transcript(env, renderer, seed, None, split, context, limits)
-
-
 async def _ask_nobody(instruction: Message, tokens: int) -> str | None:
     """A gold solution has no summaries (the check of demonstrations refuses a context policy that asks for them)."""
     return None
@@ -58,15 +49,18 @@ async def transcript(
     env: ToolEnv,
     renderer: Renderer,
     seed: int,
-    teacher: dict[str, Any] | None,
     split: str = "train",
     context: ContextPolicy | None = None,
     limits: Limits | None = None,
+    *,
+    teacher: dict[str, Any] | None = None,
 ) -> Trajectory:
-    """One episode of the environment's teacher with these arguments (None: of the gold solution), as exactly the tokens that a
-    policy would have sampled: in several ledgers, if the chat template rewrites earlier turns.
+    """One episode of a task's gold solution, or of the environment's `teacher` with these arguments, as exactly the tokens that a
+    policy would have sampled: in several ledgers, if the chat template rewrites earlier turns. A `context` policy with the run's
+    `limits` rewrites its conversation as in an episode.
 
-    `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
+    `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored. Raises NotImplementedError without a
+    gold solution, EnvError if it cannot be played.
     """
     observation, _ = await env.areset(seed=seed, options={"split": split})
     try:
@@ -164,7 +158,7 @@ class Transcripts:
         )
         for draw in range(TRIES):
             seed = derive(self.seed, "sft", index, *([draw] if draw else []))
-            made = await transcript(self.env.build(), self.renderer, seed, self.teacher)
+            made = await transcript(self.env.build(), self.renderer, seed, teacher=self.teacher)
             if self.most is None or made.tokens <= self.most:
                 return made
             lengths.append(made.tokens)

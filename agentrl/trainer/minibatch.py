@@ -212,7 +212,7 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     """
     if algorithm.proximal == "behaviour" and "old_logprobs" in view:
         # If it stayed, `proximal_of` would take it for the proximal policy.
-        view = view.without("old_logprobs")
+        view = Ragged(view.batch.exclude("old_logprobs"), view.offsets, view.lengths)
     if algorithm.proximal == "recompute" and "old_logprobs" not in view:
         raise ConfigError('algorithm.proximal = "recompute": the batch has no column old_logprobs (Actor.compute_logprob)')
     weights = None

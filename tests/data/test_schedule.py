@@ -55,7 +55,6 @@ def test_the_view_says_where_rows_lie_and_adds_columns_over_the_same_offsets() -
     assert more.batch["counts"] == (1, 2) and more.offsets is view.offsets
     assert "rewards" not in view, "the view that was there stays as it is"
     assert torch.equal((more.row("rewards") * more.row("token_ids")).values(), torch.arange(6.0) * torch.arange(100, 106))
-    assert "reward" not in more.without("reward") and "reward" in more
 
 
 def test_episodes_are_numbered_by_first_appearance() -> None:

@@ -157,7 +157,7 @@ def test_every_prompt_of_an_episode_is_the_template_s(template, ledgers):
 
 def test_a_transcript_of_the_teacher_forks_as_an_episode_does():
     tokenizer, renderer = made(OPENS)
-    trajectory = asyncio.run(transcript(Talk(), renderer, 1, {}))
+    trajectory = asyncio.run(transcript(Talk(), renderer, 1, teacher={}))
     assert len(trajectory.ledgers) >= 2
     assert tokenizer.decode(trajectory.ledgers[0].ids()).count("<think>") == 2  # the call's and the answer's
     for ledger in trajectory.ledgers[1:]:

@@ -288,7 +288,7 @@ def test_a_transcript_makes_every_call_of_the_teacher(real):
     """gpt-oss' template drops the second of two calls without a word: each is then made in a turn of its own. Llama's takes one
     call a turn as a message, but its syntax has several."""
     Both.asked.clear()
-    made_of = asyncio.run(transcript(Both(), made(real)[1], 1, {}))
+    made_of = asyncio.run(transcript(Both(), made(real)[1], 1, teacher={}))
     assert Both.asked == ["a", "b"]
     assert [len(turn.message.tool_calls) for turn in made_of.turns] == ([1, 1, 0] if real.syntax == "harmony" else [2, 0])
     assert made_of.turns[-1].message.content == "Both of them."

@@ -23,7 +23,7 @@ from agentrl.data.rows import TRUNCATED, Ragged, build, collate, concat, is_ragg
 from agentrl.data.trajectory import Group, Json, Message, Trajectory
 from agentrl.rollout.player import RunEnv, success_rate
 from agentrl.rollout.samplers import TaskChoice
-from agentrl.rollout.warm_start import gold_transcript, without_chance
+from agentrl.rollout.warm_start import transcript, without_chance
 from agentrl.run.assembly import longest_row
 from agentrl.run.callbacks import CALLBACKS, Callback
 from agentrl.run.checks import RUN_CHECKS, RunStart
@@ -203,7 +203,7 @@ async def gold_of(choice: TaskChoice, part: RunEnv, most: int) -> Trajectory | s
     policy, limit = part.policy, part.limits.episode_timeout
     try:
         async with asyncio.timeout(limit):
-            gold = await gold_transcript(env, policy.renderer, choice.seed, "train", policy.context, part.limits)
+            gold = await transcript(env, policy.renderer, choice.seed, "train", policy.context, part.limits)
     except TimeoutError:
         return f"was not played within rollout.episode_timeout = {limit:g} s"
     except (NotImplementedError, EnvError) as fault:

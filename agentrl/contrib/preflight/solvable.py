@@ -18,7 +18,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.rollout.context import Stop, make_context_policy
 from agentrl.rollout.samplers import fresh_seed, make_sampler
-from agentrl.rollout.warm_start import gold_transcript, without_chance
+from agentrl.rollout.warm_start import transcript, without_chance
 from agentrl.run.assembly import model_length, renderer_of, tokenizer_of
 from agentrl.run.checks import RUN_CHECKS, RunStart
 from agentrl.run.checks.reward_checks import in_daemon_thread
@@ -207,7 +207,7 @@ async def _play(kinds: list[Kind], renderer: Renderer, limits: dict[str, int], u
             part, env, split, seed = task
             try:
                 # The needs of an episode with these very turns, against its limits.
-                played = await gold_transcript(env, renderer, seed, split)
+                played = await transcript(env, renderer, seed, split)
                 sampled = [ledger.turns[ledger.sampled] for ledger in played.ledgers if ledger.sampled_tokens]
                 turns = [int(np.bincount(numbers).max()) for numbers in sampled]
                 needs = {

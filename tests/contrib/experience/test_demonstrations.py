@@ -28,7 +28,7 @@ from agentrl.rollout.context import ContextPolicy, KeepRecent, Moment, Stop, Tru
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.samplers import TaskChoice
 from agentrl.rollout.starts import scripted_ids
-from agentrl.rollout.warm_start import gold_transcript
+from agentrl.rollout.warm_start import transcript
 from agentrl.run.api.steps import session
 from agentrl.run.checks import RunStart
 from agentrl.trainer import learner
@@ -97,7 +97,7 @@ async def test_the_gold_of_failed_groups_is_shown_up_to_so_many_episodes() -> No
     assert rows["group"].tolist() == [3, 7] and set(rows["member"].tolist()) == {MEMBER}
     for row, index in enumerate((3, 7)):
         env = part.env.with_params({"calls": 2 + index % 4}).build()
-        gold = await gold_transcript(env, part.policy.renderer, 100 + index, "train")
+        gold = await transcript(env, part.policy.renderer, 100 + index, "train")
         assert rows["token_ids"][row].tolist() == gold.ledgers[0].token_ids.tolist()
         assert rows["sampled"][row].tolist() == gold.ledgers[0].sampled.tolist()
     sampled = float(rows["sampled"].values().sum())
@@ -125,7 +125,7 @@ async def test_what_does_not_fit_into_a_row_is_left_out_and_counted(caplog: pyte
     lengths = {}
     for calls in (2, 6):
         env = part.env.with_params({"calls": calls}).build()
-        lengths[calls] = (await gold_transcript(env, part.policy.renderer, 5, "train")).tokens
+        lengths[calls] = (await transcript(env, part.policy.renderer, 5, "train")).tokens
     shows = shows_of(1, lengths[6] - 1)
     shows.note_group(group(1, False), choice(5, 6))
     shows.note_group(group(2, False), choice(5, 2))
@@ -369,7 +369,7 @@ def test_a_demonstration_is_what_a_rollout_would_record_of_it(tmp_path: Path) ->
 async def test_under_every_context_policy_gold_has_a_rollouts_ledgers(context: ContextPolicy) -> None:
     for seed in range(3):
         expected = await played(seed, context)
-        gold = await gold_transcript(REF.build(), make_renderer(packaged_tokenizer(4096)), seed, "train", context, LIMITS)
+        gold = await transcript(REF.build(), make_renderer(packaged_tokenizer(4096)), seed, "train", context, LIMITS)
         assert len(expected.ledgers) > 1 or isinstance(context, Stop)
         for name in ("token_ids", "sampled", "turns"):
             found = [getattr(one, name).tolist() for one in gold.ledgers]

@@ -23,7 +23,7 @@ from agentrl.config.schema import (
 from agentrl.contrib.experience.hooks import Opsd
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
-from agentrl.rollout.warm_start import gold_transcript
+from agentrl.rollout.warm_start import transcript
 from agentrl.run.checks import check_config
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import AgentrlError
@@ -137,9 +137,7 @@ def test_a_teacher_with_other_token_ids_is_refused_by_the_first_of_them(tmp_path
 def test_opsd_teacher_reads_the_gold_solution_behind_the_opening(tiny: str, teacher: str, sharing: str) -> None:
     """Log probabilities of the sampled tokens behind the longer prompt, by hand; a ledger that begins otherwise stays."""
     part: Any = Part()
-    *members, spare = (
-        asyncio.run(gold_transcript(part.env.build(), part.policy.renderer, seed, "train")) for seed in (1, 1, 2, 2, 3)
-    )
+    *members, spare = (asyncio.run(transcript(part.env.build(), part.policy.renderer, seed, "train")) for seed in (1, 1, 2, 2, 3))
     for place, member in enumerate(members):
         member.env, member.member, member.reward = part.name, place % 2, float(place % 2)
     members[3].ledgers += spare.ledgers

@@ -33,7 +33,7 @@ RENDERER = make_renderer(TOKENIZER)
 @pytest.fixture(scope="module")
 def whole() -> Trajectory:
     """An episode of several turns."""
-    one = asyncio.run(transcript(EnvRef("key_value").build(), RENDERER, 3, {}))
+    one = asyncio.run(transcript(EnvRef("key_value").build(), RENDERER, 3, teacher={}))
     one.env, one.reward, one.success = "kv", 1.0, True
     return one
 

@@ -76,7 +76,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = EnvRef("key_value")
     for seed in range(4):
         for member in range(3):
-            one = asyncio.run(transcript(env.build(), renderer, seed, {}))
+            one = asyncio.run(transcript(env.build(), renderer, seed, teacher={}))
             one.member, one.reward, one.success = member, member / 2, member == 2
             made.append(one)
     made[0].reward = made[0].success = None

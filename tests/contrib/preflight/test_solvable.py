@@ -139,20 +139,20 @@ def test_what_cannot_be_played_is_left_out_by_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_gold_that_fails_in_one_task_is_said_and_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = solvable.gold_transcript
+    real = solvable.transcript
 
     async def failing(env: Any, renderer: Any, seed: int, split: str) -> Any:
         if split == "heldout" and seed == 2:
             raise RuntimeError("the server of task 2 is gone")
         return await real(env, renderer, seed, split)
 
-    monkeypatch.setattr(solvable, "gold_transcript", failing)
+    monkeypatch.setattr(solvable, "transcript", failing)
     assert "1 could not be played (RuntimeError: the server of task 2 is gone)" in survey_lines(RunStart(config(), {}))[0]
 
     async def none(*_: Any) -> Any:
         raise NotImplementedError
 
-    monkeypatch.setattr(solvable, "gold_transcript", none)
+    monkeypatch.setattr(solvable, "transcript", none)
     [line] = survey_lines(RunStart(config(seed=1), {}))
     assert line == "gold solutions of key_value are not played before the start: it has no gold solutions"
 

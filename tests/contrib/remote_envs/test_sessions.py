@@ -433,7 +433,7 @@ def record_of(server: Running | None, seed: int) -> Trajectory:
     from agentrl.trainer.pretrained import packaged_tokenizer
 
     ref = EnvRef("key_value", {"calls": 2}, at=None if server is None else server.address())
-    return asyncio.run(transcript(ref.build(), make_renderer(packaged_tokenizer(4096)), seed, {"malformed": 0.3}))
+    return asyncio.run(transcript(ref.build(), make_renderer(packaged_tokenizer(4096)), seed, teacher={"malformed": 0.3}))
 
 
 def test_a_teacher_there_gives_the_transcripts_of_one_here(key_value: Running) -> None:
@@ -452,7 +452,7 @@ def test_wrong_parameters_of_a_teacher_are_a_mistake_of_the_user(key_value: Runn
     from agentrl.trainer.pretrained import packaged_tokenizer
 
     with pytest.raises(ConfigError, match="stap"):
-        asyncio.run(transcript(remote(key_value).build(), make_renderer(packaged_tokenizer(4096)), 0, {"stap": 0.4}))
+        asyncio.run(transcript(remote(key_value).build(), make_renderer(packaged_tokenizer(4096)), 0, teacher={"stap": 0.4}))
 
 
 def test_an_address_that_is_not_this_machines_is_no_fault_of_the_port() -> None:
