@@ -1,6 +1,6 @@
 """The collector: run groups of episodes under the group ledger and return the groups of each update.
 
-User filters of finished groups (`rollout.accept`), groups that get more members, and the collector."""
+User filters of finished groups (`rollout.accept`), running groups, and the collector."""
 
 from __future__ import annotations
 
@@ -65,14 +65,6 @@ async def call_user_function(what: str, function: Callable[..., Any], *args: Any
         return await answer if inspect.isawaitable(answer) else answer
     except (Exception, SystemExit) as problem:
         raise CallbackError(f"{what} {raised_text(problem, function)}") from problem
-
-
-# Groups that grow
-
-
-def largest(config: RolloutConfig) -> int:
-    """The most members that a group may have."""
-    return config.group_size + more(config.group_size, config.grow)
 
 
 # A running group
@@ -364,14 +356,14 @@ class Collector:
             members = tasks.create_task(run.members(numbers, size))
             greedy = tasks.create_task(run.member(GREEDY)) if choice.env in self._greedy else None
         group = Group(index, choice.seed, members.result(), None if greedy is None else greedy.result(), choice.env)
-        scorer = self.envs[choice.env].scorer
+        scorer, largest = self.envs[choice.env].scorer, size + more(size, self.config.grow)
         while True:
             if scorer.compares:
                 await score_group(group.trajectories, scorer)
             # Of a group whose scores do not differ more members are played; a member's draw depends on its number alone, not on
             # when it was begun.
             begun = len(group.trajectories)
-            numbers = range(begun, min(begun + size, largest(self.config)))
+            numbers = range(begun, min(begun + size, largest))
             if not numbers or not alike(group):
                 return group
             group.trajectories += await run.members(numbers, len(numbers))
