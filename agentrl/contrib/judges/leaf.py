@@ -167,7 +167,7 @@ class JudgeLeaf(Leaf):
         most = int(args.get("transcript_chars", 20_000))
         values = {
             # The spec's and the task's own texts as they are, the policy's as data.
-            name: mark_text(value, most)
+            name: _between_marks(_json(value), most)
             if _refers(self.args["inputs"][name])
             else value
             if isinstance(value, str)
@@ -183,7 +183,10 @@ class JudgeLeaf(Leaf):
             calls = [{"name": call.name, "arguments": call.arguments} for call in turn.message.tool_calls]
             lines.append(json.dumps({"assistant": turn.message.content, "calls": calls}, ensure_ascii=False, default=repr))
             lines.extend(json.dumps({"tool": r.name, "answer": r.content}, ensure_ascii=False) for r in turn.results)
-        values |= {"answer": mark_text(view.answer() or "", most), "transcript": _between_marks("\n".join(lines), most)}
+        values |= {
+            "answer": _between_marks(_json(view.answer() or ""), most),
+            "transcript": _between_marks("\n".join(lines), most),
+        }
         # All in one pass: a {placeholder} that the policy wrote must not be filled.
         filled = _PLACE.sub(lambda found: values[found.group(1)], args["prompt"])
         messages = ({"role": "system", "content": self.system()}, {"role": "user", "content": filled})
@@ -199,12 +202,8 @@ class JudgeLeaf(Leaf):
         return _SYSTEM % (self.low, self.high)
 
 
-def mark_text(value: Json, most: int) -> str:
-    """A policy's text, as JSON between the marks, with the middle cut out like that of a transcript."""
-    return _between_marks(_json(value), most)
-
-
 def _between_marks(text: str, most: int) -> str:
+    """A policy's text, or a transcript, between the marks, with the middle cut out."""
     if len(text) > most:
         # Both ends stay: the request is at one and the outcome at the other.
         text = f"{text[: most // 2]}\n... ({len(text) - most} characters left out) ...\n{text[-(most // 2) :]}"
