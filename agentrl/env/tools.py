@@ -141,8 +141,9 @@ def _without_seconds(schema: Any) -> Any:
     if kind not in ("date", "datetime"):
         return changed
     # A union of one, since only the choice among its members sees the text and leaves to them how they read it.
-    tag = lambda given: None if isinstance(given, str) and _NUMBER.fullmatch(given) else ""  # noqa: E731
-    return core_schema.tagged_union_schema({"": changed}, tag, custom_error_type=_SECONDS, custom_error_message=_SECONDS)
+    named = {"ref": changed.pop("ref", None), "custom_error_type": _SECONDS, "custom_error_message": _SECONDS}
+    tag = lambda given: None if isinstance(given, str) and _NUMBER.fullmatch(given) else _SECONDS  # noqa: E731
+    return core_schema.tagged_union_schema({_SECONDS: changed}, tag, **named)
 
 
 def _is_json(value: Any) -> bool:
@@ -402,9 +403,8 @@ class Tool:
             read = reader.validate_json(json.dumps(arguments))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(_OF_ONE.sub(r"\1", str(part)) for part in first["loc"] if part != "")
-            seconds = first["type"] == _SECONDS
-            said = f"{first['input']!r} is no date or time. Write it in ISO 8601" if seconds else str(first["msg"])
+            place = ".".join(_OF_ONE.sub(r"\1", str(part)) for part in first["loc"] if part != _SECONDS)
+            said = f"{first['input']!r} is no date or time. Write it in ISO 8601" if first["type"] == _SECONDS else first["msg"]
             return Problem("invalid_argument", f"{place}: {said}" if place else said)
         # Only those that were given: for the others the function has its own defaults.
         return {name.removeprefix(_PREFIX): getattr(read, name) for name in read.model_fields_set}

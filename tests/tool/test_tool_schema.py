@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field, field_validator
+from typing_extensions import TypeAliasType
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.env import Toolbox
@@ -206,8 +207,12 @@ def test_a_bare_number_is_no_date(text: str) -> None:
     assert run(f, {"at": "2024-01-01"}).content == "2024-01-01T00:00:00"
 
 
+Day = TypeAliasType("Day", date)
+
+
 class Visit(BaseModel):
     at: datetime | str
+    ends: tuple[Day, Day] | None = None
     type: dict[date, int] = {}
     after: list[Visit] = []
 
