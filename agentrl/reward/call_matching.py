@@ -333,6 +333,7 @@ def pair_rest(made: Sequence[ToolCall], gold: Sequence[GoldCall], sure: Pairs, w
     for rows, columns in _alike(made, gold):
         here, there = [i for i in rows if i not in taken], [j for j in columns if j not in met]
         if here and there:
+            _check_pairs(len(here), len(there))
             best = optimal(weights([made[i] for i in here], [gold[j] for j in there]))
             pairs.extend((here[i], there[j]) for i, j in best)
     return sorted(pairs)
@@ -400,7 +401,6 @@ def shared_arguments(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: C
     """Of each pair: argument names that both have, those of them whose values fit, and those that need not have been there.
     `rule.value_fits` is asked once for each two different values of an argument, and not at all of a literal form's texts and
     numbers."""
-    _check_pairs(len(made), len(gold))
     given = [call.arguments or {} for call in made]
     shared, fitting, optional = (np.zeros((len(made), len(gold))) for _ in range(3))
     for key in {key for arguments in given for key in arguments} & {key for call in gold for key in call.arguments}:

@@ -162,8 +162,7 @@ def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
 
 
 def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], weights: assign.BlockWeights) -> assign.Pairs:
-    """Each expected call in turn takes the best remaining call with its name, the first one on a tie. No choice is revised: so
-    the Berkeley leaderboard pairs parallel calls, which can miss a full matching."""
+    """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
     table, pairs = np.array(assign.all_weights(made, gold, weights), dtype=np.float64), list[tuple[int, int]]()
     for j in range(len(gold) if made else 0):
         row = int(table[:, j].argmax())
@@ -314,10 +313,11 @@ class CallsMatch(Leaf):
     def _pair(self, made: Sequence[Made], gold: Sequence[GoldCall], rule: CallRule) -> tuple[assign.Pairs, Credit]:
         calls = [item.call for item in made]
         match: Credit = lambda i, j: 1.0 if rule.full(calls[i], gold[j]) else 0.0  # noqa: E731
-        matches, n, m = partial(_credits, rule, False), len(calls), len(gold)
+        n, m = len(calls), len(gold)
         if self.assign == "reuse":
-            table = np.reshape(assign.all_weights(calls, gold, matches), (n, m))
-            return [(int(table[:, j].argmax()), j) for j in range(m) if table[:, j].any()], match
+            fits = _in_turn(rule, calls, gold, match)
+            found = [(next((i for i in range(n) if fits(i, j)), n), j) for j in range(m)]
+            return [(i, j) for i, j in found if i < n], match
         # Equal positions from the start, up to the first pair that is no full match.
         straight = [(i, i) for i in takewhile(lambda i: match(i, i), range(min(n, m)))]
         if self.order == "prefix" or len(straight) == min(n, m):
@@ -335,11 +335,27 @@ class CallsMatch(Leaf):
         if by_key and not partly:
             return sure, match
         if self.assign == "greedy":
-            return sorted(_greedy(calls, gold, matches)), match
+            # Each expected call in turn takes the first free one that fully matches it, and no choice is revised: so the Berkeley
+            # leaderboard pairs parallel calls, which can miss a full matching.
+            fits, greedy = _in_turn(rule, calls, gold, match), dict[int, int]()
+            rows = assign.by_name([call.name for call in calls])
+            for j, wanted in enumerate(gold):
+                row = next((i for i in rows.get(wanted.name, ()) if i not in greedy and fits(i, j)), None)
+                if row is not None:
+                    greedy[row] = j
+            return sorted(greedy.items()), match
         return sorted([*sure, *assign.pair_rest(calls, gold, sure, credits)]), credit
 
 
 Credit = Callable[[int, int], float]
+
+
+def _in_turn(rule: CallRule, calls: Sequence[ToolCall], gold: Sequence[GoldCall], match: Credit) -> Credit:
+    """`match`, of many literal calls by a table: other forms cost much for each pair, of which few may be asked for."""
+    if len(calls) * len(gold) < assign.MANY or rule.form is not CallForm or any(call.compare is not None for call in gold):
+        return match
+    table = np.asarray(assign.all_weights(calls, gold, partial(_credits, rule, False))).tolist()
+    return lambda i, j: float(table[i][j])
 
 
 def _is_call(item: Json) -> bool:
