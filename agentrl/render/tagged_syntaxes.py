@@ -30,6 +30,7 @@ from agentrl.render.tool_calls import (
     within_most,
 )
 from agentrl.utils.parsing import put_once
+from agentrl.utils.schemas import own_name
 
 # Gemma
 
@@ -188,7 +189,7 @@ def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, 
     name = body[:position].strip()
     if not name or "<" in name or "\n" in name:
         return malformed_call(call_id, raw, "expected a function name")
-    schema = None if schemas is None else schemas.get(name, {})
+    schema = None if schemas is None else schemas.get(own_name(name, schemas), {})
     arguments: dict[str, Json] = {}
     while body.startswith(_GLM_KEY, begin := skip_blanks(body, position)):
         # Each find looks only at the text that it takes: an expression for the pair would look through the rest of the text for
@@ -250,7 +251,7 @@ def parse_qwen_xml(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed
             if not (named := head.group(1).strip()):
                 raise ValueError("expected a function name")
             name, inner = named, body[head.end() : len(body) - len(_FUNCTION_END)]
-            schema = None if known is None else known.get(name, {})
+            schema = None if known is None else known.get(own_name(name, known), {})
             arguments: dict[str, Json] = {}
             position = 0
             # From one to the next, and never by a search: what stands between two parameters would be dropped without a word.

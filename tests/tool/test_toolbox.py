@@ -21,7 +21,7 @@ from agentrl.data.trajectory import ToolCall, ToolResult
 from agentrl.env import Tool, tool
 from agentrl.env.spaces import run_sync
 from agentrl.env.toolbox import Toolbox, estimate_tokens
-from agentrl.render.tagged_syntaxes import parse_qwen_xml
+from agentrl.render.tagged_syntaxes import parse_glm, parse_qwen_xml
 from agentrl.utils.errors import EnvError, ToolError, ToolSchemaError, ToolTimeoutError, did_you_mean
 from tests.strict_json import strict
 
@@ -69,9 +69,11 @@ def test_a_name_is_the_same_in_both_spellings_of_unicode(own: str, said: str) ->
 
     assert answer(**{said: said}).error is None and got == [{own: said}]  # a value is as the policy wrote it
     assert "is given twice" in answer(**{own: "a", said: "b"}).content and len(got) == 1
-    declared = {"type": "function", "function": {"name": "get", "parameters": schema}}
-    text = f"<tool_call><function=get><parameter={said}>7</parameter></function></tool_call>"
-    assert parse_qwen_xml(text, [declared])[1][0].arguments == {said: "7"}  # and no number
+    number = {"type": "object", "properties": {own: {"type": "integer"}}}
+    declared = {"type": "function", "function": {"name": f"get_{own}", "parameters": number}}
+    text = f"<tool_call><function=get_{said}><parameter={said}>7</parameter></function></tool_call>"
+    glm = f"<tool_call>get_{said}<arg_key>{said}</arg_key><arg_value>7</arg_value></tool_call>"
+    assert [read[1][0].arguments for read in (parse_qwen_xml(text, [declared]), parse_glm(glm, [declared]))] == [{said: 7}] * 2
     with pytest.raises(ToolSchemaError, match=r"two spellings of Unicode.*Rename one"):
         Tool.from_schema("get", "", {"type": "object", "properties": {own: {}, said: {}}}, print)
     with pytest.raises(ToolSchemaError, match="two tools are called"):
