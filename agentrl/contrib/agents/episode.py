@@ -336,14 +336,10 @@ class AgentEpisode:
         try:
             with at(self._place):
                 return await self._env(work, what, blame)
-        except PolicyTimeoutError as late:
-            self._stop(OverError(StopReason.MAX_TOOL_TIME, str(late)))
-            raise AgentrlError(f"the episode is over: {late}") from None
-        except UserLimitError as limit:
-            self._stop(OverError(StopReason.MAX_TURNS, str(limit)))
-            raise AgentrlError(f"the episode is over: {limit}") from None
         except (AgentrlError, CutError) as fault:
-            self._stop(fault)
+            limits = {PolicyTimeoutError: StopReason.MAX_TOOL_TIME, UserLimitError: StopReason.MAX_TURNS}
+            reached = next((reason for kind, reason in limits.items() if isinstance(fault, kind)), None)
+            self._stop(fault if reached is None else OverError(reached, str(fault)))
             raise AgentrlError(f"the episode is over: {fault}") from None
         finally:
             self._working -= 1
