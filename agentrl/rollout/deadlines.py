@@ -14,7 +14,7 @@ from agentrl.data.trajectory import Blame, Message, StopReason
 from agentrl.env import ToolEnv
 from agentrl.env.toolbox import Waiting
 from agentrl.rollout.engine import Engine, Generation
-from agentrl.utils.errors import EngineError, EnvError
+from agentrl.utils.errors import AgentrlError, EngineError, EnvError
 from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
 
 # The clock of an episode
@@ -92,7 +92,7 @@ class Quiet:
 Answer = TypeVar("Answer")
 
 
-class CutError(Exception):
+class CutError(AgentrlError):
     """The time of an episode, or of its engine, is up: for the reason `stop`."""
 
     def __init__(self, stop: StopReason, message: str) -> None:

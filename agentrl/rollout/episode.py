@@ -462,7 +462,7 @@ class RunningEpisode:
         try:
             with span("environment", what):
                 return await self.waits.environment(self.env, answer, what, blame, limit)
-        except (AgentrlError, CutError):
+        except AgentrlError:
             raise
         except Exception as fault:
             log.exception("environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)

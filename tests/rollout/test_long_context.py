@@ -21,6 +21,7 @@ from agentrl.render.base import Renderer
 from agentrl.render.tool_calls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.context import HEAD, Compact, ContextPolicy, KeepRecent, Moment, Stop, Truncate
+from agentrl.rollout.deadlines import CutError
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
@@ -169,8 +170,10 @@ async def test_gold_that_outgrows_the_context_many_times(
 
 
 class Broken(ContextPolicy):
+    problem: Exception = KeyError("x")
+
     async def rewrite(self, moment: Moment) -> list[Message] | None:
-        raise KeyError("x")
+        raise self.problem
 
 
 async def test_what_a_context_policy_raises_names_it(renderer: Renderer) -> None:
@@ -179,6 +182,11 @@ async def test_what_a_context_policy_raises_names_it(renderer: Renderer) -> None
     left = iter(env.gold_turns(env.make_task(1, "train")))
     with pytest.raises(CallbackError, match=rf"rollout.context Broken: rewrite raised KeyError: 'x' \({__file__}:\d"):
         await played(env, lambda prompt: next(left), renderer, Broken(), load_spec(ref.default_reward() or ""), CONTEXT, 9)
+    late = Broken()
+    late.problem = CutError(StopReason.ENGINE_TIMEOUT, "late")  # of its summary: the end of the episode, as of a turn
+    left = iter(env.gold_turns(env.make_task(1, "train")))
+    cut, _ = await played(env, lambda prompt: next(left), renderer, late, load_spec(ref.default_reward() or ""), CONTEXT, 9)
+    assert cut.stop == StopReason.ENGINE_TIMEOUT and cut.reward is None
 
 
 # -- what is still known --------------------------------------------------------------------------------

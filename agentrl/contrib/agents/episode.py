@@ -336,7 +336,7 @@ class AgentEpisode:
         try:
             with at(self._place):
                 return await self._env(work, what, blame)
-        except (AgentrlError, CutError) as fault:
+        except AgentrlError as fault:
             limits = {PolicyTimeoutError: StopReason.MAX_TOOL_TIME, UserLimitError: StopReason.MAX_TURNS}
             reached = next((reason for kind, reason in limits.items() if isinstance(fault, kind)), None)
             self._stop(fault if reached is None else OverError(reached, str(fault)))
@@ -403,7 +403,7 @@ class AgentEpisode:
         try:
             with self._at_work(), span("environment", what):
                 return await self.waits.environment(self.env, answer, what, blame, limit)
-        except (AgentrlError, CutError):
+        except AgentrlError:
             raise
         except Exception as fault:
             log.exception("environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)
