@@ -200,6 +200,17 @@ def test_advantages_that_cannot_be_are_refused(loop: agentrl.StepLoop, said: str
         loop.trainer.batch([group] * (2 if "two" in said else 1), advantage=advantage)
 
 
+def test_a_term_that_no_episode_of_a_batch_came_to_is_none_that_is_unknown() -> None:
+    """A node of the spec behind an `if`: a run takes it as not scored, and the step-wise loop ended with a ConfigError."""
+    equal = {"use": "text.equals", "args": {"expect": {"$": "/task/gold/answer"}}}
+    near = {"use": "calls.none", "id": "near", "scale": [0, 0.5]}
+    root = {"op": "gate", "if": equal, "then": {**equal, "id": "far"}, "else": near}
+    estimator = {"name": "multi_reward", "args": {"terms": ["near", "far"]}}
+    with agentrl.session(table(**{"env.reward": {"agentrl_reward": 1, "name": "two", "root": root}})) as loop:
+        groups = loop.policy.play(tasks=1, group_size=2)
+        assert loop.trainer.batch(groups, advantage=estimator).parts == 1
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_refused(loop: agentrl.StepLoop, reward: float) -> None:
     with pytest.raises(ConfigError, match="expected a finite number, or None"):

@@ -276,11 +276,10 @@ class LivePolicy:
 def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError for a tool that is not in OpenAI's form."""
     for place, tool in enumerate(tools):
-        function = tool.get("function")
-        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        schema: Any = (function.get("parameters") or {}) if isinstance(function, Mapping) and named else None
+        function: Any = tool.get("function")
+        schema = isinstance(function, Mapping) and isinstance(function.get("name"), str) and (function.get("parameters") or {})
         whole = isinstance(schema, Mapping) and isinstance(schema.get("properties") or {}, Mapping)
-        if not whole or not isinstance(schema.get("required") or [], list):
+        if not whole or not isinstance(schema.get("required") or [], list | tuple):
             raise ConfigError(
                 f"policy.sample: tools[{place}] = {tool!r:.80}: expected a tool in OpenAI's form: "
                 '{"type": "function", "function": {"name": ..., "description": ..., "parameters": its JSON Schema}}'

@@ -140,7 +140,10 @@ class Trainer:
             algorithm, own = algorithm.model_copy(update={"advantage": Choice(name="grpo")}), {}
             estimator = advantage if callable(advantage) else partial(_per_episode, advantage)
         if estimator is None and not (self._session.learner._own if own is None else own):
-            check_terms(algorithm.advantage, {key for member in members for key in member.metrics}, "no episode has a term")
+            known = {key for member in members for key in member.metrics}
+            # Also nodes of a spec that no episode of these came to.
+            known.update(*(env.scorer.ids for env in self._session.envs if any(group.env == env.name for group in groups)))
+            check_terms(algorithm.advantage, known, "no episode has a term")
         batch = await in_thread("batch", make_batch, list(groups), algorithm.advantage, own or {})
         if self.config.rollout.colocate and not self.resting:
             await self._session.rest()
