@@ -155,6 +155,7 @@ _LATER = "steers the updates from now on; past ones stay as they are, and the ch
 LATER = dict.fromkeys(
     ("optim.lr", "optim.matrix_lr", "optim.weight_decay", "optim.max_grad_norm", "optim.warmup", "optim.schedule", "critic.lr",
      "critic.clip", "critic.epochs", "algorithm.loss.args", "algorithm.epochs", "algorithm.minibatch", "algorithm.truncated",
+     "algorithm.kl.kind", "algorithm.kl.where", "algorithm.kl.horizon",
      "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_episode_tokens", "rollout.filter_zero_variance",
      "rollout.max_filtered"), _LATER,
 )  # fmt: skip
