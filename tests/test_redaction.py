@@ -320,7 +320,7 @@ class Doorkeeper(LoopbackServer):
     def handle(self, handler: Any) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
         self.who.append(handler.headers.get("Authorization"))
-        self.reply(handler, json.dumps(completion({"role": "assistant", "content": "hi"}, body, True)))
+        self.send(handler, json.dumps(completion({"role": "assistant", "content": "hi"}, body, True)))
 
 
 async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,12 +161,7 @@ class Worker:
         for base in reversed(cls.__mro__[1:]):
             inherited.update(base.__dict__.get("dispatch_table", {}))
         table = {**inherited, **cls.__dict__.get("dispatch_table", {})}
-        methods = {  # public ones that the class and its bases below Worker define
-            name: value
-            for base in reversed(cls.__mro__)
-            for name, value in (vars(base).items() if base not in (object, Worker) else ())
-            if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, (staticmethod, classmethod)))
-        }
+        methods = public_methods(cls)
         for name, strategy in table.items():
             label = f"{cls.__name__}.{name}"
             if not isinstance(strategy, Strategy):
@@ -204,6 +199,16 @@ class Worker:
         same process reuses the existing group. `timeout` (seconds) bounds every later collective.
         """
         join_group(self.context.rendezvous, self.rank, self.world_size, backend, timeout)
+
+
+def public_methods(cls: type) -> dict[str, Any]:
+    """Public methods that the class and its bases below Worker define, by name."""
+    return {
+        name: value
+        for base in reversed(cls.__mro__)
+        for name, value in (vars(base).items() if base not in (object, Worker) else ())
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, (staticmethod, classmethod)))
+    }
 
 
 def resolve(cls: type[Worker], method: Callable[..., Any]) -> tuple[str, Strategy]:

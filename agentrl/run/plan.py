@@ -15,7 +15,6 @@ from agentrl.config.keys import inline
 from agentrl.config.schema import InitModelConfig, TrainConfig
 from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
-from agentrl.rollout.collector import largest
 from agentrl.rollout.group_ledger import more
 from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.run.checks import RunStart, check_train, run_checks
@@ -295,7 +294,7 @@ class Planner:
             group_size=rollout.group_size,
             started=(rollout.groups + more(rollout.groups, rollout.oversample))
             * (rollout.group_size + more(rollout.group_size, rollout.oversample_members) + greedy),
-            grown=rollout.groups * largest(rollout),
+            grown=(grown := rollout.groups * (rollout.group_size + more(rollout.group_size, rollout.grow))),
             episodes=episodes,
             minibatches=parts,
             epochs=algorithm.epochs,
@@ -303,7 +302,7 @@ class Planner:
             data_ranks=ranks,
             episode_tokens=wide.max_episode_tokens,
             sampled_tokens=min(wide.max_turns * wide.max_turn_tokens, wide.max_episode_tokens),
-            tokens=rollout.groups * largest(rollout) * wide.max_episode_tokens,
+            tokens=grown * wide.max_episode_tokens,
             micro_tokens=config.optim.micro_tokens,
             micros=math.ceil(math.ceil(most / ranks) / at_once),
             kept=kept,

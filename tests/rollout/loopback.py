@@ -43,7 +43,7 @@ class LoopbackServer:
         """Answer one request."""
         raise NotImplementedError
 
-    def reply(self, handler: BaseHTTPRequestHandler, text: str, status: int = 200, **headers: str) -> None:
+    def send(self, handler: BaseHTTPRequestHandler, text: str, status: int = 200, **headers: str) -> None:
         data = text.encode()
         with suppress(BrokenPipeError, ConnectionResetError):  # the client gave up waiting
             handler.send_response(status)
@@ -81,7 +81,7 @@ class Loopback(LoopbackServer):
         else:
             message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
             reply = completion(message, body, self.usage)
-        self.reply(handler, str(reply.get("raw", json.dumps(reply))), status, **headers)
+        self.send(handler, str(reply.get("raw", json.dumps(reply))), status, **headers)
 
 
 def completion(message: dict[str, Any], body: dict[str, Any], usage: bool) -> dict[str, Any]:

@@ -207,7 +207,7 @@ class Anthropic(LoopbackServer):
         content = blocks if len(self.requests) == 1 else [{"type": "text", "text": "7"}]
         answer = {"id": "m", "type": "message", "role": "assistant", "model": "c", "content": content, "stop_reason": "end_turn",
                   "usage": {"input_tokens": 1, "output_tokens": 2}}  # fmt: skip
-        self.reply(handler, json.dumps(answer))
+        self.send(handler, json.dumps(answer))
 
 
 THOUGHTS = [{"type": "thinking", "thinking": "first a", "signature": "S"}, {"type": "redacted_thinking", "data": "D"}]
