@@ -44,7 +44,7 @@ def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
         raise TextTooLongError(f"a text of {len(text)} characters; patterns are searched in at most {MOST_TEXT}")
     hurry = QUICK.get() and seconds > AT_ONCE_S
     own_limit = limit = AT_ONCE_S if hurry else seconds
-    for _ in range(_TRIES):
+    for _ in range(2 if hurry else _TRIES):
         began = time.thread_time()
         with contextlib.suppress(TimeoutError):
             return look(text, timeout=limit)
