@@ -277,9 +277,8 @@ def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError for a tool that is not in OpenAI's form."""
     for place, tool in enumerate(tools):
         function: Any = tool.get("function")
-        schema: Any = (
-            isinstance(function, Mapping) and isinstance(function.get("name"), str) and (function.get("parameters") or {})
-        )
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        schema: Any = named and (function.get("parameters") or {})
         whole = isinstance(schema, Mapping) and isinstance(schema.get("properties") or {}, Mapping)
         if not whole or not isinstance(schema.get("required") or [], list | tuple):
             raise ConfigError(
