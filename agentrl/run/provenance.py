@@ -259,7 +259,7 @@ def _export_path(folder: RunFolder, step: int) -> Path:
         return out
     aside = out.with_name(f".{out.name}")  # an export that was cut short must not be taken for a model
     aside.parent.mkdir(parents=True, exist_ok=True)
-    with lock_folder(aside.parent, wait=True):
+    with lock_folder(aside.parent, "repeat this later", wait=True):
         if not (out / "config.json").is_file():  # else another evaluation has written it meanwhile
             shutil.rmtree(aside, ignore_errors=True)
             export_run(folder.path, aside, step)

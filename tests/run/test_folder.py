@@ -257,14 +257,15 @@ def test_a_wait_for_another_process_says_so_again_and_ends(
     """It was one line, and then for ever, whatever Ctrl-C did."""
     monkeypatch.setattr("agentrl.run.folder.LOCK_SAID_S", 0.2)
     monkeypatch.setattr("agentrl.run.folder.LOCK_WAIT_S", 0.5)
-    with other_driver(tmp_path) as first:
-        with pytest.raises(ConfigError, match=rf"process {first.pid} on .*kill {first.pid}"), lock_folder(tmp_path, wait=True):
-            pass
+    (place := RunFolder(tmp_path).exports).mkdir()
+    with other_driver(place) as first:
+        with pytest.raises(ConfigError, match=rf"process {first.pid} on .*kill {first.pid}.* or repeat this later"):
+            _export_path(RunFolder(tmp_path), 4)
         assert 2 <= caplog.text.count("is waited for") <= 3 and f'"pid": {first.pid}' in caplog.text
         monkeypatch.setattr("agentrl.run.folder.LOCK_WAIT_S", 60)
         Timer(0.3, first.kill).start()
-        with lock_folder(tmp_path, wait=True):  # a killed one holds nothing
-            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        with lock_folder(place, wait=True):  # a killed one holds nothing
+            assert json.loads((place / LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_a_second_evaluation_into_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
