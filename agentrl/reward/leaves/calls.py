@@ -351,7 +351,7 @@ Credit = Callable[[int, int], float]
 
 
 def _in_turn(rule: CallRule, calls: Sequence[ToolCall], gold: Sequence[GoldCall], match: Credit) -> Credit:
-    """`match`, of many literal calls by a table: other forms cost much for each pair, of which few may be asked for."""
+    """`match`, of many literal calls by a table: other forms cost much per pair, and few pairs may be needed."""
     if len(calls) * len(gold) < assign.MANY or rule.form is not CallForm or any(call.compare is not None for call in gold):
         return match
     table = np.asarray(assign.all_weights(calls, gold, partial(_credits, rule, False))).tolist()

@@ -62,7 +62,7 @@ def run_checks(start: RunStart, trait: str = "") -> list[str]:
 
 def check_train(config: TrainConfig, *, planned: bool = False, capacity: bool = True) -> list[str]:
     """All checks of `agentrl train` and `agentrl sft`: the models, with `capacity` disk, memory and cores of this machine, then
-    the config; returns what is suspicious without being wrong. `planned`: nothing will be started, so a model folder may lack its
+    the config; returns warnings. `planned`: nothing will be started, so a model folder may lack its
     weights, and nothing that costs money is tried."""
     if config.data is not None:
         raise ConfigError(
