@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from agentrl.data.trajectory import Blame, Json
 from agentrl.utils.errors import ConfigError, ToolSchemaError, check_arguments, did_you_mean
-from agentrl.utils.parsing import TwiceError
-from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, fault_words, first_fault, own_names
+from agentrl.utils.parsing import TwiceError, own_names
+from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, fault_words, first_fault
 
 
 @dataclass(frozen=True, slots=True)

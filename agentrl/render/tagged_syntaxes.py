@@ -29,8 +29,7 @@ from agentrl.render.tool_calls import (
     strict_json,
     within_most,
 )
-from agentrl.utils.parsing import put_once
-from agentrl.utils.schemas import own_name
+from agentrl.utils.parsing import own_name, put_once
 
 # Gemma
 

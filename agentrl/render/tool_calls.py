@@ -13,8 +13,8 @@ from typing import Any
 
 from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall, kind_of_json
-from agentrl.utils.parsing import TwiceError, is_unbounded, no_twice, refuse_constant
-from agentrl.utils.schemas import found_in_time, own_name
+from agentrl.utils.parsing import TwiceError, is_unbounded, no_twice, own_name, refuse_constant
+from agentrl.utils.schemas import found_in_time
 
 # The contract of a call syntax
 

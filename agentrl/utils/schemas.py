@@ -19,7 +19,6 @@ from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, v
 from jsonschema.exceptions import best_match
 from referencing.jsonschema import EMPTY_REGISTRY
 
-from agentrl.utils.parsing import nfc, put_once
 from agentrl.utils.threads import QUICK, TooLongError
 
 # Patterns of others against what a policy wrote: with a time limit, and never for long on an event loop.
@@ -285,22 +284,6 @@ class _Walk:
 
 # Names of tools and parameters as their schema spells them: in NFC and in NFD a name is the same, though not for Python, and some
 # tokenizers show a policy one spelling where the schema has the other.
-
-
-def own_name(name: str, names: Mapping[str, Any]) -> str:
-    """One of `names` that is the same name, or the name as it is."""
-    return name if name.isascii() or name in names else {nfc(one): one for one in names}.get(nfc(name), name)
-
-
-def own_names(arguments: Any, schema: Mapping[str, Any]) -> Any:
-    """Arguments of a call under the names of the schema's properties. Raises TwiceError if two have one name."""
-    names = schema.get("properties")
-    if not isinstance(arguments, dict) or not isinstance(names, Mapping) or "".join(arguments).isascii():
-        return arguments
-    own, found = {nfc(one): one for one in names}, dict[str, Any]()
-    for name, value in arguments.items():
-        put_once(found, own.get(nfc(name)) or name, value)
-    return found
 
 
 def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:

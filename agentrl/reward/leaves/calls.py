@@ -27,8 +27,8 @@ from agentrl.reward.call_matching import (
 )
 from agentrl.reward.leaf import BY, EQUALITY, LEAVES, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
 from agentrl.reward.values import EqualityRule, UnscorableError, brief, exact, same, with_nfc_keys
-from agentrl.utils.parsing import TwiceError
-from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault, own_name, own_names
+from agentrl.utils.parsing import TwiceError, own_name, own_names
+from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 
 
 @LEAVES.register("calls.schema")
