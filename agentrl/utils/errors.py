@@ -134,7 +134,7 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument whose type is not that of its annotation (items of containers are not looked at), and
+    """Raise ConfigError for an argument whose type is not that of its annotation (also of the items of a container), and
     TypeError as Python does for one that is missing or unknown."""
     signature, hints = _signature_of(function)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
