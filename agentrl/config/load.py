@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args
@@ -31,7 +32,34 @@ def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str)
         value = getattr(section, key)
         if value != type(section).model_fields[key].get_default(call_default_factory=True):
             key = f"{at}.{key}" if at else key
-            raise ConfigError(f"{key} = {value!r} is read with {needs} alone; set that too, or leave this out")
+            shown = value.name if isinstance(value, Choice) else value
+            raise ConfigError(f"{key} = {shown!r} is read with {needs} alone; set that too, or leave this out")
+
+
+_MEMORY = ("memory", "ipc", "nccl", "shared")
+_READERS: tuple[tuple[str, Callable[[TrainConfig], object], str], ...] = (
+    ("stop_at_success", lambda config: config.eval.every, "eval.every, evaluations during training,"),
+    ("rollout.max_filtered", lambda config: config.rollout.filter_zero_variance, "rollout.filter_zero_variance"),
+    ("rollout.mixture", lambda config: len(config.envs) > 1, "several environments, [[env]],"),
+    ("checkpoint.best", lambda config: config.checkpoint.keep_best, "checkpoint.keep_best above 0"),
+    ("algorithm.kl.kind", lambda config: config.algorithm.kl.coef, "algorithm.kl.coef above 0"),
+    ("algorithm.kl.where", lambda config: config.algorithm.kl.coef, "algorithm.kl.coef above 0"),
+    ("algorithm.kl.horizon", lambda config: config.algorithm.kl.target, "algorithm.kl.target"),
+    ("algorithm.entropy_step", lambda config: config.algorithm.entropy_target, "algorithm.entropy_target"),
+    ("algorithm.entropy_max", lambda config: config.algorithm.entropy_target, "algorithm.entropy_target"),
+    ("weights.folder", lambda config: config.engine == "sglang" or config.weights.route not in _MEMORY, 'weights.route = "disk"'),
+)
+"""Keys that a part of a run reads if another key says so: the key, the other's value, and the other in words."""
+
+
+def check_idle_keys(config: TrainConfig) -> None:
+    """Raise ConfigError for a key that is set and that nothing reads."""
+    for name, reader, needs in _READERS:
+        *path, key = name.split(".")
+        if not reader(config):
+            check_unread(".".join(path), reduce(getattr, path, config), (key,), needs)
+    if len(config.envs) == 1:
+        check_unread("env", config.envs[0], ("weight",), "several environments, [[env]],")
 
 
 # Which file a path of a config means: the one beside the config file that names it, or the one in the working folder.

@@ -17,7 +17,7 @@ from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.launch import launch
 from agentrl.cluster.placement import has_gpus
 from agentrl.config.envs import own_advantages, scheduled_temperature, temperature_at
-from agentrl.config.load import check_unread
+from agentrl.config.load import check_idle_keys, check_unread
 from agentrl.config.schema import AlgorithmConfig, Choice, CriticConfig, TrainConfig
 from agentrl.data.rows import Ragged
 from agentrl.data.schedule import effective_mode, token_ratio, with_trees
@@ -76,17 +76,12 @@ def check_learner(config: TrainConfig) -> None:
         if given is not None and optims[section].name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             raise DependencyError(f'{key} = "adamw_8bit": {NO_TORCHAO}')
     check_algorithm(config.settled_algorithm())
-    if (algorithm := config.algorithm).entropy_target is None:
-        check_unread("algorithm", algorithm, ("entropy_step", "entropy_max"), "algorithm.entropy_target")
-    elif algorithm.entropy_max <= algorithm.entropy_bonus:
+    check_idle_keys(config)
+    if (algorithm := config.algorithm).entropy_target is not None and algorithm.entropy_max <= algorithm.entropy_bonus:
         raise ConfigError(
             f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
             f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"
         )
-    if (kl := algorithm.kl).coef == 0:
-        check_unread("algorithm.kl", kl, ("kind", "where"), "algorithm.kl.coef above 0")
-    if kl.target is None:
-        check_unread("algorithm.kl", kl, ("horizon",), "algorithm.kl.target")
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
         raise ConfigError(
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '

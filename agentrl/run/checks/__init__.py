@@ -13,7 +13,6 @@ from typing import Any
 from agentrl.config.envs import warm_start_envs
 from agentrl.config.identity import check_references
 from agentrl.config.keys import section_at
-from agentrl.config.load import check_unread
 from agentrl.config.schema import TrainConfig
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
@@ -107,10 +106,6 @@ def check_config(config: TrainConfig, *, planned: bool = False, capacity: bool =
                 if section is not None:
                     notes += RUN_CHECKS.entry(name).make(one)
     check_held_out(start)
-    if not config.rollout.filter_zero_variance:
-        check_unread("rollout", config.rollout, ("max_filtered",), "rollout.filter_zero_variance")
-    if config.eval.every == 0:
-        check_unread("", config, ("stop_at_success",), "eval.every, evaluations during training,")
     make_mixture(config.rollout.mixture)
     check_router_replay(start)
     check_train_engine(config)
