@@ -232,6 +232,10 @@ def meta_model(cfg: ModelConfig, *, classifier: bool = False, **options: Any) ->
     return empty_model(cfg.path, config, classifier=classifier, **options)
 
 
+_OBJECTS = ("config", "generation_config", "tokenizer_config", "preprocessor_config")
+"""JSON files of a model folder that transformers and the engines read as one object, each if it is there."""
+
+
 def check_path(path: str, trust: bool = False) -> None:
     """Raise ModelError if `path` looks like a folder but does not exist, is a folder without a model, is a name that the hub does
     not give, or if the model needs code of its own that is not trusted."""
@@ -243,12 +247,13 @@ def check_path(path: str, trust: bool = False) -> None:
             )
         if not (folder / "config.json").is_file():
             raise ModelError(f"{path}: the folder has no config.json, so it is not a model folder")
-        try:
-            found = read_json((folder / "config.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ModelError(f"{folder / 'config.json'}: expected an object, got a {type(found).__name__}. Fetch it again")
+        for file in filter(Path.is_file, (folder / f"{part}.json" for part in _OBJECTS)):
+            try:
+                found = read_json(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ModelError(f"{file}: not valid JSON: {error}") from error
+            if not isinstance(found, dict):
+                raise ModelError(f"{file}: expected an object, got a {type(found).__name__}. Fetch it again")
     elif folder.suffix == ".gguf" and folder.exists():
         raise ModelError(
             f"{path}: expected a model folder, found a GGUF file; agentrl init-model FOLDER --from {path} writes one"
