@@ -58,10 +58,10 @@ def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float],
             return share
 
         step.take(number, bins, loss)
-        step.check()
+        taken = step.finish()
         sums, _ = meter.totals(engine)
         own = {"loss": sums["loss"], "tokens_trained": counts[number].tokens, "lr_factor": rate_at(first + number)}
-        found.append(step.metrics() | own)
+        found.append(taken | own)
     return found
 
 
@@ -167,14 +167,14 @@ class Actor(TrainedRole):
             seen = self._visits if epoch == 0 else None
             for at in visit_order(len(parts), epoch, seed, step):
                 steps.take(at, micros[at], job(counts[at], not steps.norms, added[at], seen).loss)
-        steps.check()
+        taken = steps.finish()
         self._updates += 1
         if not steps.norms:
             return {"tokens_trained": 0.0, "minibatches": 0.0, "lr": lr}
         found = measured_means(engine, meter, counts)
         # `loss` and `grad_norm` are means over the optimizer steps.
         means = {"loss": found["loss"] / len(steps.norms), "minibatches": float(len(counts)), "lr": lr}
-        return {**found, **steps.metrics(), **means}
+        return {**found, **taken, **means}
 
     def take_visits(self) -> LogRatios:
         """The log ratios that the last update saw of this rank's rows, if its batch had the column `SOURCE`; once."""

@@ -46,6 +46,10 @@ class FsdpEngine(BaseEngine):
     routing: Any = None
     modality: Modality | None = None
     classifier: bool = False
+    _gathers: bool
+    """Other ranks have parts of the weights."""
+    _left_out: set[str]
+    """Names of the module's tensors that are the same as others: a tied output embedding."""
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class FsdpEngine(BaseEngine):
         self.compute_dtype = compute_dtype(cfg, self.device)
         self.sharded = dist.is_available() and dist.is_initialized()
         world = dist.get_world_size() if self.sharded else 1
+        self._gathers = world > 1
         self.layout = Layout.of(cfg, self.device, world)
         if not self.sharded and self.compute_dtype != torch.float32:
             raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
@@ -83,7 +88,8 @@ class FsdpEngine(BaseEngine):
         loader = Loader(path, model)  # before the names change
         self.config = model.config
         text = model.config.get_text_config()
-        self.tied = bool(getattr(text, "tie_word_embeddings", model.config.tie_word_embeddings))
+        tied = bool(getattr(text, "tie_word_embeddings", model.config.tie_word_embeddings))
+        self._left_out = {f"{PREFIX}lm_head.weight"} if tied else set()
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
             split_code().check(cfg, model, world)
         if not cfg.compile:  # compiled layers have their routers inside
@@ -195,7 +201,7 @@ class FsdpEngine(BaseEngine):
     def step(self, sound: bool = True) -> float:
         assert self.optimizers is not None
         # Mesh by mesh, because an operation takes tensors of one mesh only.
-        meshes = by_mesh([p for _, p in self.named_weights() if p.grad is not None])
+        meshes = by_mesh([p for p in self.module.parameters() if p.grad is not None])
         norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in meshes]
         # Of all ranks' shards, so that every rank decides alike below.
         size = math.hypot(*(float(full_tensor(norm)) for norm in norms))
@@ -217,7 +223,7 @@ class FsdpEngine(BaseEngine):
 
     def finite(self) -> bool:
         # One NaN or infinity anywhere shows in the norm, and no mask as long as the weights is made.
-        size = torch.nn.utils.get_total_norm([local(p).detach() for _, p in self.named_weights()])
+        size = torch.nn.utils.get_total_norm([local(p).detach() for p in self.module.parameters() if p.requires_grad])
         broken = torch.logical_not(torch.isfinite(size)).to(self.device, torch.float32)
         if self.sharded:  # over all ranks, not only the data-parallel ones: each has shards of its own
             dist.all_reduce(broken, dist.ReduceOp.MAX)
@@ -236,11 +242,6 @@ class FsdpEngine(BaseEngine):
         self.onload()
         for name, full in self._weights_with_adapters() if self.cfg.lora is not None else self._plain():
             yield self.hf_name(name), self._cast(name, full)
-
-    @property
-    def _gathers(self) -> bool:
-        """True if other ranks have parts of the weights."""
-        return self.sharded and dist.get_world_size() > 1
 
     def resident(self) -> list[Tensor]:
         if self._gathers or self.cfg.lora is not None or self.cfg.offload == "idle":
@@ -294,13 +295,13 @@ class FsdpEngine(BaseEngine):
 
     def _weights_with_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """The weights with the adapters added in float32, one tensor at a time."""
-        held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
+        held = {name: tensor for name, tensor in self.module.state_dict().items() if name not in self._left_out}
         assert self.cfg.lora is not None
         return merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
-        seen: set[str] = set()
+        seen = set(self._left_out)
         parts: list[tuple[str, Any]] = [(n, part) for n, part in self.module.named_modules() if isinstance(part, FSDPModule)]
         for prefix, part in parts if self._gathers else []:
             part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
@@ -310,18 +311,15 @@ class FsdpEngine(BaseEngine):
                     # A parameter of a nested part is still sharded here; it is yielded with its own part. One that is split by
                     # tensor or expert parallelism alone is a DTensor too.
                     axes = set(parameter.device_mesh.mesh_dim_names or ("",)) if isinstance(parameter, DTensor) else set()
-                    if name not in seen and axes <= {"tp", "ep"} and not self._left_out(name):
+                    if name not in seen and axes <= {"tp", "ep"}:
                         seen.add(name)
                         yield name, full_tensor(parameter)
             finally:
                 part.reshard()
         # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
         for name, tensor in self.module.state_dict().items():
-            if name not in seen and not self._left_out(name):
+            if name not in seen:
                 yield name, full_tensor(tensor) if self._gathers else local(tensor)
-
-    def _left_out(self, name: str) -> bool:
-        return self.tied and name == f"{PREFIX}lm_head.weight"
 
     def offload(self) -> None:
         if any(parameter.grad is not None for parameter in self.module.parameters()):
@@ -337,7 +335,7 @@ class FsdpEngine(BaseEngine):
 
     def state(self) -> dict[str, Tensor]:
         held = self.module.state_dict()
-        found = {f"model.{self.hf_name(name)}": held[name] for name in held if not self._left_out(name)}
+        found = {f"model.{self.hf_name(name)}": held[name] for name in held if name not in self._left_out}
         optimizer = {} if self.optimizers is None else self.optimizers.state()
         if self._offloaded.away:  # what did not exist was created just now, on the device
             self._offloaded.take(optimizer.values())
@@ -348,7 +346,7 @@ class FsdpEngine(BaseEngine):
         # As `tensors`, but gathered one by one: slower, and never more than one is unsharded.
         self.onload()
         held = self.module.state_dict()
-        found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if not self._left_out(name))
+        found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if name not in self._left_out)
         weights = found if self.cfg.lora is None else self._weights_with_adapters()
         tensors = ((self.hf_name(name), self._cast(name, full)) for name, full in weights)
         try:

@@ -278,7 +278,7 @@ class Learner:
             metrics["entropy_coef"] = self.entropy_coef
             if "entropy" in learned and learned.get("optimizer_steps", 0) > 0:
                 self.entropy_coef = adapted_entropy_coef(self.entropy_coef, learned["entropy"], self.algorithm)
-        if any(learned.get(name) == 0 for name in ("optimizer_steps", "critic/optimizer_steps")):
+        if 0 in (learned.get("optimizer_steps"), learned.get("critic/optimizer_steps")):
             return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
         self._skipped = 0
         return metrics | {"skipped_steps": 0.0}

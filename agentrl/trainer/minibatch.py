@@ -158,7 +158,8 @@ def cut_update(
     parts = cut_minibatches(view, algorithm, seed, step)
     view = with_counts(view, parts, algorithm.length_norm)
     if policy:
-        view = with_selection(view, parts, algorithm.loss, seed + step)
+        if "picked" in POLICY_LOSSES.entry(algorithm.loss.name).needs:
+            view = with_selection(view, parts, algorithm.loss, seed + step)
         parts = without_idle_rows(view, parts, algorithm)
     if part is not None:  # the others are not computed in this call
         parts = [rows if number == part else rows[:0] for number, rows in enumerate(parts)]
@@ -294,15 +295,13 @@ def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: Algorith
 
 
 def with_selection(view: Ragged, parts: list[np.ndarray], loss: Choice, seed: int) -> Ragged:
-    """The batch with the ragged bool column `picked`; unchanged if the loss picks nothing.
+    """The batch with the ragged bool column `picked`, for a loss that picks tokens.
 
     Of a minibatch's tokens it is the `share` of the loss: at random among those whose covariance is in (low, high), or without
     these arguments those of the largest. The covariance of a token is (log pi - mean)(A - mean), with means over the trained
     tokens of its minibatch, including those of rows with advantage 0; log pi is the proximal policy's. Rows that were added are
     in no mean, and none is picked.
     """
-    if "picked" not in POLICY_LOSSES.entry(loss.name).needs:
-        return view
     args = POLICY_LOSSES.arguments(loss.name, loss.args)
     trained = trained_tokens(view)
     # float64: which token is picked hangs on small differences, which in float32 depend on the order of summation.

@@ -268,7 +268,7 @@ class Critic(TrainedRole):
         for epoch in range(cfg.epochs):
             for number in visit_order(len(parts), epoch, seed, step):
                 steps.take(number, micros[number], partial(loss_of, number=number))
-        steps.check()
+        taken = steps.finish()
         self._updates += 1
         found = {"critic/lr": lr}
         sums, _ = meter.totals(engine)
@@ -282,7 +282,7 @@ class Critic(TrainedRole):
             "critic/loss": sums["loss"] / len(steps.norms),
             "critic/value": mean["value"],
             "critic/explained_variance": 1 - mean["square_error"] / variance,
-            **{f"critic/{name}": value for name, value in steps.metrics().items()},
+            **{f"critic/{name}": value for name, value in taken.items()},
             **found,
         }
 

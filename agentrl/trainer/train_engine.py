@@ -352,7 +352,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 class CardUsage:
-    """Usage of the ranks' cards by one role's steps, from its making to `metrics`."""
+    """Usage of the ranks' cards by one role's steps, from its making to `metrics`. There is none without a card."""
 
     def __init__(self, engine: BaseEngine, view: Ragged) -> None:
         self._engine, self._view, self._model = engine, view, engine.flops()
@@ -361,11 +361,6 @@ class CardUsage:
         self._lengths = offsets.diff().numpy()
         before = np.concatenate([[0], np.cumsum(view.tokens("sampled").numpy())])
         self._predicted = np.diff(before[offsets.numpy()])
-
-    @classmethod
-    def of(cls, engine: BaseEngine, view: Ragged) -> CardUsage | None:
-        """None without a card."""
-        return None if card_of(engine.device) is None else cls(engine, view)
 
     def add(self, micros: list[list[int]]) -> None:
         """Count a forward and a backward pass of these rows."""

@@ -25,7 +25,7 @@ from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, kl
 from agentrl.trainer.attention import packed_rows, packed_trees
 from agentrl.trainer.language_model import Micro
 from agentrl.trainer.minibatch import SOURCE, TERMS, Term, Visits, kl_kind, named_rows
-from agentrl.trainer.train_engine import BaseEngine, CardUsage
+from agentrl.trainer.train_engine import BaseEngine, CardUsage, card_of
 from agentrl.utils.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ class Steps:
         self._engine, self._view, self._where = engine, view, where
         self.norms: list[float] = []
         self._taken: list[float] = []
-        self._usage = CardUsage.of(engine, view)
+        self._usage = None if card_of(engine.device) is None else CardUsage(engine, view)
         self.skipped = 0
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
@@ -358,14 +358,12 @@ class Steps:
         rows = named_rows(self._view, [row for micro in micros for row in micro])
         log.error("%s: optimizer step %d is skipped: %s; its rows: %s", self._where, number, what, rows)
 
-    def check(self) -> None:
-        """Raise NonFiniteError, on all ranks, if the weights are no longer finite."""
+    def finish(self) -> dict[str, float]:
+        """`grad_norm` (mean over the steps that were taken, if there are any), `skipped_optimizer_steps`, `optimizer_steps`
+        (taken), and what they took of the ranks' cards. Raises NonFiniteError, on all ranks, if the weights are no longer
+        finite."""
         if not self._engine.finite():
             raise NonFiniteError(f"{self._where}: the weights are no longer finite; they are neither published nor saved")
-
-    def metrics(self) -> dict[str, float]:
-        """`grad_norm` (mean over the steps that were taken, if there are any), `skipped_optimizer_steps`, `optimizer_steps`
-        (taken), and what they took of the ranks' cards."""
         return {
             **({"grad_norm": sum(self._taken) / len(self._taken)} if self._taken else {}),
             "skipped_optimizer_steps": float(self.skipped),

@@ -11,6 +11,7 @@ from agentrl.config.schema import AlgorithmConfig, InitModelConfig, LoraSection,
 from agentrl.data.rows import collate, offsets_of
 from agentrl.run.metrics import info_of
 from agentrl.trainer import train_engine as usage
+from agentrl.trainer import update
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import packed_rows
 from agentrl.trainer.fsdp import FsdpEngine
@@ -157,7 +158,8 @@ def test_every_row_of_a_card_has_memory_speed_and_utilization(tiny: str, monkeyp
     batch, algorithm = make_batch(6), AlgorithmConfig(minibatch=3, epochs=2)
     assert not [key for key in train_batch(group, Actor.update, batch, algorithm) if key.startswith("gpu/")]  # there is none
     clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr(usage, "card_of", lambda device: Card("NVIDIA H100", 3 * 2**30))
+    for module in (usage, update):
+        monkeypatch.setattr(module, "card_of", lambda device: Card("NVIDIA H100", 3 * 2**30))
     monkeypatch.setattr(usage.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(ModelConfig, "computes_in", lambda self, cuda: "bfloat16")
     row = train_batch(group, Actor.update, batch, algorithm)

@@ -130,13 +130,13 @@ def test_a_loss_that_is_not_finite_skips_the_step_even_where_its_gradient_is(tin
         steps.take(3, [[0, 1], [5]], partial(loss, shift=math.inf))
     assert steps.skipped == 1 and math.isfinite(steps.norms[0])
     assert all(torch.equal(old, p) for old, (_, p) in zip(before, engine.named_weights(), strict=True))
-    assert steps.metrics() == {"skipped_optimizer_steps": 1.0, "optimizer_steps": 0.0}, "a mean norm of no step is unknown"
+    assert steps.finish() == {"skipped_optimizer_steps": 1.0, "optimizer_steps": 0.0}, "a mean norm of no step is unknown"
     assert "here: optimizer step 3 is skipped" in caplog.text
     assert "(group 1, member 1, ledger 0)" in caplog.text and "group 0" not in caplog.text
     assert all(p.grad is None for _, p in engine.named_weights())
     steps.take(4, [[0, 1], [5]], partial(loss, shift=0.0))
     assert steps.skipped == 1 and not all(torch.equal(old, p) for old, (_, p) in zip(before, engine.named_weights(), strict=True))
-    assert steps.metrics() == {"grad_norm": steps.norms[1], "skipped_optimizer_steps": 1.0, "optimizer_steps": 1.0}
+    assert steps.finish() == {"grad_norm": steps.norms[1], "skipped_optimizer_steps": 1.0, "optimizer_steps": 1.0}
 
 
 def test_the_critic_skips_an_optimizer_step_too(tiny: str) -> None:

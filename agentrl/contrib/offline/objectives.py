@@ -326,5 +326,4 @@ def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: Ro
 
     steps = Steps(engine, view, "a step of pairs")
     steps.take(0, micros, share)
-    steps.check()
-    return {**steps.metrics(), **mean_metrics(losses, found)}
+    return {**steps.finish(), **mean_metrics(losses, found)}

@@ -99,10 +99,11 @@ class TitanEngine(FsdpEngine):
         register_packed_attention()  # also for what it sets for this process
         self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.compute_dtype, self.sharded = compute_dtype(cfg, self.device), True
+        self.compute_dtype, self.sharded, self._gathers = compute_dtype(cfg, self.device), True, dist.get_world_size() > 1
         shell = empty_model(path, load_model_config(path))
         loader = Loader(path, shell)
-        self.config, self.tied = shell.config, bool(shell.config.tie_word_embeddings)
+        self.config, tied = shell.config, bool(shell.config.tie_word_embeddings)
+        self._left_out = {"lm_head.weight"} if tied else set()
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in shell.parameters()))
         family = family_of(path, self.config)
         # transformers' own rotary embedding, made outside of the meta device: its frequencies are numbers.
@@ -113,7 +114,7 @@ class TitanEngine(FsdpEngine):
         self._names = hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
         routers = TitanRouters(self.module)
         self.routing = Routing(routers, self.layout.ulysses) if len(routers) else None
-        self._load(loader)
+        self._load(loader, tied)
         self.module.train()
         self.optimizers, self._offloaded, self.buffers = None, Offloaded(), dict(self.module.named_buffers())
         self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named_weights()))
@@ -132,12 +133,12 @@ class TitanEngine(FsdpEngine):
             )
         super().check(cfg, ranks)
 
-    def _load(self, loader: Loader) -> None:
+    def _load(self, loader: Loader, tied: bool) -> None:
         counts = [name for name, buffer in self.module.named_buffers() if buffer.is_meta]  # of the tokens of each expert
         materialize(self.module, self.device)
         for name in counts:
             self.module.get_buffer(name).zero_()
-        if self.tied:  # they came apart as each got its memory; FSDP2 keeps the first of them, which is the embedding's
+        if tied:  # they came apart as each got its memory; FSDP2 keeps the first of them, which is the embedding's
             decoder = self.module
             decoder.lm_head.weight = decoder.tok_embeddings.weight  # type: ignore[union-attr, assignment]
         entries = {}
@@ -150,9 +151,6 @@ class TitanEngine(FsdpEngine):
 
     def hf_name(self, name: str) -> str:
         return self._names[name.replace(WRAPPER, "")]
-
-    def _left_out(self, name: str) -> bool:
-        return self.tied and name == "lm_head.weight"
 
     # Not FsdpEngine's: the roles and the adapters that these need are not here.
     values, scores = BaseEngine.values, BaseEngine.scores
