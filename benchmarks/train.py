@@ -186,7 +186,8 @@ def products(groups: int, prompt: int, response: int, shared: bool) -> float:
 LOGPROBS = """
 import sys, time, torch
 from pathlib import Path
-from agentrl.trainer.language_model import token_logprobs
+from types import SimpleNamespace
+from agentrl.trainer.language_model import HeadRule
 
 def peak():
     # VmHWM, because ru_maxrss is inherited from the parent process
@@ -202,7 +203,8 @@ base, start = peak(), time.process_time()
 if sys.argv[1] == "full":
     torch.log_softmax((h @ w.t()).float(), -1).gather(1, y[:, None]).sum().backward()  # type: ignore[no-untyped-call]
 else:
-    token_logprobs(h, w, y, chunk=256, entropy=False)[0].sum().backward()  # type: ignore[no-untyped-call]
+    head = SimpleNamespace(weight=w, bias=None)
+    HeadRule().logprobs(h, head, y, chunk=256, entropy=False)[0].sum().backward()  # type: ignore[no-untyped-call]
 print(time.process_time() - start, peak() - base)
 """
 

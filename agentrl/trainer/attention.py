@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -57,8 +57,9 @@ class Block:
         return flat if self.exact else flat.index_select(0, self.cells)
 
 
-def row_block(starts: Tensor, stops: Tensor, device: torch.device, prefix: tuple[int, int] = (0, 0)) -> Block:
-    """The block of the rows [start, stop), or of the suffixes of a prefix."""
+def row_block(rows: Tensor, device: torch.device, prefix: tuple[int, int] = (0, 0)) -> Block:
+    """The block of rows (start, stop), int64 [n, 2], or of the suffixes of a prefix."""
+    starts, stops = rows.unbind(1)
     width, before = int((stops - starts).max()), prefix[1] - prefix[0]
     positions = starts[:, None] + torch.arange(width)
     valid = (positions < stops[:, None]).reshape(-1)
@@ -71,11 +72,9 @@ def row_block(starts: Tensor, stops: Tensor, device: torch.device, prefix: tuple
     return Block(len(starts), width, at, used, tokens, bool(valid.all()), prefix, mask)
 
 
-def row_blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block, ...]:
-    """The rows [start, stop) in blocks with little padding."""
-    # On the host, because block sizes become shapes: reading them from a GPU would synchronize with it for each block.
-    starts, stops = starts.cpu(), stops.cpu()
-    return tuple(row_block(starts[rows], stops[rows], device) for rows in similar((stops - starts).tolist()))
+def row_blocks(rows: Tensor, device: torch.device) -> tuple[Block, ...]:
+    """The rows (start, stop), int64 [n, 2] on the host, in blocks with little padding."""
+    return tuple(row_block(rows[chosen], device) for chosen in similar((rows[:, 1] - rows[:, 0]).tolist()))
 
 
 def similar(lengths: list[int]) -> list[list[int]]:
@@ -212,27 +211,19 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """`blocks`: all spans, prefixes among them, each causal over itself. `after`: (first, last, start, stop); the tokens
-    [start, stop) also see all of the prefix [first, last)."""
-
-    blocks: tuple[Block, ...]
-    after: tuple[tuple[int, int, int, int], ...]
-
-
 class SharedAttention(torch.autograd.Function):
-    """Attention of `Spans` on a CPU: [T, H, D], [T, H, D], [T, H, D] -> [T, H, D]."""
+    """Attention of `PackedSequences.parts` on a CPU: [T, H, D], [T, H, D], [T, H, D] -> [T, H, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
+        blocks, runs = packed.parts
         sums_in = torch.float64 if q.dtype == torch.float64 else torch.float32  # as the kernel has them
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=sums_in)
-        for block in spans.blocks:
+        for block in blocks:
             found, sums = _FORWARD(*(block.pad(tensor).transpose(1, 2) for tensor in (q, k, v)), 0.0, True, scale=scale)
             out.index_copy_(0, block.tokens, block.unpad(found.transpose(1, 2)))
             lse.index_copy_(0, block.tokens, block.unpad(sums.transpose(1, 2)))
-        for first, last, start, stop in spans.after:
+        for first, last, start, stop in runs:
             rest, sums = _FORWARD(_one(q[start:stop]), _one(k[first:last]), _one(v[first:last]), 0.0, False, scale=scale)
             before = lse[start:stop]
             joined = torch.logaddexp(before, sums[0].transpose(0, 1))
@@ -242,15 +233,16 @@ class SharedAttention(torch.autograd.Function):
             part.lerp_(rest[0].transpose(0, 1), 1 - share)
             before.copy_(joined)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spans, ctx.scale = spans, scale
+        ctx.packed, ctx.scale = packed, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
+        blocks, runs = ctx.packed.parts
         grad = grads[0].contiguous()
         found = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
-        for block in ctx.spans.blocks:
+        for block in blocks:
             given = [block.pad(tensor).transpose(1, 2) for tensor in (grad, q, k, v, out)]
             if not block.exact:  # the padding repeats a token, whose gradient must count once
                 keep = torch.zeros(block.rows * block.width, dtype=given[0].dtype).index_fill_(0, block.cells, 1)
@@ -258,7 +250,7 @@ class SharedAttention(torch.autograd.Function):
             parts = _BACKWARD(*given, block.pad(lse).transpose(1, 2), 0.0, True, scale=ctx.scale)
             for whole, part in zip(found, parts, strict=True):
                 whole.index_copy_(0, block.tokens, block.unpad(part.transpose(1, 2)))
-        for first, last, start, stop in ctx.spans.after:
+        for first, last, start, stop in runs:
             prefix = [_one(tensor[first:last]) for tensor in (k, v)]
             own = [_one(tensor[start:stop]) for tensor in (grad, q, out, lse)]
             parts = _BACKWARD(own[0], own[1], *prefix, own[2], own[3], 0.0, False, scale=ctx.scale)
@@ -275,85 +267,80 @@ def _one(tensor: Tensor) -> Tensor:
 
 # The attention function
 
-PACKED = "agentrl_packed"
+PACKED, HOST = "agentrl_packed", torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedSequences:
-    """The layout of the rows: `cu_seqlens` int32 [N + 1], the longest row, the blocks for a CPU, and the group
-    of ranks that shares the tokens, if there is one.
+    """The layout of the rows: `spans` int64 [N, 4] on the host (first, last, start, stop): the tokens [start, stop) see
+    themselves causally and all of the prefix [first, last), which is empty unless rows share one (`spans` of data/schedule.py).
+    `cu_seqlens` int32 [N + 1] are their ends on the device, and `longest` counts a row's prefix.
 
-    If rows share prefixes (`spans` of data/schedule.py), the blocks hold the spans without a prefix before them,
-    which include the prefixes themselves, and `suffixes` the suffixes after them; on a CPU, `parts` has all of it for
-    `SharedAttention`. `experts`: where routers are to send the
-    tokens of this rank (Micro.experts)."""
+    `shares`: whether there are prefixes; `fused`: whether `SharedAttention` may compute them. `ulysses`: the group of ranks that
+    shares the tokens, if there is one. `experts`: where routers are to send the tokens of this rank (Micro.experts).
+
+    Blocks are made when something asks for them: which, depends on device and layer."""
 
     cu_seqlens: Tensor
     longest: int
-    blocks: tuple[Block, ...]
+    spans: Tensor
+    shares: bool = False
+    fused: bool = False
     ulysses: Ulysses | None = None
-    suffixes: tuple[Block, ...] = ()
-    spans: Tensor | None = None
-    parts: Spans | None = None
     experts: Tensor | None = None
     _cut: dict[int, PackedSequences] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Blocks of the spans without a prefix before them, the prefixes among them, and one of the suffixes of each prefix."""
+        # From the host, because block sizes become shapes: reading them from a GPU would synchronize with it for each block.
+        device, behind = self.cu_seqlens.device, self.spans[:, 0] < self.spans[:, 1]
+        groups: dict[tuple[int, int], list[list[int]]] = {}
+        for first, last, *suffix in self.spans[behind].tolist():
+            groups.setdefault((first, last), []).append(suffix)
+        suffixes = [row_block(torch.tensor(rows), device, prefix) for prefix, rows in groups.items()]
+        return (*row_blocks(self.spans[~behind, 2:], device), *suffixes)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Block, ...], list[list[int]]]:
+        """Blocks of all spans, each causal over itself; and the suffixes, those in a row behind one prefix as one."""
+        runs: list[list[int]] = []
+        for first, last, start, stop in self.spans[self.spans[:, 0] < self.spans[:, 1]].tolist():
+            if runs and runs[-1][:2] == [first, last] and runs[-1][3] == start:
+                runs[-1][3] = stop
+            else:
+                runs.append([first, last, start, stop])
+        return row_blocks(self.spans[:, 2:], self.cu_seqlens.device), runs
 
     @property
     def positions(self) -> Tensor:
         """The position of each token in its row, which counts a shared prefix: int64 [T]."""
-        counts = self.cu_seqlens.diff().to(torch.int64)
-        before = self.cu_seqlens[:-1].to(torch.int64)
-        if self.spans is not None:
-            before = before - on_device(self.spans[:, 1] - self.spans[:, 0], before.device)
-        total = int(self.cu_seqlens[-1])
-        return torch.arange(total, device=before.device) - before.repeat_interleave(counts, output_size=total)
+        first, last, start, stop = self.spans.unbind(1)
+        before = (start - (last - first)).repeat_interleave(stop - start)
+        return on_device(torch.arange(len(before)) - before, self.cu_seqlens.device)
 
     def cut(self, chunk: int) -> PackedSequences:
         """The layout in which each run of `chunk` tokens of a row, counted from its start, is a row of its own: attention
         within runs."""
         if chunk not in self._cut:  # made once for all layers
-            device = self.cu_seqlens.device
-            if self.spans is None:
-                rows = pairwise(self.cu_seqlens.tolist())
-                ends = [end for first, last in rows for end in (*range(first + chunk, last, chunk), last)]
-                self._cut[chunk] = packed_rows(torch.tensor([0, *ends]), device)
-            else:
-                # The first run after a prefix sees the prefix's last, unfinished run.
-                found = []
-                for first, last, start, stop in self.spans.tolist():
-                    over = (last - first) % chunk
-                    edges = [start, *range(start + chunk - over, stop, chunk), stop]
-                    for at, (begin, end) in enumerate(pairwise(edges)):
-                        found.append([last - over, last, begin, end] if at == 0 and over else [begin, begin, begin, end])
-                self._cut[chunk] = packed_trees(torch.tensor(found, dtype=torch.int64), chunk, device)
+            # The first run after a prefix sees the prefix's last, unfinished run.
+            found = []
+            for first, last, start, stop in self.spans.tolist():
+                over = (last - first) % chunk
+                edges = [start, *range(start + chunk - over, stop, chunk), stop]
+                for at, (begin, end) in enumerate(pairwise(edges)):
+                    found.append([last - over, last, begin, end] if at == 0 and over else [begin, begin, begin, end])
+            self._cut[chunk] = packed_rows(torch.tensor(found, dtype=torch.int64), self.cu_seqlens.device)
         return self._cut[chunk]
 
 
-def packed_rows(offsets: Tensor, device: torch.device | None = None) -> PackedSequences:
-    """The layout of the rows that `offsets` int64 [N + 1] delimit."""
-    place = device or offsets.device
-    blocks = row_blocks(offsets[:-1], offsets[1:], place)
-    longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
-    return PackedSequences(on_device(offsets.to(torch.int32), place), longest, blocks)
-
-
-def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSequences:
-    """The layout of rows with shared prefixes; `longest` counts a row's prefix."""
-    alone = spans[:, 0] == spans[:, 1]
-    blocks = row_blocks(spans[alone, 2], spans[alone, 3], device)
+def packed_rows(rows: Tensor, device: torch.device = HOST) -> PackedSequences:
+    """The layout on `device` of rows; on the host, `rows` are their offsets int64 [N + 1], or spans if they share prefixes."""
+    spans = rows if rows.ndim == 2 else torch.stack([rows[:-1], rows[:-1], rows[:-1], rows[1:]], dim=1)
+    prefixes = spans[:, 1] - spans[:, 0]
+    shares, longest = bool(prefixes.any()), int((prefixes + spans[:, 3] - spans[:, 2]).max()) if len(spans) else 0
     ends = on_device(torch.cat([spans.new_zeros(1), spans[:, 3]]).to(torch.int32), device)
-    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the suffixes by prefix
-    runs: list[tuple[int, int, int, int]] = []  # those that follow each other behind one prefix as one
-    for first, last, start, stop in spans[~alone].tolist():
-        groups.setdefault((first, last), []).append((start, stop))
-        if runs and runs[-1][:2] == (first, last) and runs[-1][3] == start:
-            runs[-1] = (first, last, runs[-1][2], stop)
-        else:
-            runs.append((first, last, start, stop))
-    cut = {prefix: torch.tensor(rows) for prefix, rows in groups.items()}
-    suffixes = tuple(row_block(rows[:, 0], rows[:, 1], device, prefix) for prefix, rows in cut.items())
-    parts = Spans(row_blocks(spans[:, 2], spans[:, 3], device), tuple(runs)) if device.type == "cpu" else None
-    return PackedSequences(ends, longest, blocks, suffixes=suffixes, spans=spans, parts=parts)
+    return PackedSequences(ends, longest, spans, shares, shares and device.type == "cpu")
 
 
 def packed_attention(
@@ -404,29 +391,21 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
     """[T, H, D], [T, G, D], [T, G, E] -> [T, H, E]."""
     # The varlen kernel needs half precision on a GPU and supports neither a prefix that several rows share nor a cap.
     half = q.dtype in (torch.bfloat16, torch.float16)
-    if q.is_cuda and half and packed.spans is None and form.cap is None and varlen_takes(max(q.shape[2], v.shape[2])):
+    if q.is_cuda and half and not packed.shares and form.cap is None and varlen_takes(max(q.shape[2], v.shape[2])):
         return varlen_attention(q, k, v, packed.cu_seqlens, packed.longest, form)
-    return _blockwise(q, k, v, packed, form)
-
-
-def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
-    """Right-padded blocks under a causal mask: a real token never attends to the padding after it."""
+    # Right-padded blocks under a causal mask: a real token never attends to the padding after it.
     wide, heads = v.shape[2], q.shape[1]
-    if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
-        return attend(q, k, v, packed.blocks[0], form)
-    if packed.parts is not None and form.plain_up_to(packed.longest):
+    if packed.fused and form.plain_up_to(packed.longest):
         if k.shape[1] != heads:
             k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
         call: Callable[..., Tensor] = SharedAttention.apply
-        return call(*same_width(q, k, v), packed.parts, form.scale)[..., :wide]
-    out = q.new_zeros(*q.shape[:2], wide)
-    for block in packed.blocks:
-        out = out.index_copy(0, block.tokens, attend(q, k, v, block, form))
-    if not packed.suffixes:
-        return out
-    # One index_copy for all suffixes: each call allocates a whole new `out`.
-    parts = [attend(q, k, v, block, form) for block in packed.suffixes]
-    return out.index_copy(0, torch.cat([block.tokens for block in packed.suffixes]), torch.cat(parts))
+        return call(*same_width(q, k, v), packed, form.scale)[..., :wide]
+    if len(packed.blocks) == 1 and packed.blocks[0].exact:
+        return attend(q, k, v, packed.blocks[0], form)
+    # One index_copy for all: each call allocates a whole new tensor.
+    parts = [attend(q, k, v, block, form) for block in packed.blocks]
+    out = q.new_empty(*q.shape[:2], wide)
+    return out.index_copy(0, torch.cat([block.tokens for block in packed.blocks]), torch.cat(parts))
 
 
 def register_packed_attention() -> None:
@@ -480,7 +459,7 @@ def keep_rows_apart(backbone: nn.Module) -> list[str]:
 def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The module's results on the tokens of the layout, each row by itself."""
     packed = layout()
-    if packed is None or not (packed.blocks or packed.suffixes):
+    if packed is None or not packed.blocks:
         return forward(*args, **kwargs)
     group = packed.ulysses
     # The hidden states are the first argument that is a tensor [1, T, ...].
@@ -526,10 +505,8 @@ def _each(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
 
 def mixer_blocks(packed: PackedSequences) -> list[Block]:
     """The rows in blocks of similar length: those without a prefix before them, and the suffixes, each behind its prefix."""
-    if packed.spans is None:
-        return list(packed.blocks)
-    device, found = packed.cu_seqlens.device, list(packed.blocks)
-    spans = packed.spans[packed.spans[:, 0] != packed.spans[:, 1]].cpu()
+    device, found = packed.cu_seqlens.device, [block for block in packed.blocks if block.mask is None]
+    spans = packed.spans[packed.spans[:, 0] < packed.spans[:, 1]]
     for rows in similar((spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]).tolist()):
         first, last, start, stop = (spans[rows][:, place, None] for place in range(4))
         prefix, ends = last - first, last - first + stop - start

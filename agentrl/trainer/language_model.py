@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from agentrl.data.expert_routing import free
 from agentrl.render.modality import Inputs, Rows
-from agentrl.trainer.attention import PackedSequences, packed_rows, packed_trees
+from agentrl.trainer.attention import PackedSequences, packed_rows
 from agentrl.trainer.parallel import Ulysses, compute_divided, laid_out, parameters_of
 from agentrl.utils.errors import ModelError
 
@@ -146,28 +146,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, head, None, None, None, None, None, offset, None
 
 
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    *,
-    chunk: int = CHUNK,
-    entropy: bool = True,
-    kernels: HeadKernels = PLAIN,
-    bias: Tensor | None = None,
-    cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """log softmax(z / temperature) of the targets, and the entropies of those distributions; z = hidden W^T + bias, or with
-    a cap c: z = c tanh((hidden W^T + bias) / c). A scale of the logits is one of the temperature, the bias and the cap (head.py).
-
-    `hidden` [M, E], `weight` [V, E], `bias` [V], `targets` int64 [M] -> two float32 tensors [M], both with gradient;
-    the entropies are zeros if `entropy` is False.
-    """
-    call: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
-    return call(hidden, weight, targets, temperature, chunk, entropy, kernels, bias, cap)
-
-
 # The head
 
 _EXPONENTS = range(-20, 21)
@@ -190,26 +168,24 @@ class HeadRule:
         hidden: Tensor,
         head: nn.Linear,
         targets: Tensor,
-        temperature: float,
+        temperature: float = 1.0,
         *,
+        chunk: int = CHUNK,
         entropy: bool = True,
         kernels: HeadKernels = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        """`token_logprobs` of the model's logits after `hidden` [M, E]."""
+        """log softmax(logits / temperature) of the targets, and the entropies of those distributions.
+
+        `hidden` [M, E], `head.weight` [V, E], `head.bias` [V], `targets` int64 [M] -> two float32 tensors [M], both with
+        gradient; the entropies are zeros if `entropy` is False.
+        """
         # With k = a s, c tanh((k x + s b) / c) / t is c/k tanh((x + b/a) / (c/k)) / (t/k): the products x = h W^T stay as they
         # are, and what is rounded in bfloat16 is not rounded again.
         factor = self.hidden * self.scale
         bias = None if head.bias is None else head.bias.float() / self.hidden
-        return token_logprobs(
-            hidden,
-            head.weight.to(hidden.dtype),
-            targets,
-            temperature / factor,
-            entropy=entropy,
-            kernels=kernels,
-            bias=bias,
-            cap=None if self.cap is None else self.cap / factor,
-        )
+        cap = None if self.cap is None else self.cap / factor
+        call: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
+        return call(hidden, head.weight.to(hidden.dtype), targets, temperature / factor, chunk, entropy, kernels, bias, cap)
 
     def logits(self, products: Tensor) -> Tensor:
         """The model's logits for the output embedding's results."""
@@ -352,7 +328,8 @@ class PolicyModule(nn.Module):
             indices, targets = indices[local], targets[local]
         before = hidden.index_select(0, indices - first)
         compute = partial(self.rule.logprobs, temperature=temperature, entropy=entropy, kernels=self.kernels)
-        own = compute_divided(compute, before, self.hf.get_output_embeddings(), targets, self.tensor)
+        head, tensor = self.hf.get_output_embeddings(), self.tensor
+        own = compute(before, head, targets) if tensor is None else compute_divided(compute, before, head, targets, tensor)
         if group is None:
             return own
         return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]
@@ -428,15 +405,12 @@ def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[in
 def share_tokens(micro: Micro, group: Ulysses) -> Micro:
     """The micro-batch for a group of ranks that share its tokens: padded to a multiple of the group's size by an
     additional row, which no other row sees."""
-    missing, packed = -len(micro.input_ids) % group.size, micro.packed
+    end, packed = len(micro.input_ids), micro.packed
+    missing = -end % group.size
     pad = micro.input_ids.new_zeros(missing)
-    if missing and packed.spans is not None:
-        end = int(packed.spans[-1, 3])
-        spans = torch.cat([packed.spans, packed.spans.new_tensor([[end, end, end, end + missing]])])
-        packed = packed_trees(spans, packed.longest, packed.cu_seqlens.device)
-    elif missing:
-        offsets = packed.cu_seqlens.to(torch.int64)
-        packed = packed_rows(torch.cat([offsets, offsets[-1:] + missing]))
+    if missing:
+        row = packed.spans.new_tensor([[end, end, end, end + missing]])
+        packed = packed_rows(torch.cat([packed.spans, row]), packed.cu_seqlens.device)
     return replace(
         micro,
         input_ids=torch.cat([micro.input_ids, pad]),

@@ -82,7 +82,8 @@ def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Act
     handles = [h for layer in layers for h in (layer.register_forward_pre_hook(mark), layer.register_forward_hook(mark))]
     # One row of these tokens.
     positions = torch.zeros(tokens, dtype=torch.int64, device="meta")
-    packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, ())
+    no_rows = torch.empty(0, 4, dtype=torch.int64)
+    packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, no_rows)
     micro = Micro(positions, positions, packed, positions, positions, positions[:1])
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _CountedProducts():

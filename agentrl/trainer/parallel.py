@@ -160,14 +160,12 @@ def compute_divided(
     hidden: Tensor,
     head: Any,
     targets: Tensor,
-    group: Ulysses | None,
+    group: Ulysses,
 ) -> tuple[Tensor, Tensor]:
     """`compute(hidden [M, E], head, targets [M])`, two results [M], with the tokens divided over a group whose ranks all have
     `hidden` and `targets`; `head`: an output embedding (`weight` [V, E] and `bias`). Each rank gathers it, as FSDP2 does
     anyway, and computes its part of the tokens. The alternative, to split the vocabulary, needs sums over the ranks for each
     chunk of tokens, and a form of its own for each kind of logits."""
-    if group is None:
-        return compute(hidden, head, targets)
     counts = [len(part) for part in torch.arange(len(targets)).tensor_split(group.size)]
     part = slice(sum(counts[: group.rank]), sum(counts[: group.rank + 1]))
     bias = None if head.bias is None else group.sum_gradient(head.bias)

@@ -21,8 +21,8 @@ from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sam
 from agentrl.data.schedule import FRESH, ORIGIN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate, call_component, check_output
-from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, kl_estimate
-from agentrl.trainer.attention import packed_rows, packed_trees
+from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, k3, kl_estimate
+from agentrl.trainer.attention import packed_rows
 from agentrl.trainer.language_model import Micro
 from agentrl.trainer.minibatch import SOURCE, TERMS, Term, Visits, kl_kind, named_rows
 from agentrl.trainer.train_engine import BaseEngine, CardUsage, card_of
@@ -182,7 +182,7 @@ class MicroLoss:
             meter.add(name, torch.as_tensor(values), mask)
         if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
             meter.add(FIRST, fresh)
-            meter.add("mismatch_kl", kl_estimate("k3", now, behaviour), fresh)
+            meter.add("mismatch_kl", k3(now, behaviour), fresh)
             meter.top("mismatch_max", torch.where(fresh, (now - behaviour).abs(), 0.0))
         if self.visits is not None and rows:
             self.visits.append((piece.row(SOURCE), piece.compact, now - behaviour))
@@ -219,7 +219,7 @@ def mismatch(view: Ragged) -> dict[str, float]:
     new, old = (view.tokens(name)[view.tokens("sampled")] for name in ("old_logprobs", "logprobs"))
     if not len(new):
         return {}
-    return {"mismatch_kl": float(kl_estimate("k3", new, old).mean()), "mismatch_max": float((new - old).abs().max())}
+    return {"mismatch_kl": float(k3(new, old).mean()), "mismatch_max": float((new - old).abs().max())}
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -280,7 +280,7 @@ class Pack:
         ids, positions = self.flat["token_ids"], self.flat["position_ids"]
         indices, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
         before, targets = indices - 1, ids[indices]  # a token is predicted by the one before it
-        packed = packed_rows(offsets, device)
+        layout = offsets
         experts = self.flat["experts"] if replay and "experts" in view else None
         if experts is not None and not rows:
             experts = free(experts, len(experts))
@@ -293,13 +293,14 @@ class Pack:
             row_counts = on_device(torch.bincount(made.at, minlength=len(ids)), device)
             if experts is not None:
                 experts = experts[torch.from_numpy(np.unique(made.at.numpy(), return_index=True)[1])]
-            packed = packed_trees(made.spans, packed.longest, device)
+            layout = made.spans
         self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
         ends, held = self.flat["cu_seqlens"].tolist(), [view.images(row) for row in rows] or [()]
         images = tuple(zip(ends[:-1], ends[1:], held, strict=True))
         # int32 in the batch; gather needs int64.
         ids, positions, before, targets, last = (on_device(t.long(), device) for t in (ids, positions, before, targets, last))
         experts = None if experts is None else on_device(experts, device)
+        packed = packed_rows(layout, device)
         self.micro = Micro(ids, positions, packed, before, targets, last, experts, row_counts, images)
 
     def column(self, name: str) -> Tensor:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +29,7 @@ from gpu_common import (
 from agentrl.engines.exact_attention import AttentionForm
 from agentrl.trainer import attention
 from agentrl.trainer.fsdp import FsdpEngine
-from agentrl.trainer.language_model import PLAIN, HeadKernels, Micro, token_logprobs
+from agentrl.trainer.language_model import PLAIN, HeadKernels, HeadRule, Micro
 from agentrl.trainer.layers import compiled_head
 from agentrl.utils.errors import AgentrlError
 
@@ -125,7 +127,8 @@ def _head(shape: Shape, predicted: int, device: torch.device, kernels: HeadKerne
     hidden = torch.randn(predicted, shape.hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = torch.randn(shape.vocab, shape.hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     targets = torch.zeros(predicted, dtype=torch.int64, device=device)
-    logprobs, _ = token_logprobs(hidden, weight, targets, kernels=kernels)
+    head: Any = SimpleNamespace(weight=weight, bias=None)
+    logprobs, _ = HeadRule().logprobs(hidden, head, targets, kernels=kernels)
     torch.autograd.backward(logprobs.sum())
 
 
@@ -135,8 +138,9 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: attention
 
 def _attention_seconds(shape: Shape, lengths: list[int], device: torch.device, way: str) -> float:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    packed = attention.packed_rows(offsets, device)
-    function = {"auto": attention._attention, "varlen": _varlen, "blocks": attention._blockwise}[way]
+    # Behind a shared prefix, varlen takes nothing.
+    packed = replace(attention.packed_rows(offsets, device), shares=way == "blocks")
+    function = _varlen if way == "varlen" else attention._attention
 
     def tensor(heads: int) -> torch.Tensor:
         size = (sum(lengths), heads, shape.head_dim)

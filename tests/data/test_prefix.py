@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.rows import Ragged, build, nested_tensor, pack
 from agentrl.data.schedule import Tree, find_trees, share, token_ratio, with_trees
-from agentrl.trainer.attention import PACKED, packed_attention, packed_trees, register_packed_attention
+from agentrl.trainer.attention import PACKED, packed_attention, packed_rows, register_packed_attention
 from tests.conftest import examples
 
 SHORT = 2
@@ -87,7 +87,7 @@ def test_attention_equals_the_dense_mask(rows):
     size = len(made.token_ids)
     query = torch.randn(size, 4, 8, generator=generator)
     key, value = (torch.randn(size, 2, 8, generator=generator) for _ in range(2))
-    packed = replace(packed_trees(made.spans, size, torch.device("cpu")), parts=None)  # by blocks, as on a GPU
+    packed = replace(packed_rows(made.spans), fused=False)  # by blocks, as on a GPU
     given = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     out = packed_attention(torch.nn.Identity(), *given, None, packed=packed, scaling=8**-0.5)[0][0]
     full = [tensor.repeat_interleave(2, 1).transpose(0, 1) for tensor in (key, value)]
@@ -142,7 +142,7 @@ def test_logprobs_and_gradients_of_a_transformers_model_are_those_of_plain_packi
         ).logits[0]
     )  # fmt: skip
     model.set_attn_implementation(PACKED)
-    packed = replace(packed_trees(made.spans, 97, torch.device("cpu")), parts=None)
+    packed = replace(packed_rows(made.spans), fused=False)
     got, own = step(
         model(
             input_ids=made.token_ids[None], position_ids=made.position_ids[None],

@@ -13,7 +13,6 @@ from agentrl.trainer.attention import (
     WithSinks,
     packed_attention,
     packed_rows,
-    packed_trees,
     register_packed_attention,
     varlen_attention,
     varlen_takes,
@@ -27,7 +26,6 @@ def offsets_for(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
-CPU = torch.device("cpu")
 ROWS = [[0, 0, 0, 11], [11, 11, 11, 12], [12, 12, 12, 31]]
 TREES = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 25], [25, 25, 25, 30], [25, 30, 30, 31]]
 """Spans of key tokens from, to, and of a row's own from, to: rows alone, and prefixes with what follows them."""
@@ -92,9 +90,9 @@ def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
     given = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     form = FORMS[name]
-    packed = packed_trees(torch.tensor(spans), 18, CPU) if shared else packed_rows(torch.tensor([0, 11, 12, 31]))
-    after = ((0, 7, 7, 22), (25, 30, 30, 31))
-    assert not shared or (packed.parts is not None and packed.parts.after == after), "suffixes that follow each other are one run"
+    packed = packed_rows(torch.tensor(spans if shared else [0, 11, 12, 31]))
+    assert packed.spans.tolist() == spans and packed.longest == (18 if shared else 19)
+    assert packed.parts[1] == ([[0, 7, 7, 22], [25, 30, 30, 31]] if shared else []), "suffixes that follow each other are one"
     asked = {"s_aux": None if form.sinks is None else given[3], "softcap": form.cap, "sliding_window": form.window}
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in given[:3])
     found = packed_attention(LayerOf(form.chunk), q, k, v, None, packed=packed, scaling=form.scale, **asked)[0][0]

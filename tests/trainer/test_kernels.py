@@ -1,5 +1,8 @@
 """Faster layers: compiled ones compute what plain ones compute, and what needs a GPU says so before a model is loaded."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +11,7 @@ from torch._dynamo.utils import counters
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.trainer import layers as kernels
 from agentrl.trainer.actor import Actor
-from agentrl.trainer.language_model import PLAIN, token_logprobs
+from agentrl.trainer.language_model import PLAIN, HeadRule
 from tests.conftest import proof
 from tests.publishing import weights_of
 from tests.trainer.learners import start
@@ -90,7 +93,8 @@ def test_the_compiled_head_gives_the_same_numbers_and_gradients(backend: str, dt
         targets = torch.randint(50, (tokens,))
         found = []
         for way in (PLAIN, fast):
-            logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk=8, kernels=way, bias=bias, cap=cap)
+            head: Any = SimpleNamespace(weight=weight, bias=bias)
+            logprobs, entropy = HeadRule(cap=cap).logprobs(hidden, head, targets, 0.7, chunk=8, kernels=way)
             total = (logprobs * torch.arange(tokens)).sum() + (bonus * entropy.sum() if bonus else 0.0)
             found.append((logprobs, entropy, *torch.autograd.grad(total, [hidden, weight])))
         for one, other in zip(*found, strict=True):

@@ -1,16 +1,21 @@
 """Chunked logprobs against log_softmax over the full logits, and the head of a family."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 from agentrl.config.schema import LoraSection
-from agentrl.trainer.language_model import HeadKernels, HeadRule, backbone, head_rule, slope, token_logprobs
+from agentrl.trainer.language_model import HeadKernels, HeadRule, backbone, head_rule, slope
 from agentrl.trainer.layers import inject
 from agentrl.utils.errors import ModelError
 from tests.trainer.tiny_families import FAMILIES, tiny_model
+
+
+def head_of(weight: torch.Tensor) -> Any:
+    return SimpleNamespace(weight=weight, bias=None)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
@@ -24,7 +29,7 @@ def test_values_and_gradients(chunk: int, temperature: float) -> None:
     table = torch.log_softmax(hidden @ weight.t() / temperature, -1)
     expected = table.gather(1, targets[:, None]).squeeze(1), -(table.exp() * table).sum(-1)
     wanted = torch.autograd.grad((expected[0] * a + expected[1] * b).sum(), (hidden, weight))
-    found = token_logprobs(hidden, weight, targets, temperature, chunk=chunk)
+    found = HeadRule().logprobs(hidden, head_of(weight), targets, temperature, chunk=chunk)
     got = torch.autograd.grad((found[0] * a + found[1] * b).sum(), (hidden, weight))
     for mine, other in zip((*found, *got), (*expected, *wanted), strict=True):
         assert torch.allclose(mine, other, atol=1e-5)
@@ -62,7 +67,7 @@ def test_logits_of_a_chunk_are_all_that_lives() -> None:
 
     hidden, weight = torch.randn(500, 4, requires_grad=True), torch.randn(300, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        token_logprobs(hidden, weight, torch.zeros(500, dtype=torch.int64), chunk=50)
+        HeadRule().logprobs(hidden, head_of(weight), torch.zeros(500, dtype=torch.int64), chunk=50)
     assert max(kept) <= max(hidden.numel(), weight.numel())
 
 
@@ -72,7 +77,7 @@ def test_entropies_that_are_only_measured_cost_nothing_in_the_backward_pass() ->
     kernels = HeadKernels(slope=lambda *args: asked.append(args[4][1]) or slope(*args))
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8)
     for bonus in (False, True):
-        logprobs, entropy = token_logprobs(hidden, weight, torch.arange(5), kernels=kernels)
+        logprobs, entropy = HeadRule().logprobs(hidden, head_of(weight), torch.arange(5), kernels=kernels)
         torch.autograd.backward(logprobs.sum() + (entropy.sum() if bonus else entropy.detach().sum()))
     assert asked[0] is None and asked[1].shape == (5,)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.trainer.attention import packed_rows, packed_trees
+from agentrl.trainer.attention import packed_rows
 from agentrl.trainer.language_model import Micro
 
 VOCAB = 64
@@ -85,11 +85,7 @@ def micro_of(rows: list[torch.Tensor], prefix: int) -> Micro:
     parts = [rows[0][:prefix], *(row[prefix:] for row in rows)]
     ends = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0).tolist()
     spans = [[0, 0, 0, prefix], *([0, prefix, a, b] for a, b in pairwise(ends[1:]))]
-    packed = (
-        packed_trees(torch.tensor(spans), max(map(len, rows)), torch.device("cpu"))
-        if prefix
-        else packed_rows(torch.tensor(ends[1:]))
-    )
+    packed = packed_rows(torch.tensor(spans if prefix else ends[1:]))
     at = [torch.arange(prefix), *(torch.arange(prefix, len(row)) for row in rows)]
     places = [torch.cat([torch.arange(prefix), torch.arange(a, b)]) for a, b in pairwise(ends[1:])]
     before, last = torch.cat([place[:-1] for place in places]), torch.stack([place[-1] for place in places])

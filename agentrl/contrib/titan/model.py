@@ -45,7 +45,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.contrib.moe.routers import Routers
 from agentrl.data.expert_routing import FREE
 from agentrl.trainer.attention import PackedSequences, packed_attention
-from agentrl.trainer.language_model import Micro, shares, token_logprobs
+from agentrl.trainer.language_model import HeadRule, Micro, shares
 from agentrl.trainer.parallel import Ulysses, compute_divided
 from agentrl.utils.errors import ModelError
 
@@ -134,8 +134,10 @@ class LogprobHead(Linear):
         """`input`: hidden states [M, E], which all tensor-parallel ranks have; `targets` int64 [M] -> two float32 [M]."""
 
         def compute(hidden: Tensor, head: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return token_logprobs(hidden, head.weight.to(hidden.dtype), targets, temperature, entropy=entropy)
+            return HeadRule().logprobs(hidden, head, targets, temperature, entropy=entropy)
 
+        if self.tensor is None:
+            return compute(input, self, targets)
         return compute_divided(compute, input, self, targets, self.tensor)
 
 
