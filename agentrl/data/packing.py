@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from agentrl.utils.errors import ConfigError
 
-
-def partition(costs: np.ndarray, ranks: int) -> list[list[int]]:
-    """The items of each rank, so that the largest total is small: longest processing time first (Graham, 1969), where each item,
+def partition(costs: np.ndarray, ranks: int) -> np.ndarray:
+    """The rank of each item, so that the largest total is small: longest processing time first (Graham, 1969), where each item,
     the costliest first, goes to the least loaded rank."""
     owner = np.empty(len(costs), dtype=np.int64)
     heap = [(0.0, rank) for rank in range(ranks)]
@@ -21,34 +19,7 @@ def partition(costs: np.ndarray, ranks: int) -> list[list[int]]:
         load, rank = heap[0]
         owner[item] = rank
         heapq.heapreplace(heap, (load + price[item], rank))
-    return [np.flatnonzero(owner == rank).tolist() for rank in range(ranks)]
-
-
-# Ways to put sequences into micro-batches under a hard token cap. Each returns the bin of every item.
-
-
-def first_fit_decreasing(tokens: np.ndarray, cap: int) -> np.ndarray:
-    """First-fit decreasing: each item, the longest first, goes into the first bin with room."""
-    bin_of = np.empty(len(tokens), dtype=np.int64)
-    room, opened, size = np.full(len(tokens), cap, dtype=np.int64), 0, tokens.tolist()
-    for item in np.argsort(-tokens, kind="stable").tolist():
-        first = int(np.argmax(room[: opened + 1] >= size[item]))  # of the open bins and one more
-        opened = max(opened, first + 1)
-        room[first] -= size[item]
-        bin_of[item] = first
-    return bin_of
-
-
-def next_fit_decreasing(tokens: np.ndarray, cap: int) -> np.ndarray:
-    """Next-fit decreasing: each item, the longest first, goes into the last bin, or into a new one if that has no room."""
-    bin_of = np.empty(len(tokens), dtype=np.int64)
-    number, room, size = 0, cap, tokens.tolist()
-    for item in np.argsort(-tokens, kind="stable").tolist():
-        if room < size[item]:
-            number, room = number + 1, cap
-        room -= size[item]
-        bin_of[item] = number
-    return bin_of
+    return owner
 
 
 def micro_batches(
@@ -57,30 +28,29 @@ def micro_batches(
     *,
     groups: Sequence[int] | np.ndarray | torch.Tensor | None = None,
     prefix: Sequence[int] | np.ndarray | torch.Tensor | None = None,
-) -> list[list[int]]:
-    """The sequences of each micro-batch, at least one (an empty list is a dummy): every sequence exactly once, at most `cap`
-    tokens in each, the largest micro-batch first.
+) -> list[np.ndarray]:
+    """The sequences of each micro-batch, at least one (an empty one is a dummy): every sequence exactly once, at most `cap`
+    tokens in each, the largest micro-batch first. No sequence is longer than the cap (`plan_micro_batches` checks it).
 
     `groups[i]`, if given, is a group number: sequences of one group go into the same micro-batch as
     far as the cap allows. A sequence with a negative number has no group and may go anywhere. `prefix[i]`:
     the number of first tokens of the sequence that the members of its group in one micro-batch compute only
     once (equal within a group; 0: none). They count against the cap once.
-
-    Raises ConfigError if a single sequence is longer than the cap.
     """
     tokens = np.asarray(lengths, dtype=np.int64).reshape(-1)
-    check_cap(tokens, cap)
-    if not len(tokens):
-        return [[]]
     once = np.zeros_like(tokens) if prefix is None else np.asarray(prefix, dtype=np.int64)
     unit = np.arange(len(tokens)) if groups is None else group_units(tokens, np.asarray(groups), cap, once)
     size = unit_sums(unit, tokens, once).astype(np.int64)
-    # Next fit fills one micro-batch after the other; first fit may need fewer of them.
-    bin_of = min(next_fit_decreasing(size, cap), first_fit_decreasing(size, cap), key=np.max)
+    # First-fit decreasing: each unit, the longest first, goes into the first micro-batch with room. Never more of them than
+    # next-fit makes, in which only the last one may have room.
+    bin_of, room, opened = np.empty(len(size), dtype=np.int64), np.full(len(size), cap, dtype=np.int64), 0
+    for item in np.argsort(-size, kind="stable").tolist():
+        bin_of[item] = first = int(np.argmax(room[: opened + 1] >= size[item]))  # of the open ones and one more
+        opened = max(opened, first + 1)
+        room[first] -= size[item]
     place = np.argsort(np.argsort(-np.bincount(bin_of, weights=size), kind="stable"))
     home = place[bin_of][unit]
-    order = np.argsort(home, kind="stable")
-    return [part.tolist() for part in np.split(order, np.cumsum(np.bincount(home))[:-1])]
+    return np.split(np.argsort(home, kind="stable"), np.cumsum(np.bincount(home))[:-1])
 
 
 def group_units(tokens: np.ndarray, groups: np.ndarray, cap: float, prefix: np.ndarray | None = None) -> np.ndarray:
@@ -107,13 +77,3 @@ def unit_sums(unit: np.ndarray, values: np.ndarray, once: np.ndarray) -> np.ndar
     spared = np.zeros(count)
     spared[unit] = once
     return np.asarray(total - (members - 1) * spared)
-
-
-def check_cap(tokens: np.ndarray, cap: int) -> None:
-    """Raise ConfigError, naming the sequence, if one is longer than the cap."""
-    if len(tokens) and int(tokens.max()) > cap:
-        worst = int(tokens.argmax())
-        raise ConfigError(
-            f"sequence {worst} has {int(tokens[worst])} tokens, more than the hard cap of {cap} tokens per micro-batch: "
-            f"set optim.micro_tokens to at least {int(tokens[worst])}, or lower rollout.max_episode_tokens"
-        )

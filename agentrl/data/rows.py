@@ -92,16 +92,12 @@ class Ragged:
         """The view with these flat token columns [T, ...] added or replaced."""
         return self.with_rows(**{name: nested_tensor(values, self.offsets) for name, values in columns.items()})
 
-    def with_wide(self, **values: Any) -> Ragged:
-        """The view with these batch-wide values added or replaced."""
-        return self.with_rows(**{name: wide(value, len(self)) for name, value in values.items()})
-
     def with_rows(self, **columns: Any) -> Ragged:
-        """The view with these row columns [N, ...] added or replaced."""
+        """The view with these row columns [N, ...] added or replaced; what is no tensor is one value of the whole batch."""
         # A shallow copy: the columns are shared, so it costs nothing, and whoever holds the old view sees no change.
         out: TensorDict = self.batch.copy()
         for name, column in columns.items():
-            out.set(name, column)
+            out.set(name, column if isinstance(column, torch.Tensor) else wide(column, len(self)))
         return Ragged(out, self.offsets, self.lengths)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.data.packing import check_cap, group_units, micro_batches, partition, unit_sums
+from agentrl.data.packing import group_units, micro_batches, partition, unit_sums
 from agentrl.data.rows import Ragged, Rows
+from agentrl.utils.errors import ConfigError
 
 # Prefix sharing: members of a group that begin with the same tokens compute those tokens once.
 #
@@ -53,34 +55,30 @@ class SharedPack:
     at: torch.Tensor
 
 
-def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]:
-    """Trees over `rows`: rows of one group (column `group`) that begin with the same tokens.
+def find_trees(view: Ragged, shortest: int = SHORTEST) -> list[Tree]:
+    """Trees of a batch: rows of one group (column `group`) that begin with the same tokens.
 
     Of all ways to split a group's rows into trees, this is the one that saves the most tokens. A shared prefix is
     the longest common one, but leaves every member at least one token of its own. Every row is in exactly
     one tree.
     """
-    index = np.asarray(rows, dtype=np.int64)
-    tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
-    group = view.numbers("group")
+    texts = np.split(view.tokens("token_ids").numpy(), view.offsets.numpy()[1:-1])
     buckets: dict[Any, list[int]] = {}
-    for place, row in enumerate(index.tolist()):
+    for row, group in enumerate(view.numbers("group").tolist()):
         # Rows that differ in their first `shortest` tokens never share a tree, so only rows of one bucket are compared.
-        head = tokens[offsets[row] : offsets[row + 1]][:shortest]
-        key = (int(group[row]), head.tobytes()) if len(head) == shortest else ("alone", place)
-        buckets.setdefault(key, []).append(place)
+        head = texts[row][:shortest]
+        buckets.setdefault((group, head.tobytes()) if len(head) == shortest else ("alone", row), []).append(row)
     trees: list[Tree] = []
     for members in buckets.values():
-        texts = [tokens[offsets[row] : offsets[row + 1]] for row in index[members]]
         # Sorted by their bytes, texts with a common prefix are adjacent, so every tree is a run of this order.
-        order = sorted(range(len(texts)), key=lambda i: texts[i].tobytes())
-        for part, prefix in _best_runs([texts[i] for i in order], shortest):
-            rows = tuple(sorted(members[order[i]] for i in part))
+        members.sort(key=lambda row: texts[row].tobytes())
+        for run, prefix in _best_runs([texts[row] for row in members], shortest):
+            rows = tuple(sorted(members[run]))
             trees += [Tree(rows, prefix)] if prefix else [Tree((row,), 0) for row in rows]
-    return sorted(trees, key=lambda tree: tree.rows)
+    return sorted(trees, key=attrgetter("rows"))
 
 
-def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, int]]:
+def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[slice, int]]:
     """Sorted texts cut into runs, each with its common prefix (0 for a run of one), so that the most tokens are saved."""
     common: list[int] = []  # the longest common prefix of each text and the next
     for one, other in pairwise(texts):
@@ -99,11 +97,11 @@ def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, 
                 break
             saved = max(saved, (best[start][0] + (stop - start - 1) * prefix, start, prefix))
         best.append(saved)
-    runs: list[tuple[range, int]] = []
+    runs: list[tuple[slice, int]] = []
     stop = len(texts)
     while stop:
         _, start, prefix = best[stop]
-        runs.append((range(start, stop), prefix))
+        runs.append((slice(start, stop), prefix))
         stop = start
     return runs
 
@@ -122,24 +120,18 @@ def share(view: Ragged, rows: Rows, trees: Sequence[Tree]) -> SharedPack:
 
     # A tree is its prefix, then each member's suffix: positions continue from the prefix, so rotary embeddings are
     # those of the plain rows, and `at` maps all members' prefix tokens to the one place where they are computed.
-    def append(row: int, first: int, last: int, prefix: tuple[int, int]) -> int:
-        nonlocal total
-        begin = total
-        parts.append(tokens[offsets[row] + first : offsets[row] + last])
-        positions.append(np.arange(first, last))
-        total += last - first
-        spans.append((*prefix, begin, total))
-        return begin
-
     for tree in trees:
         start = total
-        if tree.prefix:
-            append(int(index[tree.rows[0]]), 0, tree.prefix, (start, start))
-        for place in tree.rows:
-            begin = append(int(index[place]), tree.prefix, int(counts[place]), (start, start + tree.prefix))
+        pieces = [(tree.rows[0], 0, tree.prefix)] if tree.prefix else []
+        for place, first, last in pieces + [(place, tree.prefix, int(counts[place])) for place in tree.rows]:
+            begin, total = total, total + last - first
+            row = offsets[index[place]]
+            parts.append(tokens[row + first : row + last])
+            positions.append(np.arange(first, last))
+            spans.append((start, start + first, begin, total))
             where = at[plain[place] : plain[place + 1]]
-            where[: tree.prefix] = np.arange(start, start + tree.prefix)
-            where[tree.prefix :] = np.arange(begin, total)
+            where[:first] = np.arange(start, start + first)
+            where[first:last] = np.arange(begin, total)
     return SharedPack(
         torch.from_numpy(np.concatenate(parts)),
         torch.from_numpy(np.concatenate(positions)),
@@ -252,13 +244,13 @@ def with_trees(view: Ragged, mode: Mode) -> Ragged:
         return view
     tree = torch.full((len(view),), -1, dtype=torch.int64)
     prefix = torch.zeros(len(view), dtype=torch.int64)
-    for number, shared in enumerate(find_trees(view, np.arange(len(view)))):
+    for number, shared in enumerate(find_trees(view)):
         if shared.prefix:
             tree[list(shared.rows)] = number
             prefix[list(shared.rows)] = shared.prefix
     if not bool((tree >= 0).any()):
         return view
-    return view.with_rows(tree=tree, tree_prefix=prefix).with_wide(tree_cost=1.0 if mode == "auto" else FREE)
+    return view.with_rows(tree=tree, tree_prefix=prefix).with_rows(tree_cost=1.0 if mode == "auto" else FREE)
 
 
 def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bool = False) -> Ragged:
@@ -271,31 +263,30 @@ def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bo
 
     `kept`: all rows of a group in a minibatch stay on one rank.
     """
-    columns = {name: np.zeros(len(view), dtype=np.int64) for name in ("minibatch", "prefix")}
-    columns |= {name: np.full(len(view), -1, dtype=np.int64) for name in ("dp_rank", "together")}
+    minibatch, prefix = np.zeros((2, len(view)), dtype=np.int64)
+    rank, together = np.full((2, len(view)), -1, dtype=np.int64)
     keep = view.numbers("group") if kept else None
     for number, rows in enumerate(parts):
         if len(rows) == 0:
             continue
-        columns["minibatch"][rows] = number
+        minibatch[rows] = number
         trees, cost = None, FREE
         if "tree" in view:
             trees, cost = (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["tree_cost"])
         made = plan_ranks(view.lengths[rows], ranks, trees, cost, None if keep is None else keep[rows])
-        for rank, members in enumerate(made.ranks):
-            columns["dp_rank"][rows[members]] = rank
-        columns["together"][rows], columns["prefix"][rows] = made.together, made.prefix
-    if not (columns["together"] >= 0).any():
-        del columns["together"], columns["prefix"]
-    return view.with_rows(**{name: torch.from_numpy(values) for name, values in columns.items()})
+        rank[rows], together[rows], prefix[rows] = made.rank, made.together, made.prefix
+    view = view.with_rows(minibatch=torch.from_numpy(minibatch), dp_rank=torch.from_numpy(rank))
+    if not (together >= 0).any():
+        return view
+    return view.with_rows(together=torch.from_numpy(together), prefix=torch.from_numpy(prefix))
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Rows of each rank, the columns `together` and `prefix` of all rows, and the number of tokens that the slowest rank
-    computes (`load`)."""
+    """The rank of each row, the columns `together` and `prefix`, and the number of tokens that the slowest rank computes
+    (`load`)."""
 
-    ranks: list[np.ndarray]
+    rank: np.ndarray
     together: np.ndarray
     prefix: np.ndarray
     load: float
@@ -325,8 +316,8 @@ def plan_ranks(
     together, prefix = np.where(used, tree, -1), np.where(used, prefix, 0)
     shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
     extra = 0.0  # of the trees on one rank, the most
-    for rows in shared:
-        sizes = np.unique(together[rows][together[rows] >= 0], return_counts=True)[1]
+    for number in range(ranks):
+        sizes = np.unique(together[used & (shared == number)], return_counts=True)[1]
         extra = max(extra, float(PER_TREE * len(sizes) + PER_ROW * sizes.sum()))
     if plain_load <= shared_load + tree_cost * extra:
         return RankPlan(plain, apart, nothing, plain_load)
@@ -338,16 +329,13 @@ def plan_ranks(
 
 def _spread(
     tokens: np.ndarray, ranks: int, together: np.ndarray, prefix: np.ndarray, keep: np.ndarray | None
-) -> tuple[list[np.ndarray], float]:
-    """Rows of each rank, and the number of tokens that the busiest one computes.
+) -> tuple[np.ndarray, float]:
+    """The rank of each row, and the number of tokens that the busiest rank computes.
 
     Units are balanced: rows that stay together, with their prefix counted once.
     """
-    if keep is None and not bool((together >= 0).any()):
-        # Sorted, so that adjacent rows of the batch are copied as one span.
-        parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, ranks)]
-        return parts, max((float(tokens[part].sum()) for part in parts), default=0.0)
-    unit = group_units(tokens, together, np.inf, prefix)
+    alone = keep is None and not bool((together >= 0).any())
+    unit = np.arange(len(tokens)) if alone else group_units(tokens, together, np.inf, prefix)
     cost = unit_sums(unit, tokens, prefix)
     if keep is not None:
         # A kept group is one unit, even if it has several trees.
@@ -355,16 +343,12 @@ def _spread(
         home = np.zeros(len(cost), dtype=np.int64)
         home[unit] = group
         unit, cost = group, np.bincount(home, weights=cost)
-    elif ranks > 1:
+    elif ranks > 1 and not alone:
         # A unit larger than a rank's even share would make its rank the slowest in any assignment, so it is cut at that size.
         unit = group_units(tokens, together, -(-float(cost.sum()) // ranks), prefix)
         cost = unit_sums(unit, tokens, prefix)
-    owner = np.zeros(len(cost), dtype=np.int64)
-    loads = [0.0]
-    for rank, units in enumerate(partition(cost, ranks)):
-        owner[units] = rank
-        loads.append(float(cost[units].sum()))
-    return [np.flatnonzero(owner[unit] == rank) for rank in range(ranks)], max(loads)
+    owner = partition(cost, ranks)
+    return owner[unit], float(np.bincount(owner, weights=cost, minlength=ranks).max())
 
 
 def token_ratio(view: Ragged) -> float:
@@ -386,8 +370,12 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, engi
     of any rank is longer than `cap` tokens.
     """
     # Reduced before it is checked: if only one rank raised, the others would hang in their next collective.
-    longest = engine.reduce(torch.tensor([int(view.lengths.max()) if len(view) else 0]), "max")
-    check_cap(longest.numpy(), cap)
+    longest = int(engine.reduce(torch.tensor([int(view.lengths.max()) if len(view) else 0]), "max"))
+    if longest > cap:
+        raise ConfigError(
+            f"a row has {longest} tokens, more than the hard cap of {cap} tokens per micro-batch: "
+            f"set optim.micro_tokens to at least {longest}, or lower rollout.max_episode_tokens"
+        )
     bins: list[list[list[int]]] = []
     for part in parts:
         if not engine.packs:
@@ -413,5 +401,6 @@ def trees_of(view: Ragged, rows: Rows) -> list[Tree]:
     for place, number in enumerate(together.tolist()):
         # Rows may stay together without a prefix (a kept group): each is then a tree of its own, under a number of its own.
         trees.setdefault(number if prefix[place] else -1 - place, []).append(place)
-    made = [Tree(tuple(p), int(prefix[p[0]]) if len(p) > 1 else 0) for p in trees.values()]
-    return made if any(tree.prefix for tree in made) else []
+    if len(trees) == len(index):  # each row by itself
+        return []
+    return [Tree(tuple(p), int(prefix[p[0]]) if len(p) > 1 else 0) for p in trees.values()]

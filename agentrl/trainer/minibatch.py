@@ -258,11 +258,11 @@ def with_counts(view: Ragged, parts: list[np.ndarray], length: int | None = None
         return Denominators(float(per_row[rows].sum()), float(alive), float(length or 1))
 
     counted = view.with_rows(episode_tokens=torch.from_numpy(per_episode[view.episode]))
-    counted = counted.with_wide(counts=tuple(count(rows[origin[rows] == FRESH]) for rows in parts))
+    counted = counted.with_rows(counts=tuple(count(rows[origin[rows] == FRESH]) for rows in parts))
     if ORIGIN not in view:
         return counted
     kinds = [int(kind) for kind in np.unique(origin) if kind != FRESH]
-    return counted.with_wide(added=tuple({kind: count(rows[origin[rows] == kind]) for kind in kinds} for rows in parts))
+    return counted.with_rows(added=tuple({kind: count(rows[origin[rows] == kind]) for kind in kinds} for rows in parts))
 
 
 def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:

@@ -95,4 +95,4 @@ def join_rows(view: Ragged, added: Sequence[tuple[Term, TensorDict]], sharing: M
             columns["experts"] = nested_tensor(free(fresh["experts"].values()[:0], int(offsets[-1])), offsets)
         columns |= dict(rows.items())
         joined.append(build({name: columns.get(name, nothing) for name in fresh.keys()}, count))  # noqa: SIM118
-    return with_trees(Ragged.of(concat(joined)), sharing).with_wide(**{TERMS: tuple(term for term, _ in added)})
+    return with_trees(Ragged.of(concat(joined)), sharing).with_rows(**{TERMS: tuple(term for term, _ in added)})

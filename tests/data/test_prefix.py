@@ -39,7 +39,7 @@ def group_batch(texts, groups):
 def test_trees_by_hand():
     texts = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3], [7, 8, 9], [1, 2, 3, 4]]
     batch = group_batch(texts, [0, 0, 0, 0, 1])
-    assert find_trees(batch, range(5), SHORT) == [Tree((0, 1, 2), 2), Tree((3,), 0), Tree((4,), 0)]
+    assert find_trees(batch, SHORT) == [Tree((0, 1, 2), 2), Tree((3,), 0), Tree((4,), 0)]
     made = share(batch, [0, 1, 2], [Tree((0, 1, 2), 2)])
     assert made.token_ids.tolist() == [1, 2, 3, 4, 3, 5, 6, 3]
     assert made.position_ids.tolist() == [0, 1, 2, 3, 2, 3, 4, 2]
@@ -54,7 +54,7 @@ def test_a_rewritten_history_does_not_shorten_what_the_others_share():
     fork = [*prompt[:20], 90, 91, 92, 93, 94]
     texts = [prompt + [40 + i] * 3 for i in range(5)] + [[*fork, 50, 51], [*fork, 60]]
     batch = group_batch(texts, [0] * 7)
-    assert find_trees(batch, range(7)) == [Tree((0, 1, 2, 3, 4), 30), Tree((5, 6), 25)]
+    assert find_trees(batch) == [Tree((0, 1, 2, 3, 4), 30), Tree((5, 6), 25)]
 
 
 text = st.lists(st.integers(1, 2), min_size=1, max_size=8)
@@ -65,7 +65,7 @@ text = st.lists(st.integers(1, 2), min_size=1, max_size=8)
 def test_every_plain_token_is_computed_somewhere_with_its_own_history(rows):
     texts, groups = [row[0] for row in rows], [row[1] for row in rows]
     batch = group_batch(texts, groups)
-    made = share(batch, range(len(texts)), find_trees(batch, range(len(texts)), SHORT))
+    made = share(batch, range(len(texts)), find_trees(batch, SHORT))
     packed = pack(batch, range(len(texts)))
     assert torch.equal(made.token_ids[made.at], packed["token_ids"])
     assert torch.equal(made.position_ids[made.at], packed["position_ids"])
@@ -82,7 +82,7 @@ def test_every_plain_token_is_computed_somewhere_with_its_own_history(rows):
 @given(st.lists(st.tuples(text, st.integers(0, 1)), min_size=1, max_size=6))
 def test_attention_equals_the_dense_mask(rows):
     batch = group_batch([row[0] for row in rows], [row[1] for row in rows])
-    made = share(batch, range(len(rows)), find_trees(batch, range(len(rows)), SHORT))
+    made = share(batch, range(len(rows)), find_trees(batch, SHORT))
     generator = torch.Generator().manual_seed(0)
     size = len(made.token_ids)
     query = torch.randn(size, 4, 8, generator=generator)
@@ -120,7 +120,7 @@ def test_logprobs_and_gradients_of_a_transformers_model_are_those_of_plain_packi
     prompts = [list(range(1, 31)), list(range(40, 60))]
     texts = [prompts[i // 4] + torch.randint(1, 97, (5 + 7 * i,)).tolist() for i in range(8)]
     batch = group_batch(texts, [i // 4 for i in range(8)])
-    plain, made = pack(batch, range(8)), share(batch, range(8), find_trees(batch, range(8)))
+    plain, made = pack(batch, range(8)), share(batch, range(8), find_trees(batch))
     assert len(made.at) > 1.3 * len(made.token_ids)
 
     def step(logits):

@@ -143,21 +143,22 @@ def test_groups_are_kept_or_split_and_trees_stay_together(
     for part in parts:
         trees = (groups[part], np.full(len(part), 4))
         found = plan_ranks(lengths[part], ranks, trees, tree_cost, None if keep is None else keep[part])
-        assert sorted(np.concatenate(found.ranks).tolist()) == list(range(len(part)))
+        assert len(found.rank) == len(part) and found.rank.min() >= 0 and found.rank.max() < ranks
+        mine_of = [np.flatnonzero(found.rank == number) for number in range(ranks)]
         computed = [
             lengths[part][mine].sum()
             - sum(4 * (np.sum(found.together[mine] == tree) - 1) for tree in set(found.together[mine][found.prefix[mine] > 0]))
-            for mine in found.ranks
+            for mine in mine_of
         ]
         # Parts of one tree that land on one rank may meet in a micro-batch: then even less is computed.
         assert max(computed) <= found.load
         plain = plan_ranks(lengths[part], ranks, None, 0.0, None if keep is None else keep[part])
         # On the rank with the most of them, 8 tokens a tree and 4 for each of its rows.
-        trees_of = [found.together[mine][found.prefix[mine] > 0].tolist() for mine in found.ranks]
+        trees_of = [found.together[mine][found.prefix[mine] > 0].tolist() for mine in mine_of]
         own = max(8 * len(set(mine)) + 4 * len(mine) for mine in trees_of)
         assert not found.prefix.any() or found.load + tree_cost * own < plain.load
         for number in set(groups[part].tolist()):
-            homes = {r for r, mine in enumerate(found.ranks) if number in groups[part][mine]}
+            homes = {r for r, mine in enumerate(mine_of) if number in groups[part][mine]}
             members = int((groups == number).sum())
             if kept:
                 assert len(homes) == 1
