@@ -23,7 +23,7 @@ import numpy as np
 
 from agentrl.cluster.worker import Mesh, Shipment, Strategy, Worker, resolve
 from agentrl.data.packing import partition
-from agentrl.data.rows import concat, is_batch, lengths, select
+from agentrl.data.rows import Ragged, concat, is_batch, select
 from agentrl.utils.errors import CheckpointError, ConfigError, DispatchError
 from agentrl.utils.spans import span
 from agentrl.utils.threads import in_thread
@@ -113,9 +113,7 @@ class Shard(Strategy):
     def scatter(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Shipment:
         batch, count = batch_of(label, args), mesh.size("dp")
         if self.balance == "tokens":
-            tokens = lengths(batch).numpy().astype(np.float64)
-            # Sorted: adjacent rows are then copied as one span, and results come back nearly in order.
-            shards = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, count)]
+            owner = partition(Ragged.of(batch).lengths, count)
         else:
             if "dp_rank" not in batch.keys():  # noqa: SIM118 - `in` of a batch asks for an item
                 raise DispatchError(f"{label}: the batch has no column dp_rank. Cut it into minibatches first (cut_update)")
@@ -124,7 +122,8 @@ class Shard(Strategy):
             if len(owner) and (owner.min() < least or owner.max() >= count):
                 wrong = owner.max() if owner.max() >= count else owner.min()
                 raise DispatchError(f"{label}: column dp_rank names rank {wrong}, the axis has {count}")
-            shards = [np.flatnonzero(owner == rank) for rank in range(count)]
+        # In order: adjacent rows are then copied as one span, and results come back nearly in order.
+        shards = [np.flatnonzero(owner == rank) for rank in range(count)]
         # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
         rows = {rank: shards[mesh.index(rank, "dp")] for rank in range(mesh.world_size)}
         return Shipment(args[1:], kwargs, list(rows), batch.exclude(*self.stays) if self.stays else batch, rows)

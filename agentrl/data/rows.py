@@ -117,11 +117,6 @@ def offsets_of(column: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def lengths(batch: TensorDict) -> torch.Tensor:
-    """Tokens of each row, int64 [N]; ones if the batch has no ragged column."""
-    return Ragged.of(batch).offsets.diff()
-
-
 def token_runs(rows: np.ndarray, offsets: np.ndarray) -> list[tuple[int, int]]:
     """The token spans [start, stop) that `rows` cover, in order, adjacent rows merged into one span; an empty one for no rows."""
     if len(rows) == 0:
@@ -182,9 +177,8 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
     for other in batches[1:]:
         if set(other.keys()) != set(keys):
             raise KeyError(f"batches differ in columns: {sorted(keys)} and {sorted(other.keys())}")
-    rows = sum(len(batch) for batch in batches)
-    offsets = torch.zeros(rows + 1, dtype=torch.int64)
-    torch.cumsum(torch.cat([lengths(batch) for batch in batches]), 0, out=offsets[1:])
+    counts = np.concatenate([Ragged.of(batch).lengths for batch in batches])
+    rows, offsets = len(counts), torch.from_numpy(np.concatenate(([0], np.cumsum(counts))))
     out: dict[str, Any] = {}
     for key in keys:
         values = [batch.get(key) for batch in batches]

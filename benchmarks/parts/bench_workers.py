@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from agentrl.cluster.group import Shard
 from agentrl.cluster.worker import Broadcast, Strategy, Worker
-from agentrl.data.rows import lengths
+from agentrl.data.rows import Ragged
 
 
 class Taker(Worker):
@@ -24,4 +24,4 @@ class Taker(Worker):
         return None
 
     def take(self, batch: TensorDict) -> dict[str, float]:
-        return {"tokens": float(lengths(batch).sum())}
+        return {"tokens": float(Ragged.of(batch).lengths.sum())}

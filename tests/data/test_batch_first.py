@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from agentrl.data.rows import Ragged, collate, concat, lengths, pack, select, unpack
+from agentrl.data.rows import Ragged, collate, concat, pack, select, unpack
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 
@@ -28,7 +28,7 @@ def trajectory(reward: float | None, member: int = 0, task: str = "t", **kw) -> 
 def test_collate_columns_and_rewards():
     batch = collate([trajectory(1.0), trajectory(0.0, member=1), trajectory(0.5, task="u")])
     assert batch["group"].tolist() == [0, 0, 1] and batch["member"].tolist() == [0, 1, 0]
-    assert lengths(batch).tolist() == [10, 10, 10]
+    assert Ragged.of(batch).lengths.tolist() == [10, 10, 10]
     first = batch["rewards"].unbind()[0]
     assert first.nonzero().flatten().tolist() == [4, 7] and first[4] == 0.25 and first[7] == 0.75
     sums = torch.stack([row.sum() for row in batch["rewards"].unbind()])

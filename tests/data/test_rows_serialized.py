@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.rows import build, concat, deserialize, items_column, lengths, nested_tensor, select, serialize, wide
+from agentrl.data.rows import Ragged, build, concat, deserialize, items_column, nested_tensor, select, serialize, wide
 
 
 def every_column(sizes):
@@ -60,7 +60,7 @@ def test_select_serialized_and_concat_agree_with_lists(row_sizes, data):
         assert as_lists(concat([picked, batch])) == full
         return
     assert as_lists(picked) == as_lists(sent) == wanted
-    assert lengths(picked).tolist() == [row_sizes[row] for row in rows]
+    assert Ragged.of(picked).lengths.tolist() == [row_sizes[row] for row in rows]
     both = concat([picked, batch])
     assert as_lists(both)["ids"] == wanted["ids"] + full["ids"] and as_lists(both)["name"][-1] == full["name"][-1]
 
