@@ -69,7 +69,7 @@ class Simulated(Player):
                 self._asked.popleft().set_result(None)
             await asyncio.sleep(0)
 
-    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+    async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
         self._asked.append(asyncio.get_running_loop().create_future())
         await self._asked[-1]
         made = copy.copy(self._made)

@@ -104,7 +104,7 @@ async def measured(workers: int, near: bool, episodes: int) -> str:
     async def one(number: int) -> int:
         async with slots:
             spec = EpisodeSpec(number, "train", number, 0, f"g{number}.m0.a0")
-            return len((await player.play(Job(ENV.id, spec), watch)).turns)
+            return len((await player.play(Job(ENV.id, spec), watch))[0].turns)
 
     await asyncio.gather(*(one(number) for number in range(AT_ONCE)))
     began, wall = time.process_time(), time.perf_counter()

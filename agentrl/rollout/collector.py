@@ -111,7 +111,7 @@ class GroupRun:
             job = self.job(member, attempt)
             # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
             async with self.collector.slots:
-                trajectory = await self.collector.player.play(job, self.collector.watch)
+                [trajectory] = await self.collector.player.play(job, self.collector.watch)
             if self.count(trajectory, attempt):
                 break
         self.end(member)
@@ -183,6 +183,9 @@ class Collector:
         self._greedy = frozenset(greedy)
         self._accept, self._on_group = accept, on_group
         self.slots = asyncio.Semaphore(config.max_episodes)
+        # The members that a group begins with, and how many it may have.
+        self._numbers = range(config.group_size + more(config.group_size, config.oversample_members))
+        self._largest = config.group_size + more(config.group_size, config.grow)
         self.play = None if config.branch is None else MEMBERS.entry("branch").make(config.branch)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -197,6 +200,8 @@ class Collector:
     async def collect(self) -> list[Group]:
         """The groups of the next update. Raises StalledError, naming the missing episodes."""
         while True:
+            if self._crashed:
+                self._raise_crashed()
             # In this order: what is too old frees slots, admission fills them, and the selection sees both.
             for index in self.ledger.too_old():
                 self._give_up(index, GroupState.STALE, "its tokens are older than max_staleness allows")
@@ -208,7 +213,22 @@ class Collector:
                 # Groups that are dropped from now on count for the next update.
                 self._update_metrics = self.stats.take(groups, self.tasks.several)
                 return groups
-            await self._wait()
+            shares = self.tasks.shares() if self.tasks.several else {}
+            self.stats.check(self.ledger.version, self._names, self.ledger.waiting_count, shares)
+            self._changed.clear()
+            # As long as tokens or tool calls come back it is not a stall, however long the episodes are.
+            quiet = Quiet(self.watch, "moves", self.config.stall_timeout)
+            changed = asyncio.ensure_future(self._changed.wait())
+            try:
+                if not await in_time(changed, quiet.left):
+                    running = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
+                    raise StalledError(
+                        f"no token, tool call or episode came back for {quiet.seconds:.1f} s (rollout.stall_timeout); update "
+                        f"{self.ledger.version} waits for {running or 'nothing'}: {self.watch.waiting(8) or 'no episode runs'}; "
+                        f"groups by state: {self.ledger.counts()}"
+                    )
+            finally:
+                changed.cancel()
 
     def trained(self, groups: list[Group]) -> None:
         """Record an update; the caller publishes the new weights right after."""
@@ -322,14 +342,14 @@ class Collector:
         """Play a group; with too few scored members it is dropped, else shown, and filtered, refused, or complete."""
         group = await self._group(index, choice)
         self._over.pop(index, None)
-        survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
+        survivors, greedy = group.scored(), group.baseline
         # Without the greedy episode's reward there is no baseline, so the whole group is lost.
-        lost = any(t.reward is None for t in greedy)
+        lost = greedy is not None and greedy.reward is None
         lost = lost or len(survivors) < min(self.config.min_survivors, self.config.group_size)
         self.stats.count_group(group, lost)
         if lost:
             self._tasks.pop(index, None)
-            faults = sorted({end_of(t) for t in [*group.trajectories, *greedy] if t.reward is None})
+            faults = sorted({end_of(t) for t in [*group.trajectories, greedy] if t is not None and t.reward is None})
             self.tasks.forget(index)
             self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
@@ -351,19 +371,18 @@ class Collector:
 
     async def _group(self, index: int, choice: TaskChoice) -> Group:
         run, size = GroupRun(self, index, choice), self.config.group_size
-        numbers = range(size + more(size, self.config.oversample_members))
         async with asyncio.TaskGroup() as tasks:
-            members = tasks.create_task(run.members(numbers, size))
+            members = tasks.create_task(run.members(self._numbers, size))
             greedy = tasks.create_task(run.member(GREEDY)) if choice.env in self._greedy else None
         group = Group(index, choice.seed, members.result(), None if greedy is None else greedy.result(), choice.env)
-        scorer, largest = self.envs[choice.env].scorer, size + more(size, self.config.grow)
+        scorer = self.envs[choice.env].scorer
         while True:
             if scorer.compares:
                 await score_group(group.trajectories, scorer)
             # Of a group whose scores do not differ more members are played; a member's draw depends on its number alone, not on
             # when it was begun.
             begun = len(group.trajectories)
-            numbers = range(begun, min(begun + size, largest))
+            numbers = range(begun, min(begun + size, self._largest))
             if not numbers or not alike(group):
                 return group
             group.trajectories += await run.members(numbers, len(numbers))
@@ -372,27 +391,6 @@ class Collector:
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
         self.stats.count_drop(index, self._names.pop(index), state, reason, self.ledger.version, self.ledger.waiting_count)
-
-    # -- waiting -----------------------------------------------------------------------------------
-
-    async def _wait(self) -> None:
-        shares = self.tasks.shares() if self.tasks.several else {}
-        self.stats.check(self.ledger.version, self._names, self.ledger.waiting_count, shares)
-        self._changed.clear()
-        self._raise_crashed()
-        quiet, changed = Quiet(self.watch.moves), asyncio.ensure_future(self._changed.wait())
-        try:
-            # As long as tokens or tool calls come back it is not a stall, however long the episodes are.
-            if not await in_time(changed, lambda passed: self.config.stall_timeout - quiet.add(passed, self.watch.moves)):
-                groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
-                raise StalledError(
-                    f"no token, tool call or episode came back for {quiet.seconds:.1f} s (rollout.stall_timeout); update "
-                    f"{self.ledger.version} waits for {groups or 'nothing'}: {self.watch.waiting(8) or 'no episode runs'}; "
-                    f"groups by state: {self.ledger.counts()}"
-                )
-        finally:
-            changed.cancel()
-        self._raise_crashed()
 
     def _raise_crashed(self) -> None:
         while self._crashed:

@@ -8,7 +8,8 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from agentrl.data.trajectory import Blame, Message, StopReason
 from agentrl.env import ToolEnv
@@ -72,19 +73,21 @@ class Watch:
         return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
 
 
+@dataclass(slots=True)
 class Quiet:
-    """Seconds in which a count stood still although the event loop was free to notice."""
+    """Seconds in which a count of `watch` stood still although the event loop was free to notice; `limit` of them are allowed."""
 
-    def __init__(self, count: int) -> None:
-        self._last, self.seconds = count, 0.0
+    watch: Watch
+    count: Literal["moves", "heard"]
+    limit: float
+    seconds: float = 0.0
+    last: int = -1
 
-    def add(self, passed: float, count: int) -> float:
-        """Count `passed` seconds; start from 0 again if the count moved during them."""
-        if count != self._last:
-            self._last, self.seconds = count, 0.0
-        else:
-            self.seconds += passed
-        return self.seconds
+    def left(self, passed: float) -> float:
+        """Count `passed` seconds, from 0 again if the count moved during them; returns the seconds left."""
+        before, self.last = self.last, getattr(self.watch, self.count)
+        self.seconds = self.seconds + passed if self.last == before else 0.0
+        return self.limit - self.seconds
 
 
 # Waits under a deadline
@@ -100,15 +103,19 @@ class CutError(AgentrlError):
         self.stop = stop
 
 
+@dataclass(slots=True)
 class Waits:
-    """The waits of one episode. `used`: its seconds by who used them, the policy (tools that run its own code) or the
-    infrastructure (the environment, its other tools, an agent's program); each has `limit` of its own."""
+    """The waits of one episode. Limits in seconds: `turn` of silence of the engine, `limit` of all other time.
 
-    def __init__(self, key: str, turn: float, episode: float, watch: Watch) -> None:
-        """Limits in seconds: `turn` of silence of the engine, `episode` of all other time."""
-        self.limit, self.watch = episode, watch
-        self.used: dict[Blame, float] = {"policy": 0.0, "infrastructure": 0.0}
-        self._key, self._turn = key, turn
+    `used`: its seconds by who used them, the policy (tools that run its own code) or the infrastructure (the environment, its
+    other tools, an agent's program); each has `limit` of its own.
+    """
+
+    key: str
+    turn: float
+    limit: float
+    watch: Watch
+    used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
 
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
@@ -143,7 +150,7 @@ class Waits:
             return cut
 
         name = f"{what} of environment {env.id}"
-        with self.watch.waits(self._key, doing):
+        with self.watch.waits(self.key, doing):
             return await self._in_time(run_contained(work, name), name, spend, late)
 
     def over(self, doing: str) -> CutError:
@@ -154,7 +161,7 @@ class Waits:
     async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str) -> Generation:
         """The engine's `answer` to the request `key`. Raises EngineError if it fails, and CutError if it falls silent: any token
         or answer begins the time anew, also another episode's, since an engine that is slow, or has a queue, is at work."""
-        silent, waited = Quiet(self.watch.heard), 0.0
+        silent, waited = Quiet(self.watch, "heard", self.turn), 0.0
         tokens: int | None = None
 
         def spend(passed: float) -> float:
@@ -165,7 +172,7 @@ class Waits:
                 tokens = now
                 if now > before:
                     self.watch.hear()
-            return self._turn - silent.add(passed, self.watch.heard)
+            return silent.left(passed)
 
         def doing() -> str:
             if tokens is None:
@@ -174,10 +181,10 @@ class Waits:
             return f"{what} at the engine ({tokens} tokens after {waited:.0f} s: {speed:.2g} tokens/s)"
 
         def late() -> Exception:
-            text = f"no token came for {self._turn:g} s (rollout.turn_timeout), last on {doing()}"
+            text = f"no token came for {self.turn:g} s (rollout.turn_timeout), last on {doing()}"
             return CutError(StopReason.ENGINE_TIMEOUT, text)
 
-        with self.watch.waits(self._key, doing):
+        with self.watch.waits(self.key, doing):
             answered = await self._in_time(run_contained(answer, what, EngineError), what, spend, late)
         self.watch.hear()
         return answered
@@ -192,10 +199,10 @@ class Waits:
                 # In this order: an environment must know why (`cut`) when the cancellation reaches it, and have ended when the
                 # teardown follows.
                 fault = late()
-                await end(task, f"episode {self._key}, {what}")
+                await end(task, f"episode {self.key}, {what}")
                 raise fault
         except asyncio.CancelledError:
-            await end(task, f"episode {self._key}, {what}")
+            await end(task, f"episode {self.key}, {what}")
             raise
         return task.result()
 

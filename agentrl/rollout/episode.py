@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -19,7 +19,6 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Blame, Json, Message, StopReason, Task, Trajectory, Turn
 from agentrl.env import ToolEnv
 from agentrl.env.authoring import check_answer
-from agentrl.env.base import StepResult
 from agentrl.render.base import Renderer
 from agentrl.reward import Score, Scorer
 from agentrl.rollout.context import ContextPolicy, Moment, Stop, elide_outputs
@@ -287,7 +286,7 @@ class RunningEpisode:
         self.renderer = policy.renderer
         self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, watch)
         self.error: str | None = None
-        self.ledgers = [TokenLedger()]
+        self.ledgers = [TokenLedger()]  # the last one is the current one: a rewritten history starts another
         self.shown: list[Message] = []
         self.begun = 0  # so many of the messages shown began the current ledger
         # The next prompt, not yet in a ledger: it belongs to the turn that samples after it, if there is one.
@@ -295,11 +294,6 @@ class RunningEpisode:
         self.rewrites: list[dict[str, Json]] = []
         self.record: Trajectory | None = None
         self.engine_s = self.turn_s = self.env_s = 0.0
-
-    @property
-    def ledger(self) -> TokenLedger:
-        """The current ledger: the last one (a rewritten history starts another)."""
-        return self.ledgers[-1]
 
     async def run(self) -> StopReason:
         ended = await (self.begin() if self.hook is None else self.hook.begin(self))
@@ -321,16 +315,14 @@ class RunningEpisode:
         """Reset the environment, and make the gold calls that the episode is given. Returns why it ends already, if there is no
         room for them. Raises EnvError if they end it."""
         reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
-        begun = await self._env(reset, "the setup", limit=self.limits.env_timeout)
-        check_answer(self.env.id, ToolEnv.areset, type(self.env).areset, begun)
-        observation = begun[0]
+        observation, _ = await self._env(ToolEnv.areset, reset, "the setup", limit=self.limits.env_timeout)
         self.record = self.env.trajectory
         self.renderer = self.policy.renderer.with_tools(self.env.toolbox.schemas())
         self.shown, self.begun = list(observation), len(observation)
         # A prompt that alone exceeds a limit leaves no room for a turn, but its row must still respect the limit.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         prompt = await self.renderer.astart(observation, self.env.toolbox.schemas())
-        self.ledger.append_context(prompt[:most], turn=0)
+        self.ledgers[-1].append_context(prompt[:most], turn=0)
         # The turns of the gold calls are context too.
         given = prefix_of(self.env.gold_turns(self.env.task), self.spec.given) if self.spec.given else ()
         for said in given:
@@ -340,9 +332,10 @@ class RunningEpisode:
                 if room < len(ids) or turn >= self.limits.max_turns:
                     return reason if room < len(ids) else StopReason.MAX_TURNS
                 self._extend(turn)
-                self.ledger.append_context(ids, turn)
+                self.ledgers[-1].append_context(ids, turn)
                 message = await self.renderer.aparse(ids, "stop")
-                observation, _, *over, _ = await self._step(message, f"gold turn {turn}")
+                answer = self.env.astep(message)
+                observation, _, *over, _ = await self._env(ToolEnv.astep, answer, f"gold turn {turn}")
                 self.record.given += 1
                 if any(over):
                     raise EnvError(f"{self.record.task.id}: gold turn {turn} ended the episode, so none can begin after it")
@@ -353,7 +346,7 @@ class RunningEpisode:
         """Sample a turn of at most `room` tokens and have it answered. Returns why the episode ends with it: for `reason` if the
         room was too small; None if it goes on."""
         assert self.record is not None
-        record, prompt_tokens = self.record, len(self.ledger)
+        record, prompt_tokens = self.record, len(self.ledgers[-1])
         generation = await self._generate(room, turn)
         message = await self.renderer.aparse(generation.token_ids, generation.finish)
         if generation.finish == "length" and room < self.limits.max_turn_tokens:
@@ -364,7 +357,8 @@ class RunningEpisode:
                 self._locate(record.turns[-1], generation, prompt_tokens)
             return reason
         try:
-            observation, _, terminated, truncated, info = await self._step(message, f"turn {turn}", whose(self.env, message))
+            answer, blame = self.env.astep(message), whose(self.env, message)
+            observation, _, terminated, truncated, info = await self._env(ToolEnv.astep, answer, f"turn {turn}", blame)
         finally:
             # Even if the step was cut: the turn is in the record and may be scored, so it needs its tokens.
             if len(record.turns) > turn:
@@ -389,7 +383,7 @@ class RunningEpisode:
         limits, turn = self.limits, len(self.record.turns)
         before = self.shown = [*self.shown, self.record.turns[-1].message, *observation]
         fork, ids = await self._prompt(generation, message, before[: len(before) - len(observation)], observation)
-        tokens = len(ids) if fork else len(self.ledger) + len(ids)
+        tokens = len(ids) if fork else len(self.ledgers[-1]) + len(ids)
         ask = partial(self._ask, generation, message, observation)
         moment = Moment(before, len(observation), tokens, limits.max_turn_tokens, limits.context, ask)
         # After the last turn no prompt follows, and a summary would be sampled for nothing.
@@ -421,7 +415,7 @@ class RunningEpisode:
         if self.fork:
             self.ledgers.append(TokenLedger())
             self.begun = len(self.shown)
-        self.ledger.append_context(self.suffix, turn)
+        self.ledgers[-1].append_context(self.suffix, turn)
         self.fork, self.suffix = False, []
 
     async def _ask(
@@ -448,20 +442,22 @@ class RunningEpisode:
         answer = await self._generate(room, turn, "summary")
         return (await self.renderer.aparse(answer.token_ids, answer.finish)).content
 
-    async def _step(self, message: Message, what: str, blame: Blame = "infrastructure") -> StepResult:
-        """Have a message answered. Raises HookError if an `astep` of the author's own answers with something else."""
-        found = await self._env(self.env.astep(message), what, blame)
-        check_answer(self.env.id, ToolEnv.astep, type(self.env).astep, found)
-        return found
-
     async def _env(
-        self, answer: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
+        self,
+        method: Callable[..., Awaitable[Answer]],
+        answer: Awaitable[Answer],
+        what: str,
+        blame: Blame = "infrastructure",
+        limit: float = math.inf,
     ) -> Answer:
-        """Await the environment; whatever its author's code raises becomes an EnvError."""
+        """Await the environment; whatever its author's code raises becomes an EnvError. Raises HookError if a `method` of the
+        author's own answers with something else."""
         began = time.monotonic()
         try:
             with span("environment", what):
-                return await self.waits.environment(self.env, answer, what, blame, limit)
+                found = await self.waits.environment(self.env, answer, what, blame, limit)
+            check_answer(self.env.id, method, getattr(type(self.env), method.__name__), found)
+            return found
         except AgentrlError:
             raise
         except Exception as fault:
@@ -474,17 +470,17 @@ class RunningEpisode:
         """The tokens that the next turn may have, by default at most as many as it may sample, and why the episode ends if there
         are too few left."""
         episode = self.limits.max_episode_tokens - sum(map(len, self.ledgers)) - len(self.suffix)
-        context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledger))
+        context = self.limits.context - len(self.suffix) - (0 if self.fork else len(self.ledgers[-1]))
         reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
         return min(self.limits.max_turn_tokens if most is None else most, episode, context), reason
 
     async def _generate(self, room: int, turn: int, purpose: str = "turn") -> Generation:
         """Sample a continuation of the ledger and append it."""
-        generation = await self._sample(self.policy, self.ledger.ids(), room, purpose, self.spec.key)
+        generation = await self._sample(self.policy, self.ledgers[-1].ids(), room, purpose, self.spec.key)
         try:
-            self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
+            self.ledgers[-1].append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
             if generation.experts is not None:
-                self.ledger.add_experts(self.ledger.routed_tokens, generation.experts)
+                self.ledgers[-1].add_experts(self.ledgers[-1].routed_tokens, generation.experts)
         except ValueError as fault:
             # What a ledger refuses only an engine can have made: the episode is unscored and run again, and the run goes on.
             raise EngineError(f"{purpose} {turn}: {fault}") from None
@@ -501,7 +497,7 @@ class RunningEpisode:
             stop_token_ids=policy.renderer.stop_token_ids,
             # From the turn rather than a counter of calls: a turn's stream is the same with and without summaries.
             seed=derive(self.spec.seed, purpose, turn),
-            experts_from=self.ledger.routed_tokens if own and policy.router_replay else None,
+            experts_from=self.ledgers[-1].routed_tokens if own and policy.router_replay else None,
         )
         began = time.monotonic()
         try:
@@ -518,7 +514,7 @@ class RunningEpisode:
         return generation
 
     def _locate(self, turn: Turn, generation: Generation, prompt_tokens: int) -> None:
-        turn.ledger, turn.end = len(self.ledgers) - 1, len(self.ledger) - 1
+        turn.ledger, turn.end = len(self.ledgers) - 1, len(self.ledgers[-1]) - 1
         turn.prompt_tokens, turn.sampled_tokens = prompt_tokens, len(generation.token_ids)
         turn.finish = generation.finish
         turn.seconds = self.turn_s + sum(result.seconds for result in turn.results)

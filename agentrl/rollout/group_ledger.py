@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,6 @@ class GroupEntry:
     state: GroupState = GroupState.RUNNING
     group: Group | None = None
 
-    def complete(self, group: Group) -> None:
-        """All members have finished; their tokens no longer change."""
-        versions = [x.oldest for member in group.trajectories for x in member.ledgers if x.oldest is not None]
-        self.group, self.state, self.oldest = group, GroupState.COMPLETE, min(versions, default=self.born)
-
 
 class GroupLedger:
     """Admission, selection and accounting of groups. Pure bookkeeping: it neither starts nor awaits anything.
@@ -128,11 +124,12 @@ class GroupLedger:
     # -- what happens to a group -------------------------------------------------------------------
 
     def complete(self, group: Group) -> None:
-        """RUNNING -> COMPLETE: all members have finished and enough of them survived."""
+        """RUNNING -> COMPLETE: all members have finished and enough of them survived; their tokens no longer change."""
         entry = self._entries.get(group.index)
         if entry is None or entry.state is not GroupState.RUNNING:
             raise ValueError(f"group {group.index} is not running")
-        entry.complete(group)
+        versions = [x.oldest for member in group.trajectories for x in member.ledgers if x.oldest is not None]
+        entry.group, entry.state, entry.oldest = group, GroupState.COMPLETE, min(versions, default=entry.born)
         self.waiting_count += 1
 
     def drop(self, index: int, state: GroupState) -> None:
@@ -168,20 +165,20 @@ class GroupLedger:
         or if more running groups must be part of this update than there are spare slots."""
         if self.waiting_count < self.groups_per_update:
             return None
-        urgent, usable = 0, list[tuple[int, int]]()
+        urgent, usable = 0, list[tuple[int, int, Group]]()
         for entry in self._entries.values():
-            if entry.state is GroupState.RUNNING:
+            if entry.group is None:
                 # Those that the next update would push over the bound must be part of this one. Their age is counted from their
                 # admission: their tokens may turn out newer, but by then the update would be past.
                 urgent += self.version + 1 - entry.oldest > self.max_staleness
             elif self.version - entry.oldest <= self.max_staleness:
-                usable.append((entry.oldest, entry.index))
+                usable.append((entry.oldest, entry.index, entry.group))
         if urgent > self.spare or len(usable) < self.groups_per_update:
             return None
-        usable.sort()  # oldest first: what is left over is what can wait longest
+        usable.sort()  # oldest first (no two have one index): what is left over is what can wait longest
         # In the order of their indices, so that a batch does not depend on which group finished first.
-        chosen = sorted(index for _, index in usable[: self.groups_per_update])
-        return [group for index in chosen if (group := self._entries[index].group) is not None]
+        chosen = sorted(usable[: self.groups_per_update], key=itemgetter(1))
+        return [group for _, _, group in chosen]
 
     def train(self, groups: Iterable[Group]) -> None:
         """COMPLETE -> TRAINED for the groups of one update, and the version goes up by one."""
@@ -234,6 +231,7 @@ class GroupLedger:
         if set(given) != {row["index"] for row in rows}:
             raise ValueError(f"expected complete groups {sorted(row['index'] for row in rows)}, got {sorted(given)}")
         self._entries = {row["index"]: GroupEntry(row["index"], row["born"], row["born"]) for row in rows}
-        for index, entry in self._entries.items():
-            entry.complete(given[index])
-        self.waiting_count, self._lowest = len(self._entries), min((e.oldest for e in self._entries.values()), default=0)
+        self.waiting_count = 0
+        for index in self._entries:
+            self.complete(given[index])
+        self._lowest = min((e.oldest for e in self._entries.values()), default=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -189,19 +190,19 @@ class TaskSource:
         self.drawn: dict[int, TaskChoice] = {}
         """Tasks of groups that have neither finished nor been forgotten, by index."""
         self._outcomes: list[GroupOutcome] = []
-        self._pool: Sequence[int] | None = None
 
+    @cached_property
     def pool(self) -> Sequence[int]:
-        """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Determined at the first call."""
-        if self._pool is None:
-            self._pool = ()
-            wanted = call_method(self._label, TaskSampler.wants, self.sampler)
-            if wanted is not None:
-                env = self.env.build()
-                self._pool = pool_seeds(env, wanted)
-                env.close()
-                call_method(self._label, TaskSampler.use, self.sampler, self._pool)
-        return self._pool
+        """Seeds of the tasks that the sampler chooses from; none if it makes new ones. Determined, and given to it, when first
+        asked for."""
+        wanted = call_method(self._label, TaskSampler.wants, self.sampler)
+        if wanted is None:
+            return ()
+        env = self.env.build()
+        seeds = pool_seeds(env, wanted)
+        env.close()
+        call_method(self._label, TaskSampler.use, self.sampler, seeds)
+        return seeds
 
     def variants(self) -> Sequence[Mapping[str, Any]]:
         """Environment parameters of the sampler, as `TaskSampler.variants`."""
@@ -209,8 +210,8 @@ class TaskSource:
 
     def draw(self, index: int) -> TaskChoice:
         """The task of a group; the same again if it was drawn before (a group that is run again)."""
-        self.pool()
         if index not in self.drawn:
+            _ = self.pool  # which the sampler has from then on
             choice = call_method(self._label, TaskSampler.choose, self.sampler, self.run_seed, index)
             self.drawn[index] = choice if self.start is None else self.start.begin(self.run_seed, index, choice)
         return self.drawn[index]
@@ -258,7 +259,7 @@ class TaskSource:
             raise ConfigError(
                 f"rollout.sampler: the checkpoint was written with {state['name']!r}, but the config names {self.name!r}"
             )
-        self.pool()
+        _ = self.pool
         with user_code(f"{self._label}: load", self.sampler.load, self.sampler):
             self.sampler.load(state["state"])
         self.drawn = {int(index): TaskChoice(**choice) for index, choice in state["drawn"].items()}

@@ -108,13 +108,8 @@ class Player(ABC):
         """Numbers for the metrics row of an update, about the processes that play since the last call."""
         return {}
 
-    async def play(self, job: Job, watch: Watch) -> Trajectory:
-        """The only episode of a job, as `play_all`."""
-        [trajectory] = await self.play_all(job, watch)
-        return trajectory
-
     @abstractmethod
-    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+    async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
         """The finished and scored episodes of a job; `watch` hears each wait and its end.
 
         A fault of the infrastructure is recorded in the trajectory (`run_episode`) and never raised. If the process that plays
@@ -133,7 +128,7 @@ class LocalPlayer(Player):
         self._asks = asks
         self._refs: dict[str, EnvRef] = {}
 
-    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+    async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
         if job.script is not None:
             return await job.script.play(job, self, watch)
         return [await self.episode(job, watch)]
@@ -217,7 +212,7 @@ async def run_tasks(
         spec = EpisodeSpec(index, split, derive(seed, split, index, member), member, key=f"{split}{index}.m{member}")
         async with slots:
             job = Job(env, spec, params or {}, temperature, script=script and script(spec))
-            trajectory = await player.play(job, watch)
+            [trajectory] = await player.play(job, watch)
         on_episode(trajectory)
         return trajectory
 

@@ -156,7 +156,7 @@ async def test_episodes_wait_for_the_only_replica_and_end_if_it_is_not_replaced(
     await asyncio.sleep(0.02)
     assert not playing.done()
     hold.set()
-    assert (await asyncio.wait_for(playing, 10)).reward is not None
+    assert (await asyncio.wait_for(playing, 10))[0].reward is not None
     spawned[1].dead = True  # the last that may be replaced
     with pytest.raises(Exception, match="no rollout worker is left"):
         await asyncio.wait_for(pool.play(job, Watch()), 10)
@@ -336,5 +336,5 @@ async def test_a_connection_that_breaks_costs_neither_the_episode_nor_the_replic
     pool.workers[0]._channel.abort()
     await until(lambda: spawned[0].calls.count("play") == 2)
     spawned[0].open.set()
-    assert (await asyncio.wait_for(playing, 10)).reward is not None and pool.returned == 1
+    assert (await asyncio.wait_for(playing, 10))[0].reward is not None and pool.returned == 1
     assert len(spawned) == 1 and not spawned[0].dead

@@ -81,8 +81,8 @@ def test_a_pool_holds_as_many_different_tasks_as_asked(tmp_path: Path, name: str
     tasks = source(of_file(tmp_path, 600), name=name, pool=500)
     tasks.draw(0)
     env = tasks.env.build()
-    found = {json.dumps(env.make_task(seed, "train").data) for seed in tasks.pool()}
-    assert len(found) == len(tasks.pool()) == 500
+    found = {json.dumps(env.make_task(seed, "train").data) for seed in tasks.pool}
+    assert len(found) == len(tasks.pool) == 500
 
 
 def test_a_pool_skips_doubles_and_says_where_there_are_no_more(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,7 @@ def test_a_pool_skips_doubles_and_says_where_there_are_no_more(caplog: pytest.Lo
     assert Counter(seen) == dict.fromkeys(set(content), 2)
     assert f"{there} different tasks, not the 500" in caplog.text
     small, firsts = source(KEY_VALUE, pool=10), sorted(content.index(text) for text in list(dict.fromkeys(content))[:10])
-    assert len(set(drawn(small, range(10)))) == 10 and sorted(small.pool()) == firsts
+    assert len(set(drawn(small, range(10)))) == 10 and sorted(small.pool) == firsts
 
 
 @pytest.mark.parametrize("count", [0, -1, "many", 2.5])
@@ -111,7 +111,7 @@ def test_all_tasks_are_those_of_the_training_split(monkeypatch: pytest.MonkeyPat
     counts = {"train": 3, "heldout": 5}
     monkeypatch.setattr(type(KEY_VALUE.build().unwrapped), "task_count", lambda self, split: counts[split])
     tasks = source(KEY_VALUE)
-    assert sorted(tasks.draw(index).seed for index in range(3)) == list(tasks.pool()) == [0, 1, 2]
+    assert sorted(tasks.draw(index).seed for index in range(3)) == list(tasks.pool) == [0, 1, 2]
 
 
 def test_another_pool_than_the_checkpoints_is_warned_of_and_none_goes_on_with_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,8 +129,8 @@ def test_another_pool_than_the_checkpoints_is_warned_of_and_none_goes_on_with_on
 def test_arms_of_success_weighted_are_the_different_tasks() -> None:
     tasks = source(KEY_VALUE, name="success_weighted", pool=10)
     seeds = Counter(tasks.draw(index).seed for index in range(2000))
-    assert set(seeds) == set(tasks.pool()) and len(seeds) == 10
-    late = max(tasks.pool())
+    assert set(seeds) == set(tasks.pool) and len(seeds) == 10
+    late = max(tasks.pool)
     tasks.finish(next(i for i in range(2000) if tasks.draw(i).seed == late), 1.0)
     tasks.update()
     state = json.loads(json.dumps(tasks.to_json()))

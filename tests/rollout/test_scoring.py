@@ -58,7 +58,7 @@ async def test_an_evaluations_seed_moves_the_sampling_and_not_the_tasks() -> Non
     asked: list[tuple[int, str, int]] = []
 
     class Stub(Player):
-        async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+        async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
             asked.append((job.spec.task_seed, job.spec.split, job.spec.seed))
             return [rated("x", 1.0, True)]
 

@@ -270,7 +270,7 @@ async def test_services_are_asked_in_the_driver_alone(
         return compile_spec(MARKED, context=Context(services=services))
 
     async with pooled(SeededEngine(renderer.stop_token_ids[0]), envs(renderer, scorer=scorer), 2) as (pool, _):
-        trajectory = await pool.play(job_of(), Watch())
+        [trajectory] = await pool.play(job_of(), Watch())
     assert [name for one in made for name in one.course] == ["driver"] and trajectory.reward == 0.75
     assert json.loads("".join(lines([trajectory])))["reward"] == 0.75
 

@@ -268,7 +268,7 @@ class Forest:
                     for _ in range(1 + len(branches)):
                         await held.enter_async_context(collector.slots)
                 job = replace(run.job(root, attempt), script=TreeScript(self.config, specs))
-                first, *others = await collector.player.play_all(job, collector.watch)
+                first, *others = await collector.player.play(job, collector.watch)
             if run.count(first, attempt):
                 break
         tried, found = Counter[int](), {root: first}

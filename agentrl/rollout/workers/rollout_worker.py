@@ -176,7 +176,7 @@ class WorkerCore:
         try:
             with at(self._outbox.place(trace)):
                 player: Player = self._parts.player
-                return await player.play_all(job, watched.watch)
+                return await player.play(job, watched.watch)
         finally:
             watched.playing -= 1
             self._send_spans()

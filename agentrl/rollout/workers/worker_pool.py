@@ -350,7 +350,7 @@ class WorkerPool(Player):
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+    async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
         key, task = job.spec.key, (job.env, job.spec.split, job.spec.task_seed)
         most = self._envs[job.env].limits.max_episode_tokens
         while True:

@@ -117,7 +117,7 @@ async def played(
     keys = [key for key in turns if key != "r"]
     branches = tuple((EpisodeSpec(7, "train", n + 1, n + 1, key),) for n, key in enumerate(keys))
     script = TreeScript(config, branches)
-    found = await player.play_all(Job("kv", EpisodeSpec(7, "train", 0, 0, "r", **job), script=script), Watch())
+    found = await player.play(Job("kv", EpisodeSpec(7, "train", 0, 0, "r", **job), script=script), Watch())
     names = {0: "r", **{n + 1: key for n, key in enumerate(keys)}}
     return {names[trajectory.member]: trajectory for trajectory in found}, says
 
@@ -256,7 +256,7 @@ async def test_a_branch_that_fails_is_tried_again_from_the_same_fork() -> None:
     attempts = tuple(EpisodeSpec(7, "train", 1, 1, key) for key in ("b0", "b0'"))
     player = player_of(Told(engine_turns), ref, context=make_context_policy(Choice(name="stop")))
     job = Job("kv", EpisodeSpec(7, "train", 0, 0, "r"), script=TreeScript(config, (attempts,)))
-    found = await player.play_all(job, Watch())
+    found = await player.play(job, Watch())
     assert [(t.member, t.stop, t.branch_turn) for t in found] == [
         (0, StopReason.DONE, 0), (1, StopReason.ENV_ERROR, 2), (1, StopReason.DONE, 2),
     ]  # fmt: skip
@@ -383,7 +383,7 @@ class Made(Player):
             await asyncio.sleep(0)
         self.open -= count
 
-    async def play_all(self, job: Job, watch: Watch) -> list[Trajectory]:
+    async def play(self, job: Job, watch: Watch) -> list[Trajectory]:
         if not isinstance(job.script, TreeScript):
             await self.held(1)
             return [ended(job.spec)]
@@ -586,10 +586,10 @@ async def test_the_value_of_a_turn_is_the_share_of_its_scored_continuations_that
     spec = EpisodeSpec(7, "train", 0, 0, "r")
     script = ValueScript(spec, 3, 20)
     assert {"r.v0.2", "r.v1.2"} < {one.key for one in script.specs()} and len({one.seed for one in script.specs()}) == 60
-    [root] = await player.play_all(Job("kv", spec, script=script), Watch())
+    [root] = await player.play(Job("kv", spec, script=script), Watch())
     assert [turn.value for turn in root.turns] == [pytest.approx(1 / 3), 1.0] and root.success is False
     assert Trajectory.from_json(json.loads(json.dumps(root.to_json()))) == root
-    [alone] = await player_of(Told({"r": [gold[0], OVER]})).play_all(Job("kv", spec), Watch())
+    [alone] = await player_of(Told({"r": [gold[0], OVER]})).play(Job("kv", spec), Watch())
     assert all("value" not in turn for turn in alone.to_json()["turns"]), "the rows of all other episodes stay as they are"
     assert [turn.message for turn in alone.turns] == [turn.message for turn in root.turns]
 
@@ -624,7 +624,7 @@ async def test_a_fork_that_fails_leaves_its_continuation_unscored_and_the_episod
     player = player_of(Told(says))
     spec = EpisodeSpec(7, "train", 0, 0, "r")
     played = asyncio.current_task()
-    [root] = await player.play_all(Job("kv", spec, script=ValueScript(spec, 2, 20)), Watch())
+    [root] = await player.play(Job("kv", spec, script=ValueScript(spec, 2, 20)), Watch())
     assert [turn.value for turn in root.turns] == [0.5, 1.0] and root.stop is StopReason.DONE and failed == [1, 1]
 
 

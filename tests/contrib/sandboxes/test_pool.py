@@ -274,7 +274,7 @@ async def test_the_watch_is_told_what_an_episode_queues_for_and_its_clock_stands
     await first.start()
     env, watch = Waiting(), Watch(0.05)
     env.held = HeldSandbox(config, SPEC)
-    waits = Waits("e1", turn=9.0, episode=0.4, watch=watch)
+    waits = Waits("e1", turn=9.0, limit=0.4, watch=watch)
     # env_timeout 0.2 s and 0.4 s of active time, neither of which passes while it is queued for 0.6 s.
     task = asyncio.ensure_future(waits.environment(env, env.areset(seed=1), "the setup", limit=0.2))
     await asyncio.sleep(0.6)
