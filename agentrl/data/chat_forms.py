@@ -5,7 +5,7 @@ The rest of their forms is read by agentrl/contrib/toolkit/chat_forms.py."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.data.trajectory import Message, ToolCall
@@ -101,11 +101,11 @@ def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: 
     found = list(messages)
     taken = {call.id for message in messages for call in message.tool_calls}
     fresh = (name for name in (f"call_{number}" for number in range(1, len(taken) + 10**6)) if name not in taken)
-    seen, turn = set[str](), _Turn(())
+    seen, turn = set[str](), _Turn((), [])
     for number, message in enumerate(messages):
         if message.role == "assistant":
             turn.settle(found, key, strict)
-            turn = _Turn(message.tool_calls)
+            turn = _Turn(message.tool_calls, list(message.tool_calls))
             if strict:
                 for place, call in enumerate(message.tool_calls):
                     if not call.id or call.id in seen:
@@ -119,19 +119,21 @@ def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: 
     return tuple(found)
 
 
+@dataclass(slots=True)
 class _Turn:
-    """The calls of a turn, and the results that came for them. `places`: of these messages."""
+    """The calls of a turn, as given and with their ids made anew, and the results that came for them. `places`: of these
+    messages."""
 
-    def __init__(self, calls: Sequence[ToolCall]) -> None:
-        self.calls, self.given = list(calls), [call.id for call in calls]
-        self.results: dict[int, Message] = {}
-        self.places: list[int] = []
+    given: Sequence[ToolCall]
+    calls: list[ToolCall]
+    results: dict[int, Message] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list)
 
     def take(self, place: int, result: Message) -> bool:
         """Return True if a call of the turn that has no result yet is the one that it answers."""
         fitting = [number for number in range(len(self.calls)) if number not in self.results]
-        if result.tool_call_id and any(self.given):
-            fitting = [number for number in fitting if self.given[number] == result.tool_call_id]
+        if result.tool_call_id and any(call.id for call in self.given):
+            fitting = [number for number in fitting if self.given[number].id == result.tool_call_id]
             # Calls of one id are told apart by name; else the id alone decides, since programs name results as they like.
             fitting = [number for number in fitting if self.calls[number].name == result.name] or fitting
         elif result.name:

@@ -114,7 +114,6 @@ class GroupRun:
                 [trajectory] = await self.collector.player.play(job, self.collector.watch)
             if self.count(trajectory, attempt):
                 break
-        self.end(member)
         return trajectory
 
     def job(self, member: int, attempt: int) -> Job:
@@ -134,19 +133,16 @@ class GroupRun:
         return Job(choice.env, spec, choice.params, heat, trained=member != GREEDY)
 
     def count(self, trajectory: Trajectory, attempt: int) -> bool:
-        """Count an attempt at an episode; whether it is the last."""
-        collector, failed = self.collector, trajectory.stop.infrastructure
+        """Count an attempt at an episode, and with the last one its member. Returns True for the last."""
+        collector, failed, runs = self.collector, trajectory.stop.infrastructure, self.index in self.collector._tasks
         again = failed and attempt < collector.config.retries
-        collector.stats.attempt(self.index, trajectory, again, self.index in collector._tasks)
+        collector.stats.attempt(self.index, trajectory, again, runs)
         if failed:
             of = self.index, trajectory.member, attempt
             log.warning("group %d member %d attempt %d: %s: %s", *of, trajectory.stop, trajectory.error)
-        return not failed
-
-    def end(self, member: int) -> None:
-        """Count a member that has ended."""
-        if member != GREEDY and self.index in self.collector._tasks:
-            self.collector._over[self.index] = self.collector._over.get(self.index, 0) + 1
+        if runs and not again and trajectory.member != GREEDY:
+            collector._over[self.index] = collector._over.get(self.index, 0) + 1
+        return not again
 
 
 # Run groups of episodes under the group ledger and return the groups of each update.

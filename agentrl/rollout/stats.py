@@ -125,12 +125,13 @@ class RolloutStats:
         self._any_scored |= len(lost) < len(group.trajectories)
         if lost and self.fault is None:
             self.fault = fault_of(lost[0])
-        tokens = _tokens(group)
-        self._thrown[GroupState.CANCELLED.value] += self._kept[group.index] - tokens
-        self._kept[group.index] = tokens
+        tokens = 0
         for member in filter(None, (*group.trajectories, group.baseline)):
+            tokens += member.sampled_tokens
             if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
                 self._count_unscored(member)
+        self._thrown[GroupState.CANCELLED.value] += self._kept[group.index] - tokens
+        self._kept[group.index] = tokens
         if not failed:
             self._failing.pop(group.env, None)
 
@@ -193,7 +194,7 @@ class RolloutStats:
         self._thrown[GroupState.CANCELLED.value] += cut
         row = {
             "groups_filtered": float(self._filtered),
-            "groups_zero_variance": float(sum(alike(group) for group in groups)),
+            "groups_zero_variance": float(sum(map(alike, groups))),
             **{key: float(self._played[key]) for key in ("episodes_played", "episodes_unscored")},
             **({} if self._config.grow == 1 else {"members_grown": float(self._played["members_grown"])}),
             **({} if self._accept is None else {"groups_refused": float(self._refused)}),
@@ -273,11 +274,6 @@ class RolloutStats:
         self._any_scored = version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]
         spent = state.get("spent", {})
         self._sampled, self._thrown = spent.get("sampled", 0), Counter(spent.get("thrown", {}))
-        for group in complete:
-            self._kept[group.index] = _tokens(group)
-        lost = sum(count for index, count in spent.get("of", {}).items() if int(index) not in self._kept)
-        self._thrown[GroupState.CANCELLED.value] += lost
-
-
-def _tokens(group: Group) -> int:
-    return sum(member.sampled_tokens for member in filter(None, (*group.trajectories, group.baseline)))
+        kept = {int(index): count for index, count in spent.get("of", {}).items()}
+        self._kept = Counter({group.index: kept.pop(group.index, 0) for group in complete})
+        self._thrown[GroupState.CANCELLED.value] += sum(kept.values())

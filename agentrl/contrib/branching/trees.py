@@ -276,6 +276,4 @@ class Forest:
             run.count(trajectory, tried[trajectory.member])
             tried[trajectory.member] += 1
             found[trajectory.member] = trajectory
-        for member in found:
-            run.end(member)
         return found

@@ -409,10 +409,9 @@ class Run(GroupRun):
     def count(self, trajectory: Trajectory, attempt: int) -> bool:
         last = not trajectory.stop.infrastructure or attempt == 1
         self.collector.told.append((trajectory.task.id, attempt, last))  # type: ignore[attr-defined]
+        if last:
+            self.collector.ends.append(trajectory.member)  # type: ignore[attr-defined]
         return last
-
-    def end(self, member: int) -> None:
-        self.collector.ends.append(member)  # type: ignore[attr-defined]
 
 
 def group(player: Made, slots: asyncio.Semaphore) -> Any:
