@@ -403,11 +403,6 @@ class RequestRouter(Generic[Host]):
         for home in self._homes.values():
             home.tokens = 0
 
-    def clear(self) -> None:
-        """Forget hosts and sessions."""
-        self._loads.clear()
-        self._homes.clear()
-
     def homes(self) -> dict[str, Host]:
         """The host of each remembered session."""
         return {key: home.host for key, home in self._homes.items()}

@@ -108,7 +108,7 @@ class Replicas:
             _kill(replica)
         await self._asking.close()
         self._scratch.close()
-        self.router.clear()
+        self.router = RequestRouter()
 
     def alive(self) -> list[Replica]:
         return [replica for replica in self.every if replica.cause is None]
